@@ -35,8 +35,8 @@ static double subject_norm(void) {
     return gradient_norm(&subject);
 }
 
-static void subject_update(AdamW adamw) {
-    model_update(&subject, adamw);
+static void subject_update(double clip, AdamW adamw) {
+    model_update(&subject, clip_scale(subject_norm(), clip), adamw);
 }
 
 static const float *subject_params(void) {
@@ -337,8 +337,8 @@ static void test_adamw(void) {
     double decay = atof(text_of("weight_decay"));
     for (size_t s = 0; s < steps; s++) {
         fixture_fill(grad, N, "grad", s * N, 0.0f, 1.0f);
-        adamw(param, mean, square, NULL, grad, N,
-              (AdamW){atof(text_of("lr")), 0.9, 0.95, 1e-8, decay, 1.0, (int64_t)s + 1}, true);
+        adamw(param, mean, square, NULL, grad, N, 1.0f,
+              (AdamW){atof(text_of("lr")), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1});
     }
     double worst = compare("param", param, N, 0, 1e-6);
     worst = largest(worst, compare("exp_avg", mean, N, 0, 1e-6));

@@ -994,17 +994,17 @@ static double gradient_norm(const Model *m) {
     return sqrt(sum);
 }
 
-// g = grad · grad_scale,  m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,
+// g = grad · scale,  m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²,
 // p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
 //   param, mean, square (n) updated   grad (n)   rounded (n): receives p in bf16 unless NULL
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
-static void adamw(real *param, real *mean, real *square, uint16_t *rounded, const real *grad, size_t n, AdamW a,
-                  bool decay) {
-    real b1 = (real)a.beta1, b2 = (real)a.beta2, scale = (real)a.grad_scale, eps = (real)a.eps;
+static void adamw(real *param, real *mean, real *square, uint16_t *rounded, const real *grad, size_t n, real scale,
+                  AdamW a) {
+    real b1 = (real)a.beta1, b2 = (real)a.beta2, eps = (real)a.eps;
     real one_b1 = (real)(1 - a.beta1), one_b2 = (real)(1 - a.beta2);
     real rate = (real)(a.lr / (1 - pow(a.beta1, (double)a.step)));
     real square_scale = (real)(1 / (1 - pow(a.beta2, (double)a.step)));
-    real keep = decay ? (real)(1 - a.lr * a.weight_decay) : 1;
+    real keep = (real)(1 - a.lr * a.weight_decay);
     enum { PIECE = 4096 };    // rounded while they are still in the cache
     #pragma omp parallel for schedule(static) if (n > 2 * PIECE)
     for (size_t from = 0; from < n; from += PIECE) {
@@ -1024,7 +1024,10 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     }
 }
 
-static void model_update(Model *m, AdamW a) {
+// Every gradient is multiplied by `scale`.
+static void model_update(Model *m, double scale, AdamW a) {
+    AdamW no_decay = a;
+    no_decay.weight_decay = 0;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!tensor_trained(t, &m->config.attn)) continue;
@@ -1032,8 +1035,8 @@ static void model_update(Model *m, AdamW a) {
         case UPDATE_ADAM:
         case UPDATE_ADAMW:
             adamw(m->params + t->offset, m->mean + t->offset, m->square + t->offset,
-                  m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, a,
-                  t->update == UPDATE_ADAMW);
+                  m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, (real)scale,
+                  t->update == UPDATE_ADAMW ? a : no_decay);
             break;
         }
     }
@@ -1527,7 +1530,9 @@ int main(int argc, char **argv) {
             process_sum_double(&loss, 1);
             phase(PHASE_UPDATE);
             norm = gradient_norm(&model);
-            model_update(&model, run_update(&run, loss, norm));
+            AdamW update = run_update(&run);
+            run_check_step(&run, loss, norm);
+            model_update(&model, clip_scale(norm, o->grad_clip), update);
             phase(PHASE_OTHER);
             run_step_done(&run, model.rows, model.all_zero_rows);
             model.rows = model.all_zero_rows = 0;

@@ -10,7 +10,8 @@
 //
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
 // statistics, parameter gradients, AdamW's moments and master weights are float32. Everything runs on one stream,
-// except the sums over ranks.
+// except the sums over ranks. The host only queues a step: loss, norm and clip factor stay on the device, and the host
+// reads them once it has queued the first batch of the next step.
 // Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
 // vocabulary of V tokens (VP when padded).
 
@@ -20,6 +21,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include <algorithm>
+#include <vector>
 
 #include "attention/flash.h"
 #include "cuda/adamw.cuh"
@@ -59,42 +63,27 @@ static void nvtxRangePushA(const char *name) {
 static void nvtxRangePop(void) {}
 #endif
 
-static double phase_seconds[PHASE_COUNT];
-
 static cudaStream_t stream;
 static bool profiling;
 
-enum { MARKS = 4096 };
-static struct {
+struct Mark {
     cudaEvent_t event;
     Phase phase;    // the phase that starts at this mark
-} marks[MARKS];
-static int mark_count;
-
-// Adds up the times between the marks. The last mark becomes the first of the next batch.
-static void phase_collect(void) {
-    if (mark_count == 0) return;
-    CUDA_CHECK(cudaEventSynchronize(marks[mark_count - 1].event));
-    for (int i = 0; i + 1 < mark_count; i++) {
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, marks[i].event, marks[i + 1].event));
-        phase_seconds[marks[i].phase] += 1e-3 * ms;
-    }
-    auto first = marks[0];
-    marks[0] = marks[mark_count - 1];
-    marks[mark_count - 1] = first;
-    mark_count = 1;
-}
+};
+static std::vector<Mark> marks;    // the first mark_count are in use
+static size_t mark_count;
 
 static bool aside;    // charge everything to PHASE_ASIDE
 
 static void phase(Phase next) {
     if (!profiling || (aside && next != PHASE_ASIDE)) return;
-    if (mark_count == MARKS) phase_collect();
     if (mark_count) nvtxRangePop();
     nvtxRangePushA(phase_names[next]);
-    auto *mark = &marks[mark_count++];
-    if (!mark->event) CUDA_CHECK(cudaEventCreate(&mark->event));
+    if (mark_count == marks.size()) {
+        marks.push_back({});
+        CUDA_CHECK(cudaEventCreate(&marks.back().event));
+    }
+    Mark *mark = &marks[mark_count++];
     mark->phase = next;
     CUDA_CHECK(cudaEventRecord(mark->event, stream));
 }
@@ -125,8 +114,15 @@ struct Activations {
     X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
 };
 
-// The losses of this step so far, the losses of a validation, the squared gradients.
-enum { SUM_STEP, SUM_VALIDATION, SUM_SQUARES, SUM_PARTIALS };
+// The losses of this step so far, the squared gradients (next to them: both are summed over the ranks at once), the
+// losses of a validation.
+enum { SUM_STEP, SUM_SQUARES, SUM_VALIDATION, SUM_PARTIALS };
+
+// What the host reads about a step once the device has finished it.
+struct StepReport {
+    StepNumbers numbers;
+    unsigned long long all_zero_rows;
+};
 
 struct Model {
     ModelConfig config;
@@ -154,6 +150,7 @@ struct Model {
     float *partials;                      // (partials_size) partial sums over rows, for parameter gradients
     size_t partials_size;                 // the most that a kernel needs
     double *sums;                         // SUM_STEP ..., then partial sums of squares
+    StepNumbers *numbers;                 // of this step
     unsigned long long *all_zero_rows;    // counts of all-zero attention rows: in steps, in validations
     void *scratch, *workspace;            // for attention, for cuBLASLt
     void *wire;                           // for sums over ranks
@@ -162,7 +159,7 @@ struct Model {
 
     bool doc_mask;           // attention stops at document boundaries
     const int32_t *first;    // of the current batch, see BatchTokens
-    uint64_t rows;           // attention rows since the count was last reset
+    uint64_t rows;           // attention rows of this step so far
     MemoryPlan plan;         // of device memory
 
     Weights host;    // copies of parameters and moments, for files
@@ -174,6 +171,11 @@ struct Model {
         uint8_t *mask;
         cudaEvent_t copied;
     } slots[2];
+    StepReport *report;            // pinned: the newest step's, once `reported` has happened
+    cudaEvent_t reported;          // the device has finished that step
+    bool unread;                   // the host has queued that step and not read its report yet
+    uint64_t reported_rows;        // attention rows of that step
+    size_t reported_marks;         // marks up to its end
     int32_t *starts;               // (V + 1) scratch for embedding_plan()
     float *host_logits;            // (VP) for samples
     uint16_t *host_logits_bf16;    // (VP) as received from the device, with --dtype bf16
@@ -327,6 +329,7 @@ static void plan_parameters(Model *m) {
                (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
     if (m->forward_only) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
+    memory_add(&m->plan, "scratch", (void **)&m->numbers, sizeof *m->numbers);
     memory_add(&m->plan, "AdamW's moments", (void **)&m->mean, m->state_floats * sizeof(float));
     memory_add(&m->plan, "AdamW's moments", (void **)&m->square, m->state_floats * sizeof(float));
     memory_add(&m->plan, "scratch", (void **)&m->segments, m->list.count * sizeof(AdamSegment));
@@ -834,6 +837,19 @@ static void upload_segments(Model *m) {
     free(table);
 }
 
+// Computes the step's numbers, on the device: its loss, summed over all ranks, the norm of their summed gradients, and
+// the factor that clips it to `clip`.
+static void gradients_end(Model *m, double clip) {
+    phase(PHASE_REDUCE);
+    collective_join(m->collective, stream);
+    phase(PHASE_UPDATE);
+    gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count,
+                     m->segment_blocks, stream);
+    collective_sum(m->collective, m->sums + SUM_STEP, m->zero ? 2 : 1, stream);    // with ZeRO also the squares
+    collective_join(m->collective, stream);
+    step_numbers(m->numbers, m->sums + SUM_STEP, m->sums + SUM_SQUARES, clip, stream);
+}
+
 // Gathers the parameters that other ranks updated.
 static void gather_parameters(const Model *m) {
     for (size_t i = 0; i < bucket_count(m); i++) {
@@ -847,6 +863,17 @@ static void gather_parameters(const Model *m) {
 // Refreshes the copy that the matmuls read after anything but this rank's adamw() changed the master weights.
 static void round_parameters(const Model *m, int64_t step) {
     if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, m->stochastic, m->seed, step, stream);
+}
+
+// If the step's numbers are not finite, the parameters stay as they are.
+static void model_update(Model *m, AdamW a) {
+    AdamArrays arrays = {m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->numbers};
+    adamw(arrays, m->segments, m->segment_count, m->segment_blocks, a, m->stochastic, m->seed, stream);
+    if (m->zero) {
+        gather_parameters(m);
+        round_parameters(m, a.step);
+    }
+    phase(PHASE_OTHER);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -943,6 +970,8 @@ static Weights take_training(Model *m) {
         CUDA_CHECK(cudaMallocHost((void **)&slot.mask, N));
         CUDA_CHECK(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming));
     }
+    CUDA_CHECK(cudaMallocHost((void **)&m->report, sizeof *m->report));
+    CUDA_CHECK(cudaEventCreateWithFlags(&m->reported, cudaEventDisableTiming));
     m->host.config = &m->config;
     m->host.list = &m->list;
     m->host.bf16 = m->in_bf16;
@@ -1010,7 +1039,8 @@ static void download_scalars(Model *m) {
 
 // ---- a step
 
-// Copies a batch to the device. A slot's pinned memory is free again once its copy of two batches ago has finished.
+// Copies a batch to the device. A slot's pinned memory is free again once its copy of two batches ago has finished. No
+// sum over ranks comes before that copy unless the host has already waited for it.
 static BatchTokens upload_batch(Model *m, const Batch *batch) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
@@ -1053,38 +1083,27 @@ static double read_sum(const Model *m, int which) {
     return value;
 }
 
-// Computes the step's loss, summed over all ranks, and the norm of their summed gradients.
-static void gradients_end(Model *m, double *loss, double *norm) {
-    phase(PHASE_REDUCE);
-    collective_join(m->collective, stream);
-    phase(PHASE_UPDATE);
-    gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count,
-                     m->segment_blocks, stream);
-    double squares = read_sum(m, SUM_SQUARES);
-    *loss = read_sum(m, SUM_STEP);
-    process_sum_double(loss, 1);
-    if (m->zero) process_sum_double(&squares, 1);
-    *norm = sqrt(squares);
+// Queues the step's report. The host has read the one before.
+static void step_end(Model *m) {
+    StepReport *to = m->report;
+    CUDA_CHECK(cudaMemcpyAsync(&to->numbers, m->numbers, sizeof to->numbers, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpyAsync(&to->all_zero_rows, m->all_zero_rows, sizeof to->all_zero_rows, cudaMemcpyDeviceToHost,
+                               stream));
+    CUDA_CHECK(cudaMemsetAsync(m->all_zero_rows, 0, sizeof *m->all_zero_rows, stream));
+    CUDA_CHECK(cudaEventRecord(m->reported, stream));
+    m->reported_marks = mark_count;
+    m->reported_rows = m->rows;
+    m->rows = 0;
+    m->unread = true;
 }
 
-static void model_update(Model *m, AdamW a) {
-    AdamArrays arrays = {m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads};
-    adamw(arrays, m->segments, m->segment_count, m->segment_blocks, a, m->stochastic, m->seed, stream);
-    if (m->zero) {
-        gather_parameters(m);
-        round_parameters(m, a.step);
-    }
-    phase(PHASE_OTHER);
-}
-
-// Waits until the device has finished all work of the step, including the update. Returns the step's number of all-zero
-// attention rows.
-static uint64_t step_end(Model *m) {
-    unsigned long long all_zero;
-    collective_synchronize(m->collective, stream);
-    CUDA_CHECK(cudaMemcpy(&all_zero, m->all_zero_rows, sizeof all_zero, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemsetAsync(m->all_zero_rows, 0, sizeof all_zero, stream));
-    return all_zero;
+// Waits until the device has finished the newest step, including its update. Ends the program if its numbers are not
+// finite.
+static void read_step(Run *run, Model *m) {
+    collective_wait(m->collective, m->reported);
+    m->unread = false;
+    run_check_step(run, m->report->numbers.loss, m->report->numbers.norm);
+    run_step_done(run, m->reported_rows, m->report->all_zero_rows);
 }
 
 // The time between pause_step() and its counterpart belongs to no step.
@@ -1102,6 +1121,22 @@ static void unpause_step(Run *run) {
 
 // ---- what follows a step
 
+static double phase_seconds[PHASE_COUNT];
+
+// Adds up the times between the first `count` marks, which the device has reached or is waited for. The last of them
+// becomes the first mark.
+static void phase_collect(size_t count) {
+    if (count == 0) return;
+    CUDA_CHECK(cudaEventSynchronize(marks[count - 1].event));
+    for (size_t i = 0; i + 1 < count; i++) {
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, marks[i].event, marks[i + 1].event));
+        phase_seconds[marks[i].phase] += 1e-3 * ms;
+    }
+    std::rotate(marks.begin(), marks.begin() + (ptrdiff_t)(count - 1), marks.begin() + (ptrdiff_t)mark_count);
+    mark_count -= count - 1;
+}
+
 // Reports the memory that this rank uses on its GPU; with --profile also this step's milliseconds by phase, without
 // PHASE_ASIDE.
 static void report(Run *run, const Model *m) {
@@ -1110,7 +1145,7 @@ static void report(Run *run, const Model *m) {
     size_t size = sizeof metrics,
            at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
     snprintf(line, sizeof line, " | %s", human_bytes((double)m->plan.total).text);
-    if (profiling) phase_collect();
+    if (profiling) phase_collect(m->reported_marks);
     for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {    // PHASE_ASIDE is the last phase
         at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {",
                                phase_names[i], 1000 * (phase_seconds[i] - before[i]));
@@ -1118,6 +1153,14 @@ static void report(Run *run, const Model *m) {
     }
     if (profiling && at < size) snprintf(metrics + at, size - at, "}");
     run_report(run, metrics, line);
+}
+
+// Finishes a step that nothing but its report follows, if the host has queued one and not read it yet.
+static void finish_late(Run *run, Model *m) {
+    if (!m->unread) return;
+    read_step(run, m);
+    report(run, m);
+    run_finish_step(run);
 }
 
 // The sum of the losses of a batch, without gradients.
@@ -1196,7 +1239,7 @@ int main(int argc, char **argv) {
     static Run run;
     const TrainOptions *o = &run.o;
     char matmuls[512];
-    double loss, norm;
+    double loss;
     Batch batch;
 
     // Parse and check the flags, then plan and check the memory. Nothing is written yet.
@@ -1216,13 +1259,16 @@ int main(int argc, char **argv) {
     change_normalizers(&run, &model);
     while (run_continues(&run)) {
         if (!run.owed) {    // otherwise the run stopped between a step and its validation
-            while (run_batch(&run, &batch)) micro_batch(&model, &batch);
+            while (run_batch(&run, &batch)) {
+                micro_batch(&model, &batch);
+                finish_late(&run, &model);    // the step before, while the device works on this batch
+            }
             if (run.stopped) break;
-            gradients_end(&model, &loss, &norm);
-            model_update(&model, run_update(&run, loss, norm));
-            uint64_t all_zero = step_end(&model);
-            run_step_done(&run, model.rows, all_zero);
-            model.rows = 0;
+            gradients_end(&model, o->grad_clip);
+            model_update(&model, run_update(&run));
+            step_end(&model);
+            if (!run_pauses(&run)) continue;
+            read_step(&run, &model);
         }
 
         pause_step(&run);
@@ -1238,18 +1284,17 @@ int main(int argc, char **argv) {
             download(&model);
             run_save(&run);
         }
-        // Measure the peak again while the GPU's clocks settle.
-        if (run.step <= run.first_step + 3) run.flops = peak_of(&model, &device);
         unpause_step(&run);
         change_normalizers(&run, &model);
     }
 
+    finish_late(&run, &model);    // after a stop
     if (run_save_due_at_end(&run)) {
         download(&model);
         run_save(&run);
     }
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
-    phase_collect();
+    phase_collect(mark_count);
     if (run_is_main() && o->profile && run.step > run.first_step)
         profile_print(&run.progress, phase_seconds, run.step - run.first_step);
     return end(&run, &model);

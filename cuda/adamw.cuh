@@ -1,7 +1,10 @@
 // AdamW for all tensors in one launch, driven by a table of ranges of the flat parameter array.
 //
-//   g = gradient · grad_scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
+//   g = gradient · numbers.scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
 //   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
+//
+// If numbers.finite is 0, nothing changes. The numbers are on the device, so the host need not wait for the gradient's
+// norm before it launches the update.
 //
 // params, grads: flat float arrays (with bf16, params are the master weights). mean, square: float; each range's
 // moments start at its `state`, which equals its `from` if this rank has all moments. With ZeRO-1, a rank has only the
@@ -85,17 +88,26 @@ DEVICE float round_stochastically(float x, uint32_t bits) {
 
 // ---- the update
 
-// The flat arrays that the update reads and writes.
+// What the device finds out about a step: the update needs it, and the host reads a copy later. See step_numbers() in
+// norms.cuh.
+typedef struct {
+    double loss, norm;    // the sum of the step's losses, and the gradient's norm
+    float scale;          // clips the gradient
+    int finite;           // 1 if loss and norm are finite, else 0
+} StepNumbers;
+
+// The device memory that the update reads and writes.
 typedef struct {
     float *params;
     bf16 *rounded;    // NULL without a bf16 copy
     float *mean, *square;
     const float *grads;
+    const StepNumbers *numbers;
 } AdamArrays;
 
 // AdamW's coefficients for a step, in float like the CPU trainer's.
 typedef struct {
-    float b1, one_b1, b2, one_b2, rate, square_scale, eps, keep, grad_scale;
+    float b1, one_b1, b2, one_b2, rate, square_scale, eps, keep;
     uint64_t seed, step;
 } AdamRates;
 
@@ -109,7 +121,6 @@ static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
     r.square_scale = (float)(1 / (1 - pow(a.beta2, (double)a.step)));
     r.eps = (float)a.eps;
     r.keep = (float)(1 - a.lr * a.weight_decay);
-    r.grad_scale = (float)a.grad_scale;
     r.seed = seed;
     r.step = (uint64_t)a.step;
     return r;
@@ -128,14 +139,14 @@ DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, ui
 
 // Updates W elements, starting at element i of the flat arrays and element s of the moments.
 template <int W, bool STOCHASTIC>
-DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float keep) {
+DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float scale, float keep) {
     float p[W], m[W], v[W], g[W];
     load_vector_in_place<W>(p, x.params + i);
     load_vector_in_place<W>(m, x.mean + s);
     load_vector_in_place<W>(v, x.square + s);
     load_vector_in_place<W>(g, x.grads + i);
     for (int j = 0; j < W; j++) {
-        float d = g[j] * a.grad_scale;
+        float d = g[j] * scale;
         m[j] = a.b1 * m[j] + a.one_b1 * d;
         v[j] = a.b2 * v[j] + a.one_b2 * d * d;
         p[j] = keep * p[j] - a.rate * m[j] / (sqrtf(v[j] * a.square_scale) + a.eps);
@@ -150,15 +161,16 @@ DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float ke
 template <bool STOCHASTIC>
 KERNEL void adamw_kernel(AdamArrays x, const AdamSegment *segments, size_t count, AdamRates a) {
     SegmentPart part = segment_part(segments, count);
-    float keep = part.decay ? a.keep : 1.0f;
+    float scale = x.numbers->scale, keep = part.decay ? a.keep : 1.0f;
     bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
+    if (!x.numbers->finite) return;
     for (size_t i = part.from + threadIdx.x * ADAMW_WIDTH; i < part.to; i += SEGMENT_THREADS * ADAMW_WIDTH) {
         size_t s = part.state + (i - part.from);
         if (vectors && i + ADAMW_WIDTH <= part.to) {
-            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, s, a, keep);
+            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, s, a, scale, keep);
         } else {
             for (size_t j = 0; j < ADAMW_WIDTH && i + j < part.to; j++)
-                adamw_update<1, STOCHASTIC>(x, i + j, s + j, a, keep);
+                adamw_update<1, STOCHASTIC>(x, i + j, s + j, a, scale, keep);
         }
     }
 }
@@ -183,8 +195,8 @@ KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t 
 
 // ---- launchers
 
-//   x.params, x.mean, x.square updated, x.rounded written   segments (count) on the device, after segments_ready(),
-//   which returned `blocks`
+//   x.params, x.mean, x.square updated, x.rounded written   x.numbers (1)   segments (count) on the device, after
+//   segments_ready(), which returned `blocks`
 static inline void adamw(AdamArrays x, const AdamSegment *segments, size_t count, size_t blocks, AdamW a,
                          bool stochastic, uint64_t seed, cudaStream_t stream) {
     if (blocks == 0) return;

@@ -52,17 +52,26 @@ void collective_assign_owners(CollectivePart *parts, size_t count, int ranks) {
 #ifdef USE_NCCL
 #include <nccl.h>
 
-enum { COLLECTIVE_PATIENCE = 600 };    // seconds to wait for ranks that seem to be alive
+#ifndef COLLECTIVE_PATIENCE    // a test defines less
+#define COLLECTIVE_PATIENCE 600    // seconds to wait for ranks that seem to be alive
+#endif
 
 typedef struct {
     int pid;    // 0 if it is on another machine or invisible from here
     unsigned long long started;
 } Peer;
 
+// The last operation before a join: its input is ready; its result is done.
+typedef struct {
+    cudaEvent_t ready, done;
+} Joined;
+
 struct Collective {
     ncclComm_t comm;
     cudaStream_t stream;
-    cudaEvent_t ready, done;    // the last input is ready; the last result is done
+    Joined joins[COLLECTIVE_JOINS];    // in turn
+    size_t current;                    // of joins: that of the last operation
+    bool joined;                       // is it joined already?
     bool in_bf16;
     bf16 *wire;      // the scratch memory: gradients as bf16
     Peer *peers;     // by rank
@@ -135,6 +144,16 @@ static void end_run(Collective *c, const char *what) {
          process.rank, what);
 }
 
+// Is the first operation that is not done waiting for other ranks, rather than for its input? Operations after a join
+// get their input only after it, so they cannot tell.
+static bool waits_for_others(const Collective *c) {
+    for (size_t i = 1; i <= COLLECTIVE_JOINS; i++) {
+        const Joined *join = &c->joins[(c->current + i) % COLLECTIVE_JOINS];
+        if (cudaEventQuery(join->done) != cudaSuccess) return cudaEventQuery(join->ready) == cudaSuccess;
+    }
+    return false;
+}
+
 // Ends the program with EXIT_PEER if another rank has died, NCCL reports a lost connection, or the others have not
 // reached this operation for too long.
 static void watch(Collective *c, double t) {
@@ -151,7 +170,7 @@ static void watch(Collective *c, double t) {
         snprintf(text, sizeof text, "NCCL lost another rank: %s.", ncclGetErrorString(error));
         end_run(c, text);
     }
-    if (cudaEventQuery(c->ready) != cudaSuccess || cudaEventQuery(c->done) == cudaSuccess) c->since = t;
+    if (!waits_for_others(c)) c->since = t;
     if (t - c->since > COLLECTIVE_PATIENCE) {
         snprintf(text, sizeof text, "timed out after %d s waiting for the other ranks.", COLLECTIVE_PATIENCE);
         end_run(c, text);
@@ -172,8 +191,10 @@ Collective *collective_start(bool in_bf16) {
     NCCL_CHECK(ncclCommInitRank(&c->comm, process.size, id, process.rank));
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, greatest));
-    CUDA_CHECK(cudaEventCreateWithFlags(&c->ready, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventCreateWithFlags(&c->done, cudaEventDisableTiming));
+    for (Joined &join : c->joins) {
+        CUDA_CHECK(cudaEventCreateWithFlags(&join.ready, cudaEventDisableTiming));
+        CUDA_CHECK(cudaEventCreateWithFlags(&join.done, cudaEventDisableTiming));
+    }
     c->in_bf16 = in_bf16;
     meet(c);
     return c;
@@ -182,8 +203,10 @@ Collective *collective_start(bool in_bf16) {
 void collective_end(Collective *c) {
     if (!c) return;
     NCCL_CHECK(ncclCommDestroy(c->comm));
-    CUDA_CHECK(cudaEventDestroy(c->ready));
-    CUDA_CHECK(cudaEventDestroy(c->done));
+    for (Joined &join : c->joins) {
+        CUDA_CHECK(cudaEventDestroy(join.ready));
+        CUDA_CHECK(cudaEventDestroy(join.done));
+    }
     CUDA_CHECK(cudaStreamDestroy(c->stream));
     free(c->peers);
     free(c);
@@ -224,12 +247,15 @@ static void from_wire(Collective *c, float *x, const bf16 *wire, size_t n) {
 
 // Makes the next operation wait for all work that `stream` has been given so far.
 static void begin(Collective *c, cudaStream_t stream) {
-    CUDA_CHECK(cudaEventRecord(c->ready, stream));
-    CUDA_CHECK(cudaStreamWaitEvent(c->stream, c->ready, 0));
+    if (c->joined) c->current = (c->current + 1) % COLLECTIVE_JOINS;
+    c->joined = false;
+    cudaEvent_t ready = c->joins[c->current].ready;
+    CUDA_CHECK(cudaEventRecord(ready, stream));
+    CUDA_CHECK(cudaStreamWaitEvent(c->stream, ready, 0));
 }
 
 static void finish(Collective *c) {
-    CUDA_CHECK(cudaEventRecord(c->done, c->stream));
+    CUDA_CHECK(cudaEventRecord(c->joins[c->current].done, c->stream));
 }
 
 void collective_all_reduce(Collective *c, float *x, size_t n, cudaStream_t stream) {
@@ -242,6 +268,13 @@ void collective_all_reduce(Collective *c, float *x, size_t n, cudaStream_t strea
     } else {
         NCCL_CHECK(ncclAllReduce(x, x, n, ncclFloat32, ncclSum, c->comm, c->stream));
     }
+    finish(c);
+}
+
+void collective_sum(Collective *c, double *x, size_t n, cudaStream_t stream) {
+    if (!c || n == 0) return;
+    begin(c, stream);
+    NCCL_CHECK(ncclAllReduce(x, x, n, ncclFloat64, ncclSum, c->comm, c->stream));
     finish(c);
 }
 
@@ -296,18 +329,18 @@ void collective_gather_parts(Collective *c, float *x, const CollectivePart *part
 }
 
 void collective_join(Collective *c, cudaStream_t stream) {
-    if (c) CUDA_CHECK(cudaStreamWaitEvent(stream, c->done, 0));
+    if (!c) return;
+    CUDA_CHECK(cudaStreamWaitEvent(stream, c->joins[c->current].done, 0));
+    c->joined = true;
 }
 
-void collective_synchronize(Collective *c, cudaStream_t stream) {
-    if (!c) {
-        CUDA_CHECK(cudaStreamSynchronize(stream));
-        return;
-    }
+// Waits until query() returns cudaSuccess.
+template <class Query>
+static void wait_until(Collective *c, Query query) {
     double watched = now();
     c->since = watched;
     for (;;) {
-        cudaError_t state = cudaStreamQuery(stream);
+        cudaError_t state = query();
         if (state == cudaSuccess) return;
         if (state != cudaErrorNotReady) CUDA_CHECK(state);
         double t = now();
@@ -317,6 +350,16 @@ void collective_synchronize(Collective *c, cudaStream_t stream) {
         }
         usleep(20);
     }
+}
+
+void collective_synchronize(Collective *c, cudaStream_t stream) {
+    if (c) wait_until(c, [=] { return cudaStreamQuery(stream); });
+    else CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+void collective_wait(Collective *c, cudaEvent_t event) {
+    if (c) wait_until(c, [=] { return cudaEventQuery(event); });
+    else CUDA_CHECK(cudaEventSynchronize(event));
 }
 
 #else
@@ -337,11 +380,15 @@ size_t collective_scratch(const Collective *, size_t) {
 }
 void collective_use(Collective *, void *) {}
 void collective_all_reduce(Collective *, float *, size_t, cudaStream_t) {}
+void collective_sum(Collective *, double *, size_t, cudaStream_t) {}
 void collective_reduce_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
 void collective_gather_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
 void collective_join(Collective *, cudaStream_t) {}
 void collective_synchronize(Collective *, cudaStream_t stream) {
     CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+void collective_wait(Collective *, cudaEvent_t event) {
+    CUDA_CHECK(cudaEventSynchronize(event));
 }
 
 #endif

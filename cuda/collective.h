@@ -18,6 +18,8 @@
 
 typedef struct Collective Collective;
 
+enum { COLLECTIVE_JOINS = 8 };    // see collective_wait()
+
 // Collective; call it after process_start() and after selecting a device. Returns NULL with a single rank. With
 // `in_bf16`, gradients are transferred and summed as bf16. Ends with EXIT_USAGE if there are several ranks but no NCCL.
 Collective *collective_start(bool in_bf16);
@@ -46,6 +48,9 @@ void collective_use(Collective *collective, void *scratch);
 // x (n) = its sum over the ranks
 void collective_all_reduce(Collective *collective, float *x, size_t n, cudaStream_t stream);
 
+// The same for doubles, which are never transferred as bf16.
+void collective_sum(Collective *collective, double *x, size_t n, cudaStream_t stream);
+
 // The parts of x that this rank owns = their sums over the ranks. The other parts become undefined. `parts` (count)
 // must be the same on every rank, in the order of the array, without gaps or overlaps between them.
 void collective_reduce_parts(Collective *collective, float *x, const CollectivePart *parts, size_t count,
@@ -58,8 +63,14 @@ void collective_gather_parts(Collective *collective, float *x, const CollectiveP
 // Makes later work in `stream` wait for all results.
 void collective_join(Collective *collective, cudaStream_t stream);
 
-// Waits on the host until `stream` is done, and watches the other ranks meanwhile. Call it before any copy to memory
-// that is not pinned, which would wait without watching them.
+// ---- These wait on the host, and watch the other ranks meanwhile.
+
+// Waits until `stream` is done. Call it before any copy to memory that is not pinned, which would wait without
+// watching.
 void collective_synchronize(Collective *collective, cudaStream_t stream);
+
+// Waits until `event` has happened; later work continues. At most COLLECTIVE_JOINS calls of collective_join() may be
+// outstanding.
+void collective_wait(Collective *collective, cudaEvent_t event);
 
 #endif

@@ -1,10 +1,11 @@
-// The squared norm of the gradient.
+// The squared norm of the gradient, and the step's numbers that follow from it.
 //
 //   the sum of squares over the table's ranges (adamw.cuh), in double
+//   norm = sqrt(squares);   scale = clip_scale(norm, clip) (runtime/adamw.h)
 //
 // Shapes: grads the flat array, float; partials double, one per block of segments_ready(). The order of the sum depends
 // only on the table, so every run on any GPU produces the same bits. With several ranks, the gradients are reduced
-// before this or, with ZeRO, their sums of squares after it.
+// before this or, with ZeRO, their sums of squares after it and before step_numbers().
 // Test: dev/tests/test_kernels.cu norms.
 //
 // A square is exact in double (24 + 24 bits), and the sum of 124M squares is accurate to about 1e-13. A float sum would
@@ -46,6 +47,12 @@ KERNEL void sum_kernel(double *out, const double *partials, size_t n) {
     if (threadIdx.x == 0) *out = sum;
 }
 
+// registers: at most 32 (step_numbers_kernel)
+static KERNEL void step_numbers_kernel(StepNumbers *out, const double *loss, const double *squares, double clip) {
+    double norm = sqrt(*squares);
+    *out = {*loss, norm, (float)clip_scale(norm, clip), isfinite(*loss) && isfinite(norm)};
+}
+
 // ---- launchers
 
 //   out (1) written: the sum of squares   partials (blocks) scratch   segments, blocks: as for adamw()
@@ -55,5 +62,11 @@ static inline void gradient_squares(double *out, double *partials, const float *
         launch(squares_kernel<SEGMENT_THREADS>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, partials,
                grads, segments, count);
     launch(sum_kernel<NORM_THREADS>, dim3(1), dim3(NORM_THREADS), 0, stream, out, partials, blocks);
+}
+
+//   out (1) written   loss (1), squares (1): sums over all ranks   clip: the largest norm of the gradient; 0: any
+static inline void step_numbers(StepNumbers *out, const double *loss, const double *squares, double clip,
+                                cudaStream_t stream) {
+    launch(step_numbers_kernel, dim3(1), dim3(1), 0, stream, out, loss, squares, clip);
 }
 #endif

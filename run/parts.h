@@ -10,6 +10,9 @@ void settle(Run *run);
 // switches.c: fills run->switches from --attn-switch and the switches that a resumed run has to repeat.
 void settle_switches(Run *run);
 
+// Is a switch of --attn-switch due at the run's step?
+bool change_at_step(const Run *run);
+
 // Moves switches after the run's step from the lineage to run->switches, to be repeated. `made` as in lineage_cut().
 void repeat_switches(Run *run, cJSON *lineage, const char *made);
 

@@ -191,7 +191,7 @@ bool run_batch(Run *run, Batch *batch) {
 
 // ---- a step
 
-// A non-finite loss or gradient ends the run before it corrupts the weights.
+// A non-finite loss or gradient ends the run before its weights are saved.
 static void check_finite(Run *run, double loss, double norm) {
     if (isfinite(loss) && isfinite(norm)) return;
     char path[PATH_MAX];
@@ -205,24 +205,25 @@ static void check_finite(Run *run, double loss, double norm) {
     fail(EXIT_DIVERGED,
          "step %lld: the loss is %g and the gradient norm %g: training diverged. This step was discarded.%s\n"
          "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.",
-         (long long)run->step + 1, loss, norm, unbounded, saved ? path : "none");
+         (long long)run->step, loss, norm, unbounded, saved ? path : "none");
 }
 
-AdamW run_update(Run *run, double loss, double norm) {
+AdamW run_update(Run *run) {
     const TrainOptions *o = &run->o;
-    double lr = schedule_lr(&run->schedule, run->step), mean_loss = loss / loss_count(run);
-    check_finite(run, mean_loss, norm);
-    double scale = o->grad_clip > 0 && norm > 0 ? fmin(1.0, o->grad_clip / (norm + 1e-6)) : 1.0;
+    double lr = schedule_lr(&run->schedule, run->step);
     run->sequence += (uint64_t)(run->step_tokens / (int64_t)run->T);
     run->step++;
     run->tokens += run->step_tokens;
-    run->last = (StepMetrics){.step = run->step,
-                              .tokens = run->tokens,
-                              .loss = (float)mean_loss,
-                              .lr = (float)lr,
-                              .grad_norm = (float)norm,
-                              .val_loss = NAN};
-    return (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, scale, run->step};
+    run->token_flops = model_flops_per_token(run->config, run->step_T);
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .lr = (float)lr, .val_loss = NAN};
+    return (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, run->step};
+}
+
+void run_check_step(Run *run, double loss, double norm) {
+    double mean_loss = loss / loss_count(run);
+    check_finite(run, mean_loss, norm);
+    run->last.loss = (float)mean_loss;
+    run->last.grad_norm = (float)norm;
 }
 
 void run_step_done(Run *run, uint64_t rows, uint64_t all_zero) {
@@ -233,7 +234,7 @@ void run_step_done(Run *run, uint64_t rows, uint64_t all_zero) {
     run->seconds = run->seconds > 0 ? 0.9 * run->seconds + 0.1 * seconds : seconds;
     run->last.ms = 1000 * seconds;
     run->last.tok_per_s = speed;
-    run->last.mfu = speed * model_flops_per_token(run->config, run->step_T) / run->flops;
+    run->last.mfu = speed * run->token_flops / run->flops;
     run->owed = true;
 }
 
@@ -321,6 +322,11 @@ bool run_finish_step(Run *run) {
 
 bool run_save_due_at_end(const Run *run) {
     return run->o.out && run->saved != run->step;
+}
+
+bool run_pauses(const Run *run) {
+    return run->step == run->o.steps || run_validation_due(run) || due(run->o.sample_every, run->step) ||
+           (run->o.out && due(run->o.ckpt_every, run->step)) || change_at_step(run);
 }
 
 int run_end(Run *run) {

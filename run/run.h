@@ -8,7 +8,7 @@
 //     run_load()          initializes the weights, or loads a checkpoint
 //     run_begin()
 //     while (run_continues()) {
-//         run_batch(), run_update(), run_step_done()                         one step, unless one is owed
+//         run_batch(), run_update(), run_check_step(), run_step_done()       one step, unless one is owed
 //         run_validation_due(), run_validation_*(), run_report()             what follows a step
 //         run_sample_due(), run_sample_*(), run_finish_step(), run_save()
 //         run_change_due(), run_change_apply(), run_change_finish()   switches of normalizer, also before the loop
@@ -120,7 +120,8 @@ typedef struct {
     uint64_t rows, all_zero;    // attention rows in the last step, and those among them that are all zero
 
     size_t T;                               // the longest sequence
-    size_t step_T;                          // the last step's
+    size_t step_T;                          // of the step whose batches are being read
+    double token_flops;                     // FLOPs per token in the last step
     int64_t step_tokens;                    // per step, over all ranks
     int64_t micro_batches;                  // per step and rank
     int64_t micro_batch;                    // the next one; 0 between steps
@@ -163,14 +164,20 @@ void run_begin(Run *run, double flops);
 // Is there more to do? Returns false after the last step, or once a stop was requested.
 bool run_continues(const Run *run);
 
+// Does anything besides its report follow the newest step: a validation, a sample, a checkpoint, a switch, or the end?
+// If not, a trainer may report it after it has started the next step. The same on every rank.
+bool run_pauses(const Run *run);
+
 // Fills in this rank's next micro-batch of the step. Returns false after the last one, or if a stop was requested
 // (run->stopped).
 bool run_batch(Run *run, Batch *batch);
 
-// Advances the run by one step. `loss` is the sum over the tokens of all ranks, `norm` the norm of the reduced
-// gradient; if either is not finite, ends with EXIT_DIVERGED. Returns the arguments of the update, among them learning
-// rate and clipping.
-AdamW run_update(Run *run, double loss, double norm);
+// Advances the run by one step. Returns the arguments of the update, among them the learning rate.
+AdamW run_update(Run *run);
+
+// Records the newest step's numbers: `loss`, the sum over the tokens of all ranks, and `norm`, that of the reduced
+// gradient. If either is not finite, ends with EXIT_DIVERGED. Call this before anything of the step is saved.
+void run_check_step(Run *run, double loss, double norm);
 
 // Call this once the devices have finished all work of the step, including the update: the step's time ends here.
 // `rows` counts the attention rows of this rank's micro-batches, and `all_zero` those among them that are all zero.

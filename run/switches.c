@@ -122,10 +122,13 @@ static void show_new_scalars(const ModelConfig *config, const Normalizer *from, 
     }
 }
 
+bool change_at_step(const Run *run) {
+    return run->switch_count && run->switches[0].step <= run->step && run->step < run->o.steps;
+}
+
 bool run_change_due(Run *run, Change *change) {
     const Normalizer now = run->config->attn;
-    bool at_start = run->loaded.text[0] != 0;
-    bool at_step = run->switch_count && run->switches[0].step <= run->step && run->step < run->o.steps;
+    bool at_start = run->loaded.text[0] != 0, at_step = change_at_step(run);
     if (run->stopped || run->owed || !(at_start || at_step)) return false;
     *change = (Change){.at_start = at_start,
                        .from = at_start ? run->loaded : now,

@@ -1324,6 +1324,12 @@ void run_grid(const Parameters &launch) {
     all_launches[launch.kernel]++;
 }
 
+void count_wait(bool idle) {
+    std::lock_guard<Lock> hold(counts_lock);
+    all_counts.waits++;
+    all_counts.idle_waits += idle;
+}
+
 Counts counts() {
     std::lock_guard<Lock> hold(counts_lock);
     return all_counts;
@@ -1350,10 +1356,11 @@ void counts_print(FILE *file) {
     fprintf(
         file,
         "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
-        "cp.async %llu, bank conflicts %llu\n",
+        "cp.async %llu, bank conflicts %llu; %llu waits of the host, %llu of them until no work was left\n",
         (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,
         (unsigned long long)c.collectives, (unsigned long long)c.mmas, (unsigned long long)c.ldmatrix,
-        (unsigned long long)c.ldmatrix_conflicts, (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts);
+        (unsigned long long)c.ldmatrix_conflicts, (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts,
+        (unsigned long long)c.waits, (unsigned long long)c.idle_waits);
     for (const auto &l : all_conflicts)
         fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second,
                 (unsigned long long)l.second);

@@ -66,10 +66,13 @@ struct Settings {
 Settings &settings();
 
 // Counts since the start or the last counts_reset(). A conflict is a pass of the 32 banks of shared memory beyond the
-// minimum: ldmatrix needs at least one pass per matrix (8 rows), cp.async one per 8 lanes.
+// minimum: ldmatrix needs at least one pass per matrix (8 rows), cp.async one per 8 lanes. waits: how often the host
+// waited for work that was not done yet, by a call or by a loop of queries; idle_waits: those after which no stream had
+// work left, so that a device would be idle until the host queues more. With settings().streams AT_ONCE, work is done
+// in the calls, and only work that waits for another process is waited for.
 struct Counts {
     uint64_t launches, blocks, barriers, collectives, mmas, ldmatrix, ldmatrix_conflicts, copies, copy_conflicts;
-    uint64_t stmatrix, stmatrix_conflicts, wgmmas, bulk_copies;
+    uint64_t stmatrix, stmatrix_conflicts, wgmmas, bulk_copies, waits, idle_waits;
 };
 Counts counts();
 void counts_reset();

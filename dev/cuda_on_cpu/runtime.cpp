@@ -405,10 +405,25 @@ static bool run_any() {
     return true;
 }
 
+static void waited(void) {
+    count_wait(std::all_of(streams.begin(), streams.end(), [](const CUstream_st *s) { return s->queue.empty(); }));
+}
+
 template <class Done>
 static void run_until(Done done) {
+    if (done()) return;
     while (!done())
         if (!run_any()) die("DEADLOCK: the host waits for a stream, and no stream can continue");
+    waited();
+}
+
+// The result of a query. Each makes some progress, so that a loop of queries ends; such a loop counts as one wait.
+static cudaError_t queried(bool done) {
+    static bool waiting;
+    if (done && waiting) waited();
+    waiting = !done;
+    if (!done) run_any();
+    return done ? cudaSuccess : cudaErrorNotReady;
 }
 
 // Does everything that can be done without waiting for another process.
@@ -752,15 +767,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// Each query makes some progress, so that a loop of queries ends.
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     WITH_STREAM(s, stream);
-    if (!s->queue.empty()) {
-        run_any();
-        return cudaErrorNotReady;
-    }
-    if (race_check()) __tsan_acquire(&s->done);
-    return cudaSuccess;
+    if (s->queue.empty() && race_check()) __tsan_acquire(&s->done);
+    return queried(s->queue.empty());
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -821,12 +831,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (event->latest && !event->latest->done) {
-        run_any();
-        return cudaErrorNotReady;
-    }
-    if (race_check() && event->latest) __tsan_acquire(event->latest.get());
-    return cudaSuccess;
+    bool done = !event->latest || event->latest->done;
+    if (race_check() && event->latest && done) __tsan_acquire(event->latest.get());
+    return queried(done);
 }
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {

@@ -120,8 +120,8 @@ static void subject_set(const float *params);
 // Sum of losses.
 static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first);
 static double subject_norm(void);
-static void subject_update(AdamW adamw);
-static const float *subject_params(void);    // of the last pass
+static void subject_update(double clip, AdamW adamw);    // clips the gradient to this norm
+static const float *subject_params(void);                // of the last pass
 static const float *subject_grads(void);
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T);    // (B·T,V)
 static void subject_end(void);
@@ -222,9 +222,8 @@ static double check_training(const ModelCase *c, size_t steps) {
         worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), 1e-5);
         check("a gradient norm", relative(norm, norms[s]), 1e-4);
-        AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9,           0.95, 1e-8, decay,
-                       fmin(1.0, clip / (norm + 1e-6)),     (int64_t)s + 1};
-        subject_update(adamw);
+        AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1};
+        subject_update(clip, adamw);
         free(batch);
     }
     const float *end = subject_params();

@@ -1,7 +1,9 @@
 // collective: cuda/collective.h on one to four ranks, started by scripts/launch.sh from the folder of the Makefile:
 // sums, owners of parts, and the effect of a dead rank on the others. Each worker is this program itself, with a word
 // as its argument.
-#include "cuda/collective.h"
+static int patience = 600;
+#define COLLECTIVE_PATIENCE patience
+#include "cuda/collective.cu"
 
 #include <math.h>
 #include <signal.h>
@@ -154,6 +156,32 @@ static void check_order(void) {
     }
 }
 
+// The sums of doubles, with more joins than the collective keeps, and events that are waited for while later work is
+// queued.
+static void check_doubles(void) {
+    double *there, *got;
+    cudaEvent_t event;
+    CUDA_CHECK(cudaMalloc((void **)&there, 2 * sizeof *there));
+    CUDA_CHECK(cudaMallocHost((void **)&got, 2 * sizeof *got));
+    CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (int i = 0; i < 3 * COLLECTIVE_JOINS; i++) {
+        const double mine[] = {1 + 0x1p-40 * process.rank, (double)i};
+        CUDA_CHECK(cudaMemcpyAsync(there, mine, sizeof mine, cudaMemcpyHostToDevice, stream));
+        collective_sum(collective, there, 2, stream);
+        collective_join(collective, stream);
+        CUDA_CHECK(cudaMemcpyAsync(got, there, sizeof mine, cudaMemcpyDeviceToHost, stream));
+        CUDA_CHECK(cudaEventRecord(event, stream));
+        CUDA_CHECK(cudaMemsetAsync(there, 0xFF, sizeof mine, stream));
+        collective_wait(collective, event);
+        double ranks = process.size;
+        expect(got[0] == ranks + 0x1p-40 * ranks * (ranks - 1) / 2 && got[1] == i * ranks, "a sum of doubles", 2);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaFree(there));
+    CUDA_CHECK(cudaFreeHost(got));
+    CUDA_CHECK(cudaEventDestroy(event));
+}
+
 static void work_sums(bool in_bf16) {
     void *wire = NULL;
     size_t longest = lengths[sizeof lengths / sizeof *lengths - 1];
@@ -162,6 +190,7 @@ static void work_sums(bool in_bf16) {
     collective_use(collective, wire);
     for (size_t n : lengths) check_sums(n, in_bf16 && process.size > 1);
     check_order();
+    check_doubles();
     process_barrier();
     if (wire) CUDA_CHECK(cudaFree(wire));
     if (process.rank == 0) printf("%d processes are right\n", process.size);
@@ -185,6 +214,21 @@ static void work_differ(void) {
     printf("process %d came through\n", process.rank);
 }
 
+// Rank 1 is alive, but never reaches the first of two sums. The other rank waits for an event between them.
+static void work_stuck(void) {
+    cudaEvent_t event;
+    Array x(vector<float>(1000, 1.0f));
+    CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    while (process.rank == 1) pause();
+    patience = 3;
+    collective_all_reduce(collective, x.device, x.n, stream);
+    collective_join(collective, stream);
+    CUDA_CHECK(cudaEventRecord(event, stream));
+    collective_all_reduce(collective, x.device, x.n, stream);
+    collective_wait(collective, event);
+    printf("process %d came through\n", process.rank);
+}
+
 // Rank 1 has other owners than the other ranks.
 static void work_owners(void) {
     Array x(vector<float>(1000, 1.0f));
@@ -201,6 +245,7 @@ static int work(const char *what, int argc, char **argv) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     collective = collective_start(!strcmp(what, "bf16"));
     if (!strcmp(what, "die")) work_die();
+    else if (!strcmp(what, "stuck")) work_stuck();
     else if (!strcmp(what, "differ")) work_differ();
     else if (!strcmp(what, "owners")) work_owners();
     else work_sums(!strcmp(what, "bf16"));
@@ -314,6 +359,16 @@ static void test_death(void) {
     CHECK(strstr(output, "rank 1 (pid") && strstr(output, "has died"), "no message names the rank: %s", output);
 }
 
+static void test_patience(void) {
+    check_group("ranks that wait for each other forever");
+    char output[8192];
+    Job job = {"2", "stuck"};
+    int code = check_fork(start_job, &job, output, sizeof output);
+    CHECK(code != 0 && strstr(output, "rank 0: timed out after 3 s waiting for the other ranks.") &&
+              !strstr(output, "came through"),
+          "code %d: %s", code, output);
+}
+
 static bool on_a_cpu(void) {
     cudaDeviceProp device;
     return cudaGetDeviceProperties(&device, 0) == cudaSuccess && strstr(device.name, "CPU");
@@ -349,6 +404,7 @@ int main(int argc, char **argv) {
     } else {
         test_several();
         test_death();
+        test_patience();
         if (on_a_cpu()) test_difference();
     }
 #else

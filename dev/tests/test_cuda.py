@@ -133,6 +133,120 @@ def test_late_streams_change_nothing(cuda, data, tmp_path, processes):
     assert_same_run(tmp_path / "once", tmp_path / "any", 2)
 
 
+# ---- steps that the host only queues
+
+
+def waits(data, out, steps, *flags, program, processes=1):
+    """(waits, those that left no work queued) of each rank of a run whose streams work only when the host waits."""
+    text = train(data, *SMALL, *flags, "--steps", steps, "--out", out, program=program, processes=processes,
+                 env={"CUDA_ON_CPU_STREAMS": "late", "CUDA_ON_CPU_REPORT": "1"})
+    return [tuple(map(int, found))
+            for found in re.findall(r"(\d+) waits of the host, (\d+) of them until no work was left", text)]
+
+
+@pytest.mark.parametrize("batches, each", [(1, 1), (3, 3)])
+def test_a_step_waits_only_for_the_step_before(cuda, data, tmp_path, batches, each):
+    """Four more steps wait once each for the step before, and for a batch's slot if there are more batches than slots;
+    no wait leaves the device without work."""
+    flags = ["--batch", 1, "--total-batch-tokens", 20 * batches]
+    (few,), (more,) = (waits(data, tmp_path / str(steps), steps, *flags, program=cuda) for steps in (5, 9))
+    assert (more[0] - few[0], more[1] - few[1]) == (4 * each, 0)
+
+
+@pytest.mark.parametrize("flags", ([], ["--zero", 1, "--dtype", "bf16"]), ids=("zero0", "zero1"))
+def test_no_rank_waits_until_it_has_no_work(cuda, data, tmp_path, flags):
+    few, more = (waits(data, tmp_path / str(steps), steps, "--batch", 1, *flags, program=cuda, processes=2)
+                 for steps in (5, 9))
+    assert len(few) == len(more) == 2
+    assert sorted(idle for _, idle in few) == sorted(idle for _, idle in more)
+
+
+REPORTS = ["--val-every", 4, "--val-tokens", 200, "--sample-every", 5, "--ckpt-every", 3, "--attn-switch", "7:ssmax"]
+
+
+@pytest.mark.parametrize("batches", (1, 3))
+def test_what_follows_a_step_does_not_depend_on_when_it_is_read(cuda, data, tmp_path, batches):
+    """With a validation after every step, the host reads each step at once."""
+    flags = [*SMALL, "--batch", 1, "--total-batch-tokens", 20 * batches, "--steps", 10, "--keep", 0, *REPORTS,
+             "--val-data", data / "d_val_000000.bin"]
+    late, at_once = tmp_path / "late", tmp_path / "at_once"
+    train(data, *flags, "--out", late, program=cuda, env={"CUDA_ON_CPU_STREAMS": "late"})
+    train(data, *flags, "--val-every", 1, "--out", at_once, program=cuda)
+    assert steps(late) == steps(at_once) == [3, 6, 9, 10]
+    for step in steps(late):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (checkpoint(late, step) / name).read_bytes() == (checkpoint(at_once, step) / name).read_bytes()
+    keys = ["step", "tokens", "loss", "lr", "grad_norm"]
+    assert metrics(late, keys) == metrics(at_once, keys)
+    assert [step for step, loss in metrics(late, ["step", "val_loss"]) if loss is not None] == [4, 8]
+    validations = metrics(at_once, ["val_loss"])
+    assert [loss for loss, in metrics(late, ["val_loss"]) if loss] == [validations[3][0], validations[7][0]]
+    assert (late / "samples.txt").read_text() == (at_once / "samples.txt").read_text()
+
+
+def overflowing(data, tmp_path):
+    """A folder with weights under which, with phi=exp without a sum, the score of token 90 with itself overflows."""
+    first, weights = tmp_path / "first", tmp_path / "weights"
+    train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
+    weights.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint(first, 1) / name, weights)
+    header, raw = read_header(weights / "model.safetensors")
+    raw = bytearray(raw)
+
+    def tensor(name):
+        place = slice(*(at // 4 for at in header[name]["data_offsets"]))
+        return np.frombuffer(raw, "<f4")[place].reshape(header[name]["shape"])
+
+    embedding = tensor("model.embed_tokens.weight")
+    embedding[:, 0] = 0
+    embedding[90] = np.eye(1, 48)
+    for name in "qk":
+        tensor(f"model.layers.0.self_attn.{name}_proj.weight")[0] = 100 * np.eye(1, 48)
+    write_header(weights / "model.safetensors", header, bytes(raw))
+    return weights
+
+
+@pytest.mark.parametrize("every, processes, zero", [(0, 1, 0), (1, 1, 0), (3, 2, 0), (0, 2, 1)])
+def test_divergence_names_its_step_and_is_not_saved(cuda, data, tmp_path, every, processes, zero):
+    """Step 3, whose window has the token that overflows, diverges while the host is a step ahead, or right before a
+    checkpoint. Nothing of it, or of a later step, is written."""
+    weights, folder, out = overflowing(data, tmp_path), tmp_path / "data", tmp_path / "out"
+    folder.mkdir()
+    ids = np.minimum(tokens(3000), 80)
+    ids[20 * processes * 2 + 5] = 90
+    write_shard(folder / "d_train_000001.bin", ids)
+    flags = [*SMALL[2:], "--init-from", weights, "--attn", "exp", "--batch", 1, "--shuffle", 0, "--lr", "1e-6",
+             "--zero", zero, "--steps", 9, "--ckpt-every", every, "--keep", 0, "--out", out]
+    text = train(folder, *flags, program=cuda, processes=processes, code=5, model=False,
+                 env={"CUDA_ON_CPU_STREAMS": "late"})
+    assert "step 3: the loss is" in text and "training diverged. This step was discarded." in text
+    assert [step for step, in metrics(out, ["step"])] == [1, 2]
+    assert steps(out) == ([1, 2] if every == 1 else [])
+    assert "step     3/9" not in text
+
+
+@pytest.mark.parametrize("batches", (1, 3))
+def test_a_stop_while_a_step_is_outstanding(cuda, data, tmp_path, batches):
+    """The stop comes at any time during a long run; the run resumes to the same bits."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    flags = [*SMALL, "--batch", 1, "--total-batch-tokens", 20 * batches]
+    process = subprocess.Popen(command(data, *flags, "--steps", 99999, "--out", out, program=cuda),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "step     4/" in line:
+            process.terminate()
+    assert process.wait() == 75, "".join(lines)
+    done = steps(out)[-1]
+    assert f"stopped by a signal at step {done}; resume with --resume" in "".join(lines)
+    assert [step for step, in metrics(out, ["step"])] == list(range(1, done + 1))
+    train(data, *flags, "--steps", done + 3, "--out", out, "--resume", program=cuda)
+    train(data, *flags, "--steps", done + 3, "--out", whole, program=cuda)
+    assert_same_run(whole, out, done + 3)
+
+
 @pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_trainer_resumes_the_others_run(cuda, data, tmp_path, first, second, dtype):
@@ -314,26 +428,8 @@ def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
 
 
 def test_overflow_on_one_rank_ends_all(cuda, data, tmp_path):
-    """Under phi=exp without a sum, the score of one token with itself overflows; the token is in one window, which only
-    one rank reads."""
-    first, weights, folder = tmp_path / "first", tmp_path / "weights", tmp_path / "data"
-    train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
-    weights.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(checkpoint(first, 1) / name, weights)
-    header, raw = read_header(weights / "model.safetensors")
-    raw = bytearray(raw)
-
-    def tensor(name):
-        place = slice(*(at // 4 for at in header[name]["data_offsets"]))
-        return np.frombuffer(raw, "<f4")[place].reshape(header[name]["shape"])
-
-    embedding = tensor("model.embed_tokens.weight")
-    embedding[:, 0] = 0
-    embedding[90] = np.eye(1, 48)
-    for name in "qk":
-        tensor(f"model.layers.0.self_attn.{name}_proj.weight")[0] = 100 * np.eye(1, 48)
-    write_header(weights / "model.safetensors", header, bytes(raw))
+    """The token that overflows is in one window, which only one rank reads."""
+    weights, folder = overflowing(data, tmp_path), tmp_path / "data"
     flags = ["--init-from", weights, "--seq-len", 20, "--batch", 1, "--steps", 1, "--shuffle", 0]
     folder.mkdir()
     for where, zero, code in ((5, 0, 5), (25, 1, 5), (None, 0, 0)):   # the first rank's window, the second's, neither
@@ -420,8 +516,10 @@ def test_a_step_lasts_until_its_update_is_done(cuda, data, tmp_path):
 
 def test_milliseconds_by_phase(cuda, data, tmp_path):
     """Under --profile each line of metrics.jsonl has the time of each phase, and they add up to about the time of the
-    step."""
-    train(data, *SMALL, "--steps", 2, "--profile", "--out", tmp_path / "out", program=cuda)
+    step. Streams work only when the host waits: otherwise the next step's batch would be done before the host looks at
+    the clock."""
+    train(data, *SMALL, "--steps", 6, "--profile", "--out", tmp_path / "out", program=cuda,
+          env={"CUDA_ON_CPU_STREAMS": "late"})
     for phases, ms in metrics(tmp_path / "out", ["ms_by_phase", "ms"]):
         assert (phases["attention"] > 0 and phases["gradient norm and AdamW"] > 0
                 and sum(phases.values()) < 1.5 * ms + 50)

@@ -873,10 +873,10 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
 }
 
 static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments,
-                         AdamW a) {
+                         double scale, AdamW a) {
     for (const AdamSegment &s : segments)
         for (size_t i = s.from, j = s.state; i < s.to; i++, j++) {
-            double x = g[i] * a.grad_scale;
+            double x = g[i] * scale;
             m[j] = a.beta1 * m[j] + (1 - a.beta1) * x;
             v[j] = a.beta2 * v[j] + (1 - a.beta2) * x * x;
             double step =
@@ -892,19 +892,23 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
     if (!case_begins("adamw%s%s%s%s step=%d", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy],
                      scaled ? " scaled" : "", (int)step))
         return;
-    AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, scaled ? 0.5 : 1.0, step};
+    AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, step};
+    float scale = scaled ? 0.5f : 1.0f;
     std::vector<AdamSegment> segments = make_segments(packed, odd);
     size_t blocks = segments_ready(segments.data(), segments.size());
     Tensor<AdamSegment> table(segments.size());
     Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT);
     Tensor<bf16> rounded(FLAT);
+    Tensor<StepNumbers> numbers(1);
     upload(table, segments);
+    upload(numbers, {{3, 1, scale, 1}});
     Numbers p = fill(params, "p", 0, 1), m = fill(mean, "m", 0, 0.1), v = fill(square, "v", 0.2, 0.2),
             g = fill(grads, "g", 0, 1);
-    expect_adamw(p, m, v, g, segments, a);
+    expect_adamw(p, m, v, g, segments, scale, a);
     run_twice({&params, &mean, &square, &rounded}, [&] {
-        AdamArrays arrays = {params.device(), copy == NO_COPY ? NULL : rounded.device(), mean.device(), square.device(),
-                             grads.device()};
+        AdamArrays arrays = {params.device(), copy == NO_COPY ? NULL : rounded.device(),
+                             mean.device(),   square.device(),
+                             grads.device(),  numbers.device()};
         adamw(arrays, table.device(), segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
     });
     compare("params", params, p, 1e-6);
@@ -928,6 +932,33 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
     }
     check("elements of the copy that are wrong", (double)wrong, 0);
     check_true("the copy's errors have a mean", fabs(drift) < 5e-5);    // of 1e-3 each
+    case_ends();
+}
+
+// Numbers that are not finite: nothing changes, whatever the gradients are.
+static void test_adamw_not_finite(Copy copy) {
+    if (!case_begins("adamw not finite%s", copy == STOCHASTIC ? " bf16 stochastic" : " bf16")) return;
+    std::vector<AdamSegment> segments = make_segments(false, false);
+    size_t blocks = segments_ready(segments.data(), segments.size());
+    Tensor<AdamSegment> table(segments.size());
+    Tensor<float> params(FLAT), mean(FLAT), square(FLAT), grads(FLAT);
+    Tensor<bf16> rounded(FLAT);
+    Tensor<StepNumbers> numbers(1);
+    upload(table, segments);
+    upload(numbers, {{NAN, 1, 1, 0}});
+    fill(params, "p", 0, 1), fill(mean, "m", 0, 0.1), fill(square, "v", 0.2, 0.2), fill(grads, "g", 0, 1);
+    fill(rounded, "r", 0, 1);
+    run_twice({&params, &mean, &square, &rounded}, [&] {
+        AdamArrays arrays = {params.device(), rounded.device(), mean.device(),
+                             square.device(), grads.device(),   numbers.device()};
+        AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, 3};
+        adamw(arrays, table.device(), segments.size(), blocks, a, copy == STOCHASTIC, SEED, stream);
+    });
+    auto everywhere = [](size_t) { return true; };
+    compare_untouched("params", params, everywhere);
+    compare_untouched("mean", mean, everywhere);
+    compare_untouched("square", square, everywhere);
+    compare_untouched("the copy", rounded, everywhere);
     case_ends();
 }
 
@@ -963,6 +994,8 @@ static void test_adamws(void) {
     test_adamw(false, true, NEAREST, true, 2);
     test_adamw(false, false, STOCHASTIC, true, 3);
     test_adamw(true, true, STOCHASTIC, true, 3);
+    test_adamw_not_finite(NEAREST);
+    test_adamw_not_finite(STOCHASTIC);
     for (size_t n : {1, 8, 5003})
         for (int stochastic = 0; stochastic < 2; stochastic++) test_round(n, stochastic);
 }
@@ -986,7 +1019,31 @@ static void test_norm(bool odd) {
     case_ends();
 }
 
+// The device's clip factor has the bits of the host's. A sum of squares that overflows, or a loss or square that is
+// NaN, is not finite.
+static void test_step_numbers(double loss, double squares, double clip) {
+    if (!case_begins("norms numbers loss=%g squares=%g clip=%g", loss, squares, clip)) return;
+    Tensor<double> sums(2);
+    Tensor<StepNumbers> got(1);
+    fill(sums, {loss, squares});
+    run_twice({&got}, [&] { step_numbers(got.device(), sums.device(), sums.device() + 1, clip, stream); });
+    StepNumbers n = got.at(0);
+    double norm = sqrt(squares);
+    check_true("finite", n.finite == (isfinite(loss) && isfinite(squares)));
+    check_true("the loss", n.loss == loss || (isnan(n.loss) && isnan(loss)));
+    check_true("the norm", n.norm == norm || (isnan(n.norm) && isnan(norm)));
+    check_true("the scale", !n.finite || bits_of(n.scale) == bits_of((float)clip_scale(norm, clip)));
+    check_true("the scale clips",
+               !n.finite || (clip > 0 && norm > clip ? n.scale < 1 && fabs(n.scale * norm - clip) < 1e-5 * clip
+                                                     : n.scale == 1 || fabs(norm - clip) < 2e-6));
+    case_ends();
+}
+
 static void test_norms(void) {
+    for (double clip : {0.0, 0.3, 1.0, 1e9})
+        for (double squares : {0.0, 1e-30, 0.09, 0.1, 1.0, 7.3, 1e300}) test_step_numbers(5.5, squares, clip);
+    for (double squares : {(double)NAN, (double)INFINITY}) test_step_numbers(5.5, squares, 1);
+    for (double loss : {(double)NAN, (double)INFINITY, -(double)INFINITY}) test_step_numbers(loss, 7.3, 1);
     test_norm(false);
     test_norm(true);
     if (case_begins("norms of nothing")) {
