@@ -64,7 +64,6 @@ ATTENTION_SHARE = 0.72
 LATENCY = 0.7e-6
 IN_FLIGHT = 4
 LAUNCH = 2.5e-6
-WAIT = 25e-6
 REREAD = 0.5
 PCIE = 50e9
 LINK_SHARE = {"nvlink": 0.82, "infiniband": 0.82}
@@ -75,8 +74,8 @@ ASSUMPTIONS = (
     f"Memory delivers {BANDWIDTH_SHARE:.0%} of the data sheet's bandwidth, cuBLASLt {MATMUL_SHARE:.0%} of its FLOP/s.",
     "Attention: cycles per 32x64 scores of dev/bench/sass.py (doc/kernels.md, nvcc 13.0.88), times the tiles on and "
     f"below the diagonal, at {ATTENTION_SHARE:.0%}: start, end and last wave of the blocks.",
-    f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work; each time the host waits for "
-    f"the device, {1e6 * WAIT:g} us pass.",
+    f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work. The device never waits for the "
+    "host.",
     f"A load takes {1e6 * LATENCY:g} us, {IN_FLIGHT} are in flight per thread. This limits kernels of few blocks.",
     f"The classifier's second reading of a row misses the caches for {REREAD:.0%} of it.",
     f"Sums over ranks: {LINK_SHARE['nvlink']:.0%} of a link's rate, the share that NCCL's rings reach on NVLink "
@@ -230,7 +229,7 @@ class Launch:
     flops: float = 0          # of matmuls
     cycles: float = 0         # of all sub-partitions together
     rounds: float = 0         # loads that a thread makes one after the other
-    host: float = 0           # seconds on the host or on PCIe while the device waits
+    host: float = 0           # seconds on PCIe while the device waits
 
     def seconds(self, device):
         if self.host:
@@ -415,11 +414,12 @@ def update(run):
     owned = owners(run)[0].total() if run.zero and run.ranks > 1 else P
     launches = [Launch("UPDATE", "squares_kernel", bytes=4 * owned),
                 Launch("UPDATE", "sum_kernel", bytes=8 * owned / SEGMENT_PART, rounds=owned / SEGMENT_PART / 1024),
-                Launch("UPDATE", "cudaMemcpy", host=WAIT), Launch("UPDATE", "cudaMemcpy", host=WAIT),
+                Launch("UPDATE", "step_numbers_kernel", bytes=40),
                 Launch("UPDATE", "adamw_kernel", bytes=(16 + 12 + 2) * owned)]
     if run.zero and run.ranks > 1:
         launches.append(Launch("UPDATE", "round_kernel", bytes=6 * P))
-    return launches + [Launch("OTHER", "cudaMemcpy", host=WAIT), Launch("OTHER", "cudaMemsetAsync", bytes=8)]
+    return launches + [Launch("OTHER", "cudaMemcpyAsync", bytes=24), Launch("OTHER", "cudaMemcpyAsync", bytes=8),
+                       Launch("OTHER", "cudaMemsetAsync", bytes=8)]
 
 
 def launches(run):
@@ -468,6 +468,12 @@ def reductions(run):
     return sums
 
 
+def numbers(run):
+    """The sum of the step's loss, with --zero also of the gradient's squares."""
+    count = 2 if run.zero else 1
+    return Sum(2 * 8 * count * (run.ranks - 1) / run.ranks, LINK_START[run.link])
+
+
 def gathers(run):
     """With --zero, the new weights, in float32, bucket by bucket after the update."""
     owned = owners(run)
@@ -479,13 +485,14 @@ def gathers(run):
 class Overlap:
     total: float        # seconds of sums of gradients
     exposed: float      # of these after the backward pass, while the device waits
-    gather: float       # seconds of gathering weights: nothing overlaps with them
+    numbers: float      # seconds of summing the step's numbers, which nothing overlaps with
+    gather: float       # seconds of gathering weights: nothing overlaps with them either
     sent: float         # bytes that each rank sends in a step
     backward: float     # seconds of the last backward pass
 
     @property
     def extra(self):
-        return self.exposed + self.gather
+        return self.exposed + self.numbers + self.gather
 
 
 def overlap(run):
@@ -498,9 +505,9 @@ def overlap(run):
     for i, s in enumerate(sums):
         now += times[i - 1] if i else 0       # bucket layers + 1 is complete before the first layer's backward pass
         ended = max(now, ended) + s.seconds
-    moved = gathers(run)
-    return Overlap(sum(s.seconds for s in sums), ended - now, sum(s.seconds for s in moved),
-                   sum(s.bytes for s in (*sums, *moved)), now)
+    moved, last = gathers(run), numbers(run)
+    return Overlap(sum(s.seconds for s in sums), ended - now, last.seconds, sum(s.seconds for s in moved),
+                   sum(s.bytes for s in (*sums, last, *moved)), now)
 
 
 # ---------------------------------------------------------------- results
@@ -526,11 +533,8 @@ def by_phase(run):
         p.seconds += launch.seconds(run.device)
     if run.ranks > 1:
         o = overlap(run)
-        sums = [*reductions(run), *gathers(run)]
-        found["REDUCE"] = Phase(len(reductions(run)), o.sent, 0, 0, o.exposed)
-        if run.zero:
-            found["REDUCE"].launches = len(sums)
-            found["UPDATE"].seconds += o.gather       # gather_parameters() is part of the update
+        found["REDUCE"] = Phase(len([*reductions(run), numbers(run), *gathers(run)]), o.sent, 0, 0, o.exposed)
+        found["UPDATE"].seconds += o.numbers + o.gather       # gather_parameters() is part of the update
     return {name: found[key] for key, name in phases().items() if key in found}
 
 

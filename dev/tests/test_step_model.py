@@ -59,9 +59,9 @@ def test_sums_over_ranks_are_those_of_the_emulation(data, tmp_path):
     model = RUNS["plain"][0]
     found = one_step(data, tmp_path, cuda_program(), "--model", model, processes=2)
     run = Run(parse_model(model), B=B, T=T, ranks=2)
-    sums = step_model.reductions(run)
+    sums = [*step_model.reductions(run), step_model.numbers(run)]
     count, size = found["ncclAllReduce"]
-    assert count == len(sums) == 4
+    assert count == len(sums) == 5
     # A ring of two sends as many bytes as it sums.
     assert sum(s.bytes for s in sums) == pytest.approx(size, rel=0.02)     # the gaps between tensors are sent, too
 
