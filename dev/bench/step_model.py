@@ -74,8 +74,8 @@ ASSUMPTIONS = (
     f"Memory delivers {BANDWIDTH_SHARE:.0%} of the data sheet's bandwidth, cuBLASLt {MATMUL_SHARE:.0%} of its FLOP/s.",
     "Attention: cycles per 32x64 scores of dev/bench/sass.py (doc/kernels.md, nvcc 13.0.88), times the tiles on and "
     f"below the diagonal, at {ATTENTION_SHARE:.0%}: start, end and last wave of the blocks.",
-    f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work. The device never waits for the "
-    "host.",
+    f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work. The device never waits for "
+    "the host.",
     f"A load takes {1e6 * LATENCY:g} us, {IN_FLIGHT} are in flight per thread. This limits kernels of few blocks.",
     f"The classifier's second reading of a row misses the caches for {REREAD:.0%} of it.",
     f"Sums over ranks: {LINK_SHARE['nvlink']:.0%} of a link's rate, the share that NCCL's rings reach on NVLink "

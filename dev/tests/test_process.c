@@ -156,6 +156,7 @@ static void settle(void) {
 
 static void send_signals(void *data) {
     const Signals *s = data;
+    signal(SIGHUP, SIG_DFL);    // nohup may have started the test
     if (s->ignored) signal(s->ignored, SIG_IGN);
     process_hold_signals(NULL);
     #pragma omp parallel num_threads(3)
