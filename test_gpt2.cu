@@ -216,7 +216,7 @@ template <class X>
 static void attention_run(AttentionCase &a) {
     size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T, angles = a.T * a.HS / 2;
     bool l2 = a.normalizer.qk.kind == QK_L2;
-    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L};
+    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L, false};
     Floats dqkv(N * W);
     a.out.resize(N * C);
     X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);
@@ -230,7 +230,7 @@ static void attention_run(AttentionCase &a) {
         scalar_grads.of[i] = a.scalar_grads[i].empty() ? NULL : on_device(a.scalar_grads[i], true);
     }
     void *scratch;
-    CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape)));
+    CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape, sizeof(X))));
     CUDA_CHECK(cudaDeviceSynchronize());
     Rope rope = {a.B, a.T, a.NH, a.NKV, a.HS, cosines, sines, l2};
     FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, NULL, scalars};

@@ -260,7 +260,8 @@ static const BlockRow<X> *block_of(const Model *m) {
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return {&c->attn, B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), value_size(c), c->seq_len};
+    return {&c->attn,         B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), value_size(c), c->seq_len,
+            !m->deterministic};
 }
 
 // A batch on the device: one int32 array, so that one copy suffices, and the mask.
@@ -347,7 +348,7 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
         if (which < count) shape.normalizer = others[which];
         flash_check(shape, element);
         if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
-        if (flash_scratch(shape) > scratch) scratch = flash_scratch(shape);
+        if (flash_scratch(shape, element) > scratch) scratch = flash_scratch(shape, element);
     }
     memory_add(&m->plan, "statistics kept for the backward pass", (void **)&m->stats,
                (size_t)m->config.layers * m->layer_stats * sizeof(float));

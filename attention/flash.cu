@@ -13,6 +13,26 @@ static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
+// Has the current device the instructions of flash90.cuh?
+static bool is_hopper(void) {
+    int device, major;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major == 9;
+}
+
+// Does flash90_backward.cuh compute the gradients?
+static bool backward_is_90(FlashShape shape, size_t element) {
+    const Normalizer *a = shape.normalizer;
+    int instance = flash_find(element, NORMALIZER_PHI(a), NORMALIZER_POST(a));
+    bool built = false;
+#ifdef USE_HOPPER
+    built = is_hopper();
+#endif
+    return built && flash90_has(instance) && shape.VS == shape.HS && !phi_learns(NORMALIZER_PHI(a)) &&
+           flash90_backward_fits(flash_instances[instance].phi, flash_instances[instance].post, (int)shape.HS);
+}
+
 // D = dO · O, computed from an O in bf16, has a relative error of 2^-9. Where sgn(f) D is subtracted from every d and
 // phi is signed, these errors add up over the row's keys to more than all other rounding.
 static bool keeps_rest(FlashShape shape, size_t element) {
@@ -20,13 +40,25 @@ static bool keeps_rest(FlashShape shape, size_t element) {
            (norm_is_sum(shape.normalizer->norm) || NORMALIZER_POST(shape.normalizer) == POST_RECENTER_L1);
 }
 
+static bool keeps_along(FlashShape shape, size_t element) {
+    return backward_is_90(shape, element) && NORMALIZER_POST(shape.normalizer) == POST_REWEIGHT &&
+           norm_is_sum(shape.normalizer->norm);
+}
+
+// The floats of a pass's rest or along.
+static size_t like_out(FlashShape shape, size_t element) {
+    return rows_of(shape) * shape.VS * element / sizeof(float);
+}
+
 size_t flash_stats(FlashShape shape, size_t element) {
     size_t stats = rows_of(shape) * FLASH_STATS;
-    return keeps_rest(shape, element) ? stats + rows_of(shape) * shape.VS * element / sizeof(float) : stats;
+    if (keeps_rest(shape, element)) stats += like_out(shape, element);
+    if (keeps_along(shape, element)) stats += like_out(shape, element);
+    return stats;
 }
 
 // ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter;
-// partial sums of the scalars' gradients
+// flash90_backward.cuh's sums of dq and counters; partial sums of the scalars' gradients
 
 static bool recenters(FlashShape shape) {
     int post = NORMALIZER_POST(shape.normalizer);
@@ -74,9 +106,23 @@ static size_t by_number_bytes(FlashShape shape) {
     return phi_learns(NORMALIZER_PHI(shape.normalizer)) ? floats_of_rows(shape) : 0;
 }
 
-size_t flash_scratch(FlashShape shape) {
+static size_t tiles_of_queries(FlashShape shape) {
+    return shape.B * shape.NH * ((shape.T - 1) / FLASH90_QUERIES + 1);
+}
+
+static size_t dq_sums_bytes(FlashShape shape, size_t element) {
+    size_t HS = shape.HS <= 64 ? 64 : 128;
+    return backward_is_90(shape, element) ? tiles_of_queries(shape) * FLASH90_QUERIES * HS * sizeof(float) : 0;
+}
+
+static size_t turns_bytes(FlashShape shape, size_t element) {
+    return backward_is_90(shape, element) ? rounded_up((1 + tiles_of_queries(shape)) * sizeof(unsigned)) : 0;
+}
+
+size_t flash_scratch(FlashShape shape, size_t element) {
     return rounded_up(rows_of(shape) * sizeof(FlashRow)) + floats_of_rows(shape) + by_number_bytes(shape) +
-           prefix_bytes(shape) + segments_bytes(shape) + partials_bytes(shape);
+           prefix_bytes(shape) + segments_bytes(shape) + dq_sums_bytes(shape, element) + turns_bytes(shape, element) +
+           partials_bytes(shape);
 }
 
 template <class X>
@@ -102,7 +148,12 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
     call.VS = (int)shape.VS;
     call.L = shape.L;
     call.stats = stats;
-    call.rest = keeps_rest(shape, sizeof(X)) ? (X *)(stats + rows_of(shape) * FLASH_STATS) : NULL;
+    float *kept = stats + rows_of(shape) * FLASH_STATS;
+    if (keeps_rest(shape, sizeof(X))) {
+        call.rest = (X *)kept;
+        kept += like_out(shape, sizeof(X));
+    }
+    if (keeps_along(shape, sizeof(X))) call.along = (X *)kept;
     call.rows = (FlashRow *)scratch;
     call.g = (float *)((char *)scratch + rounded_up(rows_of(shape) * sizeof(FlashRow)));
     call.by_number = (float *)((char *)call.g + floats_of_rows(shape));
@@ -135,7 +186,7 @@ static bool any_has(ScalarGrads grads, ScalarWidth width) {
 template <class X>
 static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit,
                              void *scratch, cudaStream_t stream) {
-    double *partials = (double *)((char *)scratch + flash_scratch(shape) - partials_bytes(shape));
+    double *partials = (double *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape));
     unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / POSITION_THREADS + 1;
     if (any_has(grads, PER_HEAD)) {
         launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, grads, call,
@@ -167,14 +218,6 @@ static size_t shared_of(size_t HS) {
     return most_shared<X, 128, PHI, POST>;
 }
 
-// Has the current device the instructions of flash90.cuh?
-static bool is_hopper(void) {
-    int device, major;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major == 9;
-}
-
 template <class X, int instance>
 static void pass_if(Pass<X> *pass, int wanted) {
     constexpr FlashInstance it = flash_instances[instance];
@@ -184,7 +227,10 @@ static void pass_if(Pass<X> *pass, int wanted) {
                      unit<X, it.phi>};
 #ifdef USE_HOPPER
             if constexpr (flash90_has(instance))
-                if (is_hopper()) pass->forward = flash90_instance_forward<instance>;
+                if (is_hopper()) {
+                    pass->forward = flash90_instance_forward<instance>;
+                    pass->backward = flash90_instance_backward<instance>;
+                }
 #endif
         }
 }
@@ -286,6 +332,12 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
     call.dv = d.v;
     if (!any_acts(d.scalars, IN_SCALE)) call.g = NULL;
     if (!any_acts(d.scalars, IN_PHI)) call.by_number = NULL;
+    if (backward_is_90(shape, sizeof(X))) {
+        call.dq_sums = (float *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape) -
+                                 turns_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
+        call.turns = (unsigned *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
+        call.any_order = shape.any_order;
+    }
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((rows_of(shape) * ROW_LANES - 1) / 256 + 1), dim3(256), 0, stream, call,

@@ -19,6 +19,7 @@ struct FlashShape {
     const Normalizer *normalizer;
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
+    bool any_order;    // may dq be summed in any order? Otherwise the same input always gives the same bits
 };
 
 // The heads of q, k, v or out anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head,
@@ -59,8 +60,8 @@ void flash_check(FlashShape shape, size_t element);
 // per row and, where the gradient needs it, the rounding error of the output.
 size_t flash_stats(FlashShape shape, size_t element);
 
-// The bytes of device scratch that a forward or backward pass needs.
-size_t flash_scratch(FlashShape shape);
+// The bytes of device scratch that a forward or backward pass with elements of `element` bytes needs.
+size_t flash_scratch(FlashShape shape, size_t element);
 
 // out[b,t,h] = sum_{first <= j <= t} A_tj v_j, where the normalizer computes A from s_tj = q_t · k_j
 // (attention/normalizer.h)
@@ -70,8 +71,8 @@ template <class X>
 void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in,
                    FlashShape shape, void *scratch, cudaStream_t stream);
 
-// The gradients, from the input and output of flash_forward. Recomputes the scores. Deterministic: dk and dv are summed
-// over the heads that share them in a fixed order.
+// The gradients, from the input and output of flash_forward. Recomputes the scores. Deterministic, unless
+// shape.any_order.
 //   dout, out (B,T,NH,VS), both with the same layout
 template <class X>
 void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out, const float *stats, FlashInput<X> in,
@@ -80,7 +81,7 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // ---- between flash.cu and the instances
 
 // What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
-// times scale, and by_D is that times D (in the dq kernel, both without scale).
+// times scale, and by_D is that times D (in the dq kernel and in flash90_backward.cuh, both without scale).
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
     union {
@@ -100,10 +101,14 @@ struct FlashCall {
     float *stats;            // (B,NH,T,FLASH_STATS)
     X *rest;                 // (B,NH,T,VS): the rounding error of out, or NULL
     unsigned long long *all_zero_rows;
+    X *along;               // (B,NH,T,VS): sum_j r^(P-1) (1 - r) (v_j - out) under reweight, or NULL
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
     FlashRow *rows;         // (B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj, or NULL if not needed
     float *by_number;       // (B,NH,T): sum_j df_tj df/dnumber with phi_learns(), or NULL if not needed
+    float *dq_sums;         // flash90_backward.cuh's sums of dq, or NULL where flash_backward.cuh computes it
+    unsigned *turns;        // a counter of blocks, then one for each of its tiles of queries
+    bool any_order;         // see FlashShape
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;
@@ -204,5 +209,23 @@ constexpr bool flash90_has(int instance) {
 }
 template <int instance>
 void flash90_instance_forward(const FlashCall<bf16> &call, cudaStream_t stream);
+template <int instance>
+void flash90_instance_backward(const FlashCall<bf16> &call, cudaStream_t stream);
+
+// The two kernels for heads of up to HS = 64 or 128: where registers do not suffice, which would spill, flash.cuh's
+// kernels take over.
+constexpr bool flash90_forward_fits(int phi, int post, int HS) {
+    return phi != PHI_MISH && (HS <= 64 || ((phi != PHI_SOFTPLUS || post != FLASH_PLAIN) && post != FLASH_RECENTER_L1));
+}
+constexpr bool flash90_backward_fits(int phi, int post, int HS) {
+    return HS <= 64 || (phi != PHI_RELU6 && post != FLASH_REWEIGHT);
+}
+
+// Does flash90.cuh's forward pass keep `along`, which its backward pass needs?
+constexpr bool flash90_keeps_along(int post, int HS) {
+    return HS <= 64 && post == FLASH_REWEIGHT;
+}
+
+enum { FLASH90_KEYS = 128, FLASH90_QUERIES = 64 };    // tiles of its backward kernel
 
 #endif

@@ -7,6 +7,7 @@
 // matmul reads a panel along its rows (K-major) or across them (MN-major), so no tile is ever transposed.
 //
 //   flash90_forward.cuh     the forward kernel
+//   flash90_backward.cuh    the kernels of the backward pass
 //
 // HS in the kernels is 64 or 128; TMA fills smaller heads with zeros.
 //
@@ -46,40 +47,47 @@ constexpr unsigned panel_bytes = ROWS * PANEL_ROW;
 template <int ROWS, int HS>
 constexpr unsigned tile_bytes = ROWS * HS * sizeof(bf16);
 
-// A map of q, k or v for loading `rows` rows of one head, PANEL columns at a time. The dimensions are columns, heads,
-// positions, sequences.
-static inline TensorMap rows_map(FlashView<const bf16> view, int columns, int heads, int T, int B, int rows) {
+// A map of q, k, v or dout for loading `rows` rows of one head, `panel` columns at a time. The dimensions are columns,
+// heads, positions, sequences.
+static inline TensorMap rows_map(FlashView<const bf16> view, int columns, int heads, int T, int B, int rows,
+                                 int panel = PANEL, Swizzle swizzle = SWIZZLE_128) {
     const uint64_t row = view.row * sizeof(bf16), head = view.head * sizeof(bf16);
     return tensor_map(view.p, {(uint64_t)columns, (uint64_t)heads, (uint64_t)T, (uint64_t)B}, {head, row, T * row},
-                      {PANEL, 1, (uint32_t)rows, 1}, SWIZZLE_128);
+                      {(uint32_t)panel, 1, (uint32_t)rows, 1}, swizzle);
 }
 
-// Starts loading `ROWS` rows, from position `row` on, into a tile; `full` completes when they are there. By one thread.
+// Starts loading `ROWS` rows, from position `row` on, into a tile; `full` has been told their bytes. By one thread.
+template <int ROWS, int HS, int WIDTH = PANEL>
+DEVICE void load_panels(char *tile, Mbarrier *full, const TensorMap *map, int column, int head, int row, int b) {
+    UNROLL
+    for (int panel = 0; panel < HS / WIDTH; panel++)
+        tma_load(tile + panel * tile_bytes<ROWS, WIDTH>, map, full, {column + panel * WIDTH, head, row, b});
+}
+
+// The same; `full` completes when they are there.
 template <int ROWS, int HS>
 DEVICE void load_rows(char *tile, Mbarrier *full, const TensorMap *map, int column, int head, int row, int b) {
     mbarrier_arrive_expect_tx(full, tile_bytes<ROWS, HS>);
-    UNROLL
-    for (int panel = 0; panel < HS / PANEL; panel++)
-        tma_load(tile + panel * panel_bytes<ROWS>, map, full, {column + panel * PANEL, head, row, b});
+    load_panels<ROWS, HS>(tile, full, map, column, head, row, b);
 }
 
-// A buffer's barriers: `full` completes when its tile is loaded, `empty` when all consumers' warps have read it.
+// A buffer's barriers: `full` completes when its tile is there, `empty` when all have read it.
 template <int STAGES>
 struct Ring {
     Mbarrier full[STAGES], empty[STAGES];
 };
 
 template <int STAGES>
-DEVICE void ring_init(Ring<STAGES> &ring, int warps) {
+DEVICE void ring_init(Ring<STAGES> &ring, int writers, int readers) {
     UNROLL
     for (int i = 0; i < STAGES; i++) {
-        mbarrier_init(&ring.full[i], 1);
-        mbarrier_init(&ring.empty[i], warps);
+        mbarrier_init(&ring.full[i], writers);
+        mbarrier_init(&ring.empty[i], readers);
     }
 }
 
-// The step-th tile that passes through a ring is in buffer step % STAGES. Before a load, by the producer: until all
-// have read the tile that was there.
+// The step-th tile that passes through a ring is in buffer step % STAGES. Before it is written: until all have read the
+// tile that was there.
 template <int STAGES>
 DEVICE void ring_wait_empty(Ring<STAGES> &ring, int step) {
     mbarrier_wait(&ring.empty[step % STAGES], (step / STAGES + 1) % 2);
@@ -112,6 +120,17 @@ DEVICE void issue_by_rows(float (&s)[NT][4], const char *own, const char *tile) 
     }
 }
 
+// The same with the 64 rows in registers: their parts of 16 columns each.
+template <int KT, int NT>
+DEVICE void issue_by_rows(float (&s)[NT][4], const uint32_t (&own)[KT][4], const char *tile) {
+    const uint64_t b = matrix_descriptor(tile, 0, 8 * PANEL_ROW, SWIZZLE_128);
+    UNROLL
+    for (int k = 0; k < KT; k++) {
+        const int panel = k / (PANEL / 16), within = k % (PANEL / 16) * 16 * sizeof(bf16);
+        wgmma<K_MAJOR>(s, own[k], matrix_descriptor_plus(b, panel * panel_bytes<8 * NT> + within), k > 0);
+    }
+}
+
 // sum (64,HS) += p (64,16 KT) · a tile (16 KT,HS)
 template <int CT, int KT>
 DEVICE void issue_by_columns(float (&sum)[CT][4], const uint32_t (&p)[KT][4], const char *tile) {
@@ -120,14 +139,19 @@ DEVICE void issue_by_columns(float (&sum)[CT][4], const uint32_t (&p)[KT][4], co
     for (int k = 0; k < KT; k++) wgmma<MN_MAJOR>(sum, p[k], matrix_descriptor_plus(b, k * 16 * PANEL_ROW), true);
 }
 
+// 16 columns of an accumulator as a left operand.
+DEVICE void pack_operand(uint32_t (&a)[4], const float (&first)[4], const float (&second)[4]) {
+    a[0] = pack_bf16(first[0], first[1]);
+    a[1] = pack_bf16(first[2], first[3]);
+    a[2] = pack_bf16(second[0], second[1]);
+    a[3] = pack_bf16(second[2], second[3]);
+}
+
 // Weights as left operands of 16 columns each.
 template <int NT>
 DEVICE void pack_weights(uint32_t (&p)[NT / 2][4], const float (&w)[NT][4]) {
     UNROLL
-    for (int nt = 0; nt < NT; nt++) {
-        p[nt / 2][nt % 2 * 2] = pack_bf16(w[nt][0], w[nt][1]);
-        p[nt / 2][nt % 2 * 2 + 1] = pack_bf16(w[nt][2], w[nt][3]);
-    }
+    for (int k = 0; k < NT / 2; k++) pack_operand(p[k], w[2 * k], w[2 * k + 1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

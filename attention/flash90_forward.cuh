@@ -10,6 +10,9 @@
 #include "attention/flash90.cuh"
 #include "attention/flash_forward_row.cuh"
 
+template <int POST, int HS>
+constexpr bool keeps_along = flash90_keeps_along(POST, HS);
+
 struct Forward90Maps {
     TensorMap q, k, v;
 };
@@ -90,7 +93,9 @@ struct Consumer90 {
     ForwardRows<HS, 1> own;
     float s[1][Plan90::NT][4], by[2];
     uint32_t p[Plan90::NT / 2][4];
-    const char *q;    // the warpgroup's rows
+    uint32_t along[Plan90::NT / 2][4];    // if keeps_along: r^(P-1) (1 - r) as operands,
+    float along_sum[HS / 8][4];           // and their sums times v
+    const char *q;                        // the warpgroup's rows
     int warpgroup;
 };
 
@@ -102,11 +107,18 @@ DEVICE void forward90_issue_scores(Consumer90<HS> &c, const Forward90Tiles &tile
     wgmma_commit();
 }
 
-template <int HS>
+template <int HS, int POST>
 DEVICE void forward90_issue_output(Consumer90<HS> &c, const Forward90Tiles &tiles, int tile) {
     wgmma_fence();
     issue_by_columns(c.own.sum[0], c.p, stage_of<HS>(tiles.v, tile));
+    if constexpr (keeps_along<POST, HS>) issue_by_columns(c.along_sum, c.along, stage_of<HS>(tiles.v, tile));
     wgmma_commit();
+}
+
+template <int HS, int POST>
+DEVICE void forward90_wait_output(Consumer90<HS> &c) {
+    if constexpr (keeps_along<POST, HS>) wgmma_wait<0>(c.own.sum[0], c.along_sum);
+    else wgmma_wait<0>(c.own.sum[0]);
 }
 
 // The scores of a step's tile, with no matmul beside them.
@@ -127,21 +139,43 @@ DEVICE void forward90_weigh(Consumer90<HS> &c, const Forward90Tiles &tiles, Quer
                             const ForwardSweep &sweep, const FlashCall<bf16> &call) {
     const Chunk chunk = {at.warp_row, (tiles.first + tile) * Plan90::STREAM};
     static_assert((int)Plan90::OWN == (int)Plan90::STREAM, "one tile of keys is on the diagonal");
+    uint32_t (*along)[4] = keeps_along<POST, HS> ? c.along : NULL;
     if (tile == tiles.count - 1 || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15)))
-        forward_weigh<true, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call);
-    else forward_weigh<false, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call);
+        forward_weigh<true, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along);
+    else forward_weigh<false, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along);
 }
 
-// The same in the sweep that adds to the output, whose matmul with the tile before it ends meanwhile.
+// The same in the sweep that adds to the output, whose matmul with the tile before it ends meanwhile (except where the
+// weights of both would need too many registers).
 template <int PHI, int POST, int HS>
 DEVICE void forward90_weights(Consumer90<HS> &c, const Forward90Tiles &tiles, QueryBlock at, int tile,
                               const ForwardSweep &sweep, const FlashCall<bf16> &call) {
+    if constexpr (keeps_along<POST, HS>) forward90_wait_output<HS, POST>(c);
     forward90_weigh<PHI, POST>(c, tiles, at, tile, sweep, call);
-    wgmma_wait<0>(c.own.sum[0]);
+    forward90_wait_output<HS, POST>(c);
     if (tile > 0) ring_release(tiles.barriers->v, tile - 1);
     if (rescales<POST>(sweep)) forward_rescale(c.own.sum, c.by);
     pack_weights(c.p, c.s[0]);
     ring_wait_full(tiles.barriers->v, tile);
+}
+
+// For the backward pass under reweight: sum_j r^(P-1) (1 - r) (v_j - out), which needs the rows' sums of w.
+template <int HS>
+DEVICE void forward90_store_along(Consumer90<HS> &c, const FlashCall<bf16> &call, QueryBlock at) {
+    const float one[2] = {1, 1};
+    if (!call.along) return;
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        const float mean = row_sum(c.own.row[r].signs) * inverse_or_zero(row_sum(c.own.row[r].left));
+        UNROLL
+        for (int n = 0; n < HS / 8; n++) {
+            UNROLL
+            for (int e = 2 * r; e < 2 * r + 2; e++) c.along_sum[n][e] -= mean * c.own.sum[0][n][e];
+        }
+    }
+    bf16 *along = call.along + ((size_t)blockIdx.y * call.T + at.warp_row) * call.VS;
+    store_rows(TileTarget<bf16>{along, (size_t)call.VS, call.T - at.warp_row, call.VS},
+               (float (&)[1][HS / 8][4]) c.along_sum, one);
 }
 
 template <int HS, int PHI, int POST>
@@ -153,6 +187,7 @@ DEVICE void forward90_compute(const Forward90Tiles &tiles, const FlashCall<bf16>
     c.warpgroup = threadIdx.x / 128;
     c.q = tiles.q + c.warpgroup * panel_bytes<64>;
     forward_begin<PHI, POST>(c.own, &negative, call, at, last.relative);
+    if constexpr (keeps_along<POST, HS>) set_zero((float (&)[1][HS / 8][4]) c.along_sum);
     mbarrier_wait(&tiles.barriers->q, 0);
     if (last.relative) forward90_negate<HS>(tiles.q, negative, c.warpgroup);
     if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
@@ -180,17 +215,18 @@ DEVICE void forward90_compute(const Forward90Tiles &tiles, const FlashCall<bf16>
         ring_wait_full(tiles.barriers->k, step);
         turn_wait(c.warpgroup);
         forward90_issue_scores(c, tiles, step);
-        forward90_issue_output(c, tiles, tile);
+        forward90_issue_output<HS, POST>(c, tiles, tile);
         turn_pass(c.warpgroup);
         wgmma_wait<1>(c.s[0]);
         ring_release(tiles.barriers->k, step);
     }
     forward90_weights<PHI, POST>(c, tiles, at, tile, last, call);
     turn_wait(c.warpgroup);
-    forward90_issue_output(c, tiles, tile);
+    forward90_issue_output<HS, POST>(c, tiles, tile);
     if (c.warpgroup == 0) turn_pass(c.warpgroup);
-    wgmma_wait<0>(c.own.sum[0]);
+    forward90_wait_output<HS, POST>(c);
     ring_release(tiles.barriers->v, tile);
+    if constexpr (keeps_along<POST, HS>) forward90_store_along(c, call, at);
     forward_store<PHI, POST>(c.own, call, at, last.is_signed);
 }
 
@@ -205,8 +241,8 @@ KERNEL void __launch_bounds__(Plan90::THREADS, 1)
     const Forward90Tiles tiles = forward90_tiles<HS>(memory, barriers, call, at);
     if (threadIdx.x == 0) {
         mbarrier_init(&barriers->q, 1);
-        ring_init(barriers->k, 4 * Plan90::CONSUMERS);
-        ring_init(barriers->v, 4 * Plan90::CONSUMERS);
+        ring_init(barriers->k, 1, 4 * Plan90::CONSUMERS);
+        ring_init(barriers->v, 1, 4 * Plan90::CONSUMERS);
         mbarrier_init_fence();
     }
     __syncthreads();

@@ -45,18 +45,8 @@ struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1,
 template <int PHI>
 constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
 
-// r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, if known, see power()
-template <class X, int KNOWN, bool BY_COLUMN, int N>
-DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], const FlashRow *row, float P) {
-    UNROLL
-    for (int e = 0; e < N; e++) r[e] = q[e] = reweight_base<X>(f[e], row[row_of<BY_COLUMN>(e)]);
-    power<X, (KNOWN > 0 ? KNOWN - 1 : 0)>(q, P - 1);
-    UNROLL
-    for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
-}
-
 // d and w of backward_values under reweight.
-template <class X, int PHI, bool BY_COLUMN, int KNOWN, int N>
+template <class X, int PHI, bool BY_COLUMN, int KNOWN, bool SCALED, int N>
 DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
                               const FlashCall<X> &call) {
     const bool is_signed = phi_signed(phi_of<PHI>(call));
@@ -65,7 +55,8 @@ DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N],
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[row_of<BY_COLUMN>(e)];
-        const float scale = at.scale * (1 / unit<X, PHI>), by_r = q[e] * at.inverse_sum, less = at.less * scale;
+        const float scale = SCALED ? at.scale * (1 / unit<X, PHI>) : 1, by_r = q[e] * at.inverse_sum,
+                    less = at.less * scale;
         w[e] = by_r * r[e];
         d[e] = at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as<X>(less, f[e]) : less);
     }
@@ -78,9 +69,10 @@ DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
     return is_signed ? signed_as<X>(at.D, f) : at.D;
 }
 
-// From the scores s (N) and d = dO · v, in place: d becomes df (times the row's scale for reweight, and for plain posts
-// with BY_COLUMN). Also writes f, its slope and the weights w. row: see phi_values.
-template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, int N>
+// From the scores s (N) and d = dO · v, in place: d becomes df, for reweight with SCALED times the row's scale, and for
+// plain posts with BY_COLUMN times whatever by_d includes. Also writes f, its slope and the weights w. row: see
+// phi_values.
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
@@ -88,7 +80,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[row_of<BY_COLUMN>(e)].scale + row[row_of<BY_COLUMN>(e)].bias;
     phi_values<X, PHI, BY_COLUMN, BY_COLUMN || POST >= FLASH_RECENTER_L1>(phi, f, slope, row);
-    if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN>(d, w, f, row, call);
+    if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN, SCALED>(d, w, f, row, call);
 
     const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
@@ -125,12 +117,6 @@ DEVICE void matmul_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false>
         tile_wait();
         matmul_by_rows(d, own, tile);
     }
-}
-
-// K of a row.
-template <class X>
-DEVICE float reweight_factor(const FlashRow &row, const FlashCall<X> &call) {
-    return row.factor * call.power * row.inverse_sum;
 }
 
 // less of row n, from the four lanes' sums of t (1 - r).
@@ -467,11 +453,11 @@ DEVICE void query_tiles_load(const QueryTiles<X, HS, Plan> &tiles, int row0, con
     copy_async_commit();
 }
 
-// Sets to 0 the weights and gradients of rows whose first key comes after the lane's. Call only if call.first is set.
+// Sets to 0 the weights and gradients of rows of sequence b whose first key comes after the lane's. Call only if
+// call.first is set.
 template <class X, int TILES, int NT>
-DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call,
+DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call, int b,
                              Chunk chunk) {
-    const int b = blockIdx.y / call.NKV;
     UNROLL
     for (int i = 0; i < 2 * NT; i++) {
         const int nt = i / 2, column = i % 2, first = first_key(call, b, other_position(chunk, {0, nt, column}));
@@ -493,9 +479,10 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
     }
 }
 
-// Scores s become weights, and d = dO · v becomes dz times the row's scale.
-template <bool MASKED, int PHI, int POST, int ROWS, class X, int TILES, int NT>
-DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], const float4 *row_tile, Chunk chunk,
+// Scores s become weights, and d = dO · v becomes dz, times the row's scale if SCALED (for plain posts: if by_d
+// includes it). Both are 0 where hides(Element).
+template <int PHI, int POST, int ROWS, bool SCALED, class X, int TILES, int NT, class Hides>
+DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], const float4 *row_tile, Hides hides,
                        const FlashCall<X> &call) {
     with_power<POST>(call.power, [&](auto power) {
         UNROLL
@@ -505,12 +492,13 @@ DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], const
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
-                backward_values<X, PHI, POST, true, power.value>(d[m][nt], f, slope, w, s[m][nt], row, call);
+                backward_values<X, PHI, POST, true, power.value, SCALED>(d[m][nt], f, slope, w, s[m][nt], row, call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
-                    bool hidden = MASKED && !is_visible<true>(chunk, {m, nt, e});
+                    bool hidden = hides(Element{m, nt, e});
                     float dz = d[m][nt][e] * slope[e];
-                    if (POST != FLASH_PLAIN && !is_reweight<X, POST>(call)) dz *= row[e % 2].scale * (1 / unit<X, PHI>);
+                    if (SCALED && POST != FLASH_PLAIN && !is_reweight<X, POST>(call))
+                        dz *= row[e % 2].scale * (1 / unit<X, PHI>);
                     s[m][nt][e] = hidden ? 0 : w[e];
                     d[m][nt][e] = hidden ? 0 : dz;
                 }
@@ -530,8 +518,9 @@ DEVICE void dkv_rows(DkvWarp<X, HS, PHI, POST, MODE> &own, float (&d)[TILES][NT]
     matmul_by_rows(s, own.k, q);
     if (MODE != KEYS_DK_WIDE) set_zero(d);
     if (MODE == KEYS_BOTH) matmul_by_rows(d, own.v, dout);
-    dkv_values<MASKED, PHI, POST, P::STREAM>(s, d, row_tile, chunk, call);
-    if (MASKED && call.first) keys_hide_before(s, d, call, chunk);
+    auto hides = [&](Element at) { return MASKED && !is_visible<true>(chunk, at); };
+    dkv_values<PHI, POST, P::STREAM, true>(s, d, row_tile, hides, call);
+    if (MASKED && call.first) keys_hide_before(s, d, call, blockIdx.y / call.NKV, chunk);
     if (MODE != KEYS_DK_WIDE) matmul_by_columns<X, HS>(own.dv, s, dout);
     if (MODE != KEYS_DV) matmul_by_columns<X, HS>(own.dk, d, q);
 }

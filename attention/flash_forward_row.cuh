@@ -15,7 +15,7 @@ struct ForwardRow {
     float sum_signed;      // of f
     float largest;         // f; in the first sweep, if that is by_z: the largest z
     float factor, mean;    // map f to w in the second sweep
-    float left, signs;     // the sum of |w|, the sum of the signs of w
+    float left, signs;     // the sum of |w|, the sum of the signs of w (with `along`: of along)
 };
 
 // The rows that a warp owns, and their sums of weights times v.
@@ -171,16 +171,36 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
 }
 
-// f in, w out; also adds to their sums.
+// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r); adds the latter to its sums. TILES is 1.
+template <class X, int KNOWN, bool MASKED, int N>
+DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
+                             const Hidden<MASKED, N / 2> &hidden) {
+    float r[N], q[N];
+    reweight_powers<X, KNOWN, false>(r, q, w, row, P);
+    UNROLL
+    for (int e = 0; e < N; e++) {
+        w[e] = q[e] * r[e];
+        q[e] = is_hidden(hidden, {0, nt, e}) ? 0 : q[e] - w[e];
+    }
+    round_to<X>(q);
+    along[0] = pack_bf16(q[0], q[1]);
+    along[1] = pack_bf16(q[2], q[3]);
+    UNROLL
+    for (int e = 0; e < N; e++) row[e / 2].signs += q[e];
+}
+
+// f in, w out; also adds to their sums. along: NULL, or for reweight receives r^(P-1) (1 - r) as left operands
 template <class X, int KNOWN, bool MASKED, int TILES, int NT>
 DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P,
-                            const Hidden<MASKED, 2 * TILES> &hidden) {
+                            const Hidden<MASKED, 2 * TILES> &hidden, uint32_t (*along)[4]) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float w[4 * TILES];
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
-        if (reweight) {
+        if (TILES == 1 && reweight && along) {
+            forward_reweight<X, KNOWN>(w, along[nt / 2] + nt % 2 * 2, row, nt, P, hidden);
+        } else if (reweight) {
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);
             power<X, KNOWN>(w, P);
@@ -201,10 +221,10 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
 }
 
 // Turns a chunk's scores into weights, in place, and adds them to the rows' numbers. MASKED: not every row sees every
-// key   by: if rescales(), the factors of the rows' output so far
+// key   by: if rescales(), the factors of the rows' output so far   along: see forward_weights
 template <bool MASKED, class X, int PHI, int POST, int TILES, int NT>
 DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], Chunk chunk,
-                          const ForwardSweep &sweep, const FlashCall<X> &call) {
+                          const ForwardSweep &sweep, const FlashCall<X> &call, uint32_t (*along)[4] = NULL) {
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
     if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(hidden.first, call, chunk.own);
     if constexpr (by_z<X, PHI, POST>) {
@@ -222,7 +242,7 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
     if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (POST >= FLASH_RECENTER_L1 && sweep.adds)
         with_power<POST>(call.power, [&](auto power) {
-            forward_weights<X, power.value>(s, row, sweep.reweight, call.power, hidden);
+            forward_weights<X, power.value>(s, row, sweep.reweight, call.power, hidden, along);
         });
 }
 

@@ -145,6 +145,22 @@ DEVICE float reweight_base(float f, const Row &row) {
     return __saturatef(is_bf16<X> ? f * row.factor + row.mean : (f - row.mean) * row.factor + 1);
 }
 
+// r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, if known, see power()
+template <class X, int KNOWN, bool BY_COLUMN, int N, class Row>
+DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], const Row *row, float P) {
+    UNROLL
+    for (int e = 0; e < N; e++) r[e] = q[e] = reweight_base<X>(f[e], row[row_of<BY_COLUMN>(e)]);
+    power<X, (KNOWN > 0 ? KNOWN - 1 : 0)>(q, P - 1);
+    UNROLL
+    for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
+}
+
+// K of a row.
+template <class X>
+DEVICE float reweight_factor(const FlashRow &row, const FlashCall<X> &call) {
+    return row.factor * call.power * row.inverse_sum;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Positions
 

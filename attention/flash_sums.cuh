@@ -49,8 +49,8 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const Flas
     }
 }
 
-// What the backward pass needs to know about row n, from its statistics (forward_end), D = dO · O and, for the posts
-// that recenter, along = dO · sum_{j <= i} v_j. in_unit: the unit of z in the instance.
+// What the backward pass needs to know about row n, from its statistics (forward_end), D = dO · O and `along`: for the
+// posts that recenter, dO · sum_{j <= i} v_j; for reweight, dO · call.along. in_unit: the unit of z in the instance.
 template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
     bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
@@ -59,7 +59,7 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
                     phi_number(call.phi, at, shift)};
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
-        row.by_d = row.factor * (row.scale / in_unit);
+        row.by_d = row.factor * (call.dq_sums ? 1 : row.scale / in_unit);
         row.by_D = row.by_d * row.D;
     }
     if (call.post == POST_RECENTER && late) row.less = along / n;
@@ -70,7 +70,9 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     if (call.post == POST_REWEIGHT) {
         reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
         row.D = D;
-        row.inverse_sum = stats.w;    // flash_dq_kernel sets less
+        row.inverse_sum = stats.w;
+        // Without call.along, flash_dq_kernel sets less.
+        if (call.along && late) row.less = reweight_factor(row, call) / n * along;
     }
     return row;
 }
@@ -97,6 +99,11 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
             unpack_16(out, load_16(call.rest + i * call.VS + c));
             UNROLL
             for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
+        }
+        if (call.along) {
+            unpack_16(out, load_16(call.along + i * call.VS + c));
+            UNROLL
+            for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * out.x[e];
         }
         if (!call.prefix) continue;
         UNROLL

@@ -166,11 +166,11 @@ DEVICE void wgmma_wait(CUDA_ON_CPU_SITE) {
 }
 template <int groups, int NT>
 DEVICE void wgmma_wait(float (&d)[NT][4], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::wgmma_wait_for(groups, {d[0]}, {file, line});
+    cuda_on_cpu::wgmma_wait_for(groups, {(float *)d}, {file, line});
 }
 template <int groups, int NT, int NT2>
 DEVICE void wgmma_wait(float (&d)[NT][4], float (&d2)[NT2][4], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::wgmma_wait_for(groups, {d[0], d2[0]}, {file, line});
+    cuda_on_cpu::wgmma_wait_for(groups, {(float *)d, (float *)d2}, {file, line});
 }
 
 // ---- threads of a block

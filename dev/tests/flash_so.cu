@@ -16,6 +16,7 @@ typedef struct {
     int L;
     size_t q_row, k_row, v_row, out_row;    // elements; q, k, v each (B·T·row)
     const int32_t *first;                   // (B,T) or NULL
+    bool any_order;
 } FlashTestShape;
 
 typedef struct {
@@ -56,7 +57,7 @@ void fetch(T *to, const T *from, size_t n) {
 }
 
 FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
-    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L};
+    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L, x->any_order};
 }
 
 template <class X>
@@ -91,10 +92,11 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     FlashTestShape there = x;
     there.first = device.copy(x.first, rows);
     FlashInput<X> in = input_of(&there, q, k, v, scalars);
-    flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, shape, device.take(flash_scratch(shape)), 0);
+    flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, shape, device.take(flash_scratch(shape, sizeof(X))),
+                     0);
     if (dout)
         flash_backward<X>(grads_of(&x, dq, dk, dv, grads), dout, {out, x.out_row, x.VS}, stats, in, shape,
-                          device.take(flash_scratch(shape)), 0);
+                          device.take(flash_scratch(shape, sizeof(X))), 0);
     CUDA_CHECK(cudaDeviceSynchronize());
     fetch((X *)a->out, out, rows * x.out_row);
     fetch((X *)a->dq, dq, rows * x.q_row), fetch((X *)a->dk, dk, rows * x.k_row), fetch((X *)a->dv, dv, rows * x.v_row);
@@ -135,7 +137,7 @@ extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, in
 //   device
 extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {
     Normalizer normalizer = normalizer_of(attn);
-    return flash_scratch(shape_of(&normalizer, shape));
+    return flash_scratch(shape_of(&normalizer, shape), sizeof(bf16));
 }
 
 extern "C" size_t flash_on_device_stats(const char *attn, const FlashTestShape *shape) {

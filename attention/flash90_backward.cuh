@@ -1,0 +1,531 @@
+// The backward pass of flash90.cuh: dq, dk and dv with five matmuls. flash.cuh's header has the formulas.
+//
+// A block owns OWN keys, 64 for each consumer, and goes through the queries that see them, STREAM at a time. A
+// consumer's step:
+//
+//   Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ           (64,STREAM), in registers, where they become weights W and score gradients dZ
+//   dV += Wᵀ dO,  dK += (c dZ)ᵀ Q     with left operands from registers
+//   dQ = dZ K, of the step before     with the dZ of both consumers, from shared memory; each has half of the columns
+//
+// As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ.
+//
+// Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of a warp of their own.
+// By default they do so in a fixed order: from the last tile of keys that a query sees to the first, in which the blocks
+// of a head reach it if they start together. A counter for each tile of queries tells whose turn it is. Blocks draw
+// numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and rounds the sums.
+//
+// Tested by dev/tests/test_flash.py.
+#ifndef ATTENTION_FLASH90_BACKWARD_CUH
+#define ATTENTION_FLASH90_BACKWARD_CUH
+
+#include "attention/flash90.cuh"
+#include "attention/flash_backward.cuh"
+
+struct Backward90Plan {
+    enum {
+        CONSUMERS = 2,
+        THREADS = 128 * (CONSUMERS + 1),
+        TILES = 1,    // of 16 keys for each warp
+        OWN = FLASH90_KEYS,
+        STREAM = FLASH90_QUERIES,
+        NT = STREAM / 8,
+        STAGES = 2,
+        DZ_STAGES = 3,    // dz waits for the other consumer, up to a step
+        // With 168 registers for each of 384 threads at first, there are 64,512.
+        PRODUCER_REGISTERS = 24,
+        CONSUMER_REGISTERS = 240
+    };
+};
+
+// A head size of 128 leaves room for one buffer of dq. One of 64 leaves registers for K and V as left operands, which
+// then do not have to be read from shared memory again for each tile of queries.
+template <int HS>
+constexpr int dq_stages = HS <= 64 ? 2 : 1;
+
+template <int HS>
+constexpr bool keeps_own = HS <= 64;
+
+// K is in panels of HS/2 columns, of which each consumer needs one for dq.
+template <int HS>
+constexpr int key_panel = HS / 2;
+
+template <int HS>
+constexpr Swizzle key_swizzle = HS / 2 == PANEL ? SWIZZLE_128 : SWIZZLE_64;
+
+struct Backward90Maps {
+    TensorMap q, k, v, dout;
+};
+
+template <int HS>
+struct Backward90Barriers {
+    Mbarrier own;                            // k and v
+    Ring<Backward90Plan::STAGES> queries;    // q, dout and rows
+    Ring<Backward90Plan::DZ_STAGES> dz;
+    Ring<dq_stages<HS>> dq;
+};
+
+// Shared memory.
+template <int HS>
+struct Backward90Tiles {
+    char *k, *v;       // (OWN,HS)
+    char *q, *dout;    // STAGES of (STREAM,HS)
+    char *dz;          // STAGES of (OWN,STREAM)
+    float4 *dq;        // dq_stages of (STREAM,HS) floats, in the order in which threads hold them
+    float4 *rows;      // STAGES of (2,STREAM): halves of FlashRow
+    Backward90Barriers<HS> *barriers;
+};
+
+template <int HS>
+constexpr unsigned dq_pieces = Backward90Plan::STREAM * HS / 4;    // of a tile of dq, 16 bytes each
+
+enum { DZ_BYTES = Backward90Plan::OWN * PANEL_ROW, ROW_PIECES = 2 * Backward90Plan::STREAM };
+
+template <int HS>
+constexpr size_t backward90_shared =
+    1024 + 2 * tile_bytes<Backward90Plan::OWN, HS> +
+    2 * Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS> + Backward90Plan::DZ_STAGES * DZ_BYTES +
+    (dq_stages<HS> * dq_pieces<HS> + Backward90Plan::STAGES * ROW_PIECES) * 16;
+
+template <int HS>
+DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS> *barriers) {
+    typedef Backward90Plan P;
+    Backward90Tiles<HS> tiles;
+    tiles.k = aligned_tile(memory);
+    tiles.v = tiles.k + tile_bytes<P::OWN, HS>;
+    tiles.q = tiles.v + tile_bytes<P::OWN, HS>;
+    tiles.dout = tiles.q + P::STAGES * tile_bytes<P::STREAM, HS>;
+    tiles.dz = tiles.dout + P::STAGES * tile_bytes<P::STREAM, HS>;
+    tiles.dq = (float4 *)(tiles.dz + P::DZ_STAGES * DZ_BYTES);
+    tiles.rows = tiles.dq + dq_stages<HS> * dq_pieces<HS>;
+    tiles.barriers = barriers;
+    return tiles;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a block does
+
+// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head, from `first` on,
+// which makes `steps` in all.
+struct Backward90Work {
+    int b, kv, tile, first, count, steps;
+};
+
+// A step's tile of queries.
+struct QueryTile {
+    int h, tile;
+};
+
+template <class X>
+DEVICE Backward90Work backward90_work(const FlashCall<X> &call, int number) {
+    typedef Backward90Plan P;
+    const int tiles = (call.T - 1) / P::OWN + 1, head = number / tiles, at = number % tiles;
+    Backward90Work work;
+    work.b = head / call.NKV;
+    work.kv = head % call.NKV;
+    work.tile = call.any_order ? at : tiles - 1 - at;
+    work.first = work.tile * P::OWN / P::STREAM;
+    // Queries that start after these keys see none of them, and neither do later ones.
+    int most = (call.T - 1) / P::STREAM + 1 - work.first, least = 1;
+    while (call.first && least < most) {
+        const int middle = (least + most) / 2;
+        if ((work.tile + 1) * P::OWN <= first_key(call, work.b, (work.first + middle) * P::STREAM)) most = middle;
+        else least = middle + 1;
+    }
+    work.count = most;
+    work.steps = most * (call.NH / call.NKV);
+    return work;
+}
+
+// The tile after `at`, of the same or the next query head.
+DEVICE void next_tile(QueryTile &at, const Backward90Work &work) {
+    at.tile++;
+    if (at.tile < work.first + work.count) return;
+    at.tile = work.first;
+    at.h++;
+}
+
+template <class X>
+DEVICE QueryTile first_tile(const Backward90Work &work, const FlashCall<X> &call) {
+    return {work.kv * (call.NH / call.NKV), work.first};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The producer's warps
+
+// By one thread: loads K and V, then Q and dO of each step.
+template <int HS>
+DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Maps &maps, const Backward90Work &work,
+                            const FlashCall<bf16> &call) {
+    typedef Backward90Plan P;
+    auto &ring = tiles.barriers->queries;
+    mbarrier_arrive_expect_tx(&tiles.barriers->own, 2 * tile_bytes<P::OWN, HS>);
+    load_panels<P::OWN, HS, key_panel<HS>>(tiles.k, &tiles.barriers->own, &maps.k, 0, work.kv, work.tile * P::OWN,
+                                           work.b);
+    load_panels<P::OWN, HS>(tiles.v, &tiles.barriers->own, &maps.v, 0, work.kv, work.tile * P::OWN, work.b);
+    QueryTile at = first_tile(work, call);
+    UNROLL_NOT
+    for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
+        Mbarrier *full = &ring.full[step % P::STAGES];
+        const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
+        ring_wait_empty(ring, step);
+        mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
+        load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, at.h, at.tile * P::STREAM, work.b);
+        load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, 0, at.h, at.tile * P::STREAM, work.b);
+    }
+}
+
+// By STREAM threads: copies a FlashRow each, zeros for rows past T.
+template <int HS>
+DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, const Backward90Work &work,
+                                 const FlashCall<bf16> &call) {
+    typedef Backward90Plan P;
+    auto &ring = tiles.barriers->queries;
+    const int mine = threadIdx.x % P::STREAM;
+    QueryTile at = first_tile(work, call);
+    UNROLL_NOT
+    for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
+        const int row = at.tile * P::STREAM + mine;
+        const float4 *from = (const float4 *)(call.rows + (size_t)(work.b * call.NH + at.h) * call.T + row);
+        float4 halves[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+        if (row < call.T) {
+            halves[0] = from[0];
+            halves[1] = from[1];
+        }
+        ring_wait_empty(ring, step);
+        float4 *to = tiles.rows + step % P::STAGES * ROW_PIECES + mine;
+        to[0] = halves[0];
+        to[P::STREAM] = halves[1];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.full[step % P::STAGES]);
+    }
+}
+
+// By one thread: adds each tile of dq to global memory. A turn is passed on a step late, when the addition is over for
+// sure, rather than waiting for that at once.
+template <int HS>
+DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, const FlashCall<bf16> &call) {
+    typedef Backward90Plan P;
+    auto &ring = tiles.barriers->dq;
+    const int row_tiles = (call.T - 1) / P::STREAM + 1;
+    QueryTile at = first_tile(work, call);
+    unsigned *previous = NULL;
+    UNROLL_NOT
+    for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
+        const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
+        const float4 *from = tiles.dq + step % dq_stages<HS> * dq_pieces<HS>;
+        float *to = call.dq_sums + tile * (P::STREAM * HS);
+        unsigned *turn = call.turns + 1 + tile;
+        const int before = at.tile * P::STREAM / P::OWN - work.tile;    // how many blocks add before this one
+        ring_wait_full(ring, step);
+        if (!call.any_order) wait_for_counter(turn, before);
+        if (!call.any_order && before == 0) bulk_store(to, from, dq_pieces<HS> * 16);
+        else bulk_reduce_add(to, (const float *)from, dq_pieces<HS> * 16);
+        bulk_commit();
+        bulk_wait_read<0>();
+        mbarrier_arrive(&ring.empty[step % dq_stages<HS>]);
+        if (call.any_order) continue;
+        bulk_wait<1>();
+        if (previous) add_to_counter(previous, 1);
+        previous = turn;
+    }
+    bulk_wait<0>();
+    if (previous) add_to_counter(previous, 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The consumers
+
+// What a consumer's thread keeps in registers.
+template <int HS>
+struct Backward90Consumer {
+    enum { KEPT = keeps_own<HS> ? HS / 16 : 1, NT = Backward90Plan::NT };
+    float dk[1][HS / 8][4], dv[1][HS / 8][4];
+    float s[NT][4], d[NT][4];                // scores; dO · v
+    uint32_t w[NT / 2][4], dz[NT / 2][4];    // weights and c dz as left operands
+    uint32_t k[KEPT][4], v[KEPT][4];         // left operands
+};
+
+// The consumer's number, and its warp's first key. Recomputed where they are needed, so that they occupy no registers.
+DEVICE int consumer() {
+    return anew(threadIdx.x) / 128;
+}
+
+DEVICE int warp_key(const Backward90Work &work) {
+    return work.tile * Backward90Plan::OWN + anew(threadIdx.x) / 32 * 16;
+}
+
+// A left operand, 16 rows by 16 columns, of a tile in panels of WIDTH columns and ROWS rows.
+template <int ROWS, int WIDTH>
+DEVICE void load_left_swizzled(uint32_t (&a)[4], const char *tile, int row, int column, Swizzle swizzle) {
+    const int lane = threadIdx.x % 32, c = column + lane / 16 * 8;
+    const unsigned byte = (row + lane % 16) * (WIDTH * sizeof(bf16)) + c % WIDTH * sizeof(bf16);
+    ldmatrix_x4(a, (const bf16 *)(tile + c / WIDTH * (ROWS * WIDTH * sizeof(bf16)) + swizzled_byte(byte, swizzle)));
+}
+
+template <int HS>
+DEVICE void backward90_begin(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles) {
+    typedef Backward90Plan P;
+    const int row = threadIdx.x / 32 * 16;
+    set_zero(c.dk);
+    set_zero(c.dv);
+    mbarrier_wait(&tiles.barriers->own, 0);
+    UNROLL
+    for (int k = 0; keeps_own<HS> && k < HS / 16; k++) {
+        load_left_swizzled<P::OWN, key_panel<HS>>(c.k[keeps_own<HS> ? k : 0], tiles.k, row, 16 * k, key_swizzle<HS>);
+        load_left_swizzled<P::OWN, PANEL>(c.v[keeps_own<HS> ? k : 0], tiles.v, row, 16 * k, SWIZZLE_128);
+    }
+}
+
+// S and dO · v.
+template <int HS>
+DEVICE void backward90_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
+    typedef Backward90Plan P;
+    const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
+    wgmma_fence();
+    if constexpr (keeps_own<HS>) {
+        issue_by_rows(c.s, c.k, tiles.q + offset);
+        issue_by_rows(c.d, c.v, tiles.dout + offset);
+    } else {
+        issue_by_rows<P::OWN, HS>(c.s, tiles.k + consumer() * panel_bytes<64>, tiles.q + offset);
+        issue_by_rows<P::OWN, HS>(c.d, tiles.v + consumer() * panel_bytes<64>, tiles.dout + offset);
+    }
+    wgmma_commit();
+    wgmma_wait<0>(c.s, c.d);
+}
+
+// Which of the lane's 4 NT elements are visible: bit 4 nt + e.
+template <int NT>
+DEVICE uint32_t visible_elements(Chunk chunk, int b, const FlashCall<bf16> &call) {
+    uint32_t visible = 0;
+    static_assert(4 * NT <= 32, "one bit each");
+    UNROLL
+    for (int i = 0; i < 2 * NT; i++) {
+        const int first = call.first ? first_key(call, b, other_position(chunk, {0, i / 2, i % 2})) : 0;
+        UNROLL
+        for (int e = i % 2; e < 4; e += 2) {
+            const Element at = {0, i / 2, e};
+            if (is_visible<true>(chunk, at) && own_position(chunk, at) >= first) visible |= 1u << (4 * at.nt + e);
+        }
+    }
+    return visible;
+}
+
+// Sets to 0 the elements of an operand whose bit of `visible` is 0.
+DEVICE void hide_elements(uint32_t (&a)[4], uint32_t visible) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        const uint32_t low = visible >> (2 * i) & 1, high = visible >> (2 * i + 1) & 1;
+        a[i] &= low * 0xFFFF | high * 0xFFFF0000;
+    }
+}
+
+// Scores become weights, and dO · v becomes dz, which both consumers need for dq.
+template <int HS, int PHI, int POST>
+DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, const Backward90Work &work,
+                             int step, int row0, const FlashCall<bf16> &call) {
+    typedef Backward90Plan P;
+    enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
+    const float4 *rows = tiles.rows + step % P::STAGES * ROW_PIECES;
+    uint32_t dz[PARTS][4];
+    UNROLL
+    for (int k = 0; k < PARTS; k++) {
+        float s[1][2][4], d[1][2][4];
+        for_each_element(s, [&](Element at) {
+            s[0][at.nt][at.e] = c.s[2 * k + at.nt][at.e];
+            d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
+        });
+        dkv_values<PHI, POST, P::STREAM, false>(s, d, rows + 16 * k, [](Element) { return false; }, call);
+        pack_operand(c.w[k], s[0][0], s[0][1]);
+        pack_operand(dz[k], d[0][0], d[0][1]);
+        for_each_element(d, [&](Element at) {
+            d[0][at.nt][at.e] *= rows[16 * k + 8 * at.nt + lane_column() + at.e % 2].x * (1 / unit<bf16, PHI>);
+        });
+        pack_operand(c.dz[k], d[0][0], d[0][1]);
+    }
+    const Chunk chunk = {warp_key(work), row0};
+    if (row0 < chunk.own + 15 || (call.first && chunk.own < first_key(call, work.b, row0 + P::STREAM - 1))) {
+        const uint32_t visible = visible_elements<P::NT>(chunk, work.b, call);
+        UNROLL
+        for (int k = 0; k < PARTS; k++) {
+            hide_elements(c.w[k], visible >> 8 * k);
+            hide_elements(c.dz[k], visible >> 8 * k);
+            hide_elements(dz[k], visible >> 8 * k);
+        }
+    }
+    const int thread = anew(threadIdx.x), key = thread / 32 * 16 + thread % 16, query = thread % 32 / 16 * 8;
+    char *tile = tiles.dz + step % P::DZ_STAGES * DZ_BYTES;
+    ring_wait_empty(tiles.barriers->dz, step);
+    UNROLL
+    for (int k = 0; k < PARTS; k++)
+        stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), dz[k]);
+    fence_proxy_async();
+    __syncwarp();
+    if (thread % 32 == 0) mbarrier_arrive(&tiles.barriers->dz.full[step % P::DZ_STAGES]);
+}
+
+// dV and dK.
+template <int HS>
+DEVICE void backward90_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
+    const int offset = step % Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS>;
+    wgmma_fence();
+    issue_by_columns(c.dv[0], c.w, tiles.dout + offset);
+    issue_by_columns(c.dk[0], c.dz, tiles.q + offset);
+    wgmma_commit();
+    wgmma_wait<0>(c.dv[0], c.dk[0]);
+    __syncwarp();    // all lanes have read their rows' numbers, too
+    ring_release(tiles.barriers->queries, step);
+}
+
+// The consumer's columns of a step's dq, handed over to backward90_add().
+template <int HS>
+DEVICE void backward90_queries(const Backward90Tiles<HS> &tiles, int step) {
+    typedef Backward90Plan P;
+    constexpr int ROW = key_panel<HS> * sizeof(bf16);
+    float dq[key_panel<HS> / 8][4];
+    ring_wait_full(tiles.barriers->dz, step);
+    const uint64_t a = matrix_descriptor(tiles.dz + step % P::DZ_STAGES * DZ_BYTES, 0, 8 * PANEL_ROW, SWIZZLE_128),
+                   b = matrix_descriptor(tiles.k + consumer() * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
+    wgmma_fence();
+    UNROLL
+    for (int k = 0; k < P::OWN / 16; k++)
+        wgmma<MN_MAJOR, MN_MAJOR>(dq, matrix_descriptor_plus(a, k * 16 * PANEL_ROW),
+                                  matrix_descriptor_plus(b, k * 16 * ROW), k > 0);
+    wgmma_commit();
+    wgmma_wait<0>(dq);
+    ring_release(tiles.barriers->dz, step);
+    ring_wait_empty(tiles.barriers->dq, step);
+    float4 *to = tiles.dq + step % dq_stages<HS> * dq_pieces<HS> + consumer() * (dq_pieces<HS> / 2) + threadIdx.x % 128;
+    UNROLL
+    for (int nt = 0; nt < key_panel<HS> / 8; nt++)
+        store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&tiles.barriers->dq.full[step % dq_stages<HS>]);
+}
+
+template <int HS, int PHI, int POST>
+DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
+                               const Backward90Work &work) {
+    typedef Backward90Plan P;
+    Backward90Consumer<HS> c;
+    backward90_begin(c, tiles);
+    int tile = work.first;
+    UNROLL_NOT
+    for (int step = 0; step < work.steps; step++) {
+        ring_wait_full(tiles.barriers->queries, step);
+        backward90_scores(c, tiles, step);
+        backward90_weigh<HS, PHI, POST>(c, tiles, work, step, tile * P::STREAM, call);
+        backward90_keys(c, tiles, step);
+        if (step > 0) backward90_queries<HS>(tiles, step - 1);
+        tile = tile + 1 < work.first + work.count ? tile + 1 : work.first;    // of the next query head
+    }
+    backward90_queries<HS>(tiles, work.steps - 1);
+
+    const float by[2] = {1, 1};
+    const int key = warp_key(work), rows = call.T - key;
+    bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
+    bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
+    store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by);
+    store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
+}
+
+template <int HS>
+DEVICE void backward90_init(Backward90Barriers<HS> &barriers) {
+    enum { WARPS = 4 * Backward90Plan::CONSUMERS };
+    mbarrier_init(&barriers.own, 1);
+    ring_init(barriers.queries, 1 + Backward90Plan::STREAM / 32, WARPS);
+    ring_init(barriers.dz, WARPS, WARPS);
+    ring_init(barriers.dq, WARPS, 1);
+    mbarrier_init_fence();
+}
+
+// registers: at most 168 (flash90_backward_kernel)
+template <int HS, int PHI, int POST>
+KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
+    flash90_backward_kernel(const FlashCall<bf16> call, GRID_CONSTANT Backward90Maps maps) {
+    typedef Backward90Plan P;
+    if (!hopper_here()) return;
+    DYNAMIC_SHARED(char, memory);
+    SHARED_ARRAY(Backward90Barriers<HS>, barriers, 1);
+    SHARED_ARRAY(Backward90Work, shared_work, 1);
+    const Backward90Tiles<HS> tiles = backward90_tiles<HS>(memory, barriers);
+    if (threadIdx.x == 0) {
+        backward90_init(*barriers);
+        *shared_work = backward90_work(call, call.any_order ? blockIdx.x : atomicAdd(call.turns, 1u));
+    }
+    __syncthreads();
+    const Backward90Work &work = *shared_work;
+    if (threadIdx.x / 128 == P::CONSUMERS) {
+        setmaxnreg_dec<P::PRODUCER_REGISTERS>();
+        const int warp = threadIdx.x / 32 % 4;
+        if (warp >= 2) backward90_load_rows(tiles, work, call);
+        else if (threadIdx.x % 32 == 0 && warp == 0) backward90_load(tiles, maps, work, call);
+        else if (threadIdx.x % 32 == 0) backward90_add(tiles, work, call);
+    } else {
+        setmaxnreg_inc<P::CONSUMER_REGISTERS>();
+        backward90_compute<HS, PHI, POST>(tiles, call, work);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dq
+
+// dq, and g if it is needed, from a tile of sums for each block.
+//
+// registers: at most 128 (flash90_dq_kernel)
+template <int HS>
+KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
+    enum { STREAM = Backward90Plan::STREAM };
+    const int b = blockIdx.y / call.NH, h = blockIdx.y % call.NH,
+              warp_row = blockIdx.x * STREAM + threadIdx.x / 32 * 16;
+    const float4 *sums =
+        (const float4 *)call.dq_sums + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
+    float dq[1][HS / 8][4], by[2];
+    UNROLL
+    for (int c = 0; c < HS / 8; c++) {
+        const float4 x = sums[c * 128];
+        dq[0][c][0] = x.x;
+        dq[0][c][1] = x.y;
+        dq[0][c][2] = x.z;
+        dq[0][c][3] = x.w;
+    }
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        const int i = warp_row + 8 * r + lane_row(), row = i < call.T ? i : call.T - 1;
+        const size_t index = (size_t)blockIdx.y * call.T + row;
+        const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
+        by[r] = call.rows[index].scale / in_unit;
+        if (!call.g) continue;
+        float g = 0;    // sum_j dz s = q · sum_j dz k_j
+        UNROLL
+        for (int c = 0; c < HS / 8; c++)
+            if (8 * c < call.HS)
+                g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
+        g = row_sum(g);
+        if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
+    }
+    bf16 *dq_rows = head_at(call, call.dq, b, h) + warp_row * call.dq.row;
+    store_rows(TileTarget<bf16>{dq_rows, call.dq.row, call.T - warp_row, call.HS}, dq, by);
+}
+
+template <int HS, int PHI, int POST>
+void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
+    typedef Backward90Plan P;
+    const unsigned key_tiles = (call.T - 1) / P::OWN + 1, query_tiles = (call.T - 1) / P::STREAM + 1,
+                   heads = call.B * call.NH;
+    Backward90Maps maps;
+    maps.q = rows_map(call.q, call.HS, call.NH, call.T, call.B, P::STREAM);
+    maps.k = rows_map(call.k, call.HS, call.NKV, call.T, call.B, P::OWN, key_panel<HS>, key_swizzle<HS>);
+    maps.v = rows_map(call.v, call.VS, call.NKV, call.T, call.B, P::OWN);
+    maps.dout = rows_map(call.dout, call.VS, call.NH, call.T, call.B, P::STREAM);
+    if (call.any_order) {
+        const size_t bytes = (size_t)heads * query_tiles * dq_pieces<HS> * sizeof(float4);
+        CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, bytes, stream));
+    } else {
+        CUDA_CHECK(cudaMemsetAsync(call.turns, 0, (1 + heads * query_tiles) * sizeof(unsigned), stream));
+    }
+    launch(flash90_backward_kernel<HS, PHI, POST>, dim3(key_tiles * call.B * call.NKV), dim3(P::THREADS),
+           backward90_shared<HS>, stream, call, maps);
+    launch(flash90_dq_kernel<HS>, dim3(query_tiles, heads), dim3(128), 0, stream, call, unit<bf16, PHI>);
+}
+#endif
