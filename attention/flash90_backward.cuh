@@ -10,9 +10,10 @@
 // As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ.
 //
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of a warp of their own.
-// By default they do so in a fixed order: from the last tile of keys that a query sees to the first, in which the blocks
-// of a head reach it if they start together. A counter for each tile of queries tells whose turn it is. Blocks draw
-// numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and rounds the sums.
+// By default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order
+// in which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
+// is. Blocks draw numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and
+// rounds the sums.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_BACKWARD_CUH
@@ -104,8 +105,8 @@ DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS>
 // ---------------------------------------------------------------------------------------------------------------------
 // What a block does
 
-// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head, from `first` on,
-// which makes `steps` in all.
+// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head, from `first`
+// on, which makes `steps` in all.
 struct Backward90Work {
     int b, kv, tile, first, count, steps;
 };

@@ -443,7 +443,8 @@ def test_fixed_order_of_sums(flash, flash_with, case):
     """Blocks that start in any order, few at a time or all at once, add to dq in the same order."""
     x = inputs(case)
     fixed = by_flash(flash, case, *x)
-    for order, resident, asynchronous in (("random", "132", "random"), ("reverse", "2", "wait"), ("forward", "1", "issue")):
+    for order, resident, asynchronous in (("random", "132", "random"), ("reverse", "2", "wait"),
+                                          ("forward", "1", "issue")):
         other = flash_with(ORDER=order, RESIDENT=resident, ASYNC=asynchronous, SEED="5")
         assert same(by_flash(other, case, *x), fixed), order
 
