@@ -50,6 +50,10 @@ static size_t like_out(FlashShape shape, size_t element) {
     return rows_of(shape) * shape.VS * element / sizeof(float);
 }
 
+bool flash_undoes_rope(FlashShape shape, size_t element) {
+    return backward_is_90(shape, element) && (shape.HS == 64 || shape.HS == 128);
+}
+
 size_t flash_stats(FlashShape shape, size_t element) {
     size_t stats = rows_of(shape) * FLASH_STATS;
     if (keeps_rest(shape, element)) stats += like_out(shape, element);
@@ -337,6 +341,7 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
                                  turns_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
         call.turns = (unsigned *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
         call.any_order = shape.any_order;
+        call.rope = d.rope;
     }
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);

@@ -236,6 +236,27 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
 // ---------------------------------------------------------------------------------------------------------------------
 // The consumers
 
+// Turns rows of gradients, times their factors, back by RoPE's angles of their positions (cuda/rope.cuh). row: the first
+// of the warp's rows
+template <int HS>
+DEVICE void undo_rope(float (&d)[1][HS / 8][4], const float (&by)[2], int row, const FlashCall<bf16> &call) {
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        const int i = row + 8 * r + lane_row(), at = (i < call.T ? i : call.T - 1) * (HS / 2) + lane_column();
+        UNROLL
+        for (int n = 0; n < HS / 16; n++) {
+            const float2 c = *(const float2 *)(call.rope.cosines + at + 8 * n),
+                         s = *(const float2 *)(call.rope.sines + at + 8 * n);
+            float *a = d[0][n] + 2 * r, *b = d[0][n + HS / 16] + 2 * r;
+            const float a0 = a[0] * by[r], a1 = a[1] * by[r], b0 = b[0] * by[r], b1 = b[1] * by[r];
+            a[0] = a0 * c.x + b0 * s.x;
+            a[1] = a1 * c.y + b1 * s.y;
+            b[0] = b0 * c.x - a0 * s.x;
+            b[1] = b1 * c.y - a1 * s.y;
+        }
+    }
+}
+
 // What a consumer's thread keeps in registers.
 template <int HS>
 struct Backward90Consumer {
@@ -426,6 +447,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     const int key = warp_key(work), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
+    if (call.rope.cosines) undo_rope<HS>(c.dk, by, key, call);
     store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by);
     store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
 }
@@ -504,6 +526,10 @@ KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
                 g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
         g = row_sum(g);
         if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
+    }
+    if (call.rope.cosines) {
+        undo_rope<HS>(dq, by, warp_row, call);
+        by[0] = by[1] = 1;
     }
     bf16 *dq_rows = head_at(call, call.dq, b, h) + warp_row * call.dq.row;
     store_rows(TileTarget<bf16>{dq_rows, call.dq.row, call.T - warp_row, call.HS}, dq, by);
