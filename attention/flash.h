@@ -54,7 +54,7 @@ template <class X>
 struct FlashInputGrads {
     FlashView<X> q, k, v;
     ScalarGrads scalars;
-    FlashRope rope;
+    FlashRope rope = {NULL, NULL};
 };
 
 enum { FLASH_STATS = 4 };    // the minimum number of floats that the forward pass keeps per row
