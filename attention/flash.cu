@@ -5,6 +5,9 @@
 #include "cuda/check.h"
 #include "runtime/error.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #include <utility>
 
 // ---- what the forward pass keeps
@@ -13,9 +16,11 @@ static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
-// Has the current device the instructions of flash90.cuh?
+// Has the current device the instructions of flash90.cuh? FLASH90=0 in the environment denies it.
 static bool is_hopper(void) {
+    const char *wanted = getenv("FLASH90");
     int device, major;
+    if (wanted && !strcmp(wanted, "0")) return false;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     return major == 9;

@@ -72,8 +72,7 @@ class Libraries:
 
     def of(self, case):
         if ON_GPU:
-            if case.capability != 90:
-                pytest.skip("this GPU runs the kernels for its own compute capability")
+            os.environ["FLASH90"] = "1" if case.capability == 90 else "0"
             return self.loaded.setdefault(90, ctypes.CDLL(str(self.file)))
         if case.capability not in self.loaded:
             self.loaded[case.capability] = load(self.file, self.folder, CAPABILITY=str(case.capability),
