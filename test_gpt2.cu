@@ -216,7 +216,7 @@ template <class X>
 static void attention_run(AttentionCase &a) {
     size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T, angles = a.T * a.HS / 2;
     bool l2 = a.normalizer.qk.kind == QK_L2;
-    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L, false};
+    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L};
     Floats dqkv(N * W);
     a.out.resize(N * C);
     X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);

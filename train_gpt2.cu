@@ -570,6 +570,12 @@ static FlashInput<X> attention_input(const Model *m, Projected<X> of, size_t l) 
             layer_scalars(m, l)};
 }
 
+// Does attention's backward pass undo RoPE, too?
+template <class X>
+static bool undoes_rope(const Model *m, FlashShape shape) {
+    return m->config.block == BLOCK_LLAMA && m->config.attn.qk.kind != QK_L2 && flash_undoes_rope(shape, sizeof(X));
+}
+
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
 template <class X>
 static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size_t B, size_t T, int counter) {
@@ -587,6 +593,7 @@ static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X>
     phase(PHASE_ATTENTION);
     FlashInputGrads<X> d = block_of<X>(m)->views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL});
     d.scalars = layer_scalar_grads(m, m->grads, l);
+    if (undoes_rope<X>(m, shape)) d.rope = {rope_of(m, B, T).cosines, rope_of(m, B, T).sines};
     flash_backward<X>(d, a->datt, {of.att, output_width(&m->config), shape.VS}, of.stats,
                       attention_input(m, of.projected, l), shape, m->scratch, stream);
 }
@@ -647,7 +654,8 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
     attention_layer_backward(m, a, of, l, B, T);
     phase(PHASE_ROPE);
-    rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
+    if (!undoes_rope<X>(m, flash_shape(m, B, T)))
+        rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
     phase(PHASE_NORM);
     if (c->qk_norm)
         qk_norm_backward(a->djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,

@@ -5,6 +5,9 @@
 #include "cuda/check.h"
 #include "runtime/error.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #include <utility>
 
 // ---- what the forward pass keeps
@@ -13,9 +16,11 @@ static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
-// Has the current device the instructions of flash90.cuh?
+// Has the current device the instructions of flash90.cuh? FLASH90=0 in the environment denies it.
 static bool is_hopper(void) {
+    const char *wanted = getenv("FLASH90");
     int device, major;
+    if (wanted && !strcmp(wanted, "0")) return false;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     return major == 9;
@@ -48,6 +53,10 @@ static bool keeps_along(FlashShape shape, size_t element) {
 // The floats of a pass's rest or along.
 static size_t like_out(FlashShape shape, size_t element) {
     return rows_of(shape) * shape.VS * element / sizeof(float);
+}
+
+bool flash_undoes_rope(FlashShape shape, size_t element) {
+    return backward_is_90(shape, element) && (shape.HS == 64 || shape.HS == 128);
 }
 
 size_t flash_stats(FlashShape shape, size_t element) {
@@ -337,6 +346,7 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
                                  turns_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
         call.turns = (unsigned *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
         call.any_order = shape.any_order;
+        call.rope = d.rope;
     }
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);

@@ -8,13 +8,13 @@
 //               last two both recompute the scores. That takes seven matmuls of T×T×HS. A single kernel would need
 //               five, but many blocks would add to dq, either in varying order or each waiting for its predecessor;
 //               these two kernels are deterministic and never wait. For reweight over a sum, dq takes an eighth matmul
-//               instead of a prior sweep over the keys (see below).
+//               instead of a prior sweep over the keys (see below). (flash90_backward.cuh is such a single kernel.)
 //
 //   flash_tile.cuh        shared-memory tiles, register fragments and matmuls
 //   flash_row.cuh         what is computed for a row or an element: phi, powers, which keys a row sees
 //   flash_forward_row.cuh what the forward pass computes for a row
 //   flash_forward.cuh     the forward kernel
-//   flash90*.cuh          the forward kernel for compute capability 9.0
+//   flash90*.cuh          the kernels for compute capability 9.0
 //   flash_backward.cuh    the kernels of dq, and of dk and dv
 //   flash_sums.cuh        the small kernels before and after them
 //   flash.cuh             this description, and the launches
@@ -40,7 +40,8 @@
 //                because f = mean + (r - 1)/factor, mean factor - 1 = factor Z/n (0 for n <= 3), and sum_j t r = 0 by
 //                the definition of D. (With t instead of t (1 - r), it cancels badly.) less is known only at the end of
 //                the row. One sweep still suffices: dq_i = K c sum_j t phi'(z) k_j - less c sum_j sgn(f) phi'(z) k_j,
-//                and likewise for g_i
+//                and likewise for g_i. flash90.cuh's forward pass keeps along = sum_j r^(P-1) (1 - r) (v_j - out), and
+//                sum_j t (1 - r) = dO_i · along
 //   dz = df phi'(z),  dq_i = c sum_j dz k_j,  dk_j = sum_i c dz q_i,  dv_j = sum_i W dO_i,  g_i = sum_j dz s
 //
 // The gated unit's wide v (VS > 128) is processed HS columns at a time. The forward pass and dv treat the column blocks

@@ -19,7 +19,7 @@ struct FlashShape {
     const Normalizer *normalizer;
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
-    bool any_order;    // may dq be summed in any order? Otherwise the same input always gives the same bits
+    bool any_order = false;    // may dq be summed in any order? Otherwise the same input always gives the same bits
 };
 
 // The heads of q, k, v or out anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head,
@@ -43,11 +43,18 @@ struct FlashInput {
     Scalars scalars;
 };
 
-// Their gradients: those of q, k and v are written, those of the scalars added to.
+// RoPE's cosines and sines (T,HS/2) of each position, as in cuda/rope.cuh.
+struct FlashRope {
+    const float *cosines, *sines;
+};
+
+// Their gradients: those of q, k and v are written, those of the scalars added to. With rope, where
+// flash_undoes_rope(), the gradients of q and k are those before RoPE; otherwise its pointers are NULL.
 template <class X>
 struct FlashInputGrads {
     FlashView<X> q, k, v;
     ScalarGrads scalars;
+    FlashRope rope = {NULL, NULL};
 };
 
 enum { FLASH_STATS = 4 };    // the minimum number of floats that the forward pass keeps per row
@@ -62,6 +69,9 @@ size_t flash_stats(FlashShape shape, size_t element);
 
 // The bytes of device scratch that a forward or backward pass with elements of `element` bytes needs.
 size_t flash_scratch(FlashShape shape, size_t element);
+
+// Can flash_backward() undo RoPE? It saves a pass over the gradients of q and k.
+bool flash_undoes_rope(FlashShape shape, size_t element);
 
 // out[b,t,h] = sum_{first <= j <= t} A_tj v_j, where the normalizer computes A from s_tj = q_t · k_j
 // (attention/normalizer.h)
@@ -109,6 +119,7 @@ struct FlashCall {
     float *dq_sums;         // flash90_backward.cuh's sums of dq, or NULL where flash_backward.cuh computes it
     unsigned *turns;        // a counter of blocks, then one for each of its tiles of queries
     bool any_order;         // see FlashShape
+    FlashRope rope;         // see FlashInputGrads
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;

@@ -10,9 +10,10 @@
 // As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ.
 //
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of a warp of their own.
-// By default they do so in a fixed order: from the last tile of keys that a query sees to the first, in which the blocks
-// of a head reach it if they start together. A counter for each tile of queries tells whose turn it is. Blocks draw
-// numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and rounds the sums.
+// By default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order
+// in which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
+// is. Blocks draw numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and
+// rounds the sums.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_BACKWARD_CUH
@@ -104,8 +105,8 @@ DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS>
 // ---------------------------------------------------------------------------------------------------------------------
 // What a block does
 
-// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head, from `first` on,
-// which makes `steps` in all.
+// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head, from `first`
+// on, which makes `steps` in all.
 struct Backward90Work {
     int b, kv, tile, first, count, steps;
 };
@@ -234,6 +235,27 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The consumers
+
+// Turns rows of gradients, times their factors, back by RoPE's angles of their positions (cuda/rope.cuh). row: the first
+// of the warp's rows
+template <int HS>
+DEVICE void undo_rope(float (&d)[1][HS / 8][4], const float (&by)[2], int row, const FlashCall<bf16> &call) {
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        const int i = row + 8 * r + lane_row(), at = (i < call.T ? i : call.T - 1) * (HS / 2) + lane_column();
+        UNROLL
+        for (int n = 0; n < HS / 16; n++) {
+            const float2 c = *(const float2 *)(call.rope.cosines + at + 8 * n),
+                         s = *(const float2 *)(call.rope.sines + at + 8 * n);
+            float *a = d[0][n] + 2 * r, *b = d[0][n + HS / 16] + 2 * r;
+            const float a0 = a[0] * by[r], a1 = a[1] * by[r], b0 = b[0] * by[r], b1 = b[1] * by[r];
+            a[0] = a0 * c.x + b0 * s.x;
+            a[1] = a1 * c.y + b1 * s.y;
+            b[0] = b0 * c.x - a0 * s.x;
+            b[1] = b1 * c.y - a1 * s.y;
+        }
+    }
+}
 
 // What a consumer's thread keeps in registers.
 template <int HS>
@@ -425,6 +447,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     const int key = warp_key(work), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
+    if (call.rope.cosines) undo_rope<HS>(c.dk, by, key, call);
     store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by);
     store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
 }
@@ -503,6 +526,10 @@ KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
                 g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
         g = row_sum(g);
         if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
+    }
+    if (call.rope.cosines) {
+        undo_rope<HS>(dq, by, warp_row, call);
+        by[0] = by[1] = 1;
     }
     bf16 *dq_rows = head_at(call, call.dq, b, h) + warp_row * call.dq.row;
     store_rows(TileTarget<bf16>{dq_rows, call.dq.row, call.T - warp_row, call.HS}, dq, by);

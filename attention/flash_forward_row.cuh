@@ -171,7 +171,8 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
 }
 
-// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r); adds the latter to its sums. TILES is 1.
+// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r); adds the latter to its sums. TILES is
+// 1.
 template <class X, int KNOWN, bool MASKED, int N>
 DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
                              const Hidden<MASKED, N / 2> &hidden) {

@@ -365,15 +365,18 @@ DEVICE void setmaxnreg_dec() {
 // ---- other blocks, in the order that counters in global memory prescribe. By one thread of the block, which a barrier
 // orders before or after the others.
 
-// Blocks may start in any order, so a block may only wait for those that drew an earlier number from a counter.
+// Blocks may start in any order, so a block may only wait for those that drew an earlier number from a counter. The
+// fences order bulk copies to global memory, too: those that this thread has waited for, and those that follow.
 DEVICE void wait_for_counter(const unsigned *counter, unsigned value) {
     unsigned now = value;
     do {
         HOPPER_ASM("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
     } while (now != value);
+    HOPPER_ASM("fence.proxy.async.global;" :: : "memory");
 }
 
 DEVICE void add_to_counter(unsigned *counter, unsigned n) {
+    HOPPER_ASM("fence.proxy.async.global;" :: : "memory");
     HOPPER_ASM("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
 }
 #endif

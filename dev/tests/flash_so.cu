@@ -17,6 +17,7 @@ typedef struct {
     size_t q_row, k_row, v_row, out_row;    // elements; q, k, v each (B·T·row)
     const int32_t *first;                   // (B,T) or NULL
     bool any_order;
+    FlashRope rope;    // if flash_undoes_rope()
 } FlashTestShape;
 
 typedef struct {
@@ -67,7 +68,7 @@ FlashInput<X> input_of(const FlashTestShape *x, const X *q, const X *k, const X 
 
 template <class X>
 FlashInputGrads<X> grads_of(const FlashTestShape *x, X *dq, X *dk, X *dv, ScalarGrads scalars) {
-    return {{dq, x->q_row, x->HS}, {dk, x->k_row, x->HS}, {dv, x->v_row, x->VS}, scalars};
+    return {{dq, x->q_row, x->HS}, {dk, x->k_row, x->HS}, {dv, x->v_row, x->VS}, scalars, x->rope};
 }
 
 template <class X>
@@ -94,8 +95,10 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     FlashInput<X> in = input_of(&there, q, k, v, scalars);
     flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, shape, device.take(flash_scratch(shape, sizeof(X))),
                      0);
+    there.rope.cosines = device.copy(x.rope.cosines, x.T * x.HS / 2);
+    there.rope.sines = device.copy(x.rope.sines, x.T * x.HS / 2);
     if (dout)
-        flash_backward<X>(grads_of(&x, dq, dk, dv, grads), dout, {out, x.out_row, x.VS}, stats, in, shape,
+        flash_backward<X>(grads_of(&there, dq, dk, dv, grads), dout, {out, x.out_row, x.VS}, stats, in, shape,
                           device.take(flash_scratch(shape, sizeof(X))), 0);
     CUDA_CHECK(cudaDeviceSynchronize());
     fetch((X *)a->out, out, rows * x.out_row);

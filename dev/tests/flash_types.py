@@ -6,7 +6,8 @@ class Shape(ctypes.Structure):
     """FlashTestShape."""
     _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
                 *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")),
-                ("first", ctypes.c_void_p), ("any_order", ctypes.c_bool)]
+                ("first", ctypes.c_void_p), ("any_order", ctypes.c_bool),
+                ("cosines", ctypes.c_void_p), ("sines", ctypes.c_void_p)]
 
 
 def scalar_names(library):
