@@ -224,8 +224,8 @@ DEVICE bool is_hidden(const Hidden<MASKED, ROWS> &hidden, Element at) {
     return MASKED && (!is_visible<false>(hidden.chunk, at) || is_before(hidden.first[own_row(at)], hidden.chunk, at));
 }
 
-// A block of the kernels that own query rows: blockIdx.x is the row block, longest rows first, and blockIdx.y the
-// sequence and head.
+// A block of the kernels that own query rows: blockIdx.x is the row block, longest rows first, so that a shorter grid
+// leaves out the first rows; blockIdx.y is the sequence and head.
 struct QueryBlock {
     int b, h, kv;          // the sequence, the query head and the key-value head that it reads
     int row0, warp_row;    // the first row of the block, of the warp
@@ -237,7 +237,7 @@ DEVICE QueryBlock query_block(const FlashCall<X> &call) {
     at.b = blockIdx.y / call.NH;
     at.h = blockIdx.y % call.NH;
     at.kv = at.h / (call.NH / call.NKV);
-    at.row0 = (gridDim.x - 1 - blockIdx.x) * Plan::OWN;
+    at.row0 = ((call.T - 1) / Plan::OWN - (int)blockIdx.x) * Plan::OWN;
     at.warp_row = at.row0 + (threadIdx.x / 32) * (16 * Plan::TILES);
     return at;
 }

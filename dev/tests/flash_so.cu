@@ -16,6 +16,7 @@ typedef struct {
     int L;
     size_t q_row, k_row, v_row, out_row;    // elements; q, k, v each (B·T·row)
     const int32_t *first;                   // (B,T) or NULL
+    size_t from;
 } FlashTestShape;
 
 typedef struct {
@@ -56,7 +57,7 @@ void fetch(T *to, const T *from, size_t n) {
 }
 
 FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
-    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L};
+    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L, x->from};
 }
 
 template <class X>
