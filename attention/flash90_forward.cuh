@@ -201,7 +201,7 @@ KERNEL void __launch_bounds__(Plan90::THREADS, 1)
     if (!hopper_here()) return;
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Forward90Barriers, barriers, 1);
-    const QueryBlock at = query_block<Plan90>(call);
+    const QueryBlock at = query_block<Plan90>(call, call.from);
     const Forward90Tiles tiles = forward90_tiles<HS>(memory, barriers, call, at);
     if (threadIdx.x == 0) {
         mbarrier_init(&barriers->q, 1);
