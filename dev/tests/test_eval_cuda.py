@@ -126,9 +126,9 @@ def test_prompts_of_one_haystack(attn, kept, models, tmp_path):
 
     def needles(program, *depths):
         """The number of tokens computed, and the trials."""
-        _, errors = tiny.run(program, "--model", model, "--data", f"{data}/*_val_*.bin", "--task", "needle", "--samples",
-                             1, "--seq-lens", 1150, "--depths", ",".join(map(str, depths)), "--max-new-tokens", 3,
-                             "--picture", 0, "--out", tmp_path / "out")
+        _, errors = tiny.run(program, "--model", model, "--data", f"{data}/*_val_*.bin", "--task", "needle",
+                             "--samples", 1, "--seq-lens", 1150, "--depths", ",".join(map(str, depths)),
+                             "--max-new-tokens", 3, "--picture", 0, "--out", tmp_path / "out")
         [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
         return int(re.search(r"([\d,]+) tokens in", errors)[1].replace(",", "")), row["trials"]
 
