@@ -763,7 +763,8 @@ def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
     assert_well_formed((tmp_path / "report.md").read_text())
 
 
-@pytest.mark.parametrize("way, code", [("ours", gpu_report.FAILED), ("ours-mma", gpu_report.FAILED), ("flex", gpu_report.UNFINISHED)])
+@pytest.mark.parametrize("way, code", [("ours", gpu_report.FAILED), ("ours-mma", gpu_report.FAILED),
+                                       ("flex", gpu_report.UNFINISHED)])
 def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
     ended = []
     monkeypatch.setattr(attention_gpu, "LIMIT", 0.01)
