@@ -359,21 +359,32 @@ static bool groups_in_parallel(AttentionShape shape, int threads) {
     return shape.B * shape.NKV >= (size_t)threads;
 }
 
-// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles a block of queries.
+// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles the left inputs: a
+// block of q and of dout, as they are and transposed, and the weights or dS in bfloat16.
 typedef struct {
-    real *scores, *dscores, *buffers, *q;
+    real *scores, *dscores, *buffers, *q, *dout, *q_transposed, *dout_transposed, *rounded;
 } Part;
 
+// The elements in which a block of rows in bfloat16 fits.
+static size_t rounded_row(size_t step) {
+    return step * sizeof(uint16_t) / sizeof(real);
+}
+
 static size_t thread_scratch(AttentionShape shape) {
-    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(key_count(shape)) + BLOCK * tiled(shape.HS);
+    size_t step = row_step(key_count(shape)), rows = block_rows(shape.T);
+    return (2 * rows + ROW_BUFFERS) * step + 2 * BLOCK * (tiled(shape.HS) + tiled(shape.VS)) + rows * rounded_row(step);
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
-    size_t block = block_rows(shape.T) * row_step(key_count(shape));
+    size_t step = row_step(key_count(shape)), block = block_rows(shape.T) * step;
     Part p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
     p.dscores = p.scores + block;
     p.buffers = p.dscores + block;
-    p.q = p.buffers + ROW_BUFFERS * row_step(key_count(shape));
+    p.q = p.buffers + ROW_BUFFERS * step;
+    p.q_transposed = p.q + BLOCK * tiled(shape.HS);
+    p.dout = p.q_transposed + BLOCK * tiled(shape.HS);
+    p.dout_transposed = p.dout + BLOCK * tiled(shape.VS);
+    p.rounded = p.dout_transposed + BLOCK * tiled(shape.VS);
     return p;
 }
 
@@ -385,15 +396,14 @@ static size_t row_grads_size(AttentionShape shape) {
     return (shape.B * shape.NH * shape.T * ROW_GRADS + 15) / 16 * 16;
 }
 
-// The keys and values of the group being processed: packed for tiles in the forward pass; copied, with their gradients
-// and packed keys, in the backward pass.
+// The keys and values of the group being processed, in up to three forms, and their gradients.
 static size_t packed_scratch(size_t keys, size_t width) {
     return tiled(keys) * tiled(width);
 }
 
 static size_t group_scratch(AttentionShape shape) {
-    size_t keys = key_count(shape), copies = 2 * keys * (shape.HS + shape.VS), v = packed_scratch(keys, shape.VS);
-    return packed_scratch(keys, shape.HS) + (v < copies ? copies : v);
+    size_t keys = key_count(shape);
+    return 3 * packed_scratch(keys, shape.HS) + 2 * packed_scratch(keys, shape.VS);
 }
 
 size_t attention_scratch(AttentionShape shape, int threads) {
@@ -407,8 +417,9 @@ size_t attention_scratch(AttentionShape shape, int threads) {
 typedef struct {
     size_t b, kv;
     const real *k, *v;
-    const void *packed_k, *packed_v;    // k transposed (HS,keys), and v
-    real *dk, *dv;
+    const void *packed_k, *packed_v;      // for scores: k transposed (HS,keys); for out: v (keys,VS)
+    const void *packed_kt, *packed_vt;    // for dq: k (keys,HS); for dA: v transposed (VS,keys)
+    real *dk, *dv;                        // (keys,HS), (keys,VS); with tiles as tiled_sums() writes them
 } Group;
 
 static Group group_of(AttentionShape shape, size_t i) {
@@ -432,30 +443,35 @@ static const real *copy_in(ConstView all, const Group *group, size_t width, size
     return copy;
 }
 
-// Where packed values or copies begin in a group's space, after packed keys.
-static real *after_keys(AttentionShape shape, real *scratch) {
-    return group_space(shape, scratch) + packed_scratch(key_count(shape), shape.HS);
-}
-
 static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
     size_t keys = key_count(shape);
-    real *k = after_keys(shape, scratch), *v = k + keys * shape.HS;
+    real *k = group_space(shape, scratch), *v = k + keys * shape.HS;
     group->k = copy_in(in->k, group, shape.HS, keys, k);
     group->v = copy_in(in->v, group, shape.VS, keys, v);
+    group->dk = v + keys * shape.VS;
+    group->dv = group->dk + keys * shape.HS;
 }
 
-static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
-    size_t keys = key_count(shape);
+// Packs the keys and values as the forward pass reads them, or as the backward pass does.
+static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch, bool backward) {
+    size_t keys = key_count(shape), HS = shape.HS, VS = shape.VS;
+    size_t of_k = packed_scratch(keys, HS), of_v = packed_scratch(keys, VS);
     const real *k = in->k.p + group_offset(group, keys, in->k.row, in->k.head);
-    group->packed_k = group_space(shape, scratch);
-    tiles_pack_transposed(tiles_of(in), group_space(shape, scratch), k, in->k.row, shape.HS, keys);
-}
-
-static void pack_values(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
-    size_t keys = key_count(shape);
     const real *v = in->v.p + group_offset(group, keys, in->v.row, in->v.head);
-    group->packed_v = after_keys(shape, scratch);
-    tiles_pack(tiles_of(in), after_keys(shape, scratch), v, in->v.row, keys, shape.VS);
+    real *first = group_space(shape, scratch), *second = first + of_k, *third = second + of_v;
+    group->packed_k = first;
+    tiles_pack_transposed(tiles_of(in), first, k, in->k.row, HS, keys);
+    if (!backward) {
+        group->packed_v = second;
+        tiles_pack(tiles_of(in), second, v, in->v.row, keys, VS);
+        return;
+    }
+    group->packed_vt = second;
+    group->packed_kt = third;
+    tiles_pack_transposed(tiles_of(in), second, v, in->v.row, VS, keys);
+    tiles_pack(tiles_of(in), third, k, in->k.row, keys, HS);
+    group->dk = third + of_k;
+    group->dv = group->dk + of_k;
 }
 
 // Where a gradient is summed: in place if its rows are adjacent, else in `copy`, for copy_out().
@@ -517,85 +533,134 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
     memset(scores + end, 0, (keys - end) * sizeof *scores);
 }
 
-static void tiled_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
-                         bool share) {
-    size_t HS = shape.HS, ld = row_step(key_count(shape));
-    Tiles tiles = tiles_of(in);
-    size_t q_bytes = tiles_row(tiles, HS);
-    tiles_left(tiles, part.q, head->q + at.from * in->q.row, in->q.row, at.rows, HS);
+// ---- matmuls of tiles, for a block of rows. `share`: by all threads.
+
+// The keys that the 32 rows of a block from row r on see, at most.
+static size_t visible_keys(RowBlock at, size_t r) {
+    return at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
+}
+
+// out (rows,keys) = left (rows,width) · packed (width,keys), where keys are visible
+static void tiled_scores(Tiles tiles, real *out, size_t ld, const void *left, const void *packed, size_t width,
+                         RowBlock at, bool share) {
+    size_t left_bytes = tiles_row(tiles, width);
     #pragma omp parallel if (share)
     {
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t key = 0; key < at.keys; key += TILE) {
-            const void *k = tiles_at(tiles, head->group->packed_k, HS, 0, at.low + key);
-            for (size_t r = 0; r < at.rows; r += TILE)
-                tiles_multiply(tiles, part.scores + r * ld + key, ld, (char *)part.q + r * q_bytes, q_bytes, k,
-                               tiled(HS), false);
+            TileRows b = tiles_at(tiles, packed, width, 0, at.low + key);
+            for (size_t r = 0; r < at.rows; r += TILE) {
+                TileRows a = {(const char *)left + r * left_bytes, left_bytes};
+                if (key < visible_keys(at, r)) tiles_multiply(tiles, out + r * ld + key, ld, a, b, tiled(width), false);
+            }
         }
         tiles_end(tiles);
     }
 }
 
-// part.scores (rows,keys) = q · k of a block of rows
-static void block_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
-                         bool share) {
-    if (head->group->packed_k) {
-        tiled_scores(head, in, shape, part, at, share);
-        return;
-    }
-    gemm(in->mm, at.rows, at.keys, shape.HS, as_stored(head->q + at.from * in->q.row, in->q.row),
-         transposed(head->group->k + at.low * shape.HS, shape.HS), 0, part.scores, row_step(key_count(shape)));
-}
-
-// The weights of a block of rows for tiles: part.scores, or rounded in the place of dA, with the same distance between
-// rows.
-static real *tiled_weights(Tiles tiles, Part part) {
-    return tiles_are_bf16(tiles) ? part.dscores : part.scores;
-}
-
-// The keys that all rows of a block are multiplied by before the next ones: their values stay in the first-level cache.
+// The keys that all rows of a block are multiplied by before the next ones: what they meet stays in the first-level
+// cache.
 enum { OUTPUT_KEYS = 128 };
 
-static void tiled_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
-                         AttentionShape shape, Part part, RowBlock at, bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
-    Tiles tiles = tiles_of(in);
-    const real *weights = tiled_weights(tiles, part);
+// out (rows,width) = factor (rows) · left (rows,keys) · packed (key_count,width); without a factor if it is NULL.
+//   out: step elements from one row to the next
+static void tiled_output(Tiles tiles, real *out, size_t step, const real *factor, TileRows left, const void *packed,
+                         size_t key_count, size_t width, RowBlock at, bool share) {
     #pragma omp parallel if (share)
     {
         real sums[BLOCK * TILE];
         tiles_begin(tiles);
         #pragma omp for schedule(static)
-        for (size_t col = 0; col < VS; col += TILE) {
+        for (size_t col = 0; col < width; col += TILE) {
             for (size_t key = 0; key < at.keys; key += OUTPUT_KEYS) {
-                size_t keys = at.keys - key < OUTPUT_KEYS ? at.keys - key : OUTPUT_KEYS;
-                const void *v = tiles_at(tiles, head->group->packed_v, key_count(shape), at.low + key, col);
+                TileRows b = tiles_at(tiles, packed, key_count, at.low + key, col);
                 for (size_t r = 0; r < at.rows; r += TILE) {
-                    const char *w = (const char *)(weights + r * ld) + tiles_row(tiles, key);
-                    tiles_multiply(tiles, sums + r * TILE, TILE, w, ld * sizeof *weights, v, tiled(keys), key > 0);
+                    TileRows a = {(const char *)left.at + r * left.step + tiles_row(tiles, key), left.step};
+                    size_t visible = visible_keys(at, r), keys = visible > key ? visible - key : 0;
+                    if (keys > OUTPUT_KEYS) keys = OUTPUT_KEYS;
+                    if (keys) tiles_multiply(tiles, sums + r * TILE, TILE, a, b, tiled(keys), key > 0);
                 }
             }
-            size_t cols = VS - col < TILE ? VS - col : TILE;
+            size_t cols = width - col < TILE ? width - col : TILE;
             for (size_t r = 0; r < at.rows; r++) {
+                real by = factor ? factor[r] : 1;
                 #pragma omp simd
-                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = factor[r] * sums[r * TILE + c];
+                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = by * sums[r * TILE + c];
             }
         }
         tiles_end(tiles);
     }
 }
 
+// sums = left (width,rows) · weights (rows,keys), for the keys of the block; added if `add`. sums has, for each 32 keys
+// of the whole sequence, tiled(width) rows of 32 numbers.
+static void tiled_sums(Tiles tiles, real *sums, const void *left, size_t width, TileRows weights, RowBlock at, bool add,
+                       bool share) {
+    size_t left_bytes = tiles_row(tiles, at.rows);
+    #pragma omp parallel if (share)
+    {
+        tiles_begin(tiles);
+        #pragma omp for schedule(static)
+        for (size_t key = 0; key < at.keys; key += TILE) {
+            TileRows b = {(const char *)weights.at + key * sizeof(uint32_t), weights.step};
+            for (size_t c = 0; c < width; c += TILE) {
+                TileRows a = {(const char *)left + c * left_bytes, left_bytes};
+                real *out = sums + (at.low + key) * tiled(width) + c * TILE;
+                tiles_multiply(tiles, out, TILE, a, b, tiled(at.rows), add);
+            }
+        }
+        tiles_end(tiles);
+    }
+}
+
+static void copy_out_tiles(View all, const Group *group, const real *sums, size_t width, size_t T) {
+    real *to = all.p + group_offset(group, T, all.row, all.head);
+    for (size_t t = 0; t < T; t += TILE) {
+        for (size_t c = 0; c < width; c += TILE)
+            tiles_take_transposed(to + t * all.row + c, all.row, sums + t * tiled(width) + c * TILE,
+                                  T - t < TILE ? T - t : TILE, width - c < TILE ? width - c : TILE);
+    }
+}
+
+// The weights or dS of a block as a left input: in bfloat16 as rounded by round_left(), else where they are.
+static TileRows left_of(Tiles tiles, Part part, const real *scores, size_t ld) {
+    bool bf16 = tiles_are_bf16(tiles);
+    return (TileRows){bf16 ? part.rounded : scores, bf16 ? ld * sizeof(uint16_t) : ld * sizeof(real)};
+}
+
+static void round_left(Tiles tiles, Part part, size_t r, const real *scores, size_t ld, size_t keys) {
+    if (tiles_are_bf16(tiles)) tiles_left(tiles, part.rounded + r * rounded_row(ld), scores + r * ld, 0, 1, keys);
+}
+
+// ---- either
+
+// part.scores (rows,keys) = q · k of a block of rows
+static void block_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
+                         bool share) {
+    size_t HS = shape.HS, ld = row_step(key_count(shape));
+    const real *q = head->q + at.from * in->q.row;
+    if (head->group->packed_k) {
+        tiles_left(tiles_of(in), part.q, q, in->q.row, at.rows, HS);
+        tiled_scores(tiles_of(in), part.scores, ld, part.q, head->group->packed_k, HS, at, share);
+        return;
+    }
+    gemm(in->mm, at.rows, at.keys, HS, as_stored(q, in->q.row), transposed(head->group->k + at.low * HS, HS), 0,
+         part.scores, ld);
+}
+
 // out (rows,VS) = factor · weights · v of a block of rows.
 static void block_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
                          AttentionShape shape, Part part, RowBlock at, bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS;
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
+    Tiles tiles = tiles_of(in);
     if (head->group->packed_v) {
-        tiled_output(out, factor, head, in, shape, part, at, share);
+        tiled_output(tiles, out, step, factor, left_of(tiles, part, part.scores, ld), head->group->packed_v,
+                     key_count(shape), VS, at, share);
         return;
     }
-    gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, row_step(key_count(shape))),
-         as_stored(head->group->v + at.low * VS, VS), 0, out, step);
+    gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head->group->v + at.low * VS, VS), 0, out,
+         step);
     for (size_t r = 0; r < at.rows; r++) {
         #pragma omp simd
         for (size_t c = 0; c < VS; c++) out[r * step + c] *= factor[r];
@@ -621,7 +686,7 @@ static uint64_t head_forward(real *out, real *stats, const Head *head, const Att
             real *scores = part.scores + r * ld;
             factor[r] = row_forward(shape.normalizer, scores + hidden, &row, &weight);
             hide(scores, &row, hidden, tiled(at.keys));
-            if (tiles_are_bf16(tiles)) tiles_left(tiles, part.dscores + r * ld, scores, 0, 1, at.keys);
+            round_left(tiles, part, r, part.scores, ld, at.keys);
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
@@ -659,10 +724,8 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars sc
     for (size_t i = 0; i < shape.B * shape.NKV; i++) {
         Part part = part_of(shape, scratch, omp_get_thread_num());
         Group group = group_of(shape, i);
-        if (tiles_of(&in)) {
-            pack_keys(&group, &in, shape, scratch);
-            pack_values(&group, &in, shape, scratch);
-        } else copy_in_keys(&group, &in, shape, scratch);
+        if (tiles_of(&in)) pack_keys(&group, &in, shape, scratch, false);
+        else copy_in_keys(&group, &in, shape, scratch);
         for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
             Head head = head_of(shape, &in, &group, j);
             all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
@@ -680,58 +743,111 @@ typedef struct {
     real *scratch;
 } Backward;
 
-// Turns a block's scores and dA (part.scores, part.dscores) into weights and gradients of the scores.
+// Turns row r of a block's scores and dA (part.scores, part.dscores) into weights and gradients of the scores. D is
+// of the same rounded dout as dA: in a row of one weight, the two cancel.
+static void block_row_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars,
+                               AttentionShape shape, Part part, size_t r, real *buffers) {
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T), hidden;
+    const real *out = pass->out + head->out + (at.from + r) * step,
+               *dout = pass->dout + head->out + (at.from + r) * step;
+    real *g_row = pass->g + (head->rows + at.from + r) * ROW_GRADS;
+    Row row = block_row(shape, scalars, head, at, r, &hidden);
+    bool bf16 = tiles_are_bf16(tiles_of(pass->in));
+    real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
+    row_recall(shape.normalizer, &row, pass->stats + (head->rows + at.from + r) * ROW_STATS);
+    #pragma omp simd reduction(+ : D)
+    for (size_t c = 0; c < VS; c++)
+        D += (bf16 ? (real)bf16_to_float(bf16_from_float((float)dout[c])) : dout[c]) * out[c];
+    g_row[IN_SCALE] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
+    g_row[IN_PHI] = row.by_number;
+    g_row[IN_NORM] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
+    hide(scores, &row, hidden, tiled(at.keys));
+    hide(dscores, &row, hidden, tiled(at.keys));
+}
+
+// All rows of a block. With tiles, also the rows of zeros that fill the last tile; and in bfloat16, rounds dS as a left
+// input, and both as pairs of rows.
 static void block_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars, AttentionShape shape,
                            Part part, bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
-    const real *out = pass->out + head->out + at.from * step, *dout = pass->dout + head->out + at.from * step;
-    const real *stats = pass->stats + (head->rows + at.from) * ROW_STATS;
-    real *g = pass->g + (head->rows + at.from) * ROW_GRADS;
+    size_t ld = row_step(shape.T), keys = tiled(at.keys);
+    Tiles tiles = tiles_of(pass->in);
     #pragma omp parallel for schedule(static) if (share)
-    for (size_t r = 0; r < at.rows; r++) {
-        size_t hidden;
-        Row row = block_row(shape, scalars, head, at, r, &hidden);
-        real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
-        row_recall(shape.normalizer, &row, stats + ROW_STATS * r);
-        #pragma omp simd reduction(+ : D)
-        for (size_t c = 0; c < VS; c++) D += dout[r * step + c] * out[r * step + c];
+    for (size_t pair = 0; pair < tiled(at.rows); pair += 2) {
         real *buffers = share ? part_of(shape, pass->scratch, omp_get_thread_num()).buffers : part.buffers;
-        real *g_row = g + ROW_GRADS * r;
-        g_row[IN_SCALE] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
-        g_row[IN_PHI] = row.by_number;
-        g_row[IN_NORM] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
-        hide(scores, &row, hidden, at.keys);
-        hide(dscores, &row, hidden, at.keys);
+        real *scores = part.scores + pair * ld, *dscores = part.dscores + pair * ld;
+        for (size_t r = pair; r < pair + 2; r++) {
+            if (r < at.rows) {
+                block_row_backward(pass, head, at, scalars, shape, part, r, buffers);
+                round_left(tiles, part, r, part.dscores, ld, at.keys);
+            } else if (tiles) {
+                memset(part.scores + r * ld, 0, keys * sizeof(real));
+                memset(part.dscores + r * ld, 0, keys * sizeof(real));
+            }
+        }
+        tiles_pair(tiles, scores, scores + ld, keys);
+        tiles_pair(tiles, dscores, dscores + ld, keys);
     }
 }
 
-// `add`: dk and dv already contain the sums of the group's previous heads.
-static void head_backward(const Backward *pass, const Group *group, const Head *head, Scalars scalars,
-                          AttentionShape shape, bool share, bool add) {
-    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
+// `add`: dk and dv already contain the sums of the group's previous blocks of rows.
+static void block_grads(const Backward *pass, const Head *head, RowBlock at, AttentionShape shape, Part part, bool add,
+                        bool share) {
+    size_t HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T), dq_step = pass->d.q.row;
     const AttentionInput *in = pass->in;
+    const Group *group = head->group;
+    const real *q = head->q + at.from * in->q.row, *dout = pass->dout + head->out + at.from * step;
+    real *dq = pass->d.q.p + (group->b * shape.T + at.from) * dq_step + head->h * pass->d.q.head;
+    Tiles tiles = tiles_of(in);
+    if (tiles) {
+        tiles_left_transposed(tiles, part.q_transposed, q, in->q.row, HS, at.rows);
+        tiles_left_transposed(tiles, part.dout_transposed, dout, step, VS, at.rows);
+        tiled_sums(tiles, group->dv, part.dout_transposed, VS, tiles_in_place(tiles, part.scores, ld), at, add, share);
+        tiled_sums(tiles, group->dk, part.q_transposed, HS, tiles_in_place(tiles, part.dscores, ld), at, add, share);
+        tiled_output(tiles, dq, dq_step, NULL, left_of(tiles, part, part.dscores, ld), group->packed_kt, shape.T, HS,
+                     at, share);
+        return;
+    }
+    real *dk = group->dk + at.low * HS, *dv = group->dv + at.low * VS, beta = add ? 1 : 0;
+    Matrix k = as_stored(group->k + at.low * HS, HS), dS = as_stored(part.dscores, ld);
+    gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), as_stored(dout, step), beta, dv, VS);
+    gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), as_stored(q, in->q.row), beta, dk, HS);
+    gemm(in->mm, at.rows, HS, at.keys, dS, k, 0, dq, dq_step);
+}
+
+// part.dscores (rows,keys) = dout · v of a block of rows
+static void block_dscores(const Backward *pass, const Head *head, AttentionShape shape, Part part, RowBlock at,
+                          bool share) {
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
+    const AttentionInput *in = pass->in;
+    const real *dout = pass->dout + head->out + at.from * step;
+    if (head->group->packed_vt) {
+        tiles_left(tiles_of(in), part.dout, dout, step, at.rows, VS);
+        tiled_scores(tiles_of(in), part.dscores, ld, part.dout, head->group->packed_vt, VS, at, share);
+        return;
+    }
+    gemm(in->mm, at.rows, at.keys, VS, as_stored(dout, step), transposed(head->group->v + at.low * VS, VS), 0,
+         part.dscores, ld);
+}
+
+// `add`: dk and dv already contain the sums of the group's previous heads.
+static void head_backward(const Backward *pass, const Head *head, Scalars scalars, AttentionShape shape, bool share,
+                          bool add) {
+    const Group *group = head->group;
     Part part = part_of(shape, pass->scratch, omp_get_thread_num());
-    real *dq = pass->d.q.p + group->b * T * pass->d.q.row + head->h * pass->d.q.head;
     // Without `first`, the last block reaches all keys. Going backward, its matmuls come first and write all of dk and
     // dv.
     if (head->first && !add) {
-        memset(group->dk, 0, T * HS * sizeof(real));
-        memset(group->dv, 0, T * VS * sizeof(real));
+        bool tiles = tiles_of(pass->in);
+        memset(group->dk, 0, (tiles ? packed_scratch(shape.T, shape.HS) : shape.T * shape.HS) * sizeof(real));
+        memset(group->dv, 0, (tiles ? packed_scratch(shape.T, shape.VS) : shape.T * shape.VS) * sizeof(real));
     }
-    size_t last = (T - 1) / BLOCK * BLOCK;
+    size_t last = (shape.T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
         RowBlock at = block_at(head, from, shape);
-        const real *k = head->group->k + at.low * HS, *v = head->group->v + at.low * VS;
-        const real *dout = pass->dout + head->out + from * step;
-        Matrix q = as_stored(head->q + from * in->q.row, in->q.row), dO = as_stored(dout, step);
-        block_scores(head, in, shape, part, at, share);
-        gemm(in->mm, at.rows, at.keys, VS, dO, transposed(v, VS), 0, part.dscores, ld);
+        block_scores(head, pass->in, shape, part, at, share);
+        block_dscores(pass, head, shape, part, at, share);
         block_backward(pass, head, at, scalars, shape, part, share);
-        real beta = from == last && !head->first && !add ? 0 : 1;
-        gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), dO, beta, group->dv + at.low * VS, VS);
-        gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), q, beta, group->dk + at.low * HS, HS);
-        gemm(in->mm, at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, HS), 0, dq + from * pass->d.q.row,
-             pass->d.q.row);
+        block_grads(pass, head, at, shape, part, add || head->first || from < last, share);
         if (from == 0) break;
     }
 }
@@ -739,17 +855,24 @@ static void head_backward(const Backward *pass, const Group *group, const Head *
 static void group_backward(const Backward *pass, size_t i, Scalars scalars, AttentionShape shape, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS;
     Group group = group_of(shape, i);
-    copy_in_keys(&group, pass->in, shape, pass->scratch);
-    if (tiles_of(pass->in)) pack_keys(&group, pass->in, shape, pass->scratch);
-    real *dk = after_keys(shape, pass->scratch) + T * (HS + VS), *dv = dk + T * HS;
-    group.dk = sum_in(pass->d.k, &group, HS, T, dk);
-    group.dv = sum_in(pass->d.v, &group, VS, T, dv);
+    Tiles tiles = tiles_of(pass->in);
+    if (tiles) pack_keys(&group, pass->in, shape, pass->scratch, true);
+    else copy_in_keys(&group, pass->in, shape, pass->scratch);
+    if (!tiles) {
+        group.dk = sum_in(pass->d.k, &group, HS, T, group.dk);
+        group.dv = sum_in(pass->d.v, &group, VS, T, group.dv);
+    }
     for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
         Head head = head_of(shape, pass->in, &group, j);
-        head_backward(pass, &group, &head, scalars, shape, share, j > 0);
+        head_backward(pass, &head, scalars, shape, share, j > 0);
     }
-    copy_out(pass->d.k, &group, group.dk, HS, T);
-    copy_out(pass->d.v, &group, group.dv, VS, T);
+    if (tiles) {
+        copy_out_tiles(pass->d.k, &group, group.dk, HS, T);
+        copy_out_tiles(pass->d.v, &group, group.dv, VS, T);
+    } else {
+        copy_out(pass->d.k, &group, group.dk, HS, T);
+        copy_out(pass->d.v, &group, group.dv, VS, T);
+    }
 }
 
 // For a scalar x with one value per head: dx[h] += sum over the batch and the rows of row_slope times the row's entry

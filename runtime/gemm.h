@@ -35,7 +35,7 @@ static inline Matrix transposed(const real *x, size_t ld) {
 typedef struct {
     bool bf16;                        // gemm_run() rounds its inputs to bfloat16
     bool native;                      // with bf16: the processor and the library support such matmuls
-    Tiles tiles;                      // the instructions of attention's forward matmuls
+    Tiles tiles;                      // the instructions of attention's matmuls
     void *a, *b;                      // with bf16: the rounded inputs
     struct Primitives *primitives;    // with bf16: oneDNN's, one per shape
     float *spread;                    // 8 MiB for gemm_spread(); NULL where no matmul uses it
