@@ -355,14 +355,17 @@ static void test_adamw(void) {
 
 // Compares matmuls of bfloat16 inputs, in all transposes, with plain loops over the rounded numbers. Also runs oneDNN's
 // primitives in float32, which tests that code on processors without bfloat16.
-static void test_bf16_matmuls(void) {
+static void test_bf16_matmuls(Tiles tiles) {
     enum { M = 37, N = 65, K = 129 };
     static float a[M * K], b[K * N], c[M * N], expected[M * N];
+    char name[64];
     int before = failed;
     double worst = 0;
     Gemm mm;
     gemm_start(&mm, true);
-    case_name = mm.native ? "bfloat16 matmuls, native" : "bfloat16 matmuls, widened";
+    mm.tiles = tiles;
+    snprintf(name, sizeof name, "bfloat16 matmuls, %s", tiles ? tiles_name(tiles) : mm.native ? "native" : "widened");
+    case_name = name;
     fixture_fill(a, M * K, "a", 0, 0.0f, 1.0f);
     fixture_fill(b, K * N, "b", 0, 0.0f, 1.0f);
     void *memory = malloc(gemm_scratch(&mm, M * K, K * N));
@@ -411,6 +414,44 @@ static void test_bf16_matmuls(void) {
     gemm_end(&mm);
     free(memory);
     free(rounded_b);
+}
+
+// Matmuls that are computed in parts, of which some entries are compared. A and B are bfloat16 numbers.
+static void test_large_bf16_matmuls(void) {
+    enum { M = 2070, N = 2100, K = 2130 };
+    int before = failed;
+    double worst = 0;
+    case_name = "large bfloat16 matmuls";
+    Gemm mm;
+    gemm_start(&mm, true);
+    float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
+    for (size_t i = 0; i < M * K; i++) a[i] = bf16_to_float(bf16_from_float(a[i]));
+    for (size_t i = 0; i < K * N; i++) b[i] = bf16_to_float(bf16_from_float(b[i]));
+    void *memory = malloc(gemm_scratch(&mm, M * K, K * N));
+    gemm_use(&mm, memory, M * K);
+    for (int kind = 0; kind < 4; kind++) {
+        Matrix A = {.f32 = a, .ld = kind & 1 ? M : K, .transposed = kind & 1};
+        Matrix B = {.f32 = b, .ld = kind & 2 ? K : N, .transposed = kind & 2};
+        double difference = 0, norm = 0;
+        for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, A, B, (float)add, c, N);
+        for (size_t i = 0; i < M; i += 23) {
+            for (size_t j = i % 29; j < N; j += 29) {
+                double sum = 0;
+                for (size_t p = 0; p < K; p++)
+                    sum += 2.0 * a[kind & 1 ? p * M + i : i * K + p] * b[kind & 2 ? j * K + p : p * N + j];
+                difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
+                norm += sum * sum;
+            }
+        }
+        worst = largest(worst, sqrt(difference / norm));
+        check("the sum of two products", sqrt(difference / norm), 1e-6);
+    }
+    case_done(before, worst);
+    gemm_end(&mm);
+    free(memory);
+    free(a);
+    free(b);
+    free(c);
 }
 
 // A matmul whose second input has rows 4 KiB apart. It takes a separate path, which splits the depth into several
@@ -479,7 +520,9 @@ int main(int argc, char **argv) {
     program_name = "test_gpt2";
     run_cases(KINDS, sizeof KINDS / sizeof *KINDS, word, false);
     if (!word[0]) {
-        test_bf16_matmuls();
+        for (Tiles tiles = TILES_NONE; tiles <= TILES_LOOPS || tiles <= tiles_available(true); tiles++)
+            if (tiles != TILES_FLOAT) test_bf16_matmuls(tiles);
+        test_large_bf16_matmuls();
         test_colliding_rows();
         test_nan();
     }

@@ -1396,12 +1396,11 @@ static const RunProgram PROGRAM = {
 
 static void describe_matmuls(char *out, size_t size, const Gemm *mm) {
     int threads = omp_get_max_threads();
-    char tiles[48] = "";
-    if (tiles_are_bf16(mm->tiles)) snprintf(tiles, sizeof tiles, ", in attention by %s", tiles_name(mm->tiles));
-    snprintf(out, size, "matmuls   %s by %s%s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
-             gemm_library().name,
-             mm->bf16 && !mm->native ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", tiles, threads,
-             threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "s");
+    bool tiles = tiles_are_bf16(mm->tiles), widened = mm->bf16 && !tiles && !mm->native;
+    snprintf(out, size, "matmuls   %s by %s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
+             tiles ? tiles_name(mm->tiles) : gemm_library().name,
+             widened ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", threads, threads == 1 ? "" : "s",
+             process.size, process.size == 1 ? "" : "s");
 }
 
 static void plan_training(Model *m, Decoder *d, const Run *run) {

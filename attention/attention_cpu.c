@@ -460,16 +460,16 @@ static void pack_keys(Group *group, const AttentionInput *in, AttentionShape sha
     const real *v = in->v.p + group_offset(group, keys, in->v.row, in->v.head);
     real *first = group_space(shape, scratch), *second = first + of_k, *third = second + of_v;
     group->packed_k = first;
-    tiles_pack_transposed(tiles_of(in), first, k, in->k.row, HS, keys);
+    tiles_pack(tiles_of(in), first, transposed(k, in->k.row), HS, keys);
     if (!backward) {
         group->packed_v = second;
-        tiles_pack(tiles_of(in), second, v, in->v.row, keys, VS);
+        tiles_pack(tiles_of(in), second, as_stored(v, in->v.row), keys, VS);
         return;
     }
     group->packed_vt = second;
     group->packed_kt = third;
-    tiles_pack_transposed(tiles_of(in), second, v, in->v.row, VS, keys);
-    tiles_pack(tiles_of(in), third, k, in->k.row, keys, HS);
+    tiles_pack(tiles_of(in), second, transposed(v, in->v.row), VS, keys);
+    tiles_pack(tiles_of(in), third, as_stored(k, in->k.row), keys, HS);
     group->dk = third + of_k;
     group->dv = group->dk + of_k;
 }
@@ -630,7 +630,8 @@ static TileRows left_of(Tiles tiles, Part part, const real *scores, size_t ld) {
 }
 
 static void round_left(Tiles tiles, Part part, size_t r, const real *scores, size_t ld, size_t keys) {
-    if (tiles_are_bf16(tiles)) tiles_left(tiles, part.rounded + r * rounded_row(ld), scores + r * ld, 0, 1, keys);
+    if (tiles_are_bf16(tiles))
+        tiles_left(tiles, part.rounded + r * rounded_row(ld), as_stored(scores + r * ld, ld), 1, keys);
 }
 
 // ---- either
@@ -641,7 +642,7 @@ static void block_scores(const Head *head, const AttentionInput *in, AttentionSh
     size_t HS = shape.HS, ld = row_step(key_count(shape));
     const real *q = head->q + at.from * in->q.row;
     if (head->group->packed_k) {
-        tiles_left(tiles_of(in), part.q, q, in->q.row, at.rows, HS);
+        tiles_left(tiles_of(in), part.q, as_stored(q, in->q.row), at.rows, HS);
         tiled_scores(tiles_of(in), part.scores, ld, part.q, head->group->packed_k, HS, at, share);
         return;
     }
@@ -799,8 +800,8 @@ static void block_grads(const Backward *pass, const Head *head, RowBlock at, Att
     real *dq = pass->d.q.p + (group->b * shape.T + at.from) * dq_step + head->h * pass->d.q.head;
     Tiles tiles = tiles_of(in);
     if (tiles) {
-        tiles_left_transposed(tiles, part.q_transposed, q, in->q.row, HS, at.rows);
-        tiles_left_transposed(tiles, part.dout_transposed, dout, step, VS, at.rows);
+        tiles_left(tiles, part.q_transposed, transposed(q, in->q.row), HS, at.rows);
+        tiles_left(tiles, part.dout_transposed, transposed(dout, step), VS, at.rows);
         tiled_sums(tiles, group->dv, part.dout_transposed, VS, tiles_in_place(tiles, part.scores, ld), at, add, share);
         tiled_sums(tiles, group->dk, part.q_transposed, HS, tiles_in_place(tiles, part.dscores, ld), at, add, share);
         tiled_output(tiles, dq, dq_step, NULL, left_of(tiles, part, part.dscores, ld), group->packed_kt, shape.T, HS,
@@ -821,7 +822,7 @@ static void block_dscores(const Backward *pass, const Head *head, AttentionShape
     const AttentionInput *in = pass->in;
     const real *dout = pass->dout + head->out + at.from * step;
     if (head->group->packed_vt) {
-        tiles_left(tiles_of(in), part.dout, dout, step, at.rows, VS);
+        tiles_left(tiles_of(in), part.dout, as_stored(dout, step), at.rows, VS);
         tiled_scores(tiles_of(in), part.dscores, ld, part.dout, head->group->packed_vt, VS, at, share);
         return;
     }

@@ -21,6 +21,13 @@ static size_t least(size_t a, size_t b) {
     return a < b ? a : b;
 }
 
+// The rest of a stored matrix from a row and a column on.
+static Matrix rest(Matrix x, size_t row, size_t column) {
+    if (x.bf16) x.bf16 += row * x.ld + column;
+    else x.f32 += row * x.ld + column;
+    return x;
+}
+
 // ---- rounding, and transposing numbers or pairs of 32 bits
 
 static inline uint32_t pair_of(float first, float second) {
@@ -61,6 +68,22 @@ static void pair_rows(uint32_t *out, const float *first, const float *second, si
 
 #endif
 
+// The first n numbers of a stored row.
+static void take_row(uint16_t *out, Matrix x, size_t n) {
+    if (x.bf16) memcpy(out, x.bf16, n * sizeof *out);
+    else round_row(out, x.f32, n);
+}
+
+// The same of two rows, `second` elements apart, in pairs.
+static void take_pairs(uint32_t *out, Matrix x, size_t second, size_t n) {
+    if (!x.bf16) {
+        pair_rows(out, x.f32, x.f32 + second, n);
+        return;
+    }
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) out[i] = (uint32_t)x.bf16[i] | (uint32_t)x.bf16[second + i] << 16;
+}
+
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(sizeof(uint32_t))));
 
 // to (16,16) = the transpose of from (16,16). In each of four rounds, rows whose numbers differ in one bit exchange the
@@ -99,101 +122,98 @@ static void transpose_part(uint32_t *to, size_t to_step, const uint32_t *from, s
 
 // ---- A
 
-void tiles_left(Tiles tiles, void *out, const float *a, size_t lda, size_t rows, size_t k) {
-    for (size_t row = 0; row < rows; row++) {
-        const float *from = a + row * lda;
-        char *to = (char *)out + row * tiles_row(tiles, k);
-        if (tiles_are_bf16(tiles)) round_row((uint16_t *)to, from, k);
-        else memcpy(to, from, k * sizeof *from);
-        size_t filled = k * (tiles_row(tiles, TILE) / TILE);
-        memset(to + filled, 0, tiles_row(tiles, k) - filled);
+static void left_as_stored(Tiles tiles, char *out, Matrix a, size_t rows, size_t k) {
+    size_t step = tiles_row(tiles, k), filled = k * (tiles_row(tiles, TILE) / TILE);
+    for (size_t row = 0; row < rows; row++, out += step) {
+        if (tiles_are_bf16(tiles)) take_row((uint16_t *)out, rest(a, row, 0), k);
+        else memcpy(out, a.f32 + row * a.ld, k * sizeof *a.f32);
+        memset(out + filled, 0, step - filled);
     }
 }
 
 // words (16 pairs,16): numbers 2p and 2p + 1 of each of 16 columns of x (rows,columns), and zeros in the rest
-static void pairs_of_columns(uint32_t *words, const float *x, size_t ld, size_t rows, size_t columns) {
-    static const float zeros[LANES];
-    memset(words, 0, LANES * LANES * sizeof *words);
-    for (size_t row = 0; row < least(rows, TILE); row += 2) {
-        const float *first = x + row * ld;
-        pair_rows(words + row / 2 * LANES, first, row + 1 < rows ? first + ld : zeros, least(columns, LANES));
-    }
+static void pairs_of_columns(uint32_t *words, Matrix x, size_t rows, size_t columns) {
+    size_t last = least(rows, TILE) - 1, n = least(columns, LANES);
+    if (rows < TILE || columns < LANES) memset(words, 0, LANES * LANES * sizeof *words);
+    for (size_t row = 0; row < last; row += 2) take_pairs(words + row / 2 * LANES, rest(x, row, 0), x.ld, n);
+    if (last % 2) return;
+    take_pairs(words + last / 2 * LANES, rest(x, last, 0), 0, n);
+    for (size_t i = 0; i < n; i++) words[last / 2 * LANES + i] &= 0xFFFF;
 }
 
-void tiles_left_transposed(Tiles tiles, void *out, const float *a, size_t lda, size_t rows, size_t k) {
-    uint32_t words[LANES * LANES], *to = out;
-    size_t to_step = tiles_row(tiles, k) / sizeof *to;
-    for (size_t row = 0; row < tiled(rows); row += LANES) {
-        size_t here = row < rows ? rows - row : 0;
-        for (size_t p = 0; p < to_step; p += LANES) {
-            if (!tiles_are_bf16(tiles)) {
-                size_t numbers = p < k ? k - p : 0;
-                transpose_part(to + row * to_step + p, to_step, (const uint32_t *)a + p * lda + row, lda, numbers,
-                               here);
+static void left_transposed(Tiles tiles, uint32_t *out, Matrix a, size_t rows, size_t k) {
+    uint32_t words[LANES * LANES];
+    size_t step = tiles_row(tiles, k) / sizeof *out, numbers = tiles_are_bf16(tiles) ? TILE : LANES;
+    for (size_t p = 0, at = 0; at < step; p += numbers, at += LANES) {
+        for (size_t row = 0; row < tiled(rows); row += LANES) {
+            uint32_t *to = out + row * step + at;
+            if (p >= k || row >= rows) {
+                for (size_t i = 0; i < LANES; i++) memset(to + i * step, 0, LANES * sizeof *to);
+            } else if (tiles_are_bf16(tiles)) {
+                pairs_of_columns(words, rest(a, p, row), k - p, rows - row);
+                transpose(to, step, words, LANES);
             } else {
-                size_t numbers = 2 * p < k ? k - 2 * p : 0;
-                pairs_of_columns(words, a + 2 * p * lda + row, lda, numbers, here);
-                transpose(to + row * to_step + p, to_step, words, LANES);
+                transpose_part(to, step, (const uint32_t *)(a.f32 + p * a.ld + row), a.ld, k - p, rows - row);
             }
         }
     }
 }
 
+void tiles_left(Tiles tiles, void *out, Matrix a, size_t rows, size_t k) {
+    if (a.transposed) left_transposed(tiles, out, a, rows, k);
+    else left_as_stored(tiles, out, a, rows, k);
+}
+
 // ---- B. A strip is row after row of 32 columns; in bfloat16, pair of rows after pair of rows.
 
-static void pack_floats(float *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    memset(packed, 0, tiled(k) * tiled(n) * sizeof *packed);
+static void pack_floats(float *packed, Matrix b, size_t k, size_t n) {
+    if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) * sizeof *packed);
     for (size_t column = 0; column < n; column += TILE) {
         float *strip = packed + column * tiled(k);
         for (size_t row = 0; row < k; row++)
-            memcpy(strip + row * TILE, b + row * ldb + column, least(n - column, TILE) * sizeof *b);
+            memcpy(strip + row * TILE, b.f32 + row * b.ld + column, least(n - column, TILE) * sizeof *b.f32);
     }
 }
 
-static void pack_pairs(uint32_t *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    static const float zeros[TILE];
+// The last row of an odd number is its own partner, since that meets zeros of A.
+static void pack_pairs(uint32_t *packed, Matrix b, size_t k, size_t n) {
     if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) / 2 * sizeof *packed);
     for (size_t row = 0; row < k; row += 2) {
         for (size_t column = 0; column < n; column += TILE) {
-            const float *first = b + row * ldb + column, *second = row + 1 < k ? first + ldb : zeros;
             uint32_t *strip = packed + column * tiled(k) / 2;
-            pair_rows(strip + row / 2 * TILE, first, second, least(n - column, TILE));
+            take_pairs(strip + row / 2 * TILE, rest(b, row, column), row + 1 < k ? b.ld : 0, least(n - column, TILE));
         }
     }
 }
 
-void tiles_pack(Tiles tiles, void *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    if (tiles_are_bf16(tiles)) pack_pairs(packed, b, ldb, k, n);
-    else pack_floats(packed, b, ldb, k, n);
-}
-
-static void pack_floats_transposed(float *packed, const float *b, size_t ldb, size_t k, size_t n) {
+static void pack_floats_transposed(float *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < tiled(n); column += LANES) {
         uint32_t *strip = (uint32_t *)packed + column / TILE * TILE * tiled(k) + column % TILE;
         size_t columns = column < n ? n - column : 0;
         for (size_t row = 0; row < tiled(k); row += LANES) {
             size_t rows = row < k ? k - row : 0;
-            transpose_part(strip + row * TILE, TILE, (const uint32_t *)b + column * ldb + row, ldb, columns, rows);
+            const uint32_t *from = (const uint32_t *)(b.f32 + column * b.ld + row);
+            transpose_part(strip + row * TILE, TILE, from, b.ld, columns, rows);
         }
     }
 }
 
-static void pack_pairs_transposed(uint32_t *packed, const float *b, size_t ldb, size_t k, size_t n) {
+static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < tiled(n); column += LANES) {
         uint32_t *strip = packed + column / TILE * TILE * tiled(k) / 2 + column % TILE;
-        size_t columns = column < n ? n - column : 0;
+        size_t columns = column < n ? least(n - column, LANES) : 0;
         for (size_t row = 0; row < k; row += TILE) {
-            uint16_t rounded[LANES][TILE] = {{0}};
-            for (size_t i = 0; i < least(columns, LANES); i++)
-                round_row(rounded[i], b + (column + i) * ldb + row, least(k - row, TILE));
-            transpose(strip + row / 2 * TILE, TILE, (const uint32_t *)rounded, LANES);
+            uint16_t rows[LANES][TILE];
+            if (columns < LANES || k - row < TILE) memset(rows, 0, sizeof rows);
+            for (size_t i = 0; i < columns; i++) take_row(rows[i], rest(b, column + i, row), least(k - row, TILE));
+            transpose(strip + row / 2 * TILE, TILE, (const uint32_t *)rows, LANES);
         }
     }
 }
 
-void tiles_pack_transposed(Tiles tiles, void *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    if (tiles_are_bf16(tiles)) pack_pairs_transposed(packed, b, ldb, k, n);
-    else pack_floats_transposed(packed, b, ldb, k, n);
+void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n) {
+    if (tiles_are_bf16(tiles)) (b.transposed ? pack_pairs_transposed : pack_pairs)(packed, b, k, n);
+    else (b.transposed ? pack_floats_transposed : pack_floats)(packed, b, k, n);
 }
 
 void tiles_pair(Tiles tiles, float *first, const float *second, size_t n) {

@@ -11,6 +11,24 @@
 
 #include "runtime/real.h"
 
+// An input of a matmul, stored row by row.
+typedef struct {
+    const real *f32;         // used if bf16 is NULL
+    const uint16_t *bf16;    // not for gemm()
+    size_t ld;               // elements from one stored row to the next
+    bool transposed;         // the matmul uses the transpose of what is stored
+} Matrix;
+
+static inline Matrix as_stored(const real *x, size_t ld) {
+    Matrix matrix = {x, NULL, ld, false};
+    return matrix;
+}
+
+static inline Matrix transposed(const real *x, size_t ld) {
+    Matrix matrix = {x, NULL, ld, true};
+    return matrix;
+}
+
 // The instructions, and with them the type of both inputs. Sums are float32.
 typedef enum {
     TILES_NONE,
@@ -48,16 +66,14 @@ typedef struct {
     size_t step;    // bytes from one row, or pair of rows, to the next
 } TileRows;
 
-// A (rows,k) in the type of the inputs, and zeros up to tiled(k) columns. a: A stored row by row, or its transpose
-// (k,rows), whose rows tiled(rows) are then all written.
+// A (rows,k) in the type of the inputs, and zeros up to tiled(k) columns. If `a` is transposed, also zeros up to
+// tiled(rows) rows.
 //   out: tiles_row(tiles, k) bytes from one row to the next, written
-void tiles_left(Tiles tiles, void *out, const real *a, size_t lda, size_t rows, size_t k);
-void tiles_left_transposed(Tiles tiles, void *out, const real *a, size_t lda, size_t rows, size_t k);
+void tiles_left(Tiles tiles, void *out, Matrix a, size_t rows, size_t k);
 
-// B (k,n) packed in strips of 32 columns, and zeros up to whole blocks.
-//   packed: tiled(n) tiles_row(tiles, k) bytes, written   b: B stored row by row, or its transpose (n,k)
-void tiles_pack(Tiles tiles, void *packed, const real *b, size_t ldb, size_t k, size_t n);
-void tiles_pack_transposed(Tiles tiles, void *packed, const real *b, size_t ldb, size_t k, size_t n);
+// B (k,n) packed in strips of 32 columns, and up to whole blocks what may meet zeros of A.
+//   packed: tiled(n) tiles_row(tiles, k) bytes, written
+void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n);
 
 // From a row and a column on, both multiples of 32, of a B packed with k rows.
 static inline TileRows tiles_at(Tiles tiles, const void *packed, size_t k, size_t row, size_t column) {
