@@ -1054,7 +1054,7 @@ enum {
 typedef struct {
     Model *m;
     size_t sequences, length, rows;        // sequences at once, their maximum length, rows per call
-    float *k, *v;                          // (layers, sequences, length, key or value width)
+    float *k, *v;                          // (layers, sequences, NKV, length, HS or VS)
     float *x, *h, *att, *gate_up, *act;    // (rows, ...)
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
     float *logits;                         // (sequences, V)
@@ -1072,8 +1072,9 @@ typedef struct {
     size_t sequence, position;
 } DecodeRow;
 
-// One row per block. plan() adds the arrays that only this block needs; keys() computes k and v (key and value width)
-// of row r for the cache, from the row's projections; decode() runs one layer for all rows.
+// One row per block. plan() adds the arrays that only this block needs. keys() computes k and v of row r for the cache,
+// from the row's projections; it writes those of head 0 at k and v, and each other head's d->length rows after the one
+// before it. decode() runs one layer for all rows.
 typedef struct {
     void (*plan)(Decoder *d, MemoryPlan *plan);
     void (*keys)(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v);
@@ -1156,8 +1157,11 @@ static void layer_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, 
     float *q = d->joined + r * joined_width(c), *inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
     if (c->qk_norm) qk_norm_forward(q, NULL, NULL, qk_norm_of(d->m, layer, 1));
     rope_forward(q, inverse_norms, rope);
-    memcpy(k, q + query_width(c), FLOATS(key_width(c)));
-    memcpy(v, q + query_width(c) + key_width(c), FLOATS(value_width(c)));
+    size_t HS = head_size(c), VS = value_size(c);
+    for (size_t h = 0; h < (size_t)c->kv_heads; h++) {
+        memcpy(k + h * d->length * HS, q + query_width(c) + h * HS, FLOATS(HS));
+        memcpy(v + h * d->length * VS, q + query_width(c) + key_width(c) + h * VS, FLOATS(VS));
+    }
 }
 
 // q goes to d->q.
@@ -1175,8 +1179,8 @@ static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_
     size_t cache = (layer * d->sequences + row->sequence) * d->length;
     return (AttentionInput){.q = d->q ? (ConstView){d->q + r * K, K, head_size(c)}
                                       : (ConstView){d->joined + r * W, W, head_size(c)},
-                            .k = {d->k + cache * KV, KV, head_size(c)},
-                            .v = {d->v + cache * VV, VV, value_size(c)},
+                            .k = {d->k + cache * KV, head_size(c), d->length * head_size(c)},
+                            .v = {d->v + cache * VV, value_size(c), d->length * value_size(c)},
                             .first = d->m->doc_mask ? d->first + r : NULL,
                             .mm = &d->m->mm};
 }
@@ -1215,9 +1219,9 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     size_t NH = (size_t)c->heads, work = count * (rows[0].position + 1) * (query_width(c) + output_width(c));
     #pragma omp parallel for schedule(static) if (count > 1)
     for (size_t r = 0; r < count; r++) {
-        size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
-        Rope rope = rope_at(d, rows[r].position);
-        decode_block(d)->keys(d, rope, r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
+        size_t sequence = layer * d->sequences + rows[r].sequence, position = rows[r].position;
+        size_t at = sequence * (size_t)c->kv_heads * d->length + position;
+        decode_block(d)->keys(d, rope_at(d, position), r, layer, d->k + at * head_size(c), d->v + at * value_size(c));
     }
     if (is_span(rows, count)) {
         attention_forward(d->att, d->stats, cached_input(d, rows, 0, layer), layer_scalars(d->m, layer),

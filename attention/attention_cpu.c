@@ -71,22 +71,30 @@ static void row_recall(const Normalizer *normalizer, Row *row, const real *stats
     row->post_inverse = stats[3];
 }
 
-// The score with the largest z of the row.
-static real row_top(const real *s, const Row *row) {
-    real sign = row->c < 0 ? -1 : 1, largest = -INFINITY;
-    #pragma omp simd reduction(max : largest)
-    for (int j = 0; j < row->at.n; j++) {
-        real x = sign * s[j];
-        largest = x > largest ? x : largest;
+// The score with the largest z among n of the row. Several maxima hide the latency of each.
+static real row_top(const real *s, int n, const Row *row) {
+    enum { APART = 64 };
+    real sign = row->c < 0 ? -1 : 1, largest[APART], top = -INFINITY;
+    for (int i = 0; i < APART; i++) largest[i] = -INFINITY;
+    int j = 0;
+    for (; j + APART <= n; j += APART) {
+        #pragma omp simd
+        for (int i = 0; i < APART; i++) {
+            real x = sign * s[j + i];
+            largest[i] = x > largest[i] ? x : largest[i];
+        }
     }
-    return sign * largest;
+    for (int i = 0; j < n; i++, j++) largest[i] = sign * s[j] > largest[i] ? sign * s[j] : largest[i];
+    #pragma omp simd reduction(max : top)
+    for (int i = 0; i < APART; i++) top = largest[i] > top ? largest[i] : top;
+    return sign * top;
 }
 
 // s (n): scores in, f out. Returns sum |f|.
-NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
+NORMALIZER_INLINE real phi_values(int phi, real *restrict s, int n, const Row *row) {
     real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, sum = 0;
     #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < row->at.n; j++) {
+    for (int j = 0; j < n; j++) {
         real f, slope;
         phi_both(phi, c * (s[j] - anchor) + rest, number, &f, &slope);
         s[j] = f;
@@ -95,13 +103,21 @@ NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
     return sum;
 }
 
-// The same; also fills all fields of row except top and post_inverse.
-static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
-    real sum = 0;
-    row_anchor(normalizer, row, subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm) ? row_top(s, row) : 0);
-#define CASE(kind_, ...) case kind_: sum = row_values(kind_, s, row); break;
+static real row_values(const Normalizer *normalizer, real *s, int n, const Row *row) {
+#define CASE(kind_, ...) case kind_: return phi_values(kind_, s, n, row);
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
+    return 0;
+}
+
+static bool is_relative(const Normalizer *normalizer) {
+    return subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm);
+}
+
+// The same for all keys; also fills all fields of row except top and post_inverse.
+static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
+    row_anchor(normalizer, row, is_relative(normalizer) ? row_top(s, row->at.n, row) : 0);
+    real sum = row_values(normalizer, s, row->at.n, row);
     row->inverse = row_inverse(normalizer->norm, row->at, sum, row->shift);
     return sum;
 }
@@ -359,20 +375,51 @@ static bool groups_in_parallel(AttentionShape shape, int threads) {
     return shape.B * shape.NKV >= (size_t)threads;
 }
 
-// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles the left inputs: a
-// block of q and of dout, as they are and transposed, and the weights or dS in bfloat16.
+// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles the left inputs (a
+// block of q and of dout, as they are and transposed, and the weights or dS in bfloat16) and the sums of a block.
 typedef struct {
-    real *scores, *dscores, *buffers, *q, *dout, *q_transposed, *dout_transposed, *rounded;
+    real *scores, *dscores, *buffers, *q, *dout, *q_transposed, *dout_transposed, *rounded, *sums;
 } Part;
+
+// The same for the forward pass in chunks of keys: their scores, which are a few keys of many rows, fit into the
+// second-level cache.
+enum { CHUNK_ROWS = 128, CHUNK_KEYS = 512 };
+
+typedef struct {
+    real *scores, *rounded, *q, *sums;
+} ChunkPart;
 
 // The elements in which a block of rows in bfloat16 fits.
 static size_t rounded_row(size_t step) {
     return step * sizeof(uint16_t) / sizeof(real);
 }
 
-static size_t thread_scratch(AttentionShape shape) {
+static size_t widest(AttentionShape shape) {
+    return tiled(shape.HS > shape.VS ? shape.HS : shape.VS);
+}
+
+static size_t chunk_keys(AttentionShape shape) {
+    return tiled(key_count(shape)) < CHUNK_KEYS ? tiled(key_count(shape)) : CHUNK_KEYS;
+}
+
+static size_t chunk_rows(AttentionShape shape) {
+    return tiled(shape.T) < CHUNK_ROWS ? tiled(shape.T) : CHUNK_ROWS;
+}
+
+static size_t chunk_scratch(AttentionShape shape) {
+    size_t step = row_step(chunk_keys(shape));
+    return chunk_rows(shape) * (step + rounded_row(step) + tiled(shape.HS) + tiled(shape.VS));
+}
+
+static size_t block_scratch(AttentionShape shape) {
     size_t step = row_step(key_count(shape)), rows = block_rows(shape.T);
-    return (2 * rows + ROW_BUFFERS) * step + 2 * BLOCK * (tiled(shape.HS) + tiled(shape.VS)) + rows * rounded_row(step);
+    return (2 * rows + ROW_BUFFERS) * step + rows * rounded_row(step) +
+           BLOCK * (2 * tiled(shape.HS) + 2 * tiled(shape.VS) + widest(shape));
+}
+
+static size_t thread_scratch(AttentionShape shape) {
+    size_t block = block_scratch(shape), chunk = chunk_scratch(shape);
+    return block > chunk ? block : chunk;
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
@@ -384,7 +431,17 @@ static Part part_of(AttentionShape shape, real *scratch, int thread) {
     p.q_transposed = p.q + BLOCK * tiled(shape.HS);
     p.dout = p.q_transposed + BLOCK * tiled(shape.HS);
     p.dout_transposed = p.dout + BLOCK * tiled(shape.VS);
-    p.rounded = p.dout_transposed + BLOCK * tiled(shape.VS);
+    p.sums = p.dout_transposed + BLOCK * tiled(shape.VS);
+    p.rounded = p.sums + BLOCK * widest(shape);
+    return p;
+}
+
+static ChunkPart chunk_part_of(AttentionShape shape, real *scratch, int thread) {
+    size_t step = row_step(chunk_keys(shape)), rows = chunk_rows(shape);
+    ChunkPart p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
+    p.q = p.scores + rows * step;
+    p.sums = p.q + rows * tiled(shape.HS);
+    p.rounded = p.sums + rows * tiled(shape.VS);
     return p;
 }
 
@@ -508,15 +565,18 @@ static size_t first_key(const Head *head, size_t t) {
     return head->first ? (size_t)head->first[t] : 0;
 }
 
-// The rows of a head from `from` on; their scores cover the keys from `low` on.
+// The rows of a head from `from` on. Their scores cover `keys` keys from key `low` on, or a chunk of them: those of
+// these keys from `begin` to `end`, whose scores begin in column 0.
 typedef struct {
-    size_t from, rows, low, keys;
+    size_t from, rows, low, keys, begin, end;
 } RowBlock;
 
-static RowBlock block_at(const Head *head, size_t from, AttentionShape shape) {
-    size_t rows = shape.T - from < BLOCK ? shape.T - from : BLOCK, low = first_key(head, from);
+static RowBlock block_at(const Head *head, size_t from, size_t rows, AttentionShape shape) {
+    size_t low = first_key(head, from);
+    if (rows > shape.T - from) rows = shape.T - from;
     if (head->group->packed_k) low = low / TILE * TILE;
-    return (RowBlock){from, rows, low, shape.past + from + rows - low};
+    size_t keys = shape.past + from + rows - low;
+    return (RowBlock){from, rows, low, keys, 0, keys};
 }
 
 // In a block's scores, each row has `hidden` keys before its n visible ones, and possibly others after them.
@@ -533,11 +593,12 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
     memset(scores + end, 0, (keys - end) * sizeof *scores);
 }
 
-// ---- matmuls of tiles, for a block of rows. `share`: by all threads.
+// ---- matmuls of tiles, for a block of rows and its chunk of keys. `share`: by all threads.
 
-// The keys that the 32 rows of a block from row r on see, at most.
-static size_t visible_keys(RowBlock at, size_t r) {
-    return at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
+// Where the keys of the chunk end that any of the 32 rows of a block from row r on sees.
+static size_t visible_end(RowBlock at, size_t r) {
+    size_t end = at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
+    return end < at.end ? end : at.end;
 }
 
 // out (rows,keys) = left (rows,width) · packed (width,keys), where keys are visible
@@ -548,11 +609,12 @@ static void tiled_scores(Tiles tiles, real *out, size_t ld, const void *left, co
     {
         tiles_begin(tiles);
         #pragma omp for schedule(static)
-        for (size_t key = 0; key < at.keys; key += TILE) {
+        for (size_t key = at.begin; key < at.end; key += TILE) {
             TileRows b = tiles_at(tiles, packed, width, 0, at.low + key);
             for (size_t r = 0; r < at.rows; r += TILE) {
                 TileRows a = {(const char *)left + r * left_bytes, left_bytes};
-                if (key < visible_keys(at, r)) tiles_multiply(tiles, out + r * ld + key, ld, a, b, tiled(width), false);
+                if (key < visible_end(at, r))
+                    tiles_multiply(tiles, out + r * ld + key - at.begin, ld, a, b, tiled(width), false);
             }
         }
         tiles_end(tiles);
@@ -563,33 +625,36 @@ static void tiled_scores(Tiles tiles, real *out, size_t ld, const void *left, co
 // cache.
 enum { OUTPUT_KEYS = 128 };
 
-// out (rows,width) = factor (rows) · left (rows,keys) · packed (key_count,width); without a factor if it is NULL.
-//   out: step elements from one row to the next
-static void tiled_output(Tiles tiles, real *out, size_t step, const real *factor, TileRows left, const void *packed,
-                         size_t key_count, size_t width, RowBlock at, bool share) {
+// sums (rows,tiled(width)) = left (rows,keys) · packed (key_count,width); added unless the chunk is the first
+static void tiled_output(Tiles tiles, real *sums, TileRows left, const void *packed, size_t key_count, size_t width,
+                         RowBlock at, bool share) {
+    size_t ld = tiled(width);
     #pragma omp parallel if (share)
     {
-        real sums[BLOCK * TILE];
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t col = 0; col < width; col += TILE) {
-            for (size_t key = 0; key < at.keys; key += OUTPUT_KEYS) {
+            for (size_t key = at.begin; key < at.end; key += OUTPUT_KEYS) {
                 TileRows b = tiles_at(tiles, packed, key_count, at.low + key, col);
                 for (size_t r = 0; r < at.rows; r += TILE) {
-                    TileRows a = {(const char *)left.at + r * left.step + tiles_row(tiles, key), left.step};
-                    size_t visible = visible_keys(at, r), keys = visible > key ? visible - key : 0;
+                    TileRows a = {(const char *)left.at + r * left.step + tiles_row(tiles, key - at.begin), left.step};
+                    size_t end = visible_end(at, r), keys = end > key ? end - key : 0;
                     if (keys > OUTPUT_KEYS) keys = OUTPUT_KEYS;
-                    if (keys) tiles_multiply(tiles, sums + r * TILE, TILE, a, b, tiled(keys), key > 0);
+                    if (keys) tiles_multiply(tiles, sums + r * ld + col, ld, a, b, tiled(keys), key > 0);
                 }
-            }
-            size_t cols = width - col < TILE ? width - col : TILE;
-            for (size_t r = 0; r < at.rows; r++) {
-                real by = factor ? factor[r] : 1;
-                #pragma omp simd
-                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = by * sums[r * TILE + c];
             }
         }
         tiles_end(tiles);
+    }
+}
+
+// out (rows,width) = factor (rows) · sums (rows,tiled(width)), without a factor if it is NULL
+//   out: step elements from one row to the next
+static void scale_rows(real *out, size_t step, const real *factor, const real *sums, size_t rows, size_t width) {
+    for (size_t r = 0; r < rows; r++) {
+        real by = factor ? factor[r] : 1;
+        #pragma omp simd
+        for (size_t c = 0; c < width; c++) out[r * step + c] = by * sums[r * tiled(width) + c];
     }
 }
 
@@ -624,14 +689,14 @@ static void copy_out_tiles(View all, const Group *group, const real *sums, size_
 }
 
 // The weights or dS of a block as a left input: in bfloat16 as rounded by round_left(), else where they are.
-static TileRows left_of(Tiles tiles, Part part, const real *scores, size_t ld) {
+static TileRows left_of(Tiles tiles, const real *rounded, const real *scores, size_t ld) {
     bool bf16 = tiles_are_bf16(tiles);
-    return (TileRows){bf16 ? part.rounded : scores, bf16 ? ld * sizeof(uint16_t) : ld * sizeof(real)};
+    return (TileRows){bf16 ? rounded : scores, bf16 ? ld * sizeof(uint16_t) : ld * sizeof(real)};
 }
 
-static void round_left(Tiles tiles, Part part, size_t r, const real *scores, size_t ld, size_t keys) {
+static void round_left(Tiles tiles, real *rounded, size_t r, const real *scores, size_t ld, size_t keys) {
     if (tiles_are_bf16(tiles))
-        tiles_left(tiles, part.rounded + r * rounded_row(ld), as_stored(scores + r * ld, ld), 1, keys);
+        tiles_left(tiles, rounded + r * rounded_row(ld), as_stored(scores + r * ld, ld), 1, keys);
 }
 
 // ---- either
@@ -656,8 +721,9 @@ static void block_output(real *out, const real *factor, const Head *head, const 
     size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
     Tiles tiles = tiles_of(in);
     if (head->group->packed_v) {
-        tiled_output(tiles, out, step, factor, left_of(tiles, part, part.scores, ld), head->group->packed_v,
+        tiled_output(tiles, part.sums, left_of(tiles, part.rounded, part.scores, ld), head->group->packed_v,
                      key_count(shape), VS, at, share);
+        scale_rows(out, step, factor, part.sums, at.rows, VS);
         return;
     }
     gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head->group->v + at.low * VS, VS), 0, out,
@@ -676,7 +742,7 @@ static uint64_t head_forward(real *out, real *stats, const Head *head, const Att
     out += head->out;
     stats += head->rows * ROW_STATS;
     for (size_t from = 0; from < shape.T; from += BLOCK) {
-        RowBlock at = block_at(head, from, shape);
+        RowBlock at = block_at(head, from, BLOCK, shape);
         real factor[BLOCK];
         block_scores(head, in, shape, part, at, share);
         #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
@@ -687,11 +753,114 @@ static uint64_t head_forward(real *out, real *stats, const Head *head, const Att
             real *scores = part.scores + r * ld;
             factor[r] = row_forward(shape.normalizer, scores + hidden, &row, &weight);
             hide(scores, &row, hidden, tiled(at.keys));
-            round_left(tiles, part, r, part.scores, ld, at.keys);
+            round_left(tiles, part.rounded, r, part.scores, ld, at.keys);
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
         block_output(out + from * shape.NH * shape.VS, factor, head, in, shape, part, at, share);
+    }
+    return all_zero;
+}
+
+// ---- the forward pass in chunks of keys, for tiles and the normalizers whose weights are f over a sum. Where phi is
+// evaluated relative to the largest z, that is the largest so far; when it grows, the sums so far are scaled down.
+
+static bool in_chunks(const AttentionInput *in, AttentionShape shape) {
+    int post = NORMALIZER_POST(shape.normalizer);
+    return tiles_of(in) && (post == POST_NONE || post == POST_NEGATE);
+}
+
+// A row and its sums so far.
+typedef struct {
+    Row row;
+    size_t hidden;
+    real sum;    // of |f|
+    bool started;
+} ChunkRow;
+
+// Takes new scores (n) into account: the row's anchor, and what that changes in the sums (width) of f times v.
+static void chunk_anchor(const Normalizer *normalizer, ChunkRow *r, const real *scores, int n, real *sums,
+                         size_t width) {
+    bool relative = is_relative(normalizer);
+    real top = relative ? row_top(scores, n, &r->row) : 0, before = r->row.shift;
+    if (r->started && !(relative && (r->row.c < 0 ? top < r->row.anchor : top > r->row.anchor))) return;
+    row_anchor(normalizer, &r->row, top);
+    if (r->started && r->row.shift > before) {
+        real by = real_exp(before - r->row.shift);
+        r->sum *= by;
+        #pragma omp simd
+        for (size_t c = 0; c < width; c++) sums[c] *= by;
+    }
+    r->started = true;
+}
+
+// scores: those of the chunk in, f out, 0 where keys are hidden
+static void chunk_row(const Normalizer *normalizer, ChunkRow *r, real *scores, RowBlock at, real *sums, size_t width) {
+    size_t first = r->hidden, end = r->hidden + (size_t)r->row.at.n, columns = tiled(at.end - at.begin);
+    if (first < at.begin) first = at.begin;
+    if (end > at.end) end = at.end;
+    if (first >= end) {
+        memset(scores, 0, columns * sizeof *scores);
+        return;
+    }
+    first -= at.begin;
+    end -= at.begin;
+    chunk_anchor(normalizer, r, scores + first, (int)(end - first), sums, width);
+    r->sum += row_values(normalizer, scores + first, (int)(end - first), &r->row);
+    memset(scores, 0, first * sizeof *scores);
+    memset(scores + end, 0, (columns - end) * sizeof *scores);
+}
+
+// Returns the factor of the row's sums; counts a row whose f are all 0.
+static real chunk_factor(const Normalizer *normalizer, ChunkRow *r, real *stats, uint64_t *all_zero) {
+    Row *row = &r->row;
+    row->inverse = row_inverse(normalizer->norm, row->at, r->sum, row->shift);
+    row->top = row->post_inverse = 0;
+    row_keep(row, stats);
+    *all_zero += !(r->sum != 0 && row->inverse != 0);
+    return NORMALIZER_POST(normalizer) == POST_NEGATE ? -row->inverse : row->inverse;
+}
+
+static uint64_t chunks_forward(real *out, real *stats, const Head *head, const AttentionInput *in, Scalars scalars,
+                               AttentionShape shape, ChunkPart part, RowBlock at) {
+    size_t HS = shape.HS, VS = shape.VS, ld = row_step(chunk_keys(shape));
+    const Normalizer *normalizer = shape.normalizer;
+    Tiles tiles = tiles_of(in);
+    ChunkRow rows[CHUNK_ROWS];
+    real factor[CHUNK_ROWS];
+    uint64_t all_zero = 0;
+    for (size_t r = 0; r < at.rows; r++) {
+        rows[r] = (ChunkRow){.sum = 0};
+        rows[r].row = block_row(shape, scalars, head, at, r, &rows[r].hidden);
+    }
+    tiles_left(tiles, part.q, as_stored(head->q + at.from * in->q.row, in->q.row), at.rows, HS);
+    for (; at.begin < at.keys; at.begin += CHUNK_KEYS) {
+        at.end = at.keys - at.begin < CHUNK_KEYS ? at.keys : at.begin + CHUNK_KEYS;
+        tiled_scores(tiles, part.scores, ld, part.q, head->group->packed_k, HS, at, false);
+        for (size_t r = 0; r < at.rows; r++) {
+            chunk_row(normalizer, &rows[r], part.scores + r * ld, at, part.sums + r * tiled(VS), VS);
+            round_left(tiles, part.rounded, r, part.scores, ld, at.end - at.begin);
+        }
+        TileRows left = left_of(tiles, part.rounded, part.scores, ld);
+        tiled_output(tiles, part.sums, left, head->group->packed_v, key_count(shape), VS, at, false);
+    }
+    for (size_t r = 0; r < at.rows; r++)
+        factor[r] = chunk_factor(normalizer, &rows[r], stats + (head->rows + at.from + r) * ROW_STATS, &all_zero);
+    scale_rows(out + head->out + at.from * shape.NH * VS, shape.NH * VS, factor, part.sums, at.rows, VS);
+    return all_zero;
+}
+
+// The threads share the head's blocks, the longest first.
+static uint64_t head_chunks_forward(real *out, real *stats, const Head *head, const AttentionInput *in, Scalars scalars,
+                                    AttentionShape shape, real *scratch, bool share) {
+    size_t blocks = (shape.T + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    int own = omp_get_thread_num();
+    uint64_t all_zero = 0;
+    #pragma omp parallel for schedule(static, 1) reduction(+ : all_zero) if (share)
+    for (size_t i = 0; i < blocks; i++) {
+        ChunkPart part = chunk_part_of(shape, scratch, share ? omp_get_thread_num() : own);
+        RowBlock at = block_at(head, (blocks - 1 - i) * CHUNK_ROWS, CHUNK_ROWS, shape);
+        all_zero += chunks_forward(out, stats, head, in, scalars, shape, part, at);
     }
     return all_zero;
 }
@@ -708,7 +877,8 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
         bool weight;
         size_t hidden;
         real *scores = weights + r * ld;
-        Row row = block_row(shape, scalars, &head, (RowBlock){at.from, at.rows, 0, keys}, r, &hidden);
+        Row row =
+            block_row(shape, scalars, &head, (RowBlock){.from = at.from, .rows = at.rows, .keys = keys}, r, &hidden);
         real factor = row_forward(shape.normalizer, scores + hidden, &row, &weight);
         hide(scores, &row, hidden, keys);
         #pragma omp simd
@@ -729,7 +899,9 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars sc
         else copy_in_keys(&group, &in, shape, scratch);
         for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
             Head head = head_of(shape, &in, &group, j);
-            all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
+            if (in_chunks(&in, shape))
+                all_zero += head_chunks_forward(out, stats, &head, &in, scalars, shape, scratch, !each);
+            else all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
         }
     }
     return all_zero;
@@ -779,7 +951,7 @@ static void block_backward(const Backward *pass, const Head *head, RowBlock at, 
         for (size_t r = pair; r < pair + 2; r++) {
             if (r < at.rows) {
                 block_row_backward(pass, head, at, scalars, shape, part, r, buffers);
-                round_left(tiles, part, r, part.dscores, ld, at.keys);
+                round_left(tiles, part.rounded, r, part.dscores, ld, at.keys);
             } else if (tiles) {
                 memset(part.scores + r * ld, 0, keys * sizeof(real));
                 memset(part.dscores + r * ld, 0, keys * sizeof(real));
@@ -804,8 +976,9 @@ static void block_grads(const Backward *pass, const Head *head, RowBlock at, Att
         tiles_left(tiles, part.dout_transposed, transposed(dout, step), VS, at.rows);
         tiled_sums(tiles, group->dv, part.dout_transposed, VS, tiles_in_place(tiles, part.scores, ld), at, add, share);
         tiled_sums(tiles, group->dk, part.q_transposed, HS, tiles_in_place(tiles, part.dscores, ld), at, add, share);
-        tiled_output(tiles, dq, dq_step, NULL, left_of(tiles, part, part.dscores, ld), group->packed_kt, shape.T, HS,
+        tiled_output(tiles, part.sums, left_of(tiles, part.rounded, part.dscores, ld), group->packed_kt, shape.T, HS,
                      at, share);
+        scale_rows(dq, dq_step, NULL, part.sums, at.rows, HS);
         return;
     }
     real *dk = group->dk + at.low * HS, *dv = group->dv + at.low * VS, beta = add ? 1 : 0;
@@ -844,7 +1017,7 @@ static void head_backward(const Backward *pass, const Head *head, Scalars scalar
     }
     size_t last = (shape.T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
-        RowBlock at = block_at(head, from, shape);
+        RowBlock at = block_at(head, from, BLOCK, shape);
         block_scores(head, pass->in, shape, part, at, share);
         block_dscores(pass, head, shape, part, at, share);
         block_backward(pass, head, at, scalars, shape, part, share);

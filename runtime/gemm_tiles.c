@@ -1,5 +1,5 @@
-// bfloat16 matmuls by tiles, for processors that have instructions for them. Both inputs are rounded and packed in parts
-// that the caches hold; the library that we otherwise use packs them too, but reaches half of the rate (oneDNN 2.6, AMX).
+// bfloat16 matmuls by tiles, for processors that have instructions for them. Both inputs, whatever their type, are
+// rounded and packed in parts that fit into the caches.
 #include <omp.h>
 #include <string.h>
 

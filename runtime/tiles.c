@@ -38,7 +38,12 @@ static inline uint32_t pair_of(float first, float second) {
 
 // The instructions treat subnormal numbers as 0, as those that multiply do.
 static void round_row(uint16_t *out, const float *x, size_t n) {
-    for (size_t i = 0; i < n; i += LANES) {
+    size_t i = 0;
+    for (; i + TILE <= n; i += TILE) {
+        __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + LANES), _mm512_loadu_ps(x + i));
+        _mm512_storeu_si512(out + i, (__m512i)rounded);
+    }
+    for (; i < n; i += LANES) {
         __mmask16 mask = (__mmask16)(n - i < LANES ? (1u << (n - i)) - 1 : 0xFFFF);
         __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + i));
         _mm256_mask_storeu_epi16(out + i, mask, (__m256i)rounded);

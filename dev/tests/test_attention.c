@@ -681,9 +681,9 @@ static void round_inputs(float *x, size_t n) {
 
 // The rows in three calls, each after the keys of the previous ones, as when a prompt fills a cache, equal those of
 // attention_row().
-static void check_spans_of(const char *text, Tiles tiles, double tolerance) {
-    enum { T = 150, NH = 4 };
-    static const size_t ENDS[] = {1, 70, T};
+static void check_spans_of(const char *text, Tiles tiles, size_t T, double tolerance) {
+    enum { NH = 4 };
+    const size_t ENDS[] = {1, T / 2 - 5, T};
     const Gemm mm = {.tiles = tiles};
     Case c = case_new(text, 1, NH, 6, 5, T, 2);
     round_inputs(c.q, c.keys);
@@ -713,9 +713,9 @@ static void check_spans_of(const char *text, Tiles tiles, double tolerance) {
 }
 
 static void check_spans(const char *text) {
-    check_spans_of(text, TILES_NONE, 3e-5);
+    check_spans_of(text, TILES_NONE, 150, 3e-5);
     for (Tiles tiles = TILES_FLOAT; is_there(tiles); tiles++)
-        check_spans_of(text, tiles, tiles_are_bf16(tiles) ? 4e-2 : 3e-5);
+        check_spans_of(text, tiles, 150, tiles_are_bf16(tiles) ? 4e-2 : 3e-5);
 }
 
 // attention_weights() gives the A that the forward pass multiplies with v, and ln Z.
@@ -779,11 +779,11 @@ static void compare_tiled(const Case *with, const Case *without, Tiles tiles) {
 }
 
 // Without and with documents, in whole samples. One head is shared by the threads.
-static void check_tiled(const char *text, Tiles tiles, size_t NH) {
-    enum { B = 2, HS = 20, VS = 37, T = 150 };
+static void check_tiled(const char *text, Tiles tiles, size_t NH, size_t T) {
+    enum { B = 2, HS = 20, VS = 37 };
     const Gemm mm = {.tiles = tiles};
     int32_t first[B * T];
-    for (size_t i = 0; i < B * T; i++) first[i] = i % T < 71 ? 0 : 71;
+    for (size_t i = 0; i < B * T; i++) first[i] = i % T < T / 2 - 4 ? 0 : (int32_t)T / 2 - 4;
     for (int documents = 0; documents < 2; documents++) {
         Case c[2];
         for (int i = 1; i >= 0; i--) {
@@ -808,10 +808,29 @@ static void check_tiled(const char *text, Tiles tiles, size_t NH) {
 
 static void check_each_tiles(const char *text) {
     for (Tiles tiles = TILES_FLOAT; is_there(tiles); tiles++) {
-        check_tiled(text, tiles, 4);
+        check_tiled(text, tiles, 4, 150);
         omp_set_num_threads(2);
-        check_tiled(text, tiles, 1);
+        check_tiled(text, tiles, 1, 150);
         omp_set_num_threads(1);
+    }
+}
+
+// Long enough for several chunks of keys, where the largest score of a row changes.
+static void test_chunks(void) {
+    static const char *const TEXTS[] = {"softmax",
+                                        "ssmax-bias",
+                                        "softmax-negated",
+                                        "softmax1",
+                                        "softmax-sink",
+                                        "softmax+scale=const:-0.3",
+                                        "softpick+post=none",
+                                        "relu2-l1",
+                                        "sigmoid-logn"};
+    check_group("several chunks of keys");
+    for (size_t i = 0; i < COUNT(TEXTS); i++) {
+        check_tiled(TEXTS[i], TILES_FLOAT, 1, 1100);
+        if (tiles_available(true) > TILES_LOOPS) check_tiled(TEXTS[i], tiles_available(true), 1, 1100);
+        check_spans_of(TEXTS[i], TILES_FLOAT, 1400, 3e-5);
     }
 }
 
@@ -820,6 +839,7 @@ static void test_independence(void) {
     each_normalizer(check_spans);
     check_group("matmuls of tiles agree with those of a library");
     each_normalizer(check_each_tiles);
+    test_chunks();
     check_group("weights to look at equal those of the forward pass");
     each_normalizer(check_weights);
 
