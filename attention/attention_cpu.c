@@ -668,11 +668,14 @@ static void tiled_sums(Tiles tiles, real *sums, const void *left, size_t width, 
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t key = 0; key < at.keys; key += TILE) {
-            TileRows b = {(const char *)weights.at + key * sizeof(uint32_t), weights.step};
+            size_t r = 0;    // the first of 32 rows that see some of these keys
+            while (key >= visible_end(at, r)) r += TILE;
+            size_t steps = tiles_are_bf16(tiles) ? r / 2 : r;
+            TileRows b = {(const char *)weights.at + steps * weights.step + key * sizeof(uint32_t), weights.step};
             for (size_t c = 0; c < width; c += TILE) {
-                TileRows a = {(const char *)left + c * left_bytes, left_bytes};
+                TileRows a = {(const char *)left + c * left_bytes + tiles_row(tiles, r), left_bytes};
                 real *out = sums + (at.low + key) * tiled(width) + c * TILE;
-                tiles_multiply(tiles, out, TILE, a, b, tiled(at.rows), add);
+                tiles_multiply(tiles, out, TILE, a, b, tiled(at.rows - r), add);
             }
         }
         tiles_end(tiles);
