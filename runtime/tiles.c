@@ -106,9 +106,9 @@ static void transpose(uint32_t *to, size_t to_step, const uint32_t *from, size_t
         #pragma GCC unroll 16
         for (uint32_t i = 0; i < LANES; i++) {
             if (i & bit) continue;
-            Words first = x[i], second = x[i + bit];
+            Words first = x[i], second = x[i | bit];
             x[i] = __builtin_shuffle(first, second, lower);
-            x[i + bit] = __builtin_shuffle(first, second, upper);
+            x[i | bit] = __builtin_shuffle(first, second, upper);
         }
     }
     for (size_t i = 0; i < LANES; i++) *(Words *)(to + i * to_step) = x[i];
@@ -380,6 +380,7 @@ void tiles_end(Tiles tiles) {
 #endif
 
 Tiles tiles_available(bool bf16) {
+    (void)bf16;    // not read where neither of the first two is built
 #ifdef __AMX_BF16__
     if (bf16 && may_use_amx()) return TILES_AMX;
 #endif
@@ -389,7 +390,6 @@ Tiles tiles_available(bool bf16) {
 #ifdef __AVX512F__
     return TILES_FLOAT;    // processors with fewer registers spill the sums
 #else
-    (void)bf16;
     return TILES_NONE;
 #endif
 }
