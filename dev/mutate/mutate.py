@@ -71,6 +71,8 @@ TESTS_OF = (
     ("eval/losses.c", pytest_of("eval_gpt2", "test_eval", "-k", "masked or by_position or fit or example")),
     ("model/rope.c", [("build/tests/test_rope", ["build/tests/test_rope"]),
                       *pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers")]),
+    ("runtime/tiles.c", [TESTS[1], ("test_gpt2", ["./test_gpt2"])]),
+    *((file, [("test_gpt2", ["./test_gpt2"])]) for file in ("runtime/gemm_tiles.c", "train_gpt2.c")),
     ("runtime/tokenizer.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
