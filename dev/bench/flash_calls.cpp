@@ -1,6 +1,6 @@
 // Prints, as JSON, what dev/bench/sass.py needs to know about attention/flash.cuh: for each preset of
-// attention/normalizer.h, the instance that runs it, the bytes of its FlashCall<bf16> as flash.cu would fill it, and
-// the numbers of rows that a warp and a block own and that a tile has.
+// attention/normalizer.h, the instance that runs it, its forward pass's sweeps over the keys, the bytes of its
+// FlashCall<bf16> as flash.cu would fill it, and the numbers of rows that a warp and a block own and that a tile has.
 //   flash_calls B T NH HS
 #include "cuda/gpu.cuh"
 
@@ -82,8 +82,9 @@ int main(int, char **argument) {
     for (const Preset &preset : presets) {
         FlashCall<bf16> call = call_of(preset, B, T, NH, HS);
         int instance = flash_find(sizeof(bf16), preset.phi.kind, preset.post.kind);
-        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"call\": \"", separator,
-               preset.name, names[instance], flash_instances[instance].phi, flash_instances[instance].post);
+        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"sweeps\": %d, \"call\": \"",
+               separator, preset.name, names[instance], flash_instances[instance].phi, flash_instances[instance].post,
+               flash_instances[instance].post >= FLASH_RECENTER_L1 ? 2 : 1);
         for (size_t i = 0; i < sizeof call; i++) printf("%02x", ((const unsigned char *)&call)[i]);
         printf("\", ");
         auto all = std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>();

@@ -22,9 +22,18 @@ because some instructions overlap with others; it was chosen so that FlashAttent
 TFLOP/s. TFLOP/s count 4 HS FLOPs per score forward and 10 HS backward, on 132 SMs at 1,755 MHz. These are not
 measurements: use them to compare kernels, not to predict times.
 
-The second table is of the forward kernel for compute capability 9.0: what a warp that computes issues for a tile of
-128x128 scores. Its limits, in clocks of an SM per tile: the tensor cores (2,048 multiply-adds per clock), the special
-functions (16 per clock for 8 warps), and the issue slots (8 warps on 4 schedulers).
+The tables for compute capability 9.0 say what a warp that computes issues for 128x128 scores: a tile of the forward
+kernel, two steps of the backward kernel. The limits, in clocks of an SM:
+
+    tensor cores        2,048 multiply-adds per clock
+    special functions   16 per clock
+    issue               4 instructions per clock, of all warps
+    shared memory       128 bytes per clock: operands of wgmma (B for each warpgroup, and A unless it is in registers),
+                        what lanes load and store (each lane's bytes, even if lanes load the same: NVIDIA,
+                        https://forums.developer.nvidia.com/t/77228), what TMA writes, and in the backward kernel what
+                        the additions to dq read
+
+The longest one bounds the kernel from below; its TFLOP/s are a bound, not a prediction.
 
 Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler: the caps of dev/tests/test_sass.py are
 for nvcc 13.0.88.
@@ -154,31 +163,56 @@ def measure(call, HS):
     return rows
 
 
-def measure90(call, HS):
-    """The row of the forward kernel for compute capability 9.0, or None if the preset runs no such kernel."""
-    if call["instance"] not in rows90():
-        return None
-    kernels = disassemble("attention/flash90_instance.cu", f"-DINSTANCE=FLASH_{call['instance']}",
-                          architecture="sm_90a")
-    kernel = next((k for name, k in kernels.items() if re.search(rf"flash90_forward_kernelILi{HS}E", name)), None)
+# The kernels for compute capability 9.0: the threads of which one warp each is followed, a computing one first, and
+# the warps that do the same as it.
+KERNELS90 = {"forward": {0: 8, 256: 1}, "backward": {0: 8, 256: 1, 288: 1, 320: 2}}
+FLOPS = {"forward": 4, "backward": 10}
+
+
+def traces90(kernel, name, arguments, tiles):
+    """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. Thread 0 stores in shared memory what
+    the block does; a block of the backward kernel draws its number from a counter."""
+    blocks, found = T // 128, []
+    place = {"forward": (blocks - tiles, 0, 0), "backward": (0, 0, 0)}[name]
+    grid = {"forward": (blocks, B * NH, 1), "backward": (blocks * B * NH, 1, 1)}[name]
+    for thread in KERNELS90[name]:
+        found.append(Trace(kernel, arguments, place, grid, 384, thread, found[0].shared if found else (), tiles - 1))
+    return found
+
+
+def clocks90(name, HS, sweeps, counts):
+    """{resource: clocks of an SM for 128x128 scores} from [(Counter, warps)], computing warps first."""
+    work = counts[0][0]
+    issued = sum(count[p] * warps for count, warps in counts for p in PIPES)
+    lanes = sum(count["lanes"] * warps for count, warps in counts)
+    # Forward, a tile of k for each sweep and one of v. Backward, q and dout, and float32 dq, which is read.
+    copied = 128 * HS * 2 * (sweeps + 1) if name == "forward" else 128 * HS * (2 * 2 + 4)
+    return {"tensor": 2 * work["macs"] / 2048, "special": counts[0][1] * 32 * work["MUFU"] / 16, "issue": issued / 4,
+            "shared": (2 * work["operands"] + lanes + copied) / 128}
+
+
+def measure90(call, HS, kernels, name):
+    """The row of a kernel for compute capability 9.0, or None if there is none for this preset."""
+    kernel = next((k for n, k in kernels.items() if re.search(rf"flash90_{name}_kernelILi{HS}E", n)), None)
     if not kernel:
         return None
     arguments = bytes.fromhex(call["call"])
-    arguments += bytes(-len(arguments) % 64 + 3 * 128)      # the tensor maps, which no loop depends on
-    blocks = T // 128
+    arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
 
-    def issued(tiles):
-        place, grid = (blocks - tiles, 0, 0), (blocks, B * NH, 1)
-        return Trace(kernel, arguments, place, grid, 384, thread=32).issued
+    def counted(tiles):
+        return [t.issued + t.work for t in traces90(kernel, name, arguments, tiles)]
 
-    few, more, most = issued(9), issued(10), issued(12)
-    pipes = {p: more[p] - few[p] for p in PIPES}
-    if any(most[p] - more[p] != 2 * pipes[p] for p in PIPES):
-        raise SystemExit(f"sass: forward of {call['preset']} does not do the same for each tile")
-    scores = (pipes["HMMA"] - 128 // 16) // (HS // 16)      # matmuls q k: one for each sweep
-    clocks = {"tensor": 128 * 128 * HS * (scores + 1) / 2048, "special": pipes["MUFU"] * 8 * 32 / 16,
-              "issue": sum(pipes.values()) * 8 / 4}
-    return {"preset": call["preset"], "issued": sum(pipes.values()), **pipes, **clocks}
+    few, *others = ((tiles, counted(tiles)) for tiles in (4, 5, 6, 9))
+    one = [Counter({key: more[key] - less[key] for key in more}) for more, less in zip(others[0][1], few[1])]
+    for tiles, counts in others:
+        for count, before, step in zip(counts, few[1], one):
+            if any(count[key] - before[key] != (tiles - few[0]) * step[key] for key in count):
+                raise SystemExit(f"sass: {name} of {call['preset']} does not do the same for each tile")
+    clocks = clocks90(name, HS, call["sweeps"], list(zip(one, KERNELS90[name].values())))
+    longest = max(clocks.values())
+    return {"preset": call["preset"], "kernel": name, "issued": sum(one[0][p] for p in PIPES),
+            **{p: one[0][p] for p in PIPES}, **clocks, "bound": longest,
+            "tflops": FLOPS[name] * HS * 128 * 128 / longest * SUB_PARTITIONS / 4 * HERTZ / 1e12}
 
 
 def rows90():
@@ -187,18 +221,50 @@ def rows90():
 
 
 def report90(wanted, HS=64, jobs=os.cpu_count()):
+    """[row], up to two for each preset."""
     calls = flash_calls(HS)
+
+    def rows(preset):
+        call = calls[preset]
+        if call["instance"] not in rows90():
+            return []
+        kernels = disassemble("attention/flash90_instance.cu", f"-DINSTANCE=FLASH_{call['instance']}",
+                              architecture="sm_90a")
+        return [row for row in (measure90(call, HS, kernels, name) for name in KERNELS90) if row]
+
     with ThreadPoolExecutor(jobs) as pool:
-        rows = list(pool.map(lambda name: measure90(calls[name], HS), dict.fromkeys(["softmax", *wanted])))
-    return [row for row in rows if row]
+        return [row for some in pool.map(rows, dict.fromkeys(["softmax", *wanted])) for row in some]
 
 
-def table90(rows):
-    shown = ("issued", "HMMA", "MUFU", "FMA", "ALU", "tensor", "special", "issue")
-    lines = ["| preset | issued | wgmma | MUFU | FMA | ALU | clocks: tensor cores | special functions | issue |",
-             "|---|" + "--:|" * len(shown)]
-    return "\n".join(lines + [f"| {row['preset']} | " + " | ".join(f"{row[key]:,.0f}" for key in shown) + " |"
+SHOWN90 = {"issued": "issued", "HMMA": "wgmma", "MUFU": "MUFU", "FMA": "FMA", "ALU": "ALU",
+           "LDSM": "LDS, STS", "tensor": "clocks: tensor cores", "special": "special functions", "issue": "issue",
+           "shared": "shared memory", "tflops": "TFLOP/s"}
+
+
+def table90(rows, name):
+    rows = [row for row in rows if row["kernel"] == name]
+    lines = ["| preset | " + " | ".join(SHOWN90.values()) + " |", "|---|" + "--:|" * len(SHOWN90)]
+    return "\n".join(lines + [f"| {row['preset']} | " + " | ".join(f"{row[key]:,.0f}" for key in SHOWN90) + " |"
                               for row in rows])
+
+
+def summary90(rows):
+    """Both kernels of each preset: the bounds, relative to softmax's, and TFLOP/s."""
+    at = {(row["preset"], row["kernel"]): row for row in rows}
+    lines = ["| preset | forward | backward | both | relative to softmax: forward | backward | both | TFLOP/s |",
+             "|---|" + "--:|" * 7]
+    softmax = [at["softmax", name]["bound"] for name in KERNELS90]
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        if any((preset, name) not in at for name in KERNELS90):
+            continue
+        found = [at[preset, name] for name in KERNELS90]
+        bounds = [row["bound"] for row in found]
+        flops = sum(row["tflops"] * row["bound"] for row in found)
+        ratios = [a / b for a, b in zip((*bounds, sum(bounds)), (*softmax, sum(softmax)))]
+        lines.append(f"| {preset} | " + " | ".join([*(f"{x:,.0f}" for x in (*bounds, sum(bounds))),
+                                                   *(f"{x:.2f}" for x in ratios), f"{flops / sum(bounds):.0f}"])
+                     + " |")
+    return "\n".join(lines)
 
 
 def add_totals(rows, softmax, HS):
@@ -277,9 +343,9 @@ def main():
           f"nvcc {version}. Cycles come from a model.\n")
     print(table(rows))
     if rows_90:
-        print("\nThe forward kernel for compute capability 9.0: instructions that a warp issues for 128x128 scores, "
-              "and clocks of an SM.\n")
-        print(table90(rows_90))
+        print("\nThe kernels for compute capability 9.0, forward and backward: instructions that a warp issues for "
+              "128x128 scores, and clocks of an SM. Bounds of TFLOP/s.\n")
+        print(*(table90(rows_90, name) for name in KERNELS90), summary90(rows_90), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 The output of nvdisasm is parsed into instructions, and lane 0 of the warp is followed through them, starting from the
 kernel's arguments and its position in the grid. Integers, predicates and floats derived from these are computed; values
-from memory, a matmul or a special function are unknown. So loops are counted, not guessed. If a branch depends on
-something unknown (the slow path of a division, for example), we assume that it does not take a path that calls a
+from global memory, a matmul or a special function are unknown. So loops are counted, not guessed. If a branch depends
+on something unknown (the slow path of a division, for example), we assume that it does not take a path that calls a
 subroutine, and otherwise that it falls through. `Trace.assumed` lists these branches.
+
+Of shared memory, what the followed lane itself has stored is known, and what `shared` contains: the shared memory of
+the trace of another thread, which stored it before a barrier. Stores of other lanes are not seen. `drawn` is what
+atomic operations on global memory return, such as the number that a block draws from a counter.
 
 An instruction whose predicate is false is still issued, and therefore counted. All lanes are assumed to take the same
 path.
@@ -20,13 +24,14 @@ CONVERSIONS = ("F2F", "F2I", "I2F", "FRND")
 CONTROL = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BSSY", "BSYNC", "BREAK", "BAR", "DEPBAR", "LDGDEPBAR", "NOP",
            "BMOV", "YIELD", "ENDCOLLECTIVE", "WARPSYNC")
 MEMORY = ("LDG", "STG", "LDL", "STL", "LD", "ST", "LDC", "ULDC", "RED", "REDG", "ATOM", "ATOMG", "CCTL", "MEMBAR")
+SHARED = ("LDSM", "LDS", "STS", "STSM")
 FMA = ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HMUL2", "HADD2", "DFMA", "DMUL", "DADD")
 PIPES = ("HMMA", "MUFU", "FMA", "ALU", "LDSM", "LDGSTS", "SHFL", "branch", "memory")
 
 
 def pipe(opcode):
-    """The pipe that an instruction goes to. HMMA includes wgmma; MUFU the conversions that share its unit; LDSM LDS and
-    STS."""
+    """The pipe that an instruction goes to. HMMA includes wgmma; MUFU the conversions that share its unit; LDSM LDS,
+    STS and STSM."""
     name = opcode.split(".")[0]
     if name in ("HMMA", "HGMMA"):
         return "HMMA"
@@ -34,7 +39,7 @@ def pipe(opcode):
         return name
     if name in CONVERSIONS:
         return "MUFU"
-    if name in ("LDSM", "LDS", "STS"):
+    if name in SHARED:
         return "LDSM"
     if name in CONTROL:
         return "branch"
@@ -146,14 +151,16 @@ class Trace:
 
     PARAMETERS = 0x210          # of sm_90
 
-    def __init__(self, kernel, parameters, block, grid, threads, thread=0, most=3_000_000):
+    def __init__(self, kernel, parameters, block, grid, threads, thread=0, shared=(), drawn=None, most=3_000_000):
         self.kernel, self.registers, self.partial, self.predicates = kernel, {}, {}, {}
+        self.shared, self.drawn = dict(shared), drawn       # {address: 32 bits}
         bank = bytearray(self.PARAMETERS) + parameters
         struct.pack_into("<6I", bank, 0, threads, 1, 1, *grid)
         self.bank = bytes(bank)
         self.special = {"SR_TID.X": thread, "SR_TID.Y": 0, "SR_TID.Z": 0, "SR_CTAID.X": block[0],
-                        "SR_CTAID.Y": block[1], "SR_CTAID.Z": block[2], "SR_LANEID": thread % 32}
+                        "SR_CTAID.Y": block[1], "SR_CTAID.Z": block[2], "SR_LANEID": thread % 32, "SR_CgaCtaId": 0}
         self.issued, self.opcodes, self.assumed = Counter(), Counter(), Counter()
+        self.work = Counter()       # of wgmma and shared memory; see work_of()
         self.run(most)
 
     # -- operands
@@ -251,6 +258,7 @@ class Trace:
             i = code[at]
             self.issued[pipe(i.opcode)] += 1
             self.opcodes[i.opcode] += 1
+            self.work.update(self.work_of(i))
             most -= 1
             if most < 0:
                 raise RuntimeError(f"{self.kernel.name}: no end after that many instructions, near {i.address:#x}")
@@ -315,7 +323,7 @@ class Trace:
             self.do_LOP3(i, i.operands, i.flags)
             after = self.known(i.operands[0])
             self.set_known(i.operands[0], after[0], before[1] & after[1] & ~(before[0] ^ after[0]))
-        elif i.operands and i.name not in CONTROL + ("STG", "STS", "STL", "LDGSTS", "REDG", "RED"):
+        elif i.operands and i.name not in CONTROL + ("STG", "STL", "LDGSTS", "REDG", "RED"):
             self.forget(i)
 
     def forget(self, i):
@@ -323,8 +331,11 @@ class Trace:
         def is_predicate(n):
             return n < len(i.operands) and re.fullmatch(r"U?P\w", i.operands[n])
 
+        if i.name in ("STS", "STSM"):
+            self.store_shared(i, [None] * self.width(i))
+            return
         first = is_predicate(0)
-        destinations = 2 if first and (is_predicate(1) or i.name in ("SHFL", "LOP3")) else 1
+        destinations = 2 if first and (is_predicate(1) or i.name in ("SHFL", "LOP3", "ATOMG")) else 1
         if not first and i.name in ("IADD3", "IMAD", "LEA"):
             while is_predicate(destinations):
                 destinations += 1
@@ -336,7 +347,9 @@ class Trace:
 
     @staticmethod
     def width(i):
-        if i.name == "HMMA" or "128" in i.flags or (i.name == "LDSM" and "4" in i.flags):
+        if i.name == "HGMMA":
+            return int(i.flags[0].split("x")[1]) // 2
+        if i.name == "HMMA" or "128" in i.flags or (i.name in ("LDSM", "STSM") and "4" in i.flags):
             return 4
         wide = {"64", "WIDE", "F64", "2", "U64", "S64"} & set(i.flags) or i.name in ("CS2R", "DADD", "DMUL", "DFMA")
         return 2 if wide else 1
@@ -357,6 +370,49 @@ class Trace:
     def do_LDC(self, i, o, flags):
         words = self.load_constant(o[1], 2 if "64" in flags else 1)
         self.set(o[0], None if None in words else sum(x << 32 * n for n, x in enumerate(words)), len(words))
+
+    def work_of(self, i):
+        """The multiply-adds of a wgmma and the bytes of its operands in shared memory, both of the whole warpgroup; the
+        bytes that the lanes of the warp load from shared memory or store in it."""
+        if i.name == "HGMMA":       # D, A if it is in registers, descriptors
+            m, n, k = map(int, i.flags[0].split("x"))
+            return {"macs": m * n * k, "operands": 2 * k * (n if i.operands[1].startswith("R") else m + n)}
+        return {"lanes": 32 * 4 * self.width(i)} if i.name in SHARED else {}
+
+    # -- shared memory, as {address: word}
+
+    def address(self, text):
+        """Of an operand such as [R4+UR7+0x8]."""
+        parts = [self.value(x.split(".")[0]) for x in text.strip("[]").replace("+-", "+ -").split("+")]
+        return None if None in parts else sum(parts) & MASK
+
+    def store_shared(self, i, words):
+        """Words that are None are unknown from now on, and if the address is unknown, so is everything."""
+        at = self.address(i.operands[0])
+        if at is None:
+            self.shared.clear()
+            return
+        for n, x in enumerate(words):
+            self.shared.pop(at + 4 * n, None)
+            if x is not None:
+                self.shared[at + 4 * n] = x
+
+    def do_STS(self, i, o, flags):
+        found = re.fullmatch(r"(U?R)(Z|\d+)", o[1])
+        words = [self.register(found[1] + (found[2] if found[2] == "Z" else str(int(found[2]) + n)))
+                 for n in range(self.width(i))]
+        self.store_shared(i, words if not {"U8", "U16", "S8", "S16"} & set(flags) else [None])
+
+    def do_LDS(self, i, o, flags):
+        at = self.address(o[1])
+        words = [None if at is None else self.shared.get(at + 4 * n) for n in range(self.width(i))]
+        first = int(re.fullmatch(r"R(\d+)", o[0])[1])
+        for n, x in enumerate(words):
+            self.set(f"R{first + n}", x if not {"U8", "U16", "S8", "S16"} & set(flags) else None)
+
+    def do_ATOMG(self, i, o, flags):
+        self.forget(i)
+        self.set(o[1], self.drawn)
 
     @staticmethod
     def carried(o):
@@ -565,6 +621,12 @@ class Trace:
             self.set(o[0], None if x is None else from_float(float(x if "U32" in flags else signed(x))))
 
     do_I2FP = do_I2F
+
+    def do_HFMA2(self, i, o, flags):
+        """Only as a move of two constant halves."""
+        halves = [float(x) for x in o[3:5]] if [x.lstrip("-") for x in o[1:3]] == ["RZ", "RZ"] and all(
+            re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", x) for x in o[3:5]) else None
+        self.set(o[0], halves and int.from_bytes(struct.pack("<ee", *reversed(halves)), "little"))
 
     def do_F2I(self, i, o, flags):
         x = to_float(self.value(o[1], True))

@@ -45,22 +45,24 @@ class Device:
     nvlink: float           # bytes/s in each direction
     adapter: float          # bytes/s of a GPU's InfiniBand adapter, in each direction
     memory: float           # bytes
+    wgmma: bool             # compute capability 9.0: attention's kernels with wgmma
     source: str
 
 
 # The vendor's data sheets. 6.4 cycles for mma.sync on Hopper is sass.py's; an A100's SM does 2,048 FLOP per clock.
 DEVICES = {
-    "h100": Device("H100 SXM", 132, 1.755e9, 989e12, 3.35e12, 6.4, 450e9, 50e9, 80e9,
+    "h100": Device("H100 SXM", 132, 1.755e9, 989e12, 3.35e12, 6.4, 450e9, 50e9, 80e9, True,
                    "NVIDIA H100 data sheet (SXM, without sparsity); DGX H100: a 400 Gb/s adapter for each GPU"),
-    "h200": Device("H200 SXM", 132, 1.755e9, 989e12, 4.8e12, 6.4, 450e9, 50e9, 141e9,
+    "h200": Device("H200 SXM", 132, 1.755e9, 989e12, 4.8e12, 6.4, 450e9, 50e9, 141e9, True,
                    "NVIDIA H200 data sheet (SXM, without sparsity); DGX H200: a 400 Gb/s adapter for each GPU"),
-    "a100": Device("A100 SXM 80GB", 108, 1.41e9, 312e12, 2.039e12, 8.0, 300e9, 25e9, 80e9,
+    "a100": Device("A100 SXM 80GB", 108, 1.41e9, 312e12, 2.039e12, 8.0, 300e9, 25e9, 80e9, False,
                    "NVIDIA A100 data sheet (80GB SXM, without sparsity); DGX A100: a 200 Gb/s adapter for each GPU"),
 }
 
 BANDWIDTH_SHARE = 0.90
 MATMUL_SHARE = 0.63
 ATTENTION_SHARE = 0.72
+OVERLAP_SHARE = 0.75
 LATENCY = 0.7e-6
 IN_FLIGHT = 4
 LAUNCH = 2.5e-6
@@ -72,8 +74,10 @@ GPUS_PER_NODE = 8
 
 ASSUMPTIONS = (
     f"Memory delivers {BANDWIDTH_SHARE:.0%} of the data sheet's bandwidth, cuBLASLt {MATMUL_SHARE:.0%} of its FLOP/s.",
-    "Attention: cycles per 32x64 scores of dev/bench/sass.py (doc/kernels.md, nvcc 13.0.88), times the tiles on and "
-    f"below the diagonal, at {ATTENTION_SHARE:.0%}: start, end and last wave of the blocks.",
+    "Attention: clocks of dev/bench/sass.py (doc/kernels.md, nvcc 13.0.88), times the tiles on and below the diagonal, "
+    f"at {ATTENTION_SHARE:.0%}: start, end and last wave of the blocks. On compute capability 9.0, what the longest of "
+    f"an SM's resources needs, of which the kernels reach {OVERLAP_SHARE:.0%}, the share of the tensor cores' peak that "
+    "FlashAttention-3 reports (arXiv 2407.08608: 740 of 989 TFLOP/s).",
     f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work. The device never waits for "
     "the host.",
     f"A load takes {1e6 * LATENCY:g} us, {IN_FLIGHT} are in flight per thread. This limits kernels of few blocks.",
@@ -93,6 +97,12 @@ FLASH = {"flash_forward_kernel": (128, 1688 - 6.4 * 128), "flash_dq_kernel": (19
          "flash_dkv_kernel": (256, 2645 - 6.4 * 256)}
 # Rows of a block, and keys (for dk and dv: the other way round) that it visits at a time.
 FLASH_TILE = {"flash_forward_kernel": (128, 64), "flash_dq_kernel": (128, 64), "flash_dkv_kernel": (128, 64)}
+
+# The same for compute capability 9.0: clocks of the longest resource of an SM per 128x128 scores, for heads of up to 64
+# and 128.
+FLASH90 = {64: {"flash90_forward_kernel": 1056, "flash90_backward_kernel": 4508},
+           128: {"flash90_forward_kernel": 2048, "flash90_backward_kernel": 7580}}
+FLASH90_QUERIES = 64        # of a tile of the backward kernel
 
 # The constants of the kernels' headers.
 LOSS_ROWS = 8192
@@ -227,7 +237,8 @@ class Launch:
     name: str                 # as the emulation's report names it
     bytes: float = 0          # that DRAM moves
     flops: float = 0          # of matmuls
-    cycles: float = 0         # of all sub-partitions together
+    cycles: float = 0         # of all sub-partitions together, as if none of them ever waited
+    share: float = ATTENTION_SHARE      # of the time in which none does
     rounds: float = 0         # loads that a thread makes one after the other
     host: float = 0           # seconds on PCIe while the device waits
 
@@ -236,7 +247,7 @@ class Launch:
             return self.host
         return LAUNCH + max(self.bytes / (device.bandwidth * BANDWIDTH_SHARE),
                             self.flops / (device.flops * MATMUL_SHARE),
-                            self.cycles / (4 * device.processors * device.clock * ATTENTION_SHARE),
+                            self.cycles / (4 * device.processors * device.clock * self.share),
                             math.ceil(self.rounds / IN_FLIGHT) * LATENCY)
 
 
@@ -291,29 +302,57 @@ def visited(T, own, tile):
     return sum(min(own, T - from_) * rounded(min(from_ + own, T), tile) for from_ in range(0, T, own))
 
 
-def flash(name, run, extra, launched=None):
-    """`extra`: the bytes beyond q, k and v. launched: the kernel, if it is another one than the cycles are of."""
+def flash(name, run, extra):
+    """A kernel with mma.sync. `extra`: the bytes beyond q, k and v."""
     m, padded = run.model, next((size for size in (48, 64, 128) if size >= run.model.head_dim), 128)
     mma, rest = FLASH[name]
     tiles = run.B * m.heads * visited(run.T, *FLASH_TILE[name]) / (32 * 64)
-    return Launch("ATTENTION", launched or name, bytes=2 * run.N * m.joined + extra,
+    return Launch("ATTENTION", name, bytes=2 * run.N * m.joined + extra,
                   cycles=tiles * (mma * run.device.mma_cycles * padded / 64 + rest))
 
 
+def flash90(name, run, extra):
+    """A kernel with wgmma."""
+    m = run.model
+    tiles = run.B * m.heads * visited(run.T, 128, 128) / (128 * 128)
+    return Launch("ATTENTION", name, bytes=2 * run.N * m.joined + extra,
+                  cycles=4 * tiles * FLASH90[flash90_head(m)][name], share=OVERLAP_SHARE * ATTENTION_SHARE)
+
+
+def flash90_head(m):
+    return 64 if m.head_dim <= 64 else 128
+
+
+def undoes_rope(run):
+    """Does attention's backward pass undo RoPE, too?"""
+    return run.device.wgmma and run.model.head_dim in (64, 128)
+
+
 def attention_forward(run):
-    """On compute capability 9.0, the forward kernel is the one with wgmma. Until it is measured, its time is taken to
-    be that of the kernel with mma.sync."""
     N, m = run.N, run.model
-    launched = "flash_forward_kernel" if run.device is DEVICES["a100"] else "flash90_forward_kernel"
-    return [flash("flash_forward_kernel", run, 2 * N * m.query + 16 * N * m.heads, launched)]
+    kernel, name = (flash90, "flash90_forward_kernel") if run.device.wgmma else (flash, "flash_forward_kernel")
+    return [kernel(name, run, 2 * N * m.query + 16 * N * m.heads)]
+
+
+def attention_gradients(run):
+    """dq, dk and dv from dout, `rows` and, for learned scalars, g."""
+    N, m = run.N, run.model
+    dout, rows, g = 2 * N * m.query, 32 * N * m.heads, 4 * N * m.heads * bool(m.scalars)
+    dk_dv = 2 * 2 * N * m.key
+    if not run.device.wgmma:
+        return [flash("flash_dq_kernel", run, 2 * dout + rows + g), flash("flash_dkv_kernel", run, dout + rows + dk_dv)]
+    tiles = run.B * m.heads * -(-run.T // FLASH90_QUERIES)
+    sums = 4 * tiles * FLASH90_QUERIES * flash90_head(m)
+    return [Launch("ATTENTION", "cudaMemsetAsync", bytes=4 * (1 + tiles)),
+            flash90("flash90_backward_kernel", run, dout + rows + dk_dv + sums),
+            Launch("ATTENTION", "flash90_dq_kernel",
+                   bytes=sums + 2 * N * m.query + rows + g + 2 * N * m.query * bool(m.scalars))]
 
 
 def attention_backward(run):
     N, m = run.N, run.model
-    dout, rows = 2 * N * m.query, 32 * N * m.heads
-    launches = [Launch("ATTENTION", "flash_rows_kernel", bytes=2 * dout + (16 + 32) * N * m.heads),
-                flash("flash_dq_kernel", run, 2 * dout + rows + 4 * N * m.heads * bool(m.scalars)),
-                flash("flash_dkv_kernel", run, dout + rows + 2 * 2 * N * m.key)]
+    launches = [Launch("ATTENTION", "flash_rows_kernel", bytes=2 * 2 * N * m.query + (16 + 32) * N * m.heads),
+                *attention_gradients(run)]
     if m.scalars:
         pieces = -(-N // SCALAR_ROWS)
         launches += [Launch("ATTENTION", "flash_scalars_kernel", bytes=4 * N * m.heads, rounds=SCALAR_ROWS / 256),
@@ -346,7 +385,7 @@ def layer_backward(run, add):
             *[rmsnorm_forward(N, C)] * again, *matmul_backward("FEED_FORWARD", N, C, 2 * F, add),
             *rmsnorm_backward(N, C, add),
             *matmul_backward("PROJECTIONS", N, m.query, C, add), *attention_backward(run),
-            rope("rope_backward_kernel", N, T, m), *(qk_norm_backward(N, m, add) if m.qk_norm else []),
+            *([] if undoes_rope(run) else [rope("rope_backward_kernel", N, T, m)]), *(qk_norm_backward(N, m, add) if m.qk_norm else []),
             *[rmsnorm_forward(N, C)] * again, *matmul_backward("PROJECTIONS", N, C, m.joined, add),
             *rmsnorm_backward(N, C, add)]
 

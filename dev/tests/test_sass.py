@@ -5,6 +5,7 @@ Covers softmax; SASS_ALL=1 also compares lssar with it."""
 import os
 import struct
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,54 @@ def test_one_more_round_costs_the_same_each_time(toy):
     assert issued(9) - issued(8) == issued(8) - issued(7) > 5
 
 
+# Thread 0 of a block draws a number, and stores two that follow from it for all threads.
+SHARED_TOY = r"""
+__global__ void shared_toy(float *out, unsigned *drawn) {
+    __shared__ int work[3];
+    if (threadIdx.x == 0) {
+        int number = atomicAdd(drawn, 1u);
+        work[0] = number + 1;
+        work[2] = 3 * number;
+    }
+    __syncthreads();
+    float x = out[threadIdx.x];
+#pragma unroll 1
+    for (int i = 0; i < work[0]; i++) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+#pragma unroll 1
+    for (int i = 0; i < work[2]; i++) asm volatile("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    out[threadIdx.x] = x;
+}
+"""
+
+
+def test_shared_memory_that_thread_0_fills(tmp_path):
+    source = tmp_path / "shared_toy.cu"
+    source.write_text(SHARED_TOY)
+    kernel = next(iter(sass.disassemble(source).values()))
+
+    def special(**keys):
+        trace = sass_trace.Trace(kernel, struct.pack("<QQ", 1 << 32, 1 << 33), (0, 0, 0), (9, 1, 1), 64, **keys)
+        return trace, trace.opcodes["MUFU.EX2"], trace.opcodes["MUFU.LG2"]
+
+    for drawn in (0, 6, 7):
+        first, *counts = special(thread=0, drawn=drawn)
+        assert counts == [drawn + 1, 3 * drawn] and not first.assumed
+        second, *counts = special(thread=32, shared=first.shared)
+        assert counts == [drawn + 1, 3 * drawn] and not second.assumed
+    assert special(thread=32)[0].assumed                    # nothing is known
+
+
+@pytest.mark.parametrize("line, work", (
+    ("HGMMA.64x32x16.F32.BF16 R24, gdesc[UR12].tnspA.tnspB, RZ, !UPT", {"macs": 32768, "operands": 2 * 16 * 96}),
+    ("HGMMA.64x128x16.F32.BF16 R88, R152, gdesc[UR16].tnspB, R88", {"macs": 131072, "operands": 2 * 16 * 128}),
+    ("LDS.128 R4, [R2+UR7+0x10]", {"lanes": 512}), ("LDS R4, [R2]", {"lanes": 128}),
+    ("STS.64 [R2], R4", {"lanes": 256}), ("STSM.16.M88.4 [R2], R4", {"lanes": 512}), ("FADD R1, R2, R3", {})))
+def test_work_of_an_instruction(line, work):
+    text = f"\t.section\t.text.k,\"ax\"\n        /*0000*/   {line} ;\n        /*0010*/   EXIT ;\n"
+    trace = sass_trace.Trace(sass_trace.parse(text)["k"], b"", (0, 0, 0), (1, 1, 1), 32)
+    assert trace.work == Counter(work)
+
+
 # ---- the attention kernels, bf16, head size 64: instructions that a warp issues for 32x64 scores
 
 CAPS = {"forward": 800, "dq": 980, "dkv": 1450}
@@ -118,14 +167,62 @@ def test_the_documented_counts_of_softmax(softmax, kernel):
     assert f"| {softmax[kernel]['issued']:,.0f} |" in row and f"| {softmax[kernel]['cycles']:,.0f} |" in row
 
 
-# For 128x128 scores: 4 + 8 wgmma, an exp for each of 64 scores and for the rescaling of 2 rows. Issue slots must stay
-# below the 1,024 clocks of the special functions.
-def test_the_kernel_for_compute_capability_90(pinned):
-    row, = sass.report90([])
-    assert row["HMMA"] == 12 and 64 <= row["MUFU"] <= 68 and row["issued"] <= 480
-    assert row["tensor"] == 1024 and row["issue"] < row["special"]
+# ---- the kernels for compute capability 9.0, bf16, head size 64: what a warp issues for 128x128 scores
+
+# Forward, 4 wgmma for the scores and 8 for the output. Backward, in each of two steps, 4 each for S, dP, dV and dK, and
+# 8 for dQ.
+WGMMA90 = {"forward": 12, "backward": 2 * (4 * 4 + 8)}
+TENSOR90 = {"forward": 1024, "backward": 2560}
+CAPS90 = {"forward": 480, "backward": 1150}
+SHARED90 = {"forward": 960, "backward": 4730}               # clocks
+
+
+@pytest.fixture(scope="module")
+def softmax90(pinned):
+    return {row["kernel"]: row for row in sass.report90([])}
+
+
+@pytest.mark.parametrize("kernel", CAPS90)
+def test_the_kernels_for_compute_capability_90(softmax90, kernel):
+    """One exp for each of a lane's 64 scores, and forward for the rescaling of 2 rows. Issue slots must not be what
+    limits softmax."""
+    row = softmax90[kernel]
+    assert row["HMMA"] == WGMMA90[kernel] and row["tensor"] == TENSOR90[kernel]
+    assert 64 <= row["MUFU"] <= 68
+    assert row["issued"] <= CAPS90[kernel] and row["shared"] <= SHARED90[kernel]
+    assert row["issue"] < max(row["special"], row["tensor"])
     page = (sass.ROOT / "doc/kernels.md").read_text()
-    assert sass.table90([row]).splitlines()[-1] in page
+    assert sass.table90([row], kernel).splitlines()[-1] in page
+
+
+def test_steps_that_differ_are_an_error(monkeypatch):
+    """If two blocks differ by more than the number of their tiles, there is no count for a tile."""
+    class Fake:
+        def __init__(self, issued):
+            self.issued, self.work, self.shared = Counter(dict.fromkeys(sass.PIPES, issued)), Counter(), {}
+
+    call = {"preset": "softmax", "call": "", "sweeps": 1}
+    kernels = {"flash90_backward_kernelILi64E": "not looked at"}
+    issued = {tiles: 7 + 3 * tiles for tiles in range(20)}
+    monkeypatch.setattr(sass, "traces90", lambda kernel, name, arguments, tiles: [Fake(issued[tiles])] * 4)
+    assert sass.measure90(call, 64, kernels, "backward")["HMMA"] == 3
+    issued[9] += 1
+    with pytest.raises(SystemExit, match="does not do the same"):
+        sass.measure90(call, 64, kernels, "backward")
+
+
+def test_clocks_of_the_backward_kernel():
+    """By hand, for 128x128 scores, head size 64. A consumer's step has 64x64 scores: S, dP, dV and dK read a tile of
+    64x64 each, dQ 128x64 of dz and 128x32 of k. Lanes store dz (64x64 bf16) and dq (64x32 floats)."""
+    steps, tile = 4, 64 * 64 * 2
+    consumer = Counter(macs=2 * (4 * 64**3 + 64 * 32 * 128), operands=2 * (4 * tile + 128 * 64 * 2 + 128 * 32 * 2),
+                       lanes=2 * (tile + 64 * 32 * 4) // 4, MUFU=64)
+    consumer.update(dict.fromkeys(("FMA", "ALU"), 100))
+    clocks = sass.clocks90("backward", 64, 1, [(consumer, 8), (Counter(FMA=40, lanes=1024), 2)])
+    read = steps * (4 * tile + 24 * 1024) + steps * (tile + 64 * 32 * 4) + 2 * 1024
+    copied = 2 * (2 * tile + 64 * 64 * 4)                   # q and dout by TMA, dq by the additions
+    assert clocks == {"tensor": 5 * 128 * 128 * 64 / 2048, "special": 64 * 8 * 32 / 16, "issue": (264 * 8 + 80) / 4,
+                      "shared": (read + copied) / 128}
 
 
 def test_the_model():

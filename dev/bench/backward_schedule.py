@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""A model of how the blocks of attention/flash90_backward.cuh follow each other on an H100: what the fixed order of the
+sums in dq costs, and what other orders of the blocks would.
+
+    python3 dev/bench/backward_schedule.py                       # T = 1,024 to 16,384, 384 heads
+    python3 dev/bench/backward_schedule.py --heads 24 --lengths 4096
+    python3 dev/bench/backward_schedule.py --markdown            # the table of doc/kernels.md (a minute)
+
+Nothing here is measured. Time is counted in steps of a block, a tile of 128 keys by 64 queries, which all take equally
+long. A block starts when a multiprocessor is free and draws the next number, and takes START steps more than its tiles.
+An addition to dq takes LATENCY steps, and the next block in the order of sums may add to the same queries once the
+block has started to add to its next ones, too. Consumers are up to BUFFERS tiles of dq ahead of the additions.
+
+L2 and DRAM are not modeled: the more heads the blocks of one moment belong to, the less of q, dout and the sums is in
+L2.
+"""
+import argparse
+import heapq
+
+SMS = 132
+START = 2.0
+LATENCY = 1.0
+BUFFERS = 2
+KEYS, QUERIES = 128, 64
+
+
+def head_by_head(heads, tiles, last_first):
+    order = range(tiles - 1, -1, -1) if last_first else range(tiles)
+    return [(head, tile) for head in range(heads) for tile in order]
+
+
+def longest_first(heads, tiles, group=None):
+    """`group` heads after each other, and of these the blocks with the most queries first."""
+    group = group or heads
+    return [(head, tile) for first in range(0, heads, group) for tile in range(tiles)
+            for head in range(first, min(first + group, heads))]
+
+
+# name: (numbers that blocks draw, the order of sums, which a block waits for: its tile's neighbor at this distance, or 0
+# for none)
+ORDERS = {"any order, head by head, first tile first": (lambda h, n: head_by_head(h, n, False), 0),
+          "fixed, head by head, last tile first": (lambda h, n: head_by_head(h, n, True), 1),
+          "any order, longest of all heads first": (longest_first, 0),
+          "fixed, first tile first, longest of all heads first": (longest_first, -1),
+          "fixed, first tile first, longest of 32 heads first": (lambda h, n: longest_first(h, n, 32), -1)}
+BASE, KERNEL = list(ORDERS)[:2]
+
+
+def block(now, queries, before):
+    """One block that starts at `now`, visits `queries` tiles and adds to each not before the time in `before` (None: at
+    any time). Returns (its end, the times at which the next block in the order may add)."""
+    if before is None:
+        return now + START + queries + LATENCY, None
+    computed, added, done = now + START, [], []
+    for step in range(queries):
+        # The last buffer of dq has to be read before dq of this step can be written.
+        computed += 1
+        if step >= BUFFERS and added[step - BUFFERS] > computed:
+            computed = added[step - BUFFERS]
+        at = before[step] if before[step] > computed else computed
+        if step >= 2 and added[step - 2] + LATENCY > at:
+            at = added[step - 2] + LATENCY
+        added.append(at)
+        if step:
+            done.append(max(at, added[step - 1] + LATENCY))
+    done.append(added[-1] + LATENCY)
+    return done[-1], done
+
+
+def simulate(heads, T, order, sms=SMS):
+    """The time until all blocks have ended, in steps."""
+    numbers, neighbor = ORDERS[order]
+    tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
+    free, released, end = [0.0] * sms, {}, 0.0
+    for head, tile in numbers(heads, tiles):
+        now = heapq.heappop(free)
+        first = tile * KEYS // QUERIES
+        before = None
+        if neighbor:
+            # {tile of queries: time}; those that the block before this one does not see need not be waited for.
+            start, times = released.pop((head, tile + neighbor), (row_tiles, []))
+            before = [0.0] * max(0, start - first) + times[max(0, first - start):]
+        stop, done = block(now, row_tiles - first, before)
+        if neighbor:
+            released[head, tile] = first, done
+        end = max(end, stop)
+        heapq.heappush(free, stop)
+    return end
+
+
+def work(heads, T, sms=SMS):
+    """The steps of each multiprocessor if all were always busy."""
+    tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
+    return heads * sum(row_tiles - tile * KEYS // QUERIES + START + LATENCY for tile in range(tiles)) / sms
+
+
+def rows(heads, lengths):
+    """[T, steps of BASE, its time over that of always busy multiprocessors in percent, the others' over BASE's]"""
+    for T in lengths:
+        base, least = simulate(heads, T, BASE), work(heads, T)
+        yield [heads, T, base, 100 * (base / least - 1),
+               *(100 * (simulate(heads, T, order) / base - 1) for order in list(ORDERS)[1:])]
+
+
+def table(found):
+    head = ["heads", "T", "steps", "above always busy", *list(ORDERS)[1:]]
+    lines = ["| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
+    for heads, T, base, above, *others in found:
+        lines.append(f"| {heads} | {T:,} | {base:,.0f} | {above:.1f} % | "
+                     + " | ".join(f"{round(x, 1) + 0.0:+.1f} %" for x in others) + " |")
+    return "\n".join(lines)
+
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+MARKDOWN = ((384, LENGTHS), (24, LENGTHS))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--heads", type=int, default=384, help="of all sequences of a batch")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--markdown", action="store_true", help="print the table of doc/kernels.md")
+    o = parser.parse_args()
+    cases = MARKDOWN if o.markdown else ((o.heads, [int(T) for T in o.lengths.split(",")]),)
+    print(table([row for heads, lengths in cases for row in rows(heads, lengths)]))
+
+
+if __name__ == "__main__":
+    main()

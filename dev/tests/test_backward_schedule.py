@@ -1,0 +1,57 @@
+"""dev/bench/backward_schedule.py: blocks by hand, the orders, and the table of doc/kernels.md."""
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev/bench"))
+import backward_schedule as model
+from backward_schedule import LATENCY, START
+
+
+def test_a_block_by_hand():
+    """Alone, it adds after each step. Each tile is passed on when the next one's addition has started and its own is
+    over."""
+    end, done = model.block(10, 4, [0] * 4)
+    assert end == 10 + START + 4 + LATENCY == model.block(10, 4, None)[0]
+    assert done == [10 + START + step + LATENCY for step in (1, 2, 3, 4)]
+
+
+def test_a_block_that_waits():
+    """Its second tile is late by 20: it computes two more, and goes on when the buffers of dq are free."""
+    end, done = model.block(0, 6, [0, 20, 0, 0, 0, 0])
+    assert done[0] == 20 and done[1] == 20 + LATENCY
+    # The fourth dq waits for the addition of the second, at 20; the last two follow a step apart.
+    assert end == 22 + LATENCY
+
+
+@pytest.mark.parametrize("order", model.ORDERS)
+def test_every_block_runs_once_and_after_those_it_waits_for(order):
+    numbers, neighbor = model.ORDERS[order]
+    drawn = numbers(35, 6)
+    assert sorted(drawn) == [(head, tile) for head in range(35) for tile in range(6)]
+    at = {work: i for i, work in enumerate(drawn)}
+    for head, tile in drawn:
+        if neighbor and 0 <= tile + neighbor < 6:
+            assert at[head, tile + neighbor] < at[head, tile]
+
+
+@pytest.mark.parametrize("order", model.ORDERS)
+def test_bounds(order):
+    """No order is faster than processors that are always busy; one tile of keys needs no order; enough processors for
+    all blocks leave the longest one."""
+    assert model.simulate(40, 1000, order) >= model.work(40, 1000)
+    assert model.simulate(140, 128, order) == 2 * (START + 2 + LATENCY)
+    longest = START + 16 + LATENCY
+    assert longest <= model.simulate(4, 1024, order) <= 3 * longest
+    if not model.ORDERS[order][1]:
+        assert model.simulate(4, 1024, order) == longest
+
+
+def test_the_table_of_the_page():
+    """Its rows that take little time. To refresh it: dev/bench/backward_schedule.py --markdown."""
+    page = (ROOT / "doc/kernels.md").read_text()
+    for heads, lengths in model.MARKDOWN:
+        row = model.table(model.rows(heads, lengths[:1])).splitlines()
+        assert all(line in page for line in row)
