@@ -1,9 +1,9 @@
 // Evaluates checkpoints on a GPU: the same tasks, flags and results as eval_gpt2.c, section for section. The model is
 // that of train_gpt2.cu. Runs on a CPU, for small models, as eval_gpt2cu_on_cpu.
 //
-// There is no cache: each prompt of a needle, and each token of its answer but the last, takes a forward pass over the
-// whole prompt. Weights of attention, which the kernels never store, are computed on the host from the q and k of a
-// layer.
+// The activations of all layers stay on the device from one forward pass to the next, so they serve as the key-value
+// cache of a needle's answer, and of prompts of one haystack: a pass computes only the rows from Model.from on. Weights
+// of attention, which the kernels never store, are computed on the host from the q and k of a layer.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
@@ -22,7 +22,6 @@
 #include "runtime/real.h"
 
 static const char PROGRAM[] = "eval_gpt2cu";
-enum { HAS_CACHE = 0 };
 
 typedef struct {
     float *losses;       // (B,T)
@@ -219,7 +218,7 @@ static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l,
     Model *m = &model;
     const ModelConfig *config = &m->config;
     size_t HS = head_size(config), K = query_width(config), KV = key_width(config);
-    FlashInput<X> in = attention_input(m, layer_of(m, a, l, T).projected, l);
+    FlashInput<X> in = attention_input(m, layer_of(m, a, l, 0).projected, l);
     rows_to_host(c, c->q, in.q.p + from * in.q.row, T - from, K, in.q.row);
     rows_to_host(c, c->k, in.k.p, T, KV, in.k.row);
     AttentionInput host = {};
@@ -269,7 +268,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
                 observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, host_scalars(c, l),
                              host_shape(T), at, l);
             }
-            rows_to_host(c, c->x, layer_of(m, a, l, T).x_next, T, C, C);
+            rows_to_host(c, c->x, layer_of(m, a, l, 0).x_next, T, C, C);
             observe_layer(o, l, c->x, T, C);
             bar_within(c->bar, l + 1, (size_t)m->config.layers);
         }
@@ -291,7 +290,14 @@ static const float *last_logits(Computer *c, size_t T) {
     return c->logits;
 }
 
-// Feeds a prompt and shows the needle the weights of its last token. Returns the logits after it.
+// How many of a prompt's tokens the device holds from the trial before. None under a normalizer with T: the length of
+// that prompt may have been another.
+static size_t cached_tokens(const Computer *c, const NeedleTrial *t) {
+    (void)c;
+    return normalizer_uses_length(&model.config.attn) ? 0 : t->shared;
+}
+
+// Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.
 static const float *prompt_logits(Computer *c, Needle *n) {
     Model *m = &model;
     const NeedleTrial *t = &n->trial;
@@ -300,6 +306,7 @@ static const float *prompt_logits(Computer *c, Needle *n) {
     shape.cached = true;
     shape.past = T - 1;
     upload_tokens(c, t->tokens, NULL, 1, T);
+    m->from = cached_tokens(c, t);
     by_type([&](auto *a) {
         model_embed(m, a, m->batch, T);
         for (size_t l = 0; l < (size_t)m->config.layers; l++) {
@@ -312,18 +319,22 @@ static const float *prompt_logits(Computer *c, Needle *n) {
         }
     });
     needle_weights(n, c->weights, m->T);
-    return last_logits(c, T);
+    const float *logits = last_logits(c, T);
+    m->from = 0;
+    return logits;
 }
 
-// Runs the prompt and the answer so far through the model again.
+// Feeds a token of the answer. Returns the logits after it.
 static const float *next_logits(Computer *c, int32_t token, size_t position) {
     Model *m = &model;
     size_t T = position + 1;
     c->ints[position] = token;
-    m->first = NULL;    // a prompt is a single document
-    CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, T * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaMemcpyAsync(m->batch + position, c->ints + position, sizeof token, cudaMemcpyHostToDevice, stream));
+    m->from = position;
     by_type([&](auto *a) { model_forward(m, a, m->batch, 1, T, 1); });
-    return last_logits(c, T);
+    const float *logits = last_logits(c, T);
+    m->from = 0;
+    return logits;
 }
 
 #include "eval/program.h"

@@ -68,7 +68,7 @@ static void test_rmsnorm(void) {
     float *x = input("x", N * C, 2), *w = floats(C), *dout = input("dout", N * C, 1);
     float *out = floats(N * C), *dx = floats(N * C), *dw = floats(C), *r = floats(N);
     fixture_fill(w, C, "weight", 0, 1.0f, 0.3f);
-    rmsnorm_forward(out, x, w, N, C, eps);
+    rmsnorm_forward(in_f32(out), x, w, N, C, eps);
     rmsnorm_backward(dx, dw, dout, x, w, r, N, C, eps);
     double worst = compare("out", out, N * C, 0, 1e-5);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
@@ -122,8 +122,8 @@ static void test_swiglu(void) {
     float *gate_up = floats(2 * F), *dout = input("dout", F, 1), *out = floats(F), *dgate_up = floats(2 * F);
     fixture_fill(gate_up, F, "gate", 0, 0.0f, 4.0f);
     fixture_fill(gate_up + F, F, "up", 0, 0.0f, 2.0f);
-    swiglu_forward(out, gate_up, 1, F);
-    swiglu_backward(dgate_up, dout, gate_up, 1, F);
+    swiglu_forward(in_f32(out), gate_up, 1, F);
+    swiglu_backward(in_f32(dgate_up), dout, gate_up, 1, F);
     double worst = compare("out", out, F, 0, 1e-6);
     worst = largest(worst, compare("dgate", dgate_up, F, 0, 1e-6));
     worst = largest(worst, compare("dup", dgate_up + F, F, 0, 1e-6));
@@ -142,14 +142,14 @@ static void test_matmul(void) {
     float *out = floats(N * OC), *dx = floats(N * C), *dw = floats(OC * C);
     const Gemm mm = {0};
     const WeightMatrix weights = {.f32 = w, .mm = &mm};
-    matmul_forward(out, x, weights, N, C, OC, false);
-    matmul_backward(dx, dw, dout, x, weights, N, C, OC, false);
+    matmul_forward(out, in_f32(x), weights, N, C, OC, false);
+    matmul_backward(dx, dw, in_f32(dout), in_f32(x), weights, N, C, OC, false);
     double worst = compare("out", out, N * OC, 0, 1e-6);
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
     worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
     // Adding to the output gives twice the result.
-    matmul_forward(out, x, weights, N, C, OC, true);
-    matmul_backward(dx, dw, dout, x, weights, N, C, OC, true);
+    matmul_forward(out, in_f32(x), weights, N, C, OC, true);
+    matmul_backward(dx, dw, in_f32(dout), in_f32(x), weights, N, C, OC, true);
     for (size_t i = 0; i < N * OC; i++) out[i] /= 2;
     for (size_t i = 0; i < OC * C; i++) dw[i] /= 2;
     worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
@@ -355,14 +355,17 @@ static void test_adamw(void) {
 
 // Compares matmuls of bfloat16 inputs, in all transposes, with plain loops over the rounded numbers. Also runs oneDNN's
 // primitives in float32, which tests that code on processors without bfloat16.
-static void test_bf16_matmuls(void) {
+static void test_bf16_matmuls(Tiles tiles) {
     enum { M = 37, N = 65, K = 129 };
     static float a[M * K], b[K * N], c[M * N], expected[M * N];
+    char name[64];
     int before = failed;
     double worst = 0;
     Gemm mm;
     gemm_start(&mm, true);
-    case_name = mm.native ? "bfloat16 matmuls, native" : "bfloat16 matmuls, widened";
+    mm.tiles = tiles;
+    snprintf(name, sizeof name, "bfloat16 matmuls, %s", tiles ? tiles_name(tiles) : mm.native ? "native" : "widened");
+    case_name = name;
     fixture_fill(a, M * K, "a", 0, 0.0f, 1.0f);
     fixture_fill(b, K * N, "b", 0, 0.0f, 1.0f);
     void *memory = malloc(gemm_scratch(&mm, M * K, K * N));
@@ -413,6 +416,78 @@ static void test_bf16_matmuls(void) {
     free(rounded_b);
 }
 
+static double not_rounded(const uint16_t *rounded, const float *x, size_t n) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++) count += rounded[i] != bf16_from_float(x[i]);
+    return (double)count;
+}
+
+// With --dtype bf16, layers whose output only matmuls read give the same numbers, rounded.
+static void test_bf16_outputs(void) {
+    enum { N = 3, F = 300, E = 2 * F };
+    int before = failed;
+    case_name = "outputs in bfloat16";
+    float *x = input("x", N * E, 2), *y = input("y", N * F, 1), *w = input("w", F, 1), *out = floats(N * E);
+    uint16_t *rounded = malloc(N * E * sizeof *rounded);
+    MatmulInput bf16 = {.bf16 = rounded};
+    rmsnorm_forward(in_f32(out), x, w, N, F, 1e-5f);
+    rmsnorm_forward(bf16, x, w, N, F, 1e-5f);
+    check("rmsnorm", not_rounded(rounded, out, N * F), 0);
+    swiglu_forward(in_f32(out), x, N, F);
+    swiglu_forward(bf16, x, N, F);
+    check("swiglu", not_rounded(rounded, out, N * F), 0);
+    swiglu_backward(in_f32(out), y, x, N, F);
+    swiglu_backward(bf16, y, x, N, F);
+    check("swiglu's gradient", not_rounded(rounded, out, N * E), 0);
+    gau_gate_forward(in_f32(out), x, y, N, F, E);
+    gau_gate_forward(bf16, x, y, N, F, E);
+    check("the gate", not_rounded(rounded, out, N * F), 0);
+    case_done(before, 0);
+    free(x);
+    free(y);
+    free(w);
+    free(out);
+    free(rounded);
+}
+
+// Matmuls that are computed in parts, of which some entries are compared. A and B are bfloat16 numbers.
+static void test_large_bf16_matmuls(void) {
+    enum { M = 2070, N = 2100, K = 2130 };
+    int before = failed;
+    double worst = 0;
+    case_name = "large bfloat16 matmuls";
+    Gemm mm;
+    gemm_start(&mm, true);
+    float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
+    for (size_t i = 0; i < M * K; i++) a[i] = bf16_to_float(bf16_from_float(a[i]));
+    for (size_t i = 0; i < K * N; i++) b[i] = bf16_to_float(bf16_from_float(b[i]));
+    void *memory = malloc(gemm_scratch(&mm, M * K, K * N));
+    gemm_use(&mm, memory, M * K);
+    for (int kind = 0; kind < 4; kind++) {
+        Matrix A = {.f32 = a, .ld = kind & 1 ? M : K, .transposed = kind & 1};
+        Matrix B = {.f32 = b, .ld = kind & 2 ? K : N, .transposed = kind & 2};
+        double difference = 0, norm = 0;
+        for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, A, B, (float)add, c, N);
+        for (size_t i = 0; i < M; i += 23) {
+            for (size_t j = i % 29; j < N; j += 29) {
+                double sum = 0;
+                for (size_t p = 0; p < K; p++)
+                    sum += 2.0 * a[kind & 1 ? p * M + i : i * K + p] * b[kind & 2 ? j * K + p : p * N + j];
+                difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
+                norm += sum * sum;
+            }
+        }
+        worst = largest(worst, sqrt(difference / norm));
+        check("the sum of two products", sqrt(difference / norm), 1e-6);
+    }
+    case_done(before, worst);
+    gemm_end(&mm);
+    free(memory);
+    free(a);
+    free(b);
+    free(c);
+}
+
 // A matmul whose second input has rows 4 KiB apart. It takes a separate path, which splits the depth into several
 // parts.
 static void test_colliding_rows(void) {
@@ -449,7 +524,7 @@ static void test_nan(void) {
     int32_t target = 2;
     crossentropy(&loss, logits, &target, NULL, 1, 8, 8, 0.0f);
     check("loss", !isnan(loss), 0);
-    rmsnorm_forward(out, x, w, 1, 4, 1e-5f);
+    rmsnorm_forward(in_f32(out), x, w, 1, 4, 1e-5f);
     check("rmsnorm", !isnan(out[0]), 0);
     for (size_t i = 0; i < 2; i++) {
         Normalizer normalizer;
@@ -479,7 +554,10 @@ int main(int argc, char **argv) {
     program_name = "test_gpt2";
     run_cases(KINDS, sizeof KINDS / sizeof *KINDS, word, false);
     if (!word[0]) {
-        test_bf16_matmuls();
+        for (Tiles tiles = TILES_NONE; tiles <= TILES_LOOPS || tiles <= tiles_available(true); tiles++)
+            if (tiles != TILES_FLOAT) test_bf16_matmuls(tiles);
+        test_large_bf16_matmuls();
+        test_bf16_outputs();
         test_colliding_rows();
         test_nan();
     }

@@ -54,6 +54,38 @@ static void phase(Phase next) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. Layers
 
+// An array that only matmuls read: float32, or bfloat16 with --dtype bf16.
+typedef struct {
+    real *f32;    // used if bf16 is NULL
+    uint16_t *bf16;
+} MatmulInput;
+
+static MatmulInput in_f32(const real *x) {
+    return (MatmulInput){.f32 = (real *)x};
+}
+
+static MatmulInput from_element(MatmulInput x, size_t at) {
+    return x.bf16 ? (MatmulInput){.bf16 = x.bf16 + at} : (MatmulInput){.f32 = x.f32 + at};
+}
+
+// A matrix whose rows have n numbers.
+static Matrix matrix_of(MatmulInput x, size_t n, bool transposed) {
+    return (Matrix){x.f32, x.bf16, n, transposed};
+}
+
+// Layers compute such a row piece by piece: in its place, or in `piece`, which piece_done() then rounds.
+enum { PIECE = 256 };
+
+static real *piece_of(MatmulInput out, size_t at, real *piece) {
+    return out.bf16 ? piece : out.f32 + at;
+}
+
+static void piece_done(MatmulInput out, size_t at, const real *piece, size_t n) {
+    if (!out.bf16) return;
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) out.bf16[at + i] = bf16_from_float((float)piece[i]);
+}
+
 // out[n,c] = weight[tokens[n],c]
 //   out (N,C) written   weight (V,C)   tokens (N)
 static void embedding_forward(real *out, const real *weight, const int32_t *tokens, size_t N, size_t C) {
@@ -87,12 +119,17 @@ static real rms_inverse(const real *x, size_t C, real eps) {
 
 // out[n,c] = inp[n,c] · r_n · weight[c],  r_n = 1/sqrt(mean_c inp[n,c]² + eps)
 //   out (N,C) written   inp (N,C)   weight (C)
-static void rmsnorm_forward(real *out, const real *inp, const real *weight, size_t N, size_t C, real eps) {
+static void rmsnorm_forward(MatmulInput out, const real *inp, const real *weight, size_t N, size_t C, real eps) {
     #pragma omp parallel for schedule(static) if (N > 1)
     for (size_t n = 0; n < N; n++) {
         real r = rms_inverse(inp + n * C, C, eps);
-        #pragma omp simd
-        for (size_t c = 0; c < C; c++) out[n * C + c] = inp[n * C + c] * r * weight[c];
+        for (size_t from = 0; from < C; from += PIECE) {
+            size_t at = n * C + from, count = C - from < PIECE ? C - from : PIECE;
+            real piece[PIECE], *y = piece_of(out, at, piece);
+            #pragma omp simd
+            for (size_t c = 0; c < count; c++) y[c] = inp[at + c] * r * weight[from + c];
+            piece_done(out, at, y, count);
+        }
     }
 }
 
@@ -131,18 +168,18 @@ typedef struct {
 
 // out[n,o] = sum_c inp[n,c] weight[o,c] (+ out[n,o] when add)
 //   out (N,OC) written or added to   inp (N,C)   weight (OC,C); uses its bfloat16 copy if there is one
-static void matmul_forward(real *out, const real *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
+static void matmul_forward(real *out, MatmulInput inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     Matrix w = {weight.f32, weight.bf16, .ld = C, .transposed = true};
-    gemm_run(weight.mm, N, OC, C, as_stored(inp, C), w, add ? 1 : 0, out, OC);
+    gemm_run(weight.mm, N, OC, C, matrix_of(inp, C, false), w, add ? 1 : 0, out, OC);
 }
 
 // dinp[n,c] = sum_o dout[n,o] weight[o,c],   dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add)
 //   dinp (N,C) written   dweight (OC,C) written or added to   dout (N,OC)   inp (N,C)
-static void matmul_backward(real *dinp, real *dweight, const real *dout, const real *inp, WeightMatrix weight, size_t N,
+static void matmul_backward(real *dinp, real *dweight, MatmulInput dout, MatmulInput inp, WeightMatrix weight, size_t N,
                             size_t C, size_t OC, bool add) {
     Matrix w = {weight.f32, weight.bf16, .ld = C};
-    gemm_run(weight.mm, N, C, OC, as_stored(dout, OC), w, 0, dinp, C);
-    gemm_run(weight.mm, OC, C, N, transposed(dout, OC), as_stored(inp, C), add ? 1 : 0, dweight, C);
+    gemm_run(weight.mm, N, C, OC, matrix_of(dout, OC, false), w, 0, dinp, C);
+    gemm_run(weight.mm, OC, C, N, matrix_of(dout, OC, true), matrix_of(inp, C, false), add ? 1 : 0, dweight, C);
 }
 
 // QK norms: an RMSNorm with a gain over each head of q and k, before RoPE.
@@ -295,27 +332,38 @@ static void rope_backward(real *dqkv, const real *qkv, const real *inverse_norms
 
 // out[n,f] = silu(gate[n,f]) · up[n,f],  silu(x) = x sigmoid(x)
 //   out (N,F) written   gate_up (N,2F): gate, then up
-static void swiglu_forward(real *out, const real *gate_up, size_t N, size_t F) {
+static void swiglu_forward(MatmulInput out, const real *gate_up, size_t N, size_t F) {
     #pragma omp parallel for schedule(static) if (N > 1)
     for (size_t n = 0; n < N; n++) {
-        const real *gate = gate_up + n * 2 * F, *up = gate + F;
-        #pragma omp simd
-        for (size_t f = 0; f < F; f++) out[n * F + f] = gate[f] * real_sigmoid(gate[f]) * up[f];
+        for (size_t from = 0; from < F; from += PIECE) {
+            const real *gate = gate_up + n * 2 * F + from, *up = gate + F;
+            size_t at = n * F + from, count = F - from < PIECE ? F - from : PIECE;
+            real piece[PIECE], *y = piece_of(out, at, piece);
+            #pragma omp simd
+            for (size_t f = 0; f < count; f++) y[f] = gate[f] * real_sigmoid(gate[f]) * up[f];
+            piece_done(out, at, y, count);
+        }
     }
 }
 
 // dgate = dout · up · sigmoid(gate) (1 + gate (1 − sigmoid(gate))),   dup = dout · silu(gate)
 //   dgate_up (N,2F) written   dout (N,F)   gate_up (N,2F)
-static void swiglu_backward(real *dgate_up, const real *dout, const real *gate_up, size_t N, size_t F) {
+static void swiglu_backward(MatmulInput dgate_up, const real *dout, const real *gate_up, size_t N, size_t F) {
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        const real *gate = gate_up + n * 2 * F, *up = gate + F, *dy = dout + n * F;
-        real *dgate = dgate_up + n * 2 * F, *dup = dgate + F;
-        #pragma omp simd
-        for (size_t f = 0; f < F; f++) {
-            real sigmoid = real_sigmoid(gate[f]);
-            dgate[f] = dy[f] * up[f] * sigmoid * (1 + gate[f] * (1 - sigmoid));
-            dup[f] = dy[f] * gate[f] * sigmoid;
+        for (size_t from = 0; from < F; from += PIECE) {
+            const real *gate = gate_up + n * 2 * F + from, *up = gate + F, *dy = dout + n * F + from;
+            size_t at = n * 2 * F + from, count = F - from < PIECE ? F - from : PIECE;
+            real of_gate[PIECE], of_up[PIECE];
+            real *dgate = piece_of(dgate_up, at, of_gate), *dup = piece_of(dgate_up, at + F, of_up);
+            #pragma omp simd
+            for (size_t f = 0; f < count; f++) {
+                real sigmoid = real_sigmoid(gate[f]);
+                dgate[f] = dy[f] * up[f] * sigmoid * (1 + gate[f] * (1 - sigmoid));
+                dup[f] = dy[f] * gate[f] * sigmoid;
+            }
+            piece_done(dgate_up, at, dgate, count);
+            piece_done(dgate_up, at + F, dup, count);
         }
     }
 }
@@ -410,12 +458,17 @@ static void gau_backward(Projected d, GauGains grads, Projected x, GauGains gain
 
 // out[n,e] = silu(u[n,e]) · att[n,e]
 //   out (N,E) written   uvz (N,W), whose first E columns are u   att (N,E)
-static void gau_gate_forward(real *out, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
+static void gau_gate_forward(MatmulInput out, const real *uvz, const real *att, size_t N, size_t E, size_t W) {
     #pragma omp parallel for schedule(static) if (N > 1)
     for (size_t n = 0; n < N; n++) {
-        const real *u = uvz + n * W;
-        #pragma omp simd
-        for (size_t e = 0; e < E; e++) out[n * E + e] = u[e] * real_sigmoid(u[e]) * att[n * E + e];
+        for (size_t from = 0; from < E; from += PIECE) {
+            const real *u = uvz + n * W + from;
+            size_t at = n * E + from, count = E - from < PIECE ? E - from : PIECE;
+            real piece[PIECE], *y = piece_of(out, at, piece);
+            #pragma omp simd
+            for (size_t e = 0; e < count; e++) y[e] = u[e] * real_sigmoid(u[e]) * att[at + e];
+            piece_done(out, at, y, count);
+        }
     }
 }
 
@@ -507,17 +560,18 @@ typedef struct {
     real *x_mid;            // (kept, N, C)         the residual stream between attention and feed-forward
     real *gate_up;          // (kept, N, 2F)        only in Llama layers, like x_mid
 
-    real *h;                                   // (N, C)               a normalized input
-    real *act;                                 // (N, F)
-    real *logits;                              // (LOSS_ROWS, VP)
-    real *losses;                              // (N)
-    real *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
-    real *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
-    real *rms;                                 // (N)
-    real *attention;                           // scratch for attention_cpu.c
-    void *matmul_scratch;                      // with bf16
-    real *cosines, *sines;                     // (T, HS/2)
-    double *sums;                              // partial sums of the gradient's norm
+    MatmulInput h;                   // (N, C)               a normalized input
+    MatmulInput act;                 // (N, F)
+    real *logits;                    // (LOSS_ROWS, VP)
+    real *losses;                    // (N)
+    real *dx, *dh, *datt, *dact;     // gradients of x, h, att, act
+    MatmulInput dgate_up;            // (N, 2F)              only in Llama layers
+    real *djoined, *dq, *dk, *dv;    // of joined, and of gated units' q, k, v
+    real *rms;                       // (N)
+    real *attention;                 // scratch for attention_cpu.c
+    void *matmul_scratch;            // with bf16
+    real *cosines, *sines;           // (T, HS/2)
+    double *sums;                    // partial sums of the gradient's norm
 
     Gemm mm;
     uint64_t all_zero_rows, rows;    // since they were last reset: all-zero attention rows, all attention rows
@@ -615,11 +669,16 @@ static void round_parameters(Model *m) {
 
 static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch";
 
+static void plan_input(Model *m, MatmulInput *x, size_t n) {
+    if (m->mm.bf16) memory_add(&m->plan, SCRATCH, (void **)&x->bf16, n * sizeof *x->bf16);
+    else memory_add(&m->plan, SCRATCH, (void **)&x->f32, FLOATS(n));
+}
+
 static void layer_plan(Model *m, size_t kept_layers, size_t N) {
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, L = kept_layers;
     memory_add(&m->plan, KEPT, (void **)&m->x_mid, FLOATS(L * N * C));
     memory_add(&m->plan, KEPT, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
-    memory_add(&m->plan, SCRATCH, (void **)&m->dgate_up, FLOATS(N * 2 * F));
+    plan_input(m, &m->dgate_up, N * 2 * F);
 }
 
 static void unit_plan(Model *m, size_t kept_layers, size_t N) {
@@ -651,9 +710,9 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     memory_add(&m->plan, KEPT, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
     memory_add(&m->plan, KEPT, (void **)&m->att, FLOATS(L * N * E));
     block_of(m)->plan(m, L, N);
-    memory_add(&m->plan, SCRATCH, (void **)&m->h, FLOATS(N * C));
+    plan_input(m, &m->h, N * C);
     memory_add(&m->plan, SCRATCH, (void **)&m->djoined, FLOATS(N * W));
-    memory_add(&m->plan, SCRATCH, (void **)&m->act, FLOATS(N * F));
+    plan_input(m, &m->act, N * F);
     memory_add(&m->plan, "logits of one block of rows", (void **)&m->logits, FLOATS(loss_rows * VP));
     memory_add(&m->plan, SCRATCH, (void **)&m->losses, FLOATS(N));
     if (m->doc_mask) memory_add(&m->plan, SCRATCH, (void **)&m->first, N * sizeof *m->first);
@@ -790,7 +849,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     attention_layer_forward(m, l, B, T);
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_mid, of.x, FLOATS(N * C));
-    matmul_forward(of.x_mid, of.att, weight(m, at->o), N, E, C, true);
+    matmul_forward(of.x_mid, in_f32(of.att), weight(m, at->o), N, E, C, true);
 
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
@@ -813,7 +872,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_SWIGLU);
     swiglu_forward(m->act, of.gate_up, N, F);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(m->dact, grads + at->down, m->dx, m->act, weight(m, at->down), N, F, C, add);
+    matmul_backward(m->dact, grads + at->down, in_f32(m->dx), m->act, weight(m, at->down), N, F, C, add);
     phase(PHASE_SWIGLU);
     swiglu_backward(m->dgate_up, m->dact, of.gate_up, N, F);
     phase(PHASE_NORM);
@@ -824,7 +883,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     rmsnorm_backward(m->dx, grads + at->norm2, m->dh, of.x_mid, m->params + at->norm2, m->rms, N, C, norm_eps(m));
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->datt, grads + at->o, m->dx, of.att, weight(m, at->o), N, E, C, add);
+    matmul_backward(m->datt, grads + at->o, in_f32(m->dx), in_f32(of.att), weight(m, at->o), N, E, C, add);
     attention_layer_backward(m, l, B, T);
     phase(PHASE_ROPE);
     rope_backward(m->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
@@ -834,7 +893,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
                          qk_norm_of(m, l, N));
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dh, grads + at->q, m->djoined, m->h, weight(m, at->q), N, C, W, add);
+    matmul_backward(m->dh, grads + at->q, in_f32(m->djoined), m->h, weight(m, at->q), N, C, W, add);
     phase(PHASE_NORM);
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
@@ -866,7 +925,7 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_GATE);
     gau_gate_forward(m->act, of.projected.joined, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dact, grads + at->o, m->dx, m->act, weight(m, at->o), N, E, C, add);
+    matmul_backward(m->dact, grads + at->o, in_f32(m->dx), m->act, weight(m, at->o), N, E, C, add);
     phase(PHASE_GATE);
     gau_gate_backward(m->datt, d.joined, m->dact, of.projected.joined, of.att, N, E, W);
     attention_layer_backward(m, l, B, T);
@@ -875,7 +934,7 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_NORM);
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dh, grads + at->u, d.joined, m->h, weight(m, at->u), N, C, W, add);
+    matmul_backward(m->dh, grads + at->u, in_f32(d.joined), m->h, weight(m, at->u), N, C, W, add);
     phase(PHASE_NORM);
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
 }
@@ -918,11 +977,11 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
-        const real *h = m->h + from * C;
+        MatmulInput h = from_element(m->h, from * C);
         matmul_forward(m->logits, h, head, rows, C, VP, false);
         crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale);
         if (scale != 0)
-            matmul_backward(m->dh + from * C, m->grads + m->list.head, m->logits, h, head, rows, C, VP,
+            matmul_backward(m->dh + from * C, m->grads + m->list.head, in_f32(m->logits), h, head, rows, C, VP,
                             add || from > 0);
     }
     for (size_t n = 0; n < N; n++) sum += m->losses[n];
@@ -1057,7 +1116,7 @@ enum {
 typedef struct {
     Model *m;
     size_t sequences, length, rows;        // sequences at once, their maximum length, rows per call
-    float *k, *v;                          // (layers, sequences, length, key or value width)
+    float *k, *v;                          // (layers, sequences, NKV, length, HS or VS)
     float *x, *h, *att, *gate_up, *act;    // (rows, ...)
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
     float *logits;                         // (sequences, V)
@@ -1075,8 +1134,9 @@ typedef struct {
     size_t sequence, position;
 } DecodeRow;
 
-// One row per block. plan() adds the arrays that only this block needs; keys() computes k and v (key and value width)
-// of row r for the cache, from the row's projections; decode() runs one layer for all rows.
+// One row per block. plan() adds the arrays that only this block needs. keys() computes k and v of row r for the cache,
+// from the row's projections; it writes those of head 0 at k and v, and each other head's d->length rows after the one
+// before it. decode() runs one layer for all rows.
 typedef struct {
     void (*plan)(Decoder *d, MemoryPlan *plan);
     void (*keys)(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v);
@@ -1159,8 +1219,11 @@ static void layer_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, 
     float *q = d->joined + r * joined_width(c), *inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
     if (c->qk_norm) qk_norm_forward(q, NULL, NULL, qk_norm_of(d->m, layer, 1));
     rope_forward(q, inverse_norms, rope);
-    memcpy(k, q + query_width(c), FLOATS(key_width(c)));
-    memcpy(v, q + query_width(c) + key_width(c), FLOATS(value_width(c)));
+    size_t HS = head_size(c), VS = value_size(c);
+    for (size_t h = 0; h < (size_t)c->kv_heads; h++) {
+        memcpy(k + h * d->length * HS, q + query_width(c) + h * HS, FLOATS(HS));
+        memcpy(v + h * d->length * VS, q + query_width(c) + key_width(c) + h * VS, FLOATS(VS));
+    }
 }
 
 // q goes to d->q.
@@ -1178,8 +1241,8 @@ static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_
     size_t cache = (layer * d->sequences + row->sequence) * d->length;
     return (AttentionInput){.q = d->q ? (ConstView){d->q + r * K, K, head_size(c)}
                                       : (ConstView){d->joined + r * W, W, head_size(c)},
-                            .k = {d->k + cache * KV, KV, head_size(c)},
-                            .v = {d->v + cache * VV, VV, value_size(c)},
+                            .k = {d->k + cache * KV, head_size(c), d->length * head_size(c)},
+                            .v = {d->v + cache * VV, value_size(c), d->length * value_size(c)},
                             .first = d->m->doc_mask ? d->first + r : NULL,
                             .mm = &d->m->mm};
 }
@@ -1218,9 +1281,9 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     size_t NH = (size_t)c->heads, work = count * (rows[0].position + 1) * (query_width(c) + output_width(c));
     #pragma omp parallel for schedule(static) if (count > 1)
     for (size_t r = 0; r < count; r++) {
-        size_t at = (layer * d->sequences + rows[r].sequence) * d->length + rows[r].position;
-        Rope rope = rope_at(d, rows[r].position);
-        decode_block(d)->keys(d, rope, r, layer, d->k + at * key_width(c), d->v + at * value_width(c));
+        size_t sequence = layer * d->sequences + rows[r].sequence, position = rows[r].position;
+        size_t at = sequence * (size_t)c->kv_heads * d->length + position;
+        decode_block(d)->keys(d, rope_at(d, position), r, layer, d->k + at * head_size(c), d->v + at * value_size(c));
     }
     if (is_span(rows, count)) {
         attention_forward(d->att, d->stats, cached_input(d, rows, 0, layer), layer_scalars(d->m, layer),
@@ -1307,20 +1370,20 @@ static void matmul_few(float *out, const float *inp, WeightMatrix weight, size_t
 static void decode_matmul(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
     if (N == 1) matmul_one(out, inp, weight, C, OC, add);
     else if (N <= FEW_ROWS) matmul_few(out, inp, weight, N, C, OC, add);
-    else matmul_forward(out, inp, weight, N, C, OC, add);
+    else matmul_forward(out, in_f32(inp), weight, N, C, OC, add);
 }
 
 static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn;
-    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
+    rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_matmul(d->joined, d->h, weight(m, at->q), count, C, joined_width(&m->config), false);
     decode_attention(d, rows, count, l);
     decode_matmul(d->x, d->att, weight(m, at->o), count, output_width(&m->config), C, true);
-    rmsnorm_forward(d->h, d->x, m->params + at->norm2, count, C, norm_eps(m));
+    rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm2, count, C, norm_eps(m));
     decode_matmul(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
-    swiglu_forward(d->act, d->gate_up, count, F);
+    swiglu_forward(in_f32(d->act), d->gate_up, count, F);
     decode_matmul(d->x, d->act, weight(m, at->down), count, F, C, true);
 }
 
@@ -1328,10 +1391,10 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    rmsnorm_forward(d->h, d->x, m->params + at->norm1, count, C, norm_eps(m));
+    rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_matmul(d->joined, d->h, weight(m, at->u), count, C, W, false);
     decode_attention(d, rows, count, l);
-    gau_gate_forward(d->act, d->joined, d->att, count, E, W);
+    gau_gate_forward(in_f32(d->act), d->joined, d->att, count, E, W);
     decode_matmul(d->x, d->act, weight(m, at->o), count, E, C, true);
 }
 
@@ -1364,7 +1427,7 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     Model *m = d->m;
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
     float *logits = d->logits + sequence * V;
-    rmsnorm_forward(d->h, d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
+    rmsnorm_forward(in_f32(d->h), d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
     decode_matmul(logits, d->h, weight(m, m->list.head), count, C, V, false);
     return logits;
 }
@@ -1399,12 +1462,11 @@ static const RunProgram PROGRAM = {
 
 static void describe_matmuls(char *out, size_t size, const Gemm *mm) {
     int threads = omp_get_max_threads();
-    char tiles[48] = "";
-    if (tiles_are_bf16(mm->tiles)) snprintf(tiles, sizeof tiles, ", in attention by %s", tiles_name(mm->tiles));
-    snprintf(out, size, "matmuls   %s by %s%s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
-             gemm_library().name,
-             mm->bf16 && !mm->native ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", tiles, threads,
-             threads == 1 ? "" : "s", process.size, process.size == 1 ? "" : "s");
+    bool tiles = tiles_are_bf16(mm->tiles), widened = mm->bf16 && !tiles && !mm->native;
+    snprintf(out, size, "matmuls   %s by %s%s, %d thread%s on %d rank%s", mm->bf16 ? "bfloat16" : "float32",
+             tiles ? tiles_name(mm->tiles) : gemm_library().name,
+             widened ? " (widened to float32: no bfloat16 matmuls on this CPU)" : "", threads, threads == 1 ? "" : "s",
+             process.size, process.size == 1 ? "" : "s");
 }
 
 static void plan_training(Model *m, Decoder *d, const Run *run) {

@@ -140,6 +140,9 @@ struct Model {
     size_t segment_count, segment_blocks, state_floats;
 
     size_t B, T, layer_stats;
+    // The first row that a forward pass computes, of its only sequence. The rows before it keep what an earlier pass
+    // computed, as in a key-value cache (eval_gpt2.cu). 0 in training.
+    size_t from;
     size_t loss_rows;                     // rows whose logits are in memory at a time
     float *stats;                         // (layers, layer_stats) statistics of the attention rows
     float *inverse_norms;                 // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
@@ -260,8 +263,8 @@ static const BlockRow<X> *block_of(const Model *m) {
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return {&c->attn,         B, T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c), value_size(c), c->seq_len,
-            !m->deterministic};
+    return {&c->attn,      B,          T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c),
+            value_size(c), c->seq_len, 0, !m->deterministic};
 }
 
 // A batch on the device: one int32 array, so that one copy suffices, and the mask.
@@ -491,7 +494,7 @@ static void take_model(Model *m) {
 // 3. Passes
 // `counter` selects which count all-zero attention rows go to: 0 for steps, 1 for validations.
 
-// The activations of one layer or unit; x_next is the next layer's x.
+// The activations of one layer or unit, from one of its rows on; x_next is the next layer's x.
 template <class X>
 struct Layer {
     X *x, *x_next, *h1, *att, *act, *x_mid, *h2, *gate_up;
@@ -501,13 +504,14 @@ struct Layer {
 };
 
 template <class X>
-static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t N) {
+static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t from) {
     const ModelConfig *c = &m->config;
     size_t C = (size_t)c->channels, F = (size_t)c->ffn, K = query_width(c), E = output_width(c),
            heads = (size_t)(c->heads + c->kv_heads);
-    size_t again = m->recompute ? 0 : l;    // of arrays that have room for one layer only
+    size_t N = m->B * m->T, row = l * N + from;    // a layer stays in place, whatever the batch
+    size_t again = m->recompute ? 0 : l;           // of arrays that have room for one layer only
     // Arrays of the other block are NULL.
-    auto in = [N](X *first, size_t layer, size_t width) { return first ? first + layer * N * width : NULL; };
+    auto in = [=](X *first, size_t layer, size_t width) { return first ? first + (layer * N + from) * width : NULL; };
     Layer<X> of;
     of.x = in(a->x, l, C);
     of.x_next = in(a->x, l + 1, C);
@@ -518,12 +522,12 @@ static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size
     of.h2 = in(a->h2, again, C);
     of.gate_up = in(a->gate_up, l, 2 * F);
     of.projected = {in(a->joined, l, joined_width(c)), in(a->q, l, K), in(a->k, l, K), in(a->v, l, E),
-                    m->inverse_norms + l * N * heads};
+                    m->inverse_norms + row * heads};
     of.qk_inputs = in(a->qk_inputs, l, K + key_width(c));
-    of.qk_inverse = c->qk_norm ? m->qk_inverse + l * N * heads : NULL;
+    of.qk_inverse = c->qk_norm ? m->qk_inverse + row * heads : NULL;
     of.stats = m->stats + l * m->layer_stats;
-    of.r1 = m->r1 + l * N;
-    of.r2 = m->r2 + l * N;
+    of.r1 = m->r1 + row;
+    of.r2 = m->r2 + row;
     return of;
 }
 
@@ -536,13 +540,14 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
+    size_t angles = m->from * head_size(c) / 2;
     return {B,
-            T,
+            T - m->from,
             (size_t)c->heads,
             (size_t)c->kv_heads,
             head_size(c),
-            m->cosines,
-            m->sines,
+            m->cosines + angles,
+            m->sines + angles,
             c->attn.qk.kind == QK_L2,
             (float)rope_amplitude(&c->rope_scaling)};
 }
@@ -578,8 +583,10 @@ static bool undoes_rope(const Model *m, FlashShape shape) {
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
 template <class X>
-static void attention_layer_forward(Model *m, const Layer<X> &of, size_t l, size_t B, size_t T, int counter) {
+static void attention_layer_forward(Model *m, const Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
+    Layer<X> of = layer_of(m, a, l, 0);
     FlashShape shape = flash_shape(m, B, T);
+    shape.from = m->from;
     phase(PHASE_ATTENTION);
     flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
                      attention_input(m, of.projected, l), shape, m->scratch, stream);
@@ -602,8 +609,8 @@ template <class X>
 static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
-    Layer<X> of = layer_of(m, a, l, N);
+    size_t N = B * T - m->from, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
+    Layer<X> of = layer_of(m, a, l, m->from);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
@@ -612,7 +619,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
     phase(PHASE_ROPE);
     rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
-    attention_layer_forward(m, of, l, B, T, counter);
+    attention_layer_forward(m, a, l, B, T, counter);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, {N, E, C}, stream);
 
@@ -632,7 +639,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
-    Layer<X> of = layer_of(m, a, l, N);
+    Layer<X> of = layer_of(m, a, l, 0);
     float *grads = m->grads;
     phase(PHASE_SWIGLU);
     if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, stream);
@@ -671,15 +678,15 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
 template <class X>
 static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    Layer<X> of = layer_of(m, a, l, N);
+    size_t N = B * T - m->from, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
+    Layer<X> of = layer_of(m, a, l, m->from);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, {N, C, W}, stream);
     phase(PHASE_ROPE);
     gau_forward(of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
-    attention_layer_forward(m, of, l, B, T, counter);
+    attention_layer_forward(m, a, l, B, T, counter);
     phase(PHASE_GATE);
     gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
@@ -690,7 +697,7 @@ template <class X>
 static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    Layer<X> of = layer_of(m, a, l, N);
+    Layer<X> of = layer_of(m, a, l, 0);
     float *grads = m->grads;
     phase(PHASE_GATE);
     if (m->recompute) gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
@@ -713,15 +720,17 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
 
 template <class X>
 static void model_embed(Model *m, Activations<X> *a, const int32_t *tokens, size_t N) {
+    size_t C = (size_t)m->config.channels;
     phase(PHASE_EMBEDDING);
-    embedding_forward(a->x, weight<X>(m, m->list.embedding), tokens, N, (size_t)m->config.channels, stream);
+    embedding_forward(a->x + m->from * C, weight<X>(m, m->list.embedding), tokens + m->from, N - m->from, C, stream);
 }
 
 template <class X>
 static void model_final_norm(Model *m, Activations<X> *a, size_t N) {
-    size_t C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    size_t C = (size_t)m->config.channels, last = (size_t)m->config.layers - 1;
     phase(PHASE_NORM);
-    rmsnorm_forward(a->h, m->r, a->x + layers * N * C, m->params + m->list.norm, N, C, norm_eps(m), stream);
+    rmsnorm_forward(a->h + m->from * C, m->r + m->from, layer_of(m, a, last, m->from).x_next, m->params + m->list.norm,
+                    N - m->from, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
 }
 
@@ -770,7 +779,7 @@ static void model_backward(Model *m, Activations<X> *a, const BatchTokens &token
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
-                        {a->x + layers * N * C, m->params + m->list.norm, m->r, N, C}, stream);
+                        {layer_of(m, a, layers - 1, 0).x_next, m->params + m->list.norm, m->r, N, C}, stream);
     if (last) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0;) {
         block_of<X>(m)->backward(m, a, l, B, T, add);

@@ -71,22 +71,30 @@ static void row_recall(const Normalizer *normalizer, Row *row, const real *stats
     row->post_inverse = stats[3];
 }
 
-// The score with the largest z of the row.
-static real row_top(const real *s, const Row *row) {
-    real sign = row->c < 0 ? -1 : 1, largest = -INFINITY;
-    #pragma omp simd reduction(max : largest)
-    for (int j = 0; j < row->at.n; j++) {
-        real x = sign * s[j];
-        largest = x > largest ? x : largest;
+// The score with the largest z among n of the row. Several maxima hide the latency of each.
+static real row_top(const real *s, int n, const Row *row) {
+    enum { APART = 64 };
+    real sign = row->c < 0 ? -1 : 1, largest[APART], top = -INFINITY;
+    for (int i = 0; i < APART; i++) largest[i] = -INFINITY;
+    int j = 0;
+    for (; j + APART <= n; j += APART) {
+        #pragma omp simd
+        for (int i = 0; i < APART; i++) {
+            real x = sign * s[j + i];
+            largest[i] = x > largest[i] ? x : largest[i];
+        }
     }
-    return sign * largest;
+    for (int i = 0; j < n; i++, j++) largest[i] = sign * s[j] > largest[i] ? sign * s[j] : largest[i];
+    #pragma omp simd reduction(max : top)
+    for (int i = 0; i < APART; i++) top = largest[i] > top ? largest[i] : top;
+    return sign * top;
 }
 
 // s (n): scores in, f out. Returns sum |f|.
-NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
+NORMALIZER_INLINE real phi_values(int phi, real *restrict s, int n, const Row *row) {
     real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, sum = 0;
     #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < row->at.n; j++) {
+    for (int j = 0; j < n; j++) {
         real f, slope;
         phi_both(phi, c * (s[j] - anchor) + rest, number, &f, &slope);
         s[j] = f;
@@ -95,13 +103,21 @@ NORMALIZER_INLINE real row_values(int phi, real *restrict s, const Row *row) {
     return sum;
 }
 
-// The same; also fills all fields of row except top and post_inverse.
-static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
-    real sum = 0;
-    row_anchor(normalizer, row, subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm) ? row_top(s, row) : 0);
-#define CASE(kind_, ...) case kind_: sum = row_values(kind_, s, row); break;
+static real row_values(const Normalizer *normalizer, real *s, int n, const Row *row) {
+#define CASE(kind_, ...) case kind_: return phi_values(kind_, s, n, row);
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
+    return 0;
+}
+
+static bool is_relative(const Normalizer *normalizer) {
+    return subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm);
+}
+
+// The same for all keys; also fills all fields of row except top and post_inverse.
+static real forward_values(const Normalizer *normalizer, real *s, Row *row) {
+    row_anchor(normalizer, row, is_relative(normalizer) ? row_top(s, row->at.n, row) : 0);
+    real sum = row_values(normalizer, s, row->at.n, row);
     row->inverse = row_inverse(normalizer->norm, row->at, sum, row->shift);
     return sum;
 }
@@ -359,21 +375,73 @@ static bool groups_in_parallel(AttentionShape shape, int threads) {
     return shape.B * shape.NKV >= (size_t)threads;
 }
 
-// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles a block of queries.
+// A thread's share of the scratch: two blocks of scores (A and dA), its row buffers, and for tiles the left inputs (a
+// block of q and of dout, as they are and transposed, and the weights or dS in bfloat16) and the sums of a block.
 typedef struct {
-    real *scores, *dscores, *buffers, *q;
+    real *scores, *dscores, *buffers, *q, *dout, *q_transposed, *dout_transposed, *rounded, *sums;
 } Part;
 
+// The same for the forward pass in chunks of keys: their scores, which are a few keys of many rows, fit into the
+// second-level cache.
+enum { CHUNK_ROWS = 128, CHUNK_KEYS = 512 };
+
+typedef struct {
+    real *scores, *rounded, *q, *sums;
+} ChunkPart;
+
+// The elements in which a block of rows in bfloat16 fits.
+static size_t rounded_row(size_t step) {
+    return step * sizeof(uint16_t) / sizeof(real);
+}
+
+static size_t widest(AttentionShape shape) {
+    return tiled(shape.HS > shape.VS ? shape.HS : shape.VS);
+}
+
+static size_t chunk_keys(AttentionShape shape) {
+    return tiled(key_count(shape)) < CHUNK_KEYS ? tiled(key_count(shape)) : CHUNK_KEYS;
+}
+
+static size_t chunk_rows(AttentionShape shape) {
+    return tiled(shape.T) < CHUNK_ROWS ? tiled(shape.T) : CHUNK_ROWS;
+}
+
+static size_t chunk_scratch(AttentionShape shape) {
+    size_t step = row_step(chunk_keys(shape));
+    return chunk_rows(shape) * (step + rounded_row(step) + tiled(shape.HS) + tiled(shape.VS));
+}
+
+static size_t block_scratch(AttentionShape shape) {
+    size_t step = row_step(key_count(shape)), rows = block_rows(shape.T);
+    return (2 * rows + ROW_BUFFERS) * step + rows * rounded_row(step) +
+           BLOCK * (2 * tiled(shape.HS) + 2 * tiled(shape.VS) + widest(shape));
+}
+
 static size_t thread_scratch(AttentionShape shape) {
-    return (2 * block_rows(shape.T) + ROW_BUFFERS) * row_step(key_count(shape)) + BLOCK * tiled(shape.HS);
+    size_t block = block_scratch(shape), chunk = chunk_scratch(shape);
+    return block > chunk ? block : chunk;
 }
 
 static Part part_of(AttentionShape shape, real *scratch, int thread) {
-    size_t block = block_rows(shape.T) * row_step(key_count(shape));
+    size_t step = row_step(key_count(shape)), block = block_rows(shape.T) * step;
     Part p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
     p.dscores = p.scores + block;
     p.buffers = p.dscores + block;
-    p.q = p.buffers + ROW_BUFFERS * row_step(key_count(shape));
+    p.q = p.buffers + ROW_BUFFERS * step;
+    p.q_transposed = p.q + BLOCK * tiled(shape.HS);
+    p.dout = p.q_transposed + BLOCK * tiled(shape.HS);
+    p.dout_transposed = p.dout + BLOCK * tiled(shape.VS);
+    p.sums = p.dout_transposed + BLOCK * tiled(shape.VS);
+    p.rounded = p.sums + BLOCK * widest(shape);
+    return p;
+}
+
+static ChunkPart chunk_part_of(AttentionShape shape, real *scratch, int thread) {
+    size_t step = row_step(chunk_keys(shape)), rows = chunk_rows(shape);
+    ChunkPart p = {.scores = scratch + (size_t)thread * thread_scratch(shape)};
+    p.q = p.scores + rows * step;
+    p.sums = p.q + rows * tiled(shape.HS);
+    p.rounded = p.sums + rows * tiled(shape.VS);
     return p;
 }
 
@@ -385,15 +453,14 @@ static size_t row_grads_size(AttentionShape shape) {
     return (shape.B * shape.NH * shape.T * ROW_GRADS + 15) / 16 * 16;
 }
 
-// The keys and values of the group being processed: packed for tiles in the forward pass; copied, with their gradients
-// and packed keys, in the backward pass.
+// The keys and values of the group being processed, in up to three forms, and their gradients.
 static size_t packed_scratch(size_t keys, size_t width) {
     return tiled(keys) * tiled(width);
 }
 
 static size_t group_scratch(AttentionShape shape) {
-    size_t keys = key_count(shape), copies = 2 * keys * (shape.HS + shape.VS), v = packed_scratch(keys, shape.VS);
-    return packed_scratch(keys, shape.HS) + (v < copies ? copies : v);
+    size_t keys = key_count(shape);
+    return 3 * packed_scratch(keys, shape.HS) + 2 * packed_scratch(keys, shape.VS);
 }
 
 size_t attention_scratch(AttentionShape shape, int threads) {
@@ -407,8 +474,9 @@ size_t attention_scratch(AttentionShape shape, int threads) {
 typedef struct {
     size_t b, kv;
     const real *k, *v;
-    const void *packed_k, *packed_v;    // k transposed (HS,keys), and v
-    real *dk, *dv;
+    const void *packed_k, *packed_v;      // for scores: k transposed (HS,keys); for out: v (keys,VS)
+    const void *packed_kt, *packed_vt;    // for dq: k (keys,HS); for dA: v transposed (VS,keys)
+    real *dk, *dv;                        // (keys,HS), (keys,VS); with tiles as tiled_sums() writes them
 } Group;
 
 static Group group_of(AttentionShape shape, size_t i) {
@@ -432,30 +500,35 @@ static const real *copy_in(ConstView all, const Group *group, size_t width, size
     return copy;
 }
 
-// Where packed values or copies begin in a group's space, after packed keys.
-static real *after_keys(AttentionShape shape, real *scratch) {
-    return group_space(shape, scratch) + packed_scratch(key_count(shape), shape.HS);
-}
-
 static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
     size_t keys = key_count(shape);
-    real *k = after_keys(shape, scratch), *v = k + keys * shape.HS;
+    real *k = group_space(shape, scratch), *v = k + keys * shape.HS;
     group->k = copy_in(in->k, group, shape.HS, keys, k);
     group->v = copy_in(in->v, group, shape.VS, keys, v);
+    group->dk = v + keys * shape.VS;
+    group->dv = group->dk + keys * shape.HS;
 }
 
-static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
-    size_t keys = key_count(shape);
+// Packs the keys and values as the forward pass reads them, or as the backward pass does.
+static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch, bool backward) {
+    size_t keys = key_count(shape), HS = shape.HS, VS = shape.VS;
+    size_t of_k = packed_scratch(keys, HS), of_v = packed_scratch(keys, VS);
     const real *k = in->k.p + group_offset(group, keys, in->k.row, in->k.head);
-    group->packed_k = group_space(shape, scratch);
-    tiles_pack_transposed(tiles_of(in), group_space(shape, scratch), k, in->k.row, shape.HS, keys);
-}
-
-static void pack_values(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
-    size_t keys = key_count(shape);
     const real *v = in->v.p + group_offset(group, keys, in->v.row, in->v.head);
-    group->packed_v = after_keys(shape, scratch);
-    tiles_pack(tiles_of(in), after_keys(shape, scratch), v, in->v.row, keys, shape.VS);
+    real *first = group_space(shape, scratch), *second = first + of_k, *third = second + of_v;
+    group->packed_k = first;
+    tiles_pack(tiles_of(in), first, transposed(k, in->k.row), HS, keys);
+    if (!backward) {
+        group->packed_v = second;
+        tiles_pack(tiles_of(in), second, as_stored(v, in->v.row), keys, VS);
+        return;
+    }
+    group->packed_vt = second;
+    group->packed_kt = third;
+    tiles_pack(tiles_of(in), second, transposed(v, in->v.row), VS, keys);
+    tiles_pack(tiles_of(in), third, as_stored(k, in->k.row), keys, HS);
+    group->dk = third + of_k;
+    group->dv = group->dk + of_k;
 }
 
 // Where a gradient is summed: in place if its rows are adjacent, else in `copy`, for copy_out().
@@ -492,15 +565,18 @@ static size_t first_key(const Head *head, size_t t) {
     return head->first ? (size_t)head->first[t] : 0;
 }
 
-// The rows of a head from `from` on; their scores cover the keys from `low` on.
+// The rows of a head from `from` on. Their scores cover `keys` keys from key `low` on, or a chunk of them: those of
+// these keys from `begin` to `end`, whose scores begin in column 0.
 typedef struct {
-    size_t from, rows, low, keys;
+    size_t from, rows, low, keys, begin, end;
 } RowBlock;
 
-static RowBlock block_at(const Head *head, size_t from, AttentionShape shape) {
-    size_t rows = shape.T - from < BLOCK ? shape.T - from : BLOCK, low = first_key(head, from);
+static RowBlock block_at(const Head *head, size_t from, size_t rows, AttentionShape shape) {
+    size_t low = first_key(head, from);
+    if (rows > shape.T - from) rows = shape.T - from;
     if (head->group->packed_k) low = low / TILE * TILE;
-    return (RowBlock){from, rows, low, shape.past + from + rows - low};
+    size_t keys = shape.past + from + rows - low;
+    return (RowBlock){from, rows, low, keys, 0, keys};
 }
 
 // In a block's scores, each row has `hidden` keys before its n visible ones, and possibly others after them.
@@ -517,85 +593,144 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
     memset(scores + end, 0, (keys - end) * sizeof *scores);
 }
 
-static void tiled_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
-                         bool share) {
-    size_t HS = shape.HS, ld = row_step(key_count(shape));
-    Tiles tiles = tiles_of(in);
-    size_t q_bytes = tiles_row(tiles, HS);
-    tiles_left(tiles, part.q, head->q + at.from * in->q.row, in->q.row, at.rows, HS);
+// ---- matmuls of tiles, for a block of rows and its chunk of keys. `share`: by all threads.
+
+// Where the keys of the chunk end that any of the 32 rows of a block from row r on sees.
+static size_t visible_end(RowBlock at, size_t r) {
+    size_t end = at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
+    return end < at.end ? end : at.end;
+}
+
+// out (rows,keys) = left (rows,width) · packed (width,keys), where keys are visible
+static void tiled_scores(Tiles tiles, real *out, size_t ld, const void *left, const void *packed, size_t width,
+                         RowBlock at, bool share) {
+    size_t left_bytes = tiles_row(tiles, width);
+    #pragma omp parallel if (share)
+    {
+        tiles_begin(tiles);
+        #pragma omp for schedule(static)
+        for (size_t key = at.begin; key < at.end; key += TILE) {
+            TileRows b = tiles_at(tiles, packed, width, 0, at.low + key);
+            for (size_t r = 0; r < at.rows; r += TILE) {
+                TileRows a = {(const char *)left + r * left_bytes, left_bytes};
+                if (key < visible_end(at, r))
+                    tiles_multiply(tiles, out + r * ld + key - at.begin, ld, a, b, tiled(width), false);
+            }
+        }
+        tiles_end(tiles);
+    }
+}
+
+// The keys that all rows of a block are multiplied by before the next ones: what they meet stays in the first-level
+// cache.
+enum { OUTPUT_KEYS = 128 };
+
+// sums (rows,tiled(width)) = left (rows,keys) · packed (key_count,width); added unless the chunk is the first
+static void tiled_output(Tiles tiles, real *sums, TileRows left, const void *packed, size_t key_count, size_t width,
+                         RowBlock at, bool share) {
+    size_t ld = tiled(width);
+    #pragma omp parallel if (share)
+    {
+        tiles_begin(tiles);
+        #pragma omp for schedule(static)
+        for (size_t col = 0; col < width; col += TILE) {
+            for (size_t key = at.begin; key < at.end; key += OUTPUT_KEYS) {
+                TileRows b = tiles_at(tiles, packed, key_count, at.low + key, col);
+                for (size_t r = 0; r < at.rows; r += TILE) {
+                    TileRows a = {(const char *)left.at + r * left.step + tiles_row(tiles, key - at.begin), left.step};
+                    size_t end = visible_end(at, r), keys = end > key ? end - key : 0;
+                    if (keys > OUTPUT_KEYS) keys = OUTPUT_KEYS;
+                    if (keys) tiles_multiply(tiles, sums + r * ld + col, ld, a, b, tiled(keys), key > 0);
+                }
+            }
+        }
+        tiles_end(tiles);
+    }
+}
+
+// out (rows,width) = factor (rows) · sums (rows,tiled(width)), without a factor if it is NULL
+//   out: step elements from one row to the next
+static void scale_rows(real *out, size_t step, const real *factor, const real *sums, size_t rows, size_t width) {
+    for (size_t r = 0; r < rows; r++) {
+        real by = factor ? factor[r] : 1;
+        #pragma omp simd
+        for (size_t c = 0; c < width; c++) out[r * step + c] = by * sums[r * tiled(width) + c];
+    }
+}
+
+// sums = left (width,rows) · weights (rows,keys), for the keys of the block; added if `add`. sums has, for each 32 keys
+// of the whole sequence, tiled(width) rows of 32 numbers.
+static void tiled_sums(Tiles tiles, real *sums, const void *left, size_t width, TileRows weights, RowBlock at, bool add,
+                       bool share) {
+    size_t left_bytes = tiles_row(tiles, at.rows);
     #pragma omp parallel if (share)
     {
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t key = 0; key < at.keys; key += TILE) {
-            const void *k = tiles_at(tiles, head->group->packed_k, HS, 0, at.low + key);
-            for (size_t r = 0; r < at.rows; r += TILE)
-                tiles_multiply(tiles, part.scores + r * ld + key, ld, (char *)part.q + r * q_bytes, q_bytes, k,
-                               tiled(HS), false);
+            size_t r = 0;    // the first of 32 rows that see some of these keys
+            while (key >= visible_end(at, r)) r += TILE;
+            size_t steps = tiles_are_bf16(tiles) ? r / 2 : r;
+            TileRows b = {(const char *)weights.at + steps * weights.step + key * sizeof(uint32_t), weights.step};
+            for (size_t c = 0; c < width; c += TILE) {
+                TileRows a = {(const char *)left + c * left_bytes + tiles_row(tiles, r), left_bytes};
+                real *out = sums + (at.low + key) * tiled(width) + c * TILE;
+                tiles_multiply(tiles, out, TILE, a, b, tiled(at.rows - r), add);
+            }
         }
         tiles_end(tiles);
     }
 }
+
+static void copy_out_tiles(View all, const Group *group, const real *sums, size_t width, size_t T) {
+    real *to = all.p + group_offset(group, T, all.row, all.head);
+    for (size_t t = 0; t < T; t += TILE) {
+        for (size_t c = 0; c < width; c += TILE)
+            tiles_take_transposed(to + t * all.row + c, all.row, sums + t * tiled(width) + c * TILE,
+                                  T - t < TILE ? T - t : TILE, width - c < TILE ? width - c : TILE);
+    }
+}
+
+// The weights or dS of a block as a left input: in bfloat16 as rounded by round_left(), else where they are.
+static TileRows left_of(Tiles tiles, const real *rounded, const real *scores, size_t ld) {
+    bool bf16 = tiles_are_bf16(tiles);
+    return (TileRows){bf16 ? rounded : scores, bf16 ? ld * sizeof(uint16_t) : ld * sizeof(real)};
+}
+
+static void round_left(Tiles tiles, real *rounded, size_t r, const real *scores, size_t ld, size_t keys) {
+    if (tiles_are_bf16(tiles))
+        tiles_left(tiles, rounded + r * rounded_row(ld), as_stored(scores + r * ld, ld), 1, keys);
+}
+
+// ---- either
 
 // part.scores (rows,keys) = q · k of a block of rows
 static void block_scores(const Head *head, const AttentionInput *in, AttentionShape shape, Part part, RowBlock at,
                          bool share) {
+    size_t HS = shape.HS, ld = row_step(key_count(shape));
+    const real *q = head->q + at.from * in->q.row;
     if (head->group->packed_k) {
-        tiled_scores(head, in, shape, part, at, share);
+        tiles_left(tiles_of(in), part.q, as_stored(q, in->q.row), at.rows, HS);
+        tiled_scores(tiles_of(in), part.scores, ld, part.q, head->group->packed_k, HS, at, share);
         return;
     }
-    gemm(in->mm, at.rows, at.keys, shape.HS, as_stored(head->q + at.from * in->q.row, in->q.row),
-         transposed(head->group->k + at.low * shape.HS, shape.HS), 0, part.scores, row_step(key_count(shape)));
-}
-
-// The weights of a block of rows for tiles: part.scores, or rounded in the place of dA, with the same distance between
-// rows.
-static real *tiled_weights(Tiles tiles, Part part) {
-    return tiles_are_bf16(tiles) ? part.dscores : part.scores;
-}
-
-// The keys that all rows of a block are multiplied by before the next ones: their values stay in the first-level cache.
-enum { OUTPUT_KEYS = 128 };
-
-static void tiled_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
-                         AttentionShape shape, Part part, RowBlock at, bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
-    Tiles tiles = tiles_of(in);
-    const real *weights = tiled_weights(tiles, part);
-    #pragma omp parallel if (share)
-    {
-        real sums[BLOCK * TILE];
-        tiles_begin(tiles);
-        #pragma omp for schedule(static)
-        for (size_t col = 0; col < VS; col += TILE) {
-            for (size_t key = 0; key < at.keys; key += OUTPUT_KEYS) {
-                size_t keys = at.keys - key < OUTPUT_KEYS ? at.keys - key : OUTPUT_KEYS;
-                const void *v = tiles_at(tiles, head->group->packed_v, key_count(shape), at.low + key, col);
-                for (size_t r = 0; r < at.rows; r += TILE) {
-                    const char *w = (const char *)(weights + r * ld) + tiles_row(tiles, key);
-                    tiles_multiply(tiles, sums + r * TILE, TILE, w, ld * sizeof *weights, v, tiled(keys), key > 0);
-                }
-            }
-            size_t cols = VS - col < TILE ? VS - col : TILE;
-            for (size_t r = 0; r < at.rows; r++) {
-                #pragma omp simd
-                for (size_t c = 0; c < cols; c++) out[r * step + col + c] = factor[r] * sums[r * TILE + c];
-            }
-        }
-        tiles_end(tiles);
-    }
+    gemm(in->mm, at.rows, at.keys, HS, as_stored(q, in->q.row), transposed(head->group->k + at.low * HS, HS), 0,
+         part.scores, ld);
 }
 
 // out (rows,VS) = factor · weights · v of a block of rows.
 static void block_output(real *out, const real *factor, const Head *head, const AttentionInput *in,
                          AttentionShape shape, Part part, RowBlock at, bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS;
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
+    Tiles tiles = tiles_of(in);
     if (head->group->packed_v) {
-        tiled_output(out, factor, head, in, shape, part, at, share);
+        tiled_output(tiles, part.sums, left_of(tiles, part.rounded, part.scores, ld), head->group->packed_v,
+                     key_count(shape), VS, at, share);
+        scale_rows(out, step, factor, part.sums, at.rows, VS);
         return;
     }
-    gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, row_step(key_count(shape))),
-         as_stored(head->group->v + at.low * VS, VS), 0, out, step);
+    gemm(in->mm, at.rows, VS, at.keys, as_stored(part.scores, ld), as_stored(head->group->v + at.low * VS, VS), 0, out,
+         step);
     for (size_t r = 0; r < at.rows; r++) {
         #pragma omp simd
         for (size_t c = 0; c < VS; c++) out[r * step + c] *= factor[r];
@@ -610,7 +745,7 @@ static uint64_t head_forward(real *out, real *stats, const Head *head, const Att
     out += head->out;
     stats += head->rows * ROW_STATS;
     for (size_t from = 0; from < shape.T; from += BLOCK) {
-        RowBlock at = block_at(head, from, shape);
+        RowBlock at = block_at(head, from, BLOCK, shape);
         real factor[BLOCK];
         block_scores(head, in, shape, part, at, share);
         #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (share)
@@ -621,11 +756,114 @@ static uint64_t head_forward(real *out, real *stats, const Head *head, const Att
             real *scores = part.scores + r * ld;
             factor[r] = row_forward(shape.normalizer, scores + hidden, &row, &weight);
             hide(scores, &row, hidden, tiled(at.keys));
-            if (tiles_are_bf16(tiles)) tiles_left(tiles, part.dscores + r * ld, scores, 0, 1, at.keys);
+            round_left(tiles, part.rounded, r, part.scores, ld, at.keys);
             row_keep(&row, stats + ROW_STATS * (from + r));
             all_zero += !weight;
         }
         block_output(out + from * shape.NH * shape.VS, factor, head, in, shape, part, at, share);
+    }
+    return all_zero;
+}
+
+// ---- the forward pass in chunks of keys, for tiles and the normalizers whose weights are f over a sum. Where phi is
+// evaluated relative to the largest z, that is the largest so far; when it grows, the sums so far are scaled down.
+
+static bool in_chunks(const AttentionInput *in, AttentionShape shape) {
+    int post = NORMALIZER_POST(shape.normalizer);
+    return tiles_of(in) && (post == POST_NONE || post == POST_NEGATE);
+}
+
+// A row and its sums so far.
+typedef struct {
+    Row row;
+    size_t hidden;
+    real sum;    // of |f|
+    bool started;
+} ChunkRow;
+
+// Takes new scores (n) into account: the row's anchor, and what that changes in the sums (width) of f times v.
+static void chunk_anchor(const Normalizer *normalizer, ChunkRow *r, const real *scores, int n, real *sums,
+                         size_t width) {
+    bool relative = is_relative(normalizer);
+    real top = relative ? row_top(scores, n, &r->row) : 0, before = r->row.shift;
+    if (r->started && !(relative && (r->row.c < 0 ? top < r->row.anchor : top > r->row.anchor))) return;
+    row_anchor(normalizer, &r->row, top);
+    if (r->started && r->row.shift > before) {
+        real by = real_exp(before - r->row.shift);
+        r->sum *= by;
+        #pragma omp simd
+        for (size_t c = 0; c < width; c++) sums[c] *= by;
+    }
+    r->started = true;
+}
+
+// scores: those of the chunk in, f out, 0 where keys are hidden
+static void chunk_row(const Normalizer *normalizer, ChunkRow *r, real *scores, RowBlock at, real *sums, size_t width) {
+    size_t first = r->hidden, end = r->hidden + (size_t)r->row.at.n, columns = tiled(at.end - at.begin);
+    if (first < at.begin) first = at.begin;
+    if (end > at.end) end = at.end;
+    if (first >= end) {
+        memset(scores, 0, columns * sizeof *scores);
+        return;
+    }
+    first -= at.begin;
+    end -= at.begin;
+    chunk_anchor(normalizer, r, scores + first, (int)(end - first), sums, width);
+    r->sum += row_values(normalizer, scores + first, (int)(end - first), &r->row);
+    memset(scores, 0, first * sizeof *scores);
+    memset(scores + end, 0, (columns - end) * sizeof *scores);
+}
+
+// Returns the factor of the row's sums; counts a row whose f are all 0.
+static real chunk_factor(const Normalizer *normalizer, ChunkRow *r, real *stats, uint64_t *all_zero) {
+    Row *row = &r->row;
+    row->inverse = row_inverse(normalizer->norm, row->at, r->sum, row->shift);
+    row->top = row->post_inverse = 0;
+    row_keep(row, stats);
+    *all_zero += !(r->sum != 0 && row->inverse != 0);
+    return NORMALIZER_POST(normalizer) == POST_NEGATE ? -row->inverse : row->inverse;
+}
+
+static uint64_t chunks_forward(real *out, real *stats, const Head *head, const AttentionInput *in, Scalars scalars,
+                               AttentionShape shape, ChunkPart part, RowBlock at) {
+    size_t HS = shape.HS, VS = shape.VS, ld = row_step(chunk_keys(shape));
+    const Normalizer *normalizer = shape.normalizer;
+    Tiles tiles = tiles_of(in);
+    ChunkRow rows[CHUNK_ROWS];
+    real factor[CHUNK_ROWS];
+    uint64_t all_zero = 0;
+    for (size_t r = 0; r < at.rows; r++) {
+        rows[r] = (ChunkRow){.sum = 0};
+        rows[r].row = block_row(shape, scalars, head, at, r, &rows[r].hidden);
+    }
+    tiles_left(tiles, part.q, as_stored(head->q + at.from * in->q.row, in->q.row), at.rows, HS);
+    for (; at.begin < at.keys; at.begin += CHUNK_KEYS) {
+        at.end = at.keys - at.begin < CHUNK_KEYS ? at.keys : at.begin + CHUNK_KEYS;
+        tiled_scores(tiles, part.scores, ld, part.q, head->group->packed_k, HS, at, false);
+        for (size_t r = 0; r < at.rows; r++) {
+            chunk_row(normalizer, &rows[r], part.scores + r * ld, at, part.sums + r * tiled(VS), VS);
+            round_left(tiles, part.rounded, r, part.scores, ld, at.end - at.begin);
+        }
+        TileRows left = left_of(tiles, part.rounded, part.scores, ld);
+        tiled_output(tiles, part.sums, left, head->group->packed_v, key_count(shape), VS, at, false);
+    }
+    for (size_t r = 0; r < at.rows; r++)
+        factor[r] = chunk_factor(normalizer, &rows[r], stats + (head->rows + at.from + r) * ROW_STATS, &all_zero);
+    scale_rows(out + head->out + at.from * shape.NH * VS, shape.NH * VS, factor, part.sums, at.rows, VS);
+    return all_zero;
+}
+
+// The threads share the head's blocks, the longest first.
+static uint64_t head_chunks_forward(real *out, real *stats, const Head *head, const AttentionInput *in, Scalars scalars,
+                                    AttentionShape shape, real *scratch, bool share) {
+    size_t blocks = (shape.T + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    int own = omp_get_thread_num();
+    uint64_t all_zero = 0;
+    #pragma omp parallel for schedule(static, 1) reduction(+ : all_zero) if (share)
+    for (size_t i = 0; i < blocks; i++) {
+        ChunkPart part = chunk_part_of(shape, scratch, share ? omp_get_thread_num() : own);
+        RowBlock at = block_at(head, (blocks - 1 - i) * CHUNK_ROWS, CHUNK_ROWS, shape);
+        all_zero += chunks_forward(out, stats, head, in, scalars, shape, part, at);
     }
     return all_zero;
 }
@@ -642,7 +880,8 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
         bool weight;
         size_t hidden;
         real *scores = weights + r * ld;
-        Row row = block_row(shape, scalars, &head, (RowBlock){at.from, at.rows, 0, keys}, r, &hidden);
+        Row row =
+            block_row(shape, scalars, &head, (RowBlock){.from = at.from, .rows = at.rows, .keys = keys}, r, &hidden);
         real factor = row_forward(shape.normalizer, scores + hidden, &row, &weight);
         hide(scores, &row, hidden, keys);
         #pragma omp simd
@@ -659,13 +898,13 @@ uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars sc
     for (size_t i = 0; i < shape.B * shape.NKV; i++) {
         Part part = part_of(shape, scratch, omp_get_thread_num());
         Group group = group_of(shape, i);
-        if (tiles_of(&in)) {
-            pack_keys(&group, &in, shape, scratch);
-            pack_values(&group, &in, shape, scratch);
-        } else copy_in_keys(&group, &in, shape, scratch);
+        if (tiles_of(&in)) pack_keys(&group, &in, shape, scratch, false);
+        else copy_in_keys(&group, &in, shape, scratch);
         for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
             Head head = head_of(shape, &in, &group, j);
-            all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
+            if (in_chunks(&in, shape))
+                all_zero += head_chunks_forward(out, stats, &head, &in, scalars, shape, scratch, !each);
+            else all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
         }
     }
     return all_zero;
@@ -680,58 +919,112 @@ typedef struct {
     real *scratch;
 } Backward;
 
-// Turns a block's scores and dA (part.scores, part.dscores) into weights and gradients of the scores.
+// Turns row r of a block's scores and dA (part.scores, part.dscores) into weights and gradients of the scores. D is
+// of the same rounded dout as dA: in a row of one weight, the two cancel.
+static void block_row_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars,
+                               AttentionShape shape, Part part, size_t r, real *buffers) {
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T), hidden;
+    const real *out = pass->out + head->out + (at.from + r) * step,
+               *dout = pass->dout + head->out + (at.from + r) * step;
+    real *g_row = pass->g + (head->rows + at.from + r) * ROW_GRADS;
+    Row row = block_row(shape, scalars, head, at, r, &hidden);
+    bool bf16 = tiles_are_bf16(tiles_of(pass->in));
+    real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
+    row_recall(shape.normalizer, &row, pass->stats + (head->rows + at.from + r) * ROW_STATS);
+    #pragma omp simd reduction(+ : D)
+    for (size_t c = 0; c < VS; c++)
+        D += (bf16 ? (real)bf16_to_float(bf16_from_float((float)dout[c])) : dout[c]) * out[c];
+    g_row[IN_SCALE] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
+    g_row[IN_PHI] = row.by_number;
+    g_row[IN_NORM] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
+    hide(scores, &row, hidden, tiled(at.keys));
+    hide(dscores, &row, hidden, tiled(at.keys));
+}
+
+// All rows of a block. With tiles, also the rows of zeros that fill the last tile; and in bfloat16, rounds dS as a left
+// input, and both as pairs of rows.
 static void block_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars, AttentionShape shape,
                            Part part, bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
-    const real *out = pass->out + head->out + at.from * step, *dout = pass->dout + head->out + at.from * step;
-    const real *stats = pass->stats + (head->rows + at.from) * ROW_STATS;
-    real *g = pass->g + (head->rows + at.from) * ROW_GRADS;
+    size_t ld = row_step(shape.T), keys = tiled(at.keys);
+    Tiles tiles = tiles_of(pass->in);
     #pragma omp parallel for schedule(static) if (share)
-    for (size_t r = 0; r < at.rows; r++) {
-        size_t hidden;
-        Row row = block_row(shape, scalars, head, at, r, &hidden);
-        real D = 0, *scores = part.scores + r * ld, *dscores = part.dscores + r * ld;
-        row_recall(shape.normalizer, &row, stats + ROW_STATS * r);
-        #pragma omp simd reduction(+ : D)
-        for (size_t c = 0; c < VS; c++) D += dout[r * step + c] * out[r * step + c];
+    for (size_t pair = 0; pair < tiled(at.rows); pair += 2) {
         real *buffers = share ? part_of(shape, pass->scratch, omp_get_thread_num()).buffers : part.buffers;
-        real *g_row = g + ROW_GRADS * r;
-        g_row[IN_SCALE] = row_backward(shape.normalizer, scores + hidden, dscores + hidden, &row, D, buffers);
-        g_row[IN_PHI] = row.by_number;
-        g_row[IN_NORM] = -row.D * row.inverse * norm_extra(shape.normalizer->norm, row.at, row.shift);
-        hide(scores, &row, hidden, at.keys);
-        hide(dscores, &row, hidden, at.keys);
+        real *scores = part.scores + pair * ld, *dscores = part.dscores + pair * ld;
+        for (size_t r = pair; r < pair + 2; r++) {
+            if (r < at.rows) {
+                block_row_backward(pass, head, at, scalars, shape, part, r, buffers);
+                round_left(tiles, part.rounded, r, part.dscores, ld, at.keys);
+            } else if (tiles) {
+                memset(part.scores + r * ld, 0, keys * sizeof(real));
+                memset(part.dscores + r * ld, 0, keys * sizeof(real));
+            }
+        }
+        tiles_pair(tiles, scores, scores + ld, keys);
+        tiles_pair(tiles, dscores, dscores + ld, keys);
     }
 }
 
-// `add`: dk and dv already contain the sums of the group's previous heads.
-static void head_backward(const Backward *pass, const Group *group, const Head *head, Scalars scalars,
-                          AttentionShape shape, bool share, bool add) {
-    size_t T = shape.T, HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(T);
+// `add`: dk and dv already contain the sums of the group's previous blocks of rows.
+static void block_grads(const Backward *pass, const Head *head, RowBlock at, AttentionShape shape, Part part, bool add,
+                        bool share) {
+    size_t HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T), dq_step = pass->d.q.row;
     const AttentionInput *in = pass->in;
+    const Group *group = head->group;
+    const real *q = head->q + at.from * in->q.row, *dout = pass->dout + head->out + at.from * step;
+    real *dq = pass->d.q.p + (group->b * shape.T + at.from) * dq_step + head->h * pass->d.q.head;
+    Tiles tiles = tiles_of(in);
+    if (tiles) {
+        tiles_left(tiles, part.q_transposed, transposed(q, in->q.row), HS, at.rows);
+        tiles_left(tiles, part.dout_transposed, transposed(dout, step), VS, at.rows);
+        tiled_sums(tiles, group->dv, part.dout_transposed, VS, tiles_in_place(tiles, part.scores, ld), at, add, share);
+        tiled_sums(tiles, group->dk, part.q_transposed, HS, tiles_in_place(tiles, part.dscores, ld), at, add, share);
+        tiled_output(tiles, part.sums, left_of(tiles, part.rounded, part.dscores, ld), group->packed_kt, shape.T, HS,
+                     at, share);
+        scale_rows(dq, dq_step, NULL, part.sums, at.rows, HS);
+        return;
+    }
+    real *dk = group->dk + at.low * HS, *dv = group->dv + at.low * VS, beta = add ? 1 : 0;
+    Matrix k = as_stored(group->k + at.low * HS, HS), dS = as_stored(part.dscores, ld);
+    gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), as_stored(dout, step), beta, dv, VS);
+    gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), as_stored(q, in->q.row), beta, dk, HS);
+    gemm(in->mm, at.rows, HS, at.keys, dS, k, 0, dq, dq_step);
+}
+
+// part.dscores (rows,keys) = dout · v of a block of rows
+static void block_dscores(const Backward *pass, const Head *head, AttentionShape shape, Part part, RowBlock at,
+                          bool share) {
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
+    const AttentionInput *in = pass->in;
+    const real *dout = pass->dout + head->out + at.from * step;
+    if (head->group->packed_vt) {
+        tiles_left(tiles_of(in), part.dout, as_stored(dout, step), at.rows, VS);
+        tiled_scores(tiles_of(in), part.dscores, ld, part.dout, head->group->packed_vt, VS, at, share);
+        return;
+    }
+    gemm(in->mm, at.rows, at.keys, VS, as_stored(dout, step), transposed(head->group->v + at.low * VS, VS), 0,
+         part.dscores, ld);
+}
+
+// `add`: dk and dv already contain the sums of the group's previous heads.
+static void head_backward(const Backward *pass, const Head *head, Scalars scalars, AttentionShape shape, bool share,
+                          bool add) {
+    const Group *group = head->group;
     Part part = part_of(shape, pass->scratch, omp_get_thread_num());
-    real *dq = pass->d.q.p + group->b * T * pass->d.q.row + head->h * pass->d.q.head;
     // Without `first`, the last block reaches all keys. Going backward, its matmuls come first and write all of dk and
     // dv.
     if (head->first && !add) {
-        memset(group->dk, 0, T * HS * sizeof(real));
-        memset(group->dv, 0, T * VS * sizeof(real));
+        bool tiles = tiles_of(pass->in);
+        memset(group->dk, 0, (tiles ? packed_scratch(shape.T, shape.HS) : shape.T * shape.HS) * sizeof(real));
+        memset(group->dv, 0, (tiles ? packed_scratch(shape.T, shape.VS) : shape.T * shape.VS) * sizeof(real));
     }
-    size_t last = (T - 1) / BLOCK * BLOCK;
+    size_t last = (shape.T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
-        RowBlock at = block_at(head, from, shape);
-        const real *k = head->group->k + at.low * HS, *v = head->group->v + at.low * VS;
-        const real *dout = pass->dout + head->out + from * step;
-        Matrix q = as_stored(head->q + from * in->q.row, in->q.row), dO = as_stored(dout, step);
-        block_scores(head, in, shape, part, at, share);
-        gemm(in->mm, at.rows, at.keys, VS, dO, transposed(v, VS), 0, part.dscores, ld);
+        RowBlock at = block_at(head, from, BLOCK, shape);
+        block_scores(head, pass->in, shape, part, at, share);
+        block_dscores(pass, head, shape, part, at, share);
         block_backward(pass, head, at, scalars, shape, part, share);
-        real beta = from == last && !head->first && !add ? 0 : 1;
-        gemm(in->mm, at.keys, VS, at.rows, transposed(part.scores, ld), dO, beta, group->dv + at.low * VS, VS);
-        gemm(in->mm, at.keys, HS, at.rows, transposed(part.dscores, ld), q, beta, group->dk + at.low * HS, HS);
-        gemm(in->mm, at.rows, HS, at.keys, as_stored(part.dscores, ld), as_stored(k, HS), 0, dq + from * pass->d.q.row,
-             pass->d.q.row);
+        block_grads(pass, head, at, shape, part, add || head->first || from < last, share);
         if (from == 0) break;
     }
 }
@@ -739,17 +1032,24 @@ static void head_backward(const Backward *pass, const Group *group, const Head *
 static void group_backward(const Backward *pass, size_t i, Scalars scalars, AttentionShape shape, bool share) {
     size_t T = shape.T, HS = shape.HS, VS = shape.VS;
     Group group = group_of(shape, i);
-    copy_in_keys(&group, pass->in, shape, pass->scratch);
-    if (tiles_of(pass->in)) pack_keys(&group, pass->in, shape, pass->scratch);
-    real *dk = after_keys(shape, pass->scratch) + T * (HS + VS), *dv = dk + T * HS;
-    group.dk = sum_in(pass->d.k, &group, HS, T, dk);
-    group.dv = sum_in(pass->d.v, &group, VS, T, dv);
+    Tiles tiles = tiles_of(pass->in);
+    if (tiles) pack_keys(&group, pass->in, shape, pass->scratch, true);
+    else copy_in_keys(&group, pass->in, shape, pass->scratch);
+    if (!tiles) {
+        group.dk = sum_in(pass->d.k, &group, HS, T, group.dk);
+        group.dv = sum_in(pass->d.v, &group, VS, T, group.dv);
+    }
     for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
         Head head = head_of(shape, pass->in, &group, j);
-        head_backward(pass, &group, &head, scalars, shape, share, j > 0);
+        head_backward(pass, &head, scalars, shape, share, j > 0);
     }
-    copy_out(pass->d.k, &group, group.dk, HS, T);
-    copy_out(pass->d.v, &group, group.dv, VS, T);
+    if (tiles) {
+        copy_out_tiles(pass->d.k, &group, group.dk, HS, T);
+        copy_out_tiles(pass->d.v, &group, group.dv, VS, T);
+    } else {
+        copy_out(pass->d.k, &group, group.dk, HS, T);
+        copy_out(pass->d.v, &group, group.dv, VS, T);
+    }
 }
 
 // For a scalar x with one value per head: dx[h] += sum over the batch and the rows of row_slope times the row's entry

@@ -43,8 +43,8 @@ typedef struct {
 typedef struct {
     ConstView q, k, v;
     const int32_t *first;
-    // For the matmuls; may be NULL. With mm->tiles, the forward pass multiplies q, k, v and the weights rounded to
-    // bfloat16, and the backward pass recomputes the same scores.
+    // For the matmuls; may be NULL. If mm->tiles are those of bfloat16, all matmuls read rounded inputs: q, k, v, dout,
+    // the weights and the gradients of the scores. Sums, statistics and everything between matmuls stay float32.
     const Gemm *mm;
 } AttentionInput;
 

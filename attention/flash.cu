@@ -156,6 +156,7 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
     call.HS = (int)shape.HS;
     call.VS = (int)shape.VS;
     call.L = shape.L;
+    call.from = (int)shape.from;
     call.stats = stats;
     float *kept = stats + rows_of(shape) * FLASH_STATS;
     if (keeps_rest(shape, sizeof(X))) {

@@ -82,29 +82,30 @@ template <class X, int HS, int PHI, int POST>
 constexpr size_t most_shared =
     std::max({forward_shared<X, HS, PHI, POST>, dq_shared<X, HS, PHI, POST, false>, dkv_shared<X, HS, PHI, false>});
 
+// Blocks of rows from the one of row `from` on.
 template <class P, class X>
-dim3 flash_grid(const FlashCall<X> &call, int heads, int columns) {
-    return dim3((call.T - 1) / P::OWN + 1, call.B * heads, columns);
+dim3 flash_grid(const FlashCall<X> &call, int from, int heads, int columns) {
+    return dim3((call.T - 1) / P::OWN + 1 - from / P::OWN, call.B * heads, columns);
 }
 
 template <class X, int HS, int PHI, int POST>
 void flash_forward_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
-    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, call.NH, (call.VS - 1) / HS + 1),
+    launch(flash_forward_kernel<X, HS, PHI, POST>, flash_grid<P>(call, call.from, call.NH, (call.VS - 1) / HS + 1),
            dim3(P::THREADS), forward_shared<X, HS, PHI, POST>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, int MODE>
 void flash_dkv_launch(const FlashCall<X> &call, int columns, cudaStream_t stream) {
     typedef KeysPlan<X, HS, PHI, MODE == KEYS_DK_WIDE> P;
-    launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, call.NKV, columns), dim3(P::THREADS),
+    launch(flash_dkv_kernel<X, HS, PHI, POST, MODE>, flash_grid<P>(call, 0, call.NKV, columns), dim3(P::THREADS),
            dkv_shared<X, HS, PHI, MODE == KEYS_DK_WIDE>, stream, call);
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
 void flash_dq_launch(const FlashCall<X> &call, cudaStream_t stream) {
     typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
-    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, call.NH, 1), dim3(P::THREADS),
+    launch(flash_dq_kernel<X, HS, PHI, POST, WIDE>, flash_grid<P>(call, 0, call.NH, 1), dim3(P::THREADS),
            dq_shared<X, HS, PHI, POST, WIDE>, stream, call);
 }
 

@@ -19,6 +19,7 @@ struct FlashShape {
     const Normalizer *normalizer;
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
+    size_t from = 0;                 // see flash_forward
     bool any_order = false;    // may dq be summed in any order? Otherwise the same input always gives the same bits
 };
 
@@ -77,6 +78,9 @@ bool flash_undoes_rope(FlashShape shape, size_t element);
 // (attention/normalizer.h)
 //   out (B,T,NH,VS) written   stats (flash_stats) written, for flash_backward
 //   all_zero_rows: a counter on the device; the number of all-zero rows, whose output is 0, is added to it
+// With shape.from, of a single sequence, only rows t >= from are needed, such as those of new tokens after others whose
+// keys and values are there. The kernel computes whole blocks of rows: q must exist from the start of the block of row
+// `from` on, and the out, stats and count of these rows are written too.
 template <class X>
 void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_rows, FlashInput<X> in,
                    FlashShape shape, void *scratch, cudaStream_t stream);
@@ -124,7 +128,7 @@ struct FlashCall {
     Stage scale, offset, norm;
     int phi, post;
     float power;    // the exponent of reweight
-    int B, T, NH, NKV, HS, VS, L;
+    int B, T, NH, NKV, HS, VS, L, from;
 };
 
 // Posts, classified by what they require of the kernels.

@@ -236,8 +236,8 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
 // ---------------------------------------------------------------------------------------------------------------------
 // The consumers
 
-// Turns rows of gradients, times their factors, back by RoPE's angles of their positions (cuda/rope.cuh). row: the first
-// of the warp's rows
+// Turns rows of gradients, times their factors, back by RoPE's angles of their positions (cuda/rope.cuh). row: the
+// first of the warp's rows
 template <int HS>
 DEVICE void undo_rope(float (&d)[1][HS / 8][4], const float (&by)[2], int row, const FlashCall<bf16> &call) {
     UNROLL

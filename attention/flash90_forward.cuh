@@ -237,7 +237,7 @@ KERNEL void __launch_bounds__(Plan90::THREADS, 1)
     if (!hopper_here()) return;
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Forward90Barriers, barriers, 1);
-    const QueryBlock at = query_block<Plan90>(call);
+    const QueryBlock at = query_block<Plan90>(call, call.from);
     const Forward90Tiles tiles = forward90_tiles<HS>(memory, barriers, call, at);
     if (threadIdx.x == 0) {
         mbarrier_init(&barriers->q, 1);
@@ -261,7 +261,7 @@ void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     maps.q = rows_map(call.q, call.HS, call.NH, call.T, call.B, Plan90::OWN);
     maps.k = rows_map(call.k, call.HS, call.NKV, call.T, call.B, Plan90::STREAM);
     maps.v = rows_map(call.v, call.VS, call.NKV, call.T, call.B, Plan90::STREAM);
-    const dim3 grid((call.T - 1) / Plan90::OWN + 1, call.B * call.NH, (call.VS - 1) / HS + 1);
+    const dim3 grid((call.T - 1) / Plan90::OWN + 1 - call.from / Plan90::OWN, call.B * call.NH, (call.VS - 1) / HS + 1);
     launch(flash90_forward_kernel<HS, PHI, POST>, grid, dim3(Plan90::THREADS), forward90_shared<HS>, stream, call,
            maps);
 }

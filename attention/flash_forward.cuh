@@ -74,7 +74,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
     enum { STEP = tile_step<HS>, TWICE = POST >= FLASH_RECENTER_L1 };
     DYNAMIC_SHARED(X, shared);
-    const QueryBlock at = query_block<P>(call);
+    const QueryBlock at = query_block<P>(call, call.from);
     const ForwardSweep first = forward_sweep<X, PHI, POST>(call, false), last = forward_sweep<X, PHI, POST>(call, true);
 
     X *q_tile = shared, *warp_q = q_tile + (threadIdx.x / 32) * (16 * P::TILES * STEP);

@@ -241,19 +241,19 @@ DEVICE bool is_hidden(const Hidden<MASKED, ROWS> &hidden, Element at) {
 }
 
 // A block of the kernels that own query rows: blockIdx.x is the row block, longest rows first, and blockIdx.y the
-// sequence and head.
+// sequence and head. The grid has the row blocks from the one of row `from` on.
 struct QueryBlock {
     int b, h, kv;          // the sequence, the query head and the key-value head that it reads
     int row0, warp_row;    // the first row of the block, of the warp
 };
 
 template <class Plan, class X>
-DEVICE QueryBlock query_block(const FlashCall<X> &call) {
+DEVICE QueryBlock query_block(const FlashCall<X> &call, int from = 0) {
     QueryBlock at;
     at.b = blockIdx.y / call.NH;
     at.h = blockIdx.y % call.NH;
     at.kv = at.h / (call.NH / call.NKV);
-    at.row0 = (gridDim.x - 1 - blockIdx.x) * Plan::OWN;
+    at.row0 = (gridDim.x - 1 - blockIdx.x + from / Plan::OWN) * Plan::OWN;
     at.warp_row = at.row0 + (threadIdx.x / 32) * (16 * Plan::TILES);
     return at;
 }

@@ -114,6 +114,10 @@ bool normalizer_has(const Normalizer *a, Scalar scalar) {
     return scalar_exists(scalar, kind_in(a, scalar_stage(scalar)));
 }
 
+bool normalizer_uses_length(const Normalizer *a) {
+    return a->norm.kind == NORM_T || a->norm.kind == NORM_T2 || a->offset.kind == OFFSET_LOG_T;
+}
+
 bool normalizer_trains(const Normalizer *a, Scalar scalar) {
     if (!normalizer_has(a, scalar)) return false;
 #define SCALAR_TRAINED(kind_, name, width, reach, start, trained, ...) case kind_: return trained;

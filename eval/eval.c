@@ -46,8 +46,7 @@ enum {
     CHOICE = 1 << TASK_CHOICE,
     ATTENTION = 1 << TASK_ATTENTION,    // without --prompt-file
     PROMPTS = 1 << TASK_COUNT,          // --task attention with --prompt-file
-    MODEL_RUNS = LOSSES | NEEDLE | CHOICE | ATTENTION | PROMPTS,
-    TOLERATED = PROMPTS << 1    // another task warns instead: scripts/grid.py gives the flag to every evaluation
+    MODEL_RUNS = LOSSES | NEEDLE | CHOICE | ATTENTION | PROMPTS
 };
 
 static const char *const TASKS[] = {"loss", "positions", "needle", "attention", "scores", "choice"};
@@ -74,9 +73,7 @@ static void check_uses(const Eval *e, const Option *table, size_t count) {
         if (!row->given || !row->uses || row->uses & here) continue;
         name_tasks(row->uses, tasks, sizeof tasks);
         const char *task = TASKS[e->o.task], *with = prompts ? " with --prompt-file" : "";
-        if (row->uses & TOLERATED)
-            warn("--%s has no effect with --task %s%s: it is for %s.", row->name, task, with, tasks);
-        else fail(EXIT_USAGE, "--%s is for --task %s, not %s%s.", row->name, tasks, task, with);
+        fail(EXIT_USAGE, "--%s is for --task %s, not %s%s.", row->name, tasks, task, with);
     }
 }
 
@@ -141,7 +138,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .uses = MODEL_RUNS,
          .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; default: the checkpoint's"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
-         .uses = LOSSES | NEEDLE | CHOICE | ATTENTION | TOLERATED,
+         .uses = LOSSES | NEEDLE | CHOICE | ATTENTION,
          .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'; for choice, a JSONL file"},
         {"doc-mask", OPT_SWITCH, &o->doc_mask, .group = "Data", .uses = LOSSES,
          .help = "attention stops at document boundaries, as in training with --doc-mask"},
@@ -150,7 +147,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"seq-lens", OPT_INT_LIST, &o->seq_lens, 0, MAX_SEQ_LEN, .arg = "T[,T...]", .group = "Data",
          .uses = LOSSES | NEEDLE | CHOICE | ATTENTION,
          .help = "tokens per sequence; each length is evaluated in turn; 0: the checkpoint's L"},
-        {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data", .uses = LOSSES | TOLERATED,
+        {"max-tokens", OPT_INT, &o->max_tokens, 1, 1e12, .arg = "N", .group = "Data", .uses = LOSSES,
          .help = "maximum number of tokens per length, in whole sequences, at least one (loss, positions)"},
         {"samples", OPT_INT, &o->samples, 1, 1e6, .arg = "N", .group = "Data", .uses = NEEDLE | ATTENTION,
          .help = "needle: needles per length and depth; attention: sequences, if there is no --prompt-file"},

@@ -108,10 +108,10 @@ static void run_needle(Evaluator *v) {
         // Each length has its own angles under ntk.
         if (t->length != length) use_angles(&v->c, eval_angles(&v->e, length = t->length), t->positions);
         const float *logits = prompt_logits(&v->c, n);
-        v->e.tokens += HAS_CACHE ? t->count - t->shared : t->count;
+        v->e.tokens += t->count - cached_tokens(&v->c, t);
         for (size_t position = t->count; needle_answer(n, logits); position++) {
             logits = next_logits(&v->c, n->token, position);
-            v->e.tokens += HAS_CACHE ? 1 : position + 1;
+            v->e.tokens++;
         }
     }
 }

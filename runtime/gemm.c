@@ -362,6 +362,7 @@ static size_t padded(size_t elements) {
 
 size_t gemm_scratch(const Gemm *mm, size_t largest_a, size_t largest_b) {
     if (!mm->bf16) return 0;
+    if (tiles_are_bf16(mm->tiles)) return gemm_tiles_scratch();
     return mm->native ? (padded(largest_a) + largest_b) * sizeof(uint16_t)
                       : (padded(largest_a) + CHUNK) * sizeof(float);
 }
@@ -433,10 +434,9 @@ static void gemm_bf16_native(const Gemm *mm, size_t m, size_t n, size_t k, Matri
 // ---- either
 
 void gemm_start(Gemm *mm, bool bf16) {
-    *mm = (Gemm){.bf16 = bf16};
+    *mm = (Gemm){.bf16 = bf16, .tiles = tiles_available(bf16)};
     if (bf16) mm->primitives = primitives_start();
     if (bf16) mm->native = bf16_works(mm);
-    mm->tiles = tiles_available(bf16);
     if (BUFFER) mm->spread = aligned_alloc(64, BUFFER * sizeof *mm->spread);
     if (BUFFER && !mm->spread)
         fail(EXIT_RESOURCE, "out of memory for the %zu bytes of a matmul.", sizeof(float[BUFFER]));
@@ -450,6 +450,7 @@ void gemm_end(Gemm *mm) {
 
 void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
     if (!mm->bf16) gemm(mm, m, n, k, A, B, beta, C, ldc);
+    else if (tiles_are_bf16(mm->tiles)) gemm_tiles(mm, m, n, k, A, B, beta, C, ldc);
     else if (mm->native) gemm_bf16_native(mm, m, n, k, A, B, beta, C, ldc);
     else gemm_bf16_widened(mm, m, n, k, A, B, beta, C, ldc);
 }

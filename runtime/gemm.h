@@ -13,29 +13,11 @@
 extern "C" {
 #endif
 
-// An input of a matmul, stored row by row.
-typedef struct {
-    const real *f32;         // used if bf16 is NULL
-    const uint16_t *bf16;    // only for gemm_run() with bf16
-    size_t ld;               // elements from one stored row to the next
-    bool transposed;         // the matmul uses the transpose of what is stored
-} Matrix;
-
-static inline Matrix as_stored(const real *x, size_t ld) {
-    Matrix matrix = {x, NULL, ld, false};
-    return matrix;
-}
-
-static inline Matrix transposed(const real *x, size_t ld) {
-    Matrix matrix = {x, NULL, ld, true};
-    return matrix;
-}
-
 // What matmuls keep from call to call. {0} is float32 without a buffer.
 typedef struct {
     bool bf16;                        // gemm_run() rounds its inputs to bfloat16
     bool native;                      // with bf16: the processor and the library support such matmuls
-    Tiles tiles;                      // the instructions of attention's forward matmuls
+    Tiles tiles;                      // the instructions of attention's matmuls, and in bfloat16 of all
     void *a, *b;                      // with bf16: the rounded inputs
     struct Primitives *primitives;    // with bf16: oneDNN's, one per shape
     float *spread;                    // 8 MiB for gemm_spread(); NULL where no matmul uses it
@@ -47,6 +29,10 @@ void gemm_start(Gemm *mm, bool bf16);
 size_t gemm_scratch(const Gemm *mm, size_t largest_a, size_t largest_b);
 void gemm_use(Gemm *mm, void *scratch, size_t largest_a);
 void gemm_end(Gemm *mm);
+
+// gemm_run() by tiles, for mm->tiles in bfloat16, with this many bytes at mm->a.
+size_t gemm_tiles_scratch(void);
+void gemm_tiles(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc);
 
 // C (m,n) = A (m,k) · B (k,n) + beta · C, in float32, where A and B are meant after transposition
 //   C   row-major, ldc elements from one row to the next; written if beta is 0, added to if beta is 1

@@ -10,43 +10,222 @@
 #include <unistd.h>
 #endif
 
-enum { LANES = TILE / 2 };    // 16 columns of a strip, or one vector
+enum { LANES = TILE / 2 };    // of a vector: half the columns of a strip
 
 const char *tiles_name(Tiles tiles) {
     static const char *const names[] = {"none", "float32", "loops", "AVX512-BF16", "AMX"};
     return names[tiles];
 }
 
-void tiles_left(Tiles tiles, void *out, const float *a, size_t lda, size_t rows, size_t k) {
-    for (size_t row = 0; row < rows; row++) {
-        const float *from = a + row * lda;
-        void *to = (char *)out + row * tiles_row(tiles, k);
-        if (tiles_are_bf16(tiles)) {
-            uint16_t *rounded = to;
-            #pragma omp simd
-            for (size_t p = 0; p < k; p++) rounded[p] = bf16_from_float(from[p]);
-        } else {
-            memcpy(to, from, k * sizeof *from);
-        }
-        size_t filled = k * (tiles_row(tiles, TILE) / TILE);
-        memset((char *)to + filled, 0, tiles_row(tiles, k) - filled);
+static size_t least(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
+// The rest of a stored matrix from a row and a column on.
+static Matrix rest(Matrix x, size_t row, size_t column) {
+    if (x.bf16) x.bf16 += row * x.ld + column;
+    else x.f32 += row * x.ld + column;
+    return x;
+}
+
+// ---- rounding, and transposing numbers or pairs of 32 bits
+
+static inline uint32_t pair_of(float first, float second) {
+    return (uint32_t)bf16_from_float(first) | (uint32_t)bf16_from_float(second) << 16;
+}
+
+#ifdef __AVX512BF16__
+
+// The instructions treat subnormal numbers as 0, as those that multiply do.
+static void round_row(uint16_t *out, const float *x, size_t n) {
+    size_t i = 0;
+    for (; i + TILE <= n; i += TILE) {
+        __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + LANES), _mm512_loadu_ps(x + i));
+        _mm512_storeu_si512(out + i, (__m512i)rounded);
+    }
+    for (; i < n; i += LANES) {
+        __mmask16 mask = (__mmask16)(n - i < LANES ? (1u << (n - i)) - 1 : 0xFFFF);
+        __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + i));
+        _mm256_mask_storeu_epi16(out + i, mask, (__m256i)rounded);
     }
 }
 
-// ---- float32: a strip of B is row after row of 32 columns
+static void pair_rows(uint32_t *out, const float *first, const float *second, size_t n) {
+    for (size_t i = 0; i < n; i += LANES) {
+        __mmask16 mask = (__mmask16)(n - i < LANES ? (1u << (n - i)) - 1 : 0xFFFF);
+        __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, first + i)));
+        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, second + i)));
+        _mm512_mask_storeu_epi32(out + i, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
 
-static void pack_floats(float *packed, const float *b, size_t ldb, bool transposed, size_t k, size_t n) {
-    size_t row_step = transposed ? 1 : ldb, column_step = transposed ? ldb : 1;
-    memset(packed, 0, tiled(k) * tiled(n) * sizeof *packed);
+#else
+
+static void round_row(uint16_t *out, const float *x, size_t n) {
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) out[i] = bf16_from_float(x[i]);
+}
+
+static void pair_rows(uint32_t *out, const float *first, const float *second, size_t n) {
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) out[i] = pair_of(first[i], second[i]);
+}
+
+#endif
+
+// The first n numbers of a stored row.
+static void take_row(uint16_t *out, Matrix x, size_t n) {
+    if (x.bf16) memcpy(out, x.bf16, n * sizeof *out);
+    else round_row(out, x.f32, n);
+}
+
+// The same of two rows, `second` elements apart, in pairs.
+static void take_pairs(uint32_t *out, Matrix x, size_t second, size_t n) {
+    if (!x.bf16) {
+        pair_rows(out, x.f32, x.f32 + second, n);
+        return;
+    }
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) out[i] = (uint32_t)x.bf16[i] | (uint32_t)x.bf16[second + i] << 16;
+}
+
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(sizeof(uint32_t))));
+
+// to (16,16) = the transpose of from (16,16). In each of four rounds, rows whose numbers differ in one bit exchange the
+// halves in which the columns differ in the same bit.
+static void transpose(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step) {
+    Words x[LANES];
+    for (size_t i = 0; i < LANES; i++) x[i] = *(const Words *)(from + i * from_step);
+    #pragma GCC unroll 4
+    for (uint32_t bit = 1; bit < LANES; bit *= 2) {
+        Words lower, upper;
+        for (uint32_t j = 0; j < LANES; j++) {
+            lower[j] = j & bit ? LANES + j - bit : j;
+            upper[j] = j & bit ? LANES + j : j + bit;
+        }
+        #pragma GCC unroll 16
+        for (uint32_t i = 0; i < LANES; i++) {
+            if (i & bit) continue;
+            Words first = x[i], second = x[i | bit];
+            x[i] = __builtin_shuffle(first, second, lower);
+            x[i | bit] = __builtin_shuffle(first, second, upper);
+        }
+    }
+    for (size_t i = 0; i < LANES; i++) *(Words *)(to + i * to_step) = x[i];
+}
+
+// to (16,16) = the transpose of from (rows,columns), and zeros in the rest
+static void transpose_part(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step, size_t rows,
+                           size_t columns) {
+    if (rows >= LANES && columns >= LANES) {
+        transpose(to, to_step, from, from_step);
+        return;
+    }
+    for (size_t i = 0; i < LANES; i++)
+        for (size_t j = 0; j < LANES; j++) to[i * to_step + j] = i < columns && j < rows ? from[j * from_step + i] : 0;
+}
+
+// ---- A
+
+static void left_as_stored(Tiles tiles, char *out, Matrix a, size_t rows, size_t k) {
+    size_t step = tiles_row(tiles, k), filled = k * (tiles_row(tiles, TILE) / TILE);
+    for (size_t row = 0; row < rows; row++, out += step) {
+        if (tiles_are_bf16(tiles)) take_row((uint16_t *)out, rest(a, row, 0), k);
+        else memcpy(out, a.f32 + row * a.ld, k * sizeof *a.f32);
+        memset(out + filled, 0, step - filled);
+    }
+}
+
+// words (16 pairs,16): numbers 2p and 2p + 1 of each of 16 columns of x (rows,columns), and zeros in the rest
+static void pairs_of_columns(uint32_t *words, Matrix x, size_t rows, size_t columns) {
+    size_t last = least(rows, TILE) - 1, n = least(columns, LANES);
+    if (rows < TILE || columns < LANES) memset(words, 0, LANES * LANES * sizeof *words);
+    for (size_t row = 0; row < last; row += 2) take_pairs(words + row / 2 * LANES, rest(x, row, 0), x.ld, n);
+    if (last % 2) return;
+    take_pairs(words + last / 2 * LANES, rest(x, last, 0), 0, n);
+    for (size_t i = 0; i < n; i++) words[last / 2 * LANES + i] &= 0xFFFF;
+}
+
+static void left_transposed(Tiles tiles, uint32_t *out, Matrix a, size_t rows, size_t k) {
+    uint32_t words[LANES * LANES];
+    size_t step = tiles_row(tiles, k) / sizeof *out, numbers = tiles_are_bf16(tiles) ? TILE : LANES;
+    for (size_t p = 0, at = 0; at < step; p += numbers, at += LANES) {
+        for (size_t row = 0; row < tiled(rows); row += LANES) {
+            uint32_t *to = out + row * step + at;
+            if (p >= k || row >= rows) {
+                for (size_t i = 0; i < LANES; i++) memset(to + i * step, 0, LANES * sizeof *to);
+            } else if (tiles_are_bf16(tiles)) {
+                pairs_of_columns(words, rest(a, p, row), k - p, rows - row);
+                transpose(to, step, words, LANES);
+            } else {
+                transpose_part(to, step, (const uint32_t *)(a.f32 + p * a.ld + row), a.ld, k - p, rows - row);
+            }
+        }
+    }
+}
+
+void tiles_left(Tiles tiles, void *out, Matrix a, size_t rows, size_t k) {
+    if (a.transposed) left_transposed(tiles, out, a, rows, k);
+    else left_as_stored(tiles, out, a, rows, k);
+}
+
+// ---- B. A strip is row after row of 32 columns; in bfloat16, pair of rows after pair of rows.
+
+static void pack_floats(float *packed, Matrix b, size_t k, size_t n) {
+    if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) * sizeof *packed);
     for (size_t column = 0; column < n; column += TILE) {
-        size_t columns = n - column < TILE ? n - column : TILE;
         float *strip = packed + column * tiled(k);
-        for (size_t row = 0; row < k; row++) {
-            #pragma omp simd
-            for (size_t i = 0; i < columns; i++) strip[row * TILE + i] = b[row * row_step + (column + i) * column_step];
+        for (size_t row = 0; row < k; row++)
+            memcpy(strip + row * TILE, b.f32 + row * b.ld + column, least(n - column, TILE) * sizeof *b.f32);
+    }
+}
+
+// The last row of an odd number is its own partner, since that meets zeros of A.
+static void pack_pairs(uint32_t *packed, Matrix b, size_t k, size_t n) {
+    if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) / 2 * sizeof *packed);
+    for (size_t row = 0; row < k; row += 2) {
+        for (size_t column = 0; column < n; column += TILE) {
+            uint32_t *strip = packed + column * tiled(k) / 2;
+            take_pairs(strip + row / 2 * TILE, rest(b, row, column), row + 1 < k ? b.ld : 0, least(n - column, TILE));
         }
     }
 }
+
+static void pack_floats_transposed(float *packed, Matrix b, size_t k, size_t n) {
+    for (size_t column = 0; column < tiled(n); column += LANES) {
+        uint32_t *strip = (uint32_t *)packed + column / TILE * TILE * tiled(k) + column % TILE;
+        size_t columns = column < n ? n - column : 0;
+        for (size_t row = 0; row < tiled(k); row += LANES) {
+            size_t rows = row < k ? k - row : 0;
+            const uint32_t *from = (const uint32_t *)(b.f32 + column * b.ld + row);
+            transpose_part(strip + row * TILE, TILE, from, b.ld, columns, rows);
+        }
+    }
+}
+
+static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n) {
+    for (size_t column = 0; column < tiled(n); column += LANES) {
+        uint32_t *strip = packed + column / TILE * TILE * tiled(k) / 2 + column % TILE;
+        size_t columns = column < n ? least(n - column, LANES) : 0;
+        for (size_t row = 0; row < k; row += TILE) {
+            uint16_t rows[LANES][TILE];
+            if (columns < LANES || k - row < TILE) memset(rows, 0, sizeof rows);
+            for (size_t i = 0; i < columns; i++) take_row(rows[i], rest(b, column + i, row), least(k - row, TILE));
+            transpose(strip + row / 2 * TILE, TILE, (const uint32_t *)rows, LANES);
+        }
+    }
+}
+
+void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n) {
+    if (tiles_are_bf16(tiles)) (b.transposed ? pack_pairs_transposed : pack_pairs)(packed, b, k, n);
+    else (b.transposed ? pack_floats_transposed : pack_floats)(packed, b, k, n);
+}
+
+void tiles_pair(Tiles tiles, float *first, const float *second, size_t n) {
+    if (tiles_are_bf16(tiles)) pair_rows((uint32_t *)first, first, second, n);
+}
+
+// ---- C = A · B
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 
@@ -55,7 +234,8 @@ static inline Vector *vector_at(float *x, size_t i) {
 }
 
 // 8 rows at a time: 16 vectors of sums, two of B, and a number of A in all lanes of another.
-static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t k, bool add) {
+static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t ldb, size_t k,
+                            bool add) {
     enum { ROWS = 8 };
     for (size_t row = 0; row < TILE; row += ROWS, a += ROWS * lda, c += ROWS * ldc) {
         Vector sum[ROWS][2] = {{{0}}};
@@ -66,7 +246,7 @@ static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, co
             }
         }
         for (size_t p = 0; p < k; p++) {
-            Vector left = *vector_at((float *)b, 2 * p), right = *vector_at((float *)b, 2 * p + 1);
+            Vector left = *vector_at((float *)b + p * ldb, 0), right = *vector_at((float *)b + p * ldb, 1);
             #pragma GCC unroll 8
             for (size_t r = 0; r < ROWS; r++) {
                 sum[r][0] += a[r * lda + p] * left;
@@ -80,66 +260,15 @@ static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, co
     }
 }
 
-// ---- bfloat16: the instructions multiply pairs, numbers 2p and 2p + 1 of a row of A by the same two of a column of B.
-// A register of B has 16 such pairs of rows and 16 columns, and a strip is a sequence of two registers: columns 0 to 15
-// and 16 to 31 of the same 32 rows.
+// In bfloat16, the instructions multiply pairs: numbers 2p and 2p + 1 of a row of A by the same two of a column of B.
 
-enum { PAIRS = TILE / 2, REGISTER = PAIRS * LANES };
-
-// The register of B[row][column] in a strip, and in it the pair of the row.
-static size_t place(size_t row, size_t column) {
-    size_t registers = row / TILE * 2 + column % TILE / LANES, pair = row % TILE / 2;
-    return registers * REGISTER + pair * LANES;
-}
-
-static inline uint32_t pair_of(float first, float second) {
-    return (uint32_t)bf16_from_float(first) | (uint32_t)bf16_from_float(second) << 16;
-}
-
-static void pack_pairs(uint32_t *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    static const float zeros[LANES];
-    memset(packed, 0, tiled(k) * tiled(n) / 2 * sizeof *packed);
-    for (size_t row = 0; row < k; row += 2) {
-        for (size_t column = 0; column < n; column += LANES) {
-            const float *first = b + row * ldb + column, *second = row + 1 < k ? first + ldb : zeros;
-            uint32_t *to = packed + column / TILE * TILE * tiled(k) / 2 + place(row, column);
-            size_t lanes = n - column < LANES ? n - column : LANES;
-            #pragma omp simd
-            for (size_t i = 0; i < lanes; i++) to[i] = pair_of(first[i], second[i]);
-        }
-    }
-}
-
-// Fills a register from 16 columns of B, which are rows of b, each of `count` numbers.
-static void pack_register(uint32_t *to, const float *b, size_t ldb, size_t count, size_t lanes) {
-    uint32_t pairs[LANES][PAIRS] = {{0}};
-    for (size_t i = 0; i < lanes; i++) {
-        const float *from = b + i * ldb;
-        #pragma omp simd
-        for (size_t p = 0; p < count / 2; p++) pairs[i][p] = pair_of(from[2 * p], from[2 * p + 1]);
-        if (count % 2) pairs[i][count / 2] = pair_of(from[count - 1], 0);
-    }
-    for (size_t p = 0; p < PAIRS; p++)
-        for (size_t i = 0; i < LANES; i++) to[p * LANES + i] = pairs[i][p];
-}
-
-static void pack_pairs_transposed(uint32_t *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    for (size_t column = 0; column < tiled(n); column += LANES) {
-        uint32_t *strip = packed + column / TILE * TILE * tiled(k) / 2;
-        size_t left = column < n ? n - column : 0, lanes = left < LANES ? left : LANES;
-        for (size_t row = 0; row < k; row += TILE) {
-            size_t count = k - row < TILE ? k - row : TILE;
-            pack_register(strip + place(row, column), b + column * ldb + row, ldb, count, lanes);
-        }
-    }
-}
-
-static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k, bool add) {
+static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t ldb, size_t k,
+                           bool add) {
     for (size_t row = 0; row < TILE; row++) {
         for (size_t column = 0; column < TILE; column++) {
             float sum = add ? c[row * ldc + column] : 0;
             for (size_t p = 0; p < k; p += 2) {
-                uint32_t pair = b[place(p, column) + column % LANES];
+                uint32_t pair = b[p / 2 * ldb + column];
                 sum += bf16_to_float(a[row * lda + p]) * bf16_to_float((uint16_t)pair);
                 sum += bf16_to_float(a[row * lda + p + 1]) * bf16_to_float((uint16_t)(pair >> 16));
             }
@@ -151,8 +280,8 @@ static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, 
 #ifdef __AVX512BF16__
 
 // 8 rows at a time, like multiply_floats().
-static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k,
-                            bool add) {
+static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t ldb,
+                            size_t k, bool add) {
     enum { ROWS = 8 };
     for (size_t row = 0; row < TILE; row += ROWS, a += ROWS * lda, c += ROWS * ldc) {
         __m512 sum[ROWS][2];
@@ -161,8 +290,8 @@ static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda,
             sum[r][1] = add ? _mm512_loadu_ps(c + r * ldc + LANES) : _mm512_setzero_ps();
         }
         for (size_t p = 0; p < k; p += 2) {
-            const uint32_t *at = b + place(p, 0);
-            __m512bh left = (__m512bh)_mm512_loadu_si512(at), right = (__m512bh)_mm512_loadu_si512(at + REGISTER);
+            const uint32_t *at = b + p / 2 * ldb;
+            __m512bh left = (__m512bh)_mm512_loadu_si512(at), right = (__m512bh)_mm512_loadu_si512(at + LANES);
             #pragma GCC unroll 8
             for (size_t r = 0; r < ROWS; r++) {
                 int both;
@@ -202,8 +331,9 @@ void tiles_end(Tiles tiles) {
 
 // Registers 0 to 3 have the sums of C's quarters, 4 and 5 the upper and lower half of A, 6 and 7 the left and right
 // half of B.
-static void multiply_amx(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t k, bool add) {
-    size_t c_step = ldc * sizeof *c, a_step = lda * sizeof *a;
+static void multiply_amx(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t ldb, size_t k,
+                         bool add) {
+    size_t c_step = ldc * sizeof *c, a_step = lda * sizeof *a, b_step = ldb * sizeof *b;
     if (add) {
         _tile_loadd(0, c, c_step);
         _tile_loadd(1, c + 16, c_step);
@@ -215,11 +345,11 @@ static void multiply_amx(float *c, size_t ldc, const uint16_t *a, size_t lda, co
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (size_t p = 0; p < k; p += TILE, b += 2 * REGISTER) {
+    for (size_t p = 0; p < k; p += TILE, b += 16 * ldb) {
         _tile_loadd(4, a + p, a_step);
         _tile_loadd(5, a + 16 * lda + p, a_step);
-        _tile_loadd(6, b, 64);
-        _tile_loadd(7, b + REGISTER, 64);
+        _tile_loadd(6, b, b_step);
+        _tile_loadd(7, b + 16, b_step);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
@@ -249,9 +379,8 @@ void tiles_end(Tiles tiles) {
 
 #endif
 
-// ---- all
-
 Tiles tiles_available(bool bf16) {
+    (void)bf16;    // not read where neither of the first two is built
 #ifdef __AMX_BF16__
     if (bf16 && may_use_amx()) return TILES_AMX;
 #endif
@@ -261,30 +390,29 @@ Tiles tiles_available(bool bf16) {
 #ifdef __AVX512F__
     return TILES_FLOAT;    // processors with fewer registers spill the sums
 #else
-    (void)bf16;
     return TILES_NONE;
 #endif
 }
 
-void tiles_pack(Tiles tiles, void *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    if (tiles_are_bf16(tiles)) pack_pairs(packed, b, ldb, k, n);
-    else pack_floats(packed, b, ldb, false, k, n);
-}
-
-void tiles_pack_transposed(Tiles tiles, void *packed, const float *b, size_t ldb, size_t k, size_t n) {
-    if (tiles_are_bf16(tiles)) pack_pairs_transposed(packed, b, ldb, k, n);
-    else pack_floats(packed, b, ldb, true, k, n);
-}
-
-void tiles_multiply(Tiles tiles, float *c, size_t ldc, const void *a, size_t a_bytes, const void *b, size_t k,
-                    bool add) {
-    size_t lda = a_bytes / (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float));
-    if (tiles == TILES_FLOAT) multiply_floats(c, ldc, a, lda, b, k, add);
-    if (tiles == TILES_LOOPS) multiply_loops(c, ldc, a, lda, b, k, add);
+void tiles_multiply(Tiles tiles, float *c, size_t ldc, TileRows a, TileRows b, size_t k, bool add) {
+    size_t lda = a.step / (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float)), ldb = b.step / sizeof(uint32_t);
+    if (tiles == TILES_FLOAT) multiply_floats(c, ldc, a.at, lda, b.at, ldb, k, add);
+    if (tiles == TILES_LOOPS) multiply_loops(c, ldc, a.at, lda, b.at, ldb, k, add);
 #ifdef __AVX512BF16__
-    if (tiles == TILES_AVX512) multiply_avx512(c, ldc, a, lda, b, k, add);
+    if (tiles == TILES_AVX512) multiply_avx512(c, ldc, a.at, lda, b.at, ldb, k, add);
 #endif
 #ifdef __AMX_BF16__
-    if (tiles == TILES_AMX) multiply_amx(c, ldc, a, lda, b, k, add);
+    if (tiles == TILES_AMX) multiply_amx(c, ldc, a.at, lda, b.at, ldb, k, add);
 #endif
+}
+
+void tiles_take_transposed(float *out, size_t ld, const float *sums, size_t rows, size_t columns) {
+    if (rows == TILE && columns == TILE) {
+        for (size_t row = 0; row < TILE; row += LANES)
+            for (size_t column = 0; column < TILE; column += LANES)
+                transpose((uint32_t *)out + row * ld + column, ld, (const uint32_t *)sums + column * TILE + row, TILE);
+        return;
+    }
+    for (size_t row = 0; row < rows; row++)
+        for (size_t column = 0; column < columns; column++) out[row * ld + column] = sums[column * TILE + row];
 }

@@ -11,6 +11,24 @@
 
 #include "runtime/real.h"
 
+// An input of a matmul, stored row by row.
+typedef struct {
+    const real *f32;         // used if bf16 is NULL
+    const uint16_t *bf16;    // not for gemm()
+    size_t ld;               // elements from one stored row to the next
+    bool transposed;         // the matmul uses the transpose of what is stored
+} Matrix;
+
+static inline Matrix as_stored(const real *x, size_t ld) {
+    Matrix matrix = {x, NULL, ld, false};
+    return matrix;
+}
+
+static inline Matrix transposed(const real *x, size_t ld) {
+    Matrix matrix = {x, NULL, ld, true};
+    return matrix;
+}
+
 // The instructions, and with them the type of both inputs. Sums are float32.
 typedef enum {
     TILES_NONE,
@@ -41,26 +59,45 @@ static inline size_t tiles_row(Tiles tiles, size_t n) {
     return tiled(n) * (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float));
 }
 
-// A (rows,k) in the type of the inputs, and zeros up to tiled(k) columns.
-//   out: tiles_row(tiles, k) bytes from one row to the next, written
-void tiles_left(Tiles tiles, void *out, const real *a, size_t lda, size_t rows, size_t k);
+// Rows of an input of tiles_multiply(). A: row by row. B: row by row in float32, and in bfloat16 pairs of rows, whose
+// numbers alternate: B[2p][i], B[2p+1][i], B[2p][i+1], ...
+typedef struct {
+    const void *at;
+    size_t step;    // bytes from one row, or pair of rows, to the next
+} TileRows;
 
-// B (k,n) packed in strips of 32 columns, and zeros up to whole blocks.
-//   packed: tiled(n) tiles_row(tiles, k) bytes, written   b: B stored row by row, or its transpose (n,k)
-void tiles_pack(Tiles tiles, void *packed, const real *b, size_t ldb, size_t k, size_t n);
-void tiles_pack_transposed(Tiles tiles, void *packed, const real *b, size_t ldb, size_t k, size_t n);
+// A (rows,k) in the type of the inputs, and zeros up to tiled(k) columns. If `a` is transposed, also zeros up to
+// tiled(rows) rows.
+//   out: tiles_row(tiles, k) bytes from one row to the next, written
+void tiles_left(Tiles tiles, void *out, Matrix a, size_t rows, size_t k);
+
+// B (k,n) packed in strips of 32 columns, and up to whole blocks what may meet zeros of A.
+//   packed: tiled(n) tiles_row(tiles, k) bytes, written
+void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n);
 
 // From a row and a column on, both multiples of 32, of a B packed with k rows.
-static inline const void *tiles_at(Tiles tiles, const void *packed, size_t k, size_t row, size_t column) {
-    return (const char *)packed + column * tiles_row(tiles, k) + row * tiles_row(tiles, TILE);
+static inline TileRows tiles_at(Tiles tiles, const void *packed, size_t k, size_t row, size_t column) {
+    size_t at = column * tiles_row(tiles, k) + row * tiles_row(tiles, TILE);
+    return (TileRows){(const char *)packed + at, TILE * sizeof(uint32_t)};
+}
+
+// Turns two rows of B into a pair in the place of the first one. Does nothing in float32.
+void tiles_pair(Tiles tiles, real *first, const real *second, size_t n);
+
+// A B whose rows, each ld numbers after the one before it, tiles_pair() was called for.
+static inline TileRows tiles_in_place(Tiles tiles, const real *b, size_t ld) {
+    return (TileRows){b, (tiles_are_bf16(tiles) ? 2 : 1) * ld * sizeof *b};
 }
 
 // Before and after a thread's calls of tiles_multiply(). The registers of AMX need it; other matmuls may change them.
 void tiles_begin(Tiles tiles);
 void tiles_end(Tiles tiles);
 
-// C (32,32) = A (32,k) · B (k,32), for k a multiple of 32, by the calling thread.
-//   a: in the type of the inputs, a_bytes from one row to the next   b: packed   c written, or added to if `add`
-void tiles_multiply(Tiles tiles, real *c, size_t ldc, const void *a, size_t a_bytes, const void *b, size_t k, bool add);
+// C (32,32) = A (32,k) · B (k,32), for k a multiple of 32, by the calling thread. c: written, or added to if `add`
+void tiles_multiply(Tiles tiles, real *c, size_t ldc, TileRows a, TileRows b, size_t k, bool add);
+
+// out (rows,columns) = the transpose of sums (columns,rows), at most 32 of each
+//   sums: 32 numbers from one row to the next
+void tiles_take_transposed(real *out, size_t ld, const real *sums, size_t rows, size_t columns);
 
 #endif

@@ -685,6 +685,7 @@ part_counters() {
 attention_kinds() {
     cat <<'TABLE'
 bf16 softmax 96 64 64
+bf16 softmax 300 64 64
 bf16 softmax 65 128 128
 bf16 softmax-recentered 96 64 64
 bf16 softmax-recentered-l1 96 64 64
@@ -719,8 +720,12 @@ sanitizer_runs() {
             case $group in refused | peak) ;; *) echo "$tool, kernels: $group|$tests/test_kernels $group" ;; esac
         done
         while read -r dtype attn T HS VS; do
-            printf '%s, %s %s, heads of %s, values of %s|' "$tool" "$dtype" "$attn" "$HS" "$VS"
+            printf '%s, %s %s at %s, heads of %s, values of %s|' "$tool" "$dtype" "$attn" "$T" "$HS" "$VS"
             echo "$python dev/bench/gpu_kernels.py run $flash $dtype $attn $T $HS $VS"
+            # The kernels for compute capability 8.0, which this GPU would not choose.
+            [ "$tool,$dtype" = memcheck,bf16 ] || continue
+            printf '%s, mma.sync: %s %s at %s, heads of %s, values of %s|' "$tool" "$dtype" "$attn" "$T" "$HS" "$VS"
+            echo "env FLASH90=0 $python dev/bench/gpu_kernels.py run $flash $dtype $attn $T $HS $VS"
         done < <(attention_kinds)
     done
 }

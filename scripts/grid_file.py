@@ -132,7 +132,7 @@ class Scale:
     sizes: dict
     seeds: list
     flags: dict           # of the trainer
-    eval_flags: dict      # of eval_gpt2
+    eval_flags: dict      # of eval_gpt2, for the tasks loss and positions
     program: str
     eval_program: str
     jobs: int             # 0: as many as there are cores
@@ -178,6 +178,10 @@ class Eval:
     metric: str
     group: str            # evaluations of one group share a table and a picture
     where: str
+
+    def reads_text(self):
+        """Does eval_gpt2 read --data?"""
+        return self.task != "scores" and "prompt-file" not in self.flags
 
 
 @dataclass
@@ -481,16 +485,19 @@ class Reader:
                 raise Refused(f"{where}: runs: no row is called {pattern}.{nearest(pattern, list(rows))}")
         if one.get("seeds", "all") not in ("all", "first"):
             raise Refused(f"{where}: seeds: expected all or first, found {one['seeds']}.")
-        if "data" in one:
-            self.chosen({"data": [one["data"]]}, "data", list(self.scale.data), where, [])
         plain = task in ("loss", "positions")
         lengths = amounts(one.get("lengths" + self.at, one.get("lengths", ["L"] if plain else [])),
                           {"L": self.scale.L}, f"{where}: lengths")
-        flags, metric = self.flags(self.scale.eval_flags, one, where), one.get("metric", "loss" if plain else "")
+        flags = self.flags(self.scale.eval_flags if plain else {}, one, where)
+        metric = one.get("metric", "loss" if plain else "")
         e = Eval(name, task, one.get("attn", ""), sorted(set(lengths)), flags, one.get("runs", ["*"]),
                  one.get("data", ""), one.get("seeds") == "first", metric, one.get("group", name), where)
         if metric:
             check_metric(e, metric, f"{where}: metric")
+        if e.data and not e.reads_text():
+            raise Refused(f"{where}: data: this evaluation reads no text. Remove it.")
+        if e.data:
+            self.chosen({"data": [e.data]}, "data", list(self.scale.data), where, [])
         return e
 
     def read_claims(self, rows, evals):

@@ -163,7 +163,7 @@ class Plan:
             self.parts[part.key] = part
         for e in grid.evals_of(run):
             key = eval_key(grid, run, e, self.texts)
-            most = len(e.lengths or [1]) * e.flags.get("max-tokens", 1 << 20) * (2 if e.attn else 1)
+            most = eval_tokens(e, grid.scale.L) * (2 if e.attn else 1)
             folder = part.folder / "eval" / f"{slug(e.name)}-{key[:10]}"
             self.parts.setdefault(key, Part(key, run, e, folder, most * FORWARD, [part.key],
                                             label=f"{label}, {e.name}"))
@@ -185,6 +185,16 @@ class Plan:
                     base.record = False
                     queue.append(base)
         self.todo = [part for part in self.parts.values() if part in queue]
+
+
+def eval_tokens(e, L):
+    """About how many tokens an evaluation computes, by eval_gpt2's defaults."""
+    lengths, samples = e.lengths or [L], e.flags.get("samples", 20)
+    if e.task in ("loss", "positions"):
+        return len(lengths) * e.flags.get("max-tokens", 1 << 20)
+    if e.task == "needle":
+        return sum(lengths) * samples * (1 if e.flags.get("random-depth") else len(e.flags.get("depths", range(5))))
+    return 2 * samples * max(lengths) if e.task == "attention" and e.reads_text() else 0
 
 
 def checkpoint(grid, part, step=0):
@@ -270,7 +280,8 @@ def eval_words(plan, part, programs, threads):
     grid, run, e = plan.grid, part.run, part.eval
     attn = eval_attn(grid, run, e)
     data = grid.scale.data[e.data] if e.data else grid.rows[run.row].data
-    words = [programs.eval, "--model", from_root(checkpoint(grid, plan.parts[part.needs[0]])), "--data", data.val]
+    words = [programs.eval, "--model", from_root(checkpoint(grid, plan.parts[part.needs[0]]))]
+    words += ["--data", data.val] if e.reads_text() else []
     words += task_words(e)
     words += ["--attn", attn] if attn else []
     # The report has pictures of all runs.

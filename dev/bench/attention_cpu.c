@@ -1,10 +1,11 @@
 // Times attention of one normalizer, for dev/bench/attention_cpu.py.
 //
-//   build/bench/attention_cpu NAME T B NH HS SECONDS
+//   build/bench/attention_cpu NAME T B NH HS SECONDS [bf16]
 //
 // Prints the medians of the forward and of the backward pass in ms, and the peak resident size in MB.
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/resource.h>
 #include <time.h>
 
@@ -51,11 +52,12 @@ int main(int argc, char **argv) {
     Normalizer normalizer;
     char message[1024];
     program_name = "attention_cpu";
-    if (argc != 7) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS.");
+    if (argc != 7 && argc != 8) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS [bf16].");
     if (!normalizer_parse(&normalizer, argv[1], message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
     size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
            HS = strtoul(argv[5], NULL, 10);
     double seconds = atof(argv[6]), start = now();
+    bool bf16 = argc == 8 && !strcmp(argv[7], "bf16");
     AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T, false, 0};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
     float *dout = normals(n, 3);
@@ -77,7 +79,7 @@ int main(int argc, char **argv) {
     float *qkv = normals(3 * n, 0), *dqkv = normals(3 * n, 8);
     if (normalizer.qk.kind == QK_L2) normalize(qkv, 3 * rows, HS);
     Gemm mm;
-    gemm_start(&mm, false);
+    gemm_start(&mm, bf16);
     AttentionInput in = {{qkv, row, HS}, {qkv + NH * HS, row, HS}, {qkv + 2 * NH * HS, row, HS}, NULL, &mm};
     AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");

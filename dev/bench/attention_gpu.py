@@ -1,7 +1,8 @@
 """Attention alone on a GPU, forward and backward, for each normalizer: ours (flash.so) against PyTorch's methods.
 
     python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]
-        softmax against SDPA at T = 1k to 16k; each normalizer against our softmax at 4k and 1k
+        softmax against SDPA at T = 1k to 16k, also with sums in any order and with the kernels for compute capability
+        8.0; each normalizer against our softmax at 4k and 1k
     python3 dev/bench/attention_gpu.py REPORT others [--budget 500]
         each normalizer against PyTorch's methods at 4k, then 1k
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
@@ -134,17 +135,26 @@ class Flash:
                                      ctypes.c_bool(backward), ctypes.c_void_p(stream))
 
 
+# As trained by default; with --deterministic 0; and with the kernels for compute capability 8.0 on any GPU.
+OURS = ("ours", "ours-any-order", "ours-mma")
+
+
 class Ours:
     """Our kernels on the sets of a case. q, k and v are parts of one array, as in the trainer."""
 
-    def __init__(self, case, flash):
-        self.case, self.flash = case, flash
+    def __init__(self, case, flash, way="ours"):
+        self.case, self.flash, self.way = case, flash, way
         B, T, NH, HS = case.shape
         self.shape = Shape(B, T, NH, NH, HS, HS, T, 3 * NH * HS, 3 * NH * HS, 3 * NH * HS, NH * HS)
+        self.shape.any_order = way == "ours-any-order"
+        self.select()
         self.scratch = flash.tensor((flash.scratch(case.name, self.shape),), torch.uint8)
         self.rows = flash.tensor((1,), torch.int64)
         self.scalars = {key: flash.copy(x) for key, x in case.scalars.items()}
         self.sets = [self.take(joined, dout) for joined, dout in zip(case.joined, case.douts)]
+
+    def select(self):
+        os.environ["FLASH90"] = "0" if self.way == "ours-mma" else "1"
 
     def take(self, joined, dout):
         """(tensors, their addresses) for a set."""
@@ -170,6 +180,7 @@ class Ours:
         return x, arrays
 
     def forward(self, i):
+        self.select()
         self.flash.run(self.case.name, self.shape, self.sets[i][1], self.rows, self.scratch, False)
 
     def both(self, i):
@@ -441,7 +452,7 @@ class Watch:
         text = f"timed out after {self.seconds:g} s"
         keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}})
         print(f"attention_gpu: {self.name} T={self.T} {self.way}: {text}", flush=True)
-        os._exit(gpu_report.FAILED if self.way == "ours" else gpu_report.UNFINISHED)
+        os._exit(gpu_report.FAILED if self.way in OURS else gpu_report.UNFINISHED)
 
     def __enter__(self):
         self.timer.start()
@@ -452,7 +463,7 @@ class Watch:
 
 
 def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
-    """{method: record} for a normalizer at a length; the methods are "ours" and those of way_names(). Each of our
+    """{method: record} for a normalizer at a length; the methods are OURS and those of way_names(). Each of our
     rounds is compared with a round of `beside`, a Timed (record["of_softmax"])."""
     case = Case(name, T, 1 if DRY else SETS)
     sets = len(case.joined)
@@ -461,7 +472,7 @@ def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
     for way in ways:
         watch.way = way
         try:
-            timed[way] = Timed(Ours(case, flash) if way == "ours" else Torch(case, way), judge, sets)
+            timed[way] = Timed(Ours(case, flash, way) if way in OURS else Torch(case, way), judge, sets)
         except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:
             # Out of memory, or an unsupported shape.
             said = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
@@ -521,8 +532,8 @@ def part_attention(report, options, flash):
             left_out.append(f"softmax at T = {T}")
             continue
         with Watch(report, "attention", "softmax", T) as watch:
-            ways = ("ours", "sdpa-flash", "sdpa-cudnn")
-            ways = [way for way in ways if not has(report, "attention", attn="softmax", T=T, way=way)]
+            ways = [way for way in (*OURS, "sdpa-flash", "sdpa-cudnn")
+                    if not has(report, "attention", attn="softmax", T=T, way=way)]
             found = measure("softmax", T, ways, flash, ROUNDS + 1, options.seconds, watch)
         say("softmax", T, found)
         keep(report, "attention", "softmax", T, found)
@@ -669,6 +680,12 @@ def tables_attention(report, left_out):
                  ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN",
                   "flash/ours forward", "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
                  notes_of(left_out) + ["TFLOP/s: as usual, 3.5 times the forward pass's matmuls over the causal half"])
+    table = [[T, *(ms(find(attn="softmax", T=T, way=way), key) for way in OURS for key in ("forward_ms", "both_ms"))]
+             for T in lengths if find(attn="softmax", T=T, way="ours")]
+    report.table("attention", "softmax, our kernels, ms",
+                 ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync")
+                         for key in ("forward", "both"))],
+                 table, ["any order: --deterministic 0. mma.sync: the kernels for compute capability 8.0 (FLASH90=0)"])
     names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
     table = []
     for name in names:
@@ -745,7 +762,7 @@ def main():
     left_out = {"attention": part_attention, "others": part_others}[options.part](report, options, flash)
     report.save()
     wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"]
-             if r["way"] == "ours" and (r.get("wrong") or r.get("failed"))]
+             if r["way"] in OURS and (r.get("wrong") or r.get("failed"))]
     print(f"attention_gpu: {len(report.part(options.part)['records'])} records"
           + (f"; ours wrong: {', '.join(wrong)}" if wrong else "")
           + (f"; left: {', '.join(left_out)}" if left_out else ""))

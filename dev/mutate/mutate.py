@@ -33,7 +33,8 @@ TESTS = [("test_gpt2", ["./test_gpt2", "attention"]),
          *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
 PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
 # The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
-FLASH_WORDS = "kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows"
+FLASH_WORDS = ("kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows "
+               "or last_rows")
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", FLASH_WORDS])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
@@ -63,12 +64,15 @@ TESTS_OF = (
      pytest_of("eval_gpt2", "test_observe",
                "-k", "tables or 1025 or not_finite or correlation or (statistics and grouped-softmax)")),
     ("eval/choice.c", pytest_of("eval_gpt2", "test_choice")),
-    *((file, pytest_of("eval_gpt2", "test_eval_runs", "-k", "checked or only_files or not_use"))
-      for file in ("eval/eval.c", "eval/program.h")),
+    ("eval/eval.c", pytest_of("eval_gpt2", "test_eval_runs", "-k", "checked or only_files or not_use")),
+    ("eval/program.h", [*pytest_of("eval_gpt2", "test_eval_runs", "-k", "checked"),
+                        *pytest_of("eval_gpt2", "test_needle", "-k", "no_bit and grouped")]),
     ("eval/scores.c", pytest_of("eval_gpt2", "test_eval_runs", "-k", "scores")),
     ("eval/losses.c", pytest_of("eval_gpt2", "test_eval", "-k", "masked or by_position or fit or example")),
     ("model/rope.c", [("build/tests/test_rope", ["build/tests/test_rope"]),
                       *pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers")]),
+    ("runtime/tiles.c", [TESTS[1], ("test_gpt2", ["./test_gpt2"])]),
+    *((file, [("test_gpt2", ["./test_gpt2"])]) for file in ("runtime/gemm_tiles.c", "train_gpt2.c")),
     ("runtime/tokenizer.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
@@ -78,7 +82,8 @@ TESTS_OF = (
     *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without"))
       for file in ("scripts/pictures/", "scripts/report.py")),
     ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
-    ("eval_gpt2.cu", pytest_of("eval_gpt2cu_on_cpu", "test_eval_cuda", "-k", "fp32 and ssmax and (mask or needle)")),
+    ("eval_gpt2.cu", pytest_of("eval_gpt2cu_on_cpu", "test_eval_cuda",
+                               "-k", "fp32 and ssmax and (mask or needle) or haystack")),
     ("dev/bench/gpu_", pytest_of("eval_gpt2", "test_gpu_check", "-k", "verdict or bound or evaluator or is_timed")),
     ("", TESTS),
 )

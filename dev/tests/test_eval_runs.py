@@ -110,8 +110,8 @@ def test_the_table_of_all_losses(model_of, data, tmp_path):
         for line, (names, losses) in zip(lines[1:], expected.items()):
             assert line.split() == [*names, *(losses[T] for T in (16, 40, 64, 128) if T in losses)]
             assert all(line[lines[0].index(f" {T}") - 6:][:len(f" {T}") + 6].strip() == losses[T] for T in losses)
-    for models, flags in ((folders[0], []), (folders[0], ["--task", "needle", "--seq-lens", 100, "--samples", 1])):
-        assert "loss by length" not in evaluate("loss", models, data, tmp_path, "--max-tokens", 400, *flags)[0]
+    for task, flags in (("loss", ["--max-tokens", 400]), ("needle", ["--seq-lens", 100, "--samples", 1])):
+        assert "loss by length" not in evaluate(task, folders[0], data, tmp_path, *flags)[0]
 
 
 def test_each_model_has_a_name_of_its_own(model_of, data, tmp_path):
@@ -188,6 +188,14 @@ UNUSED = {
     "--prompt-file nowhere": "--prompt-file is for --task attention, not loss.",
     "--samples 3 --task attention --prompt-file nowhere":
         "--samples is for --task needle or attention without --prompt-file, not attention with --prompt-file.",
+    "--max-tokens 5 --task needle": "--max-tokens is for --task loss or positions, not needle.",
+    "--max-tokens 5 --task attention --prompt-file nowhere":
+        "--max-tokens is for --task loss or positions, not attention with --prompt-file.",
+    "--data x --task scores":
+        "--data is for --task loss, positions, needle, attention without --prompt-file or choice, not scores.",
+    "--data x --task attention --prompt-file nowhere":
+        "--data is for --task loss, positions, needle, attention without --prompt-file or choice, not attention with "
+        "--prompt-file.",
     "--seq-lens 8 --task scores":
         "--seq-lens is for --task loss, positions, needle, attention without --prompt-file or choice, not scores.",
     "--rope-theta 5 --task scores":
@@ -204,17 +212,11 @@ UNUSED = {
 @pytest.mark.parametrize("flags", UNUSED)
 def test_flags_that_a_task_does_not_use(flags, model_of, data, tmp_path):
     (tmp_path / "q.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}))
-    source = tmp_path / "q.jsonl" if "choice" in flags else f"{data}/*_val_*.bin"
-    words = ["--model", model_of("grouped", "softmax")[0], *([] if "nowhere" in flags else ["--data", source])]
+    source = ["--data", tmp_path / "q.jsonl" if "choice" in flags else f"{data}/*_val_*.bin"]
+    words = ["--model", model_of("grouped", "softmax")[0],
+             *([] if "nowhere" in flags or "--task scores" in flags else source)]
     errors = run(BIN / "eval_gpt2", *words, *flags.split(), code=2)[1]
     assert UNUSED[flags] in errors
-
-
-def test_flags_that_grids_give_to_every_evaluation_are_not_used_silently(model_of, data, tmp_path):
-    words = ["--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin", "--max-tokens", 5]
-    errors = run(BIN / "eval_gpt2", *words, "--task", "scores")[1]
-    assert "--max-tokens has no effect with --task scores: it is for loss or positions." in errors
-    assert "--data has no effect" in errors
 
 
 # ---------------------------------------------------------------- what is in the folder

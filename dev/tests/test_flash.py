@@ -109,6 +109,7 @@ class Case:
     gap: int = 0            # unused elements between rows
     NKV: int = 0            # key-value heads; 0: NH
     documents: bool = False     # rows see only the keys of their own document
+    from_row: int = 0       # a forward pass alone, of the rows from this one on
     sequence: int = 0       # the first sequence's number, which selects the documents
     capability: int = 90    # the GPU's compute capability times 10
     any_order: bool = False     # of the sums in dq
@@ -118,7 +119,8 @@ class Case:
         return (name + (f"-v{self.VS}" if self.VS else "")
                 + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "")
                 + (f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else "")
-                + ("-any_order" if self.any_order else "") + ("-sm80" if self.capability == 80 else ""))
+                + ("-any_order" if self.any_order else "") + (f"-from{self.from_row}" if self.from_row else "")
+                + ("-sm80" if self.capability == 80 else ""))
 
     @property
     def values(self):
@@ -208,6 +210,7 @@ def by_flash(libraries, case, x, scalars, finite=True, rope=None):
     if rope:
         held += rope
         shape.cosines, shape.sines = (table.data_ptr() for table in rope)
+    shape.from_row = case.from_row
     first = case.first
     if first is not None:
         held.append(first.contiguous())
@@ -219,7 +222,8 @@ def by_flash(libraries, case, x, scalars, finite=True, rope=None):
     for name in ("q", "k", "v", "dout"):
         whole, view = in_rows(x[name], rows[name], case.dtype)
         view.copy_(x[name])
-        give(name, whole)
+        if name != "dout" or not case.from_row:
+            give(name, whole)
     for name, like in (("out", "dout"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         whole, view = in_rows(x[like], rows[like] if name != "out" else rows["out"], case.dtype)
         written[name] = whole, view
@@ -470,6 +474,18 @@ def test_fixed_order_of_sums(flash, flash_with, case):
                                           ("forward", "1", "issue")):
         other = flash_with(ORDER=order, RESIDENT=resident, ASYNC=asynchronous, SEED="5")
         assert same(by_flash(other, case, *x), fixed), order
+
+
+def test_the_last_rows_alone(flash):
+    """FlashShape.from: these rows are the same to the last bit, and blocks of rows before them are not touched."""
+    for attn, dtype, how in (("softmax", BF16, {}), ("lssar", BF16, {"HS": 64}), ("softmax-recentered", FLOAT, {}),
+                             ("ssmax-pn", FLOAT, {"NH": 4, "NKV": 2}), ("relu2-T", BF16, {"HS": 128, "VS": 256})):
+        for case in on_both([Case(attn, dtype, 257, B=1, **({"NH": 1} | how))]):
+            x = inputs(case)
+            whole = by_flash(flash, case, *x)["out"]
+            for from_row in (255, 256, 130):
+                last = by_flash(flash, replace(case, from_row=from_row), *x, finite=False)["out"]
+                assert torch.equal(last[:, from_row:], whole[:, from_row:]) and last[:, :128].isnan().all()
 
 
 @pytest.mark.drawn(4)

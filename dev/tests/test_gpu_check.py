@@ -756,14 +756,15 @@ def test_our_kernels_by_their_addresses(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["attention_gpu.py", *words])
     assert attention_gpu.main() == 0
     records = parts_of(tmp_path)["attention"]["records"]
-    assert {(r["attn"], r["way"]) for r in records} == {("softmax", "ours"), ("softmax", "sdpa-flash"),
-                                                        ("softmax", "sdpa-cudnn"), ("ssmax-fixed", "ours"),
+    ways = (*attention_gpu.OURS, "sdpa-flash", "sdpa-cudnn")
+    assert {(r["attn"], r["way"]) for r in records} == {*(("softmax", way) for way in ways), ("ssmax-fixed", "ours"),
                                                         ("gelu-l1", "ours"), ("softpick", "ours")}
     assert not any(r["wrong"] for r in records)
     assert_well_formed((tmp_path / "report.md").read_text())
 
 
-@pytest.mark.parametrize("way, code", [("ours", gpu_report.FAILED), ("flex", gpu_report.UNFINISHED)])
+@pytest.mark.parametrize("way, code", [("ours", gpu_report.FAILED), ("ours-mma", gpu_report.FAILED),
+                                       ("flex", gpu_report.UNFINISHED)])
 def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
     ended = []
     monkeypatch.setattr(attention_gpu, "LIMIT", 0.01)

@@ -367,10 +367,10 @@ static double layer_value(void *forward) {
 }
 
 static void by_rmsnorm(void) {
-    rmsnorm_forward(l.out, l.x, l.w, N, C, 1e-5);
+    rmsnorm_forward(in_f32(l.out), l.x, l.w, N, C, 1e-5);
 }
 static void by_matmul(void) {
-    matmul_forward(l.out, l.x, (WeightMatrix){.f32 = l.w}, N, C, OC, false);
+    matmul_forward(l.out, in_f32(l.x), (WeightMatrix){.f32 = l.w}, N, C, OC, false);
 }
 static void by_embedding(void) {
     embedding_forward(l.out, l.w, l.tokens, N, C);
@@ -380,7 +380,7 @@ static void by_rope(void) {
     rope_forward(l.out, l.inverse_norms, l.rope);
 }
 static void by_swiglu(void) {
-    swiglu_forward(l.out, l.x, N, C);
+    swiglu_forward(in_f32(l.out), l.x, N, C);
 }
 static void by_crossentropy(void) {
     crossentropy(l.out, l.x, l.tokens, NULL, N, V, V, 0);
@@ -392,7 +392,7 @@ static void by_gau(void) {
     gau_forward(gau_arrays(l.x, l.out), l.gains, l.rope, E);
 }
 static void by_gate(void) {
-    gau_gate_forward(l.out, l.x, l.w, N, E, GW);
+    gau_gate_forward(in_f32(l.out), l.x, l.w, N, E, GW);
 }
 
 static void test_layer(const char *what, real *x, const real *dx, size_t n, void (*forward)(void), size_t outputs) {
@@ -460,7 +460,7 @@ static void test_layers(void) {
     rmsnorm_backward(dx, dw, l.dout, l.x, l.w, r, N, C, 1e-5);
     test_layer("rmsnorm, x", l.x, dx, N * C, by_rmsnorm, N * C);
     test_layer("rmsnorm, weight", l.w, dw, C, by_rmsnorm, N * C);
-    matmul_backward(dx, dw, l.dout, l.x, (WeightMatrix){.f32 = l.w}, N, C, OC, false);
+    matmul_backward(dx, dw, in_f32(l.dout), in_f32(l.x), (WeightMatrix){.f32 = l.w}, N, C, OC, false);
     test_layer("matmul, x", l.x, dx, N * C, by_matmul, N * OC);
     test_layer("matmul, weight", l.w, dw, OC * C, by_matmul, N * OC);
     memset(dw, 0, room * sizeof *dw);
@@ -469,7 +469,7 @@ static void test_layers(void) {
     test_qk_norm(dx, gains);
     test_rope(dx, false);
     test_rope(dx, true);
-    swiglu_backward(dx, l.dout, l.x, N, C);
+    swiglu_backward(in_f32(dx), l.dout, l.x, N, C);
     test_layer("swiglu", l.x, dx, N * 2 * C, by_swiglu, N * C);
     real *losses = reals(N);
     memcpy(dx, l.x, N * V * sizeof *dx);

@@ -721,11 +721,26 @@ def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
     ('attn = "ssmax"\nmodel = "qknorm=1"', "[[run]] 2 (x): --model: unknown model or key 'qknorm'. Did you mean qk_"),
     ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nflags = { max-tokenz = 3 }',
      "[[eval]] 1 (e): --max-tokenz: unknown flag. Did you mean --max-tokens?"),
+    ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "needle"\nflags = { max-tokens = 3 }',
+     "[[eval]] 1 (e): --max-tokens is for --task loss or positions, not needle."),
     ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nattn = "{run.attn}+post=rewait:3"',
      "[[eval]] 1 (e): --attn softmax+post=rewait:3: unknown value for post")])
 def test_what_a_program_does_not_have_is_rejected_before_any_run(data, tmp_path, row, message):
     path = write(tmp_path, '[[run]]\nattn = "softmax"\n', f'[[run]]\nname = "x"\n{row}\n', data=data)
     assert message in run(path, tmp_path / "out", code=3) and not (tmp_path / "out").exists()
+
+
+def test_flags_for_losses_are_not_given_to_other_tasks(tmp_path):
+    """eval_gpt2 rejects flags that its task does not use."""
+    evals = ('[[eval]]\nname = "n"\ntask = "needle"\nlengths = ["4L"]\nflags = { samples = 3, depths = [10, 90] }\n'
+             '[[eval]]\nname = "a"\ntask = "attention"\nflags = { prompt-file = "grids/prompts.txt" }\n'
+             '[[eval]]\nname = "s"\ntask = "scores"\n')
+    grid = read(tmp_path, ROWS, LOSS, evals)
+    assert [(e.flags.get("max-tokens"), e.reads_text(), grid_parts.eval_tokens(e, 8)) for e in grid.evals] == [
+        (200, True, 600), (None, True, 192), (None, False, 0), (None, False, 0)]
+    for task in ('"scores"', '"attention"\nflags = { prompt-file = "grids/prompts.txt" }'):
+        with pytest.raises(Refused, match=re.escape("[[eval]] 1 (x): data: this evaluation reads no text. Remove it.")):
+            read(tmp_path, ROWS, f'[[eval]]\nname = "x"\ndata = "text"\ntask = {task}\n')
 
 
 def test_a_plan_for_a_gpu_needs_no_gpu(tmp_path, monkeypatch):

@@ -761,7 +761,8 @@ def trained(tmp_path_factory):
     return root, folder
 
 
-FLAGS = {"loss": ["--seq-lens", "16,32,64"], "positions": ["--seq-lens", "16,64"],
+FLAGS = {"loss": ["--seq-lens", "16,32,64", "--max-tokens", 512],
+         "positions": ["--seq-lens", "16,64", "--max-tokens", 512],
          "needle": ["--seq-lens", "96,128", "--samples", 2, "--digits", 2],
          "attention": ["--samples", 3], "scores": [], "choice": []}
 DRAWN = {"loss": "lengths", "positions": "positions", "needle": "needle", "attention": "attention", "scores": "scores",
@@ -770,8 +771,8 @@ DRAWN = {"loss": "lengths", "positions": "positions", "needle": "needle", "atten
 
 def evaluate(trained, task, out, *flags, **how):
     root, folder = trained
-    data = root / "q.jsonl" if task == "choice" else f"{root}/data/*_val_*.bin"
-    words = ["--model", folder, "--data", data, "--task", task, "--max-tokens", 512, "--out", out, *FLAGS[task], *flags]
+    data = ["--data", root / "q.jsonl" if task == "choice" else f"{root}/data/*_val_*.bin"]
+    words = ["--model", folder, *(data if task != "scores" else []), "--task", task, "--out", out, *FLAGS[task], *flags]
     return run(BIN / "eval_gpt2", *words, **how)
 
 

