@@ -95,7 +95,7 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // ---- between flash.cu and the instances
 
 // What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
-// times scale, and by_D is that times D (in the dq kernel and in flash90_backward.cuh, both without scale).
+// times scale, and by_D is that times D (in the dq kernel, both without scale).
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
     union {

@@ -69,9 +69,8 @@ DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
     return is_signed ? signed_as<X>(at.D, f) : at.D;
 }
 
-// From the scores s (N) and d = dO · v, in place: d becomes df, for reweight with SCALED times the row's scale, and for
-// plain posts with BY_COLUMN times whatever by_d includes. Also writes f, its slope and the weights w. row: see
-// phi_values.
+// From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale for reweight with SCALED, and for
+// plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values.
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
@@ -93,8 +92,9 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
         if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
         if (POST == FLASH_PLAIN) {
             // A difference that should be 0 must be exactly 0, because it is divided by Z. Where the slope is as small
-            // as f, rounding is harmless.
-            if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
+            // as f, rounding is harmless. Without SCALED, the row's other numbers, which are loaded anyway, suffice.
+            if (!SCALED) d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.factor;
+            else if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
             else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;
         }
@@ -479,8 +479,7 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
     }
 }
 
-// Scores s become weights, and d = dO · v becomes dz, times the row's scale if SCALED (for plain posts: if by_d
-// includes it). Both are 0 where hides(Element).
+// Scores s become weights, and d = dO · v becomes dz, times the row's scale if SCALED. Both are 0 where hides(Element).
 template <int PHI, int POST, int ROWS, bool SCALED, class X, int TILES, int NT, class Hides>
 DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], const float4 *row_tile, Hides hides,
                        const FlashCall<X> &call) {

@@ -59,7 +59,7 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
                     phi_number(call.phi, at, shift)};
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
-        row.by_d = row.factor * (call.dq_sums ? 1 : row.scale / in_unit);
+        row.by_d = row.factor * (row.scale / in_unit);
         row.by_D = row.by_d * row.D;
     }
     if (call.post == POST_RECENTER && late) row.less = along / n;
