@@ -36,8 +36,8 @@ def longest_first(heads, tiles, group=None):
             for head in range(first, min(first + group, heads))]
 
 
-# name: (numbers that blocks draw, the order of sums, which a block waits for: its tile's neighbor at this distance, or 0
-# for none)
+# {name: (function of heads and tiles to the blocks in the order in which they start, the distance of the tile that adds
+# before a tile, or 0 if none has to)}
 ORDERS = {"any order, head by head, first tile first": (lambda h, n: head_by_head(h, n, False), 0),
           "fixed, head by head, last tile first": (lambda h, n: head_by_head(h, n, True), 1),
           "any order, longest of all heads first": (longest_first, 0),

@@ -75,9 +75,9 @@ GPUS_PER_NODE = 8
 ASSUMPTIONS = (
     f"Memory delivers {BANDWIDTH_SHARE:.0%} of the data sheet's bandwidth, cuBLASLt {MATMUL_SHARE:.0%} of its FLOP/s.",
     "Attention: clocks of dev/bench/sass.py (doc/kernels.md, nvcc 13.0.88), times the tiles on and below the diagonal, "
-    f"at {ATTENTION_SHARE:.0%}: start, end and last wave of the blocks. On compute capability 9.0, what the longest of "
-    f"an SM's resources needs, of which the kernels reach {OVERLAP_SHARE:.0%}, the share of the tensor cores' peak that "
-    "FlashAttention-3 reports (arXiv 2407.08608: 740 of 989 TFLOP/s).",
+    f"at {ATTENTION_SHARE:.0%}: start, end and last wave of the blocks. On compute capability 9.0, the clocks of an "
+    f"SM's longest resource, at {OVERLAP_SHARE:.0%}: the share of the tensor cores' peak that FlashAttention-3 reports "
+    "(arXiv 2407.08608: 740 of 989 TFLOP/s).",
     f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work. The device never waits for "
     "the host.",
     f"A load takes {1e6 * LATENCY:g} us, {IN_FLIGHT} are in flight per thread. This limits kernels of few blocks.",
@@ -385,7 +385,8 @@ def layer_backward(run, add):
             *[rmsnorm_forward(N, C)] * again, *matmul_backward("FEED_FORWARD", N, C, 2 * F, add),
             *rmsnorm_backward(N, C, add),
             *matmul_backward("PROJECTIONS", N, m.query, C, add), *attention_backward(run),
-            *([] if undoes_rope(run) else [rope("rope_backward_kernel", N, T, m)]), *(qk_norm_backward(N, m, add) if m.qk_norm else []),
+            *([] if undoes_rope(run) else [rope("rope_backward_kernel", N, T, m)]),
+            *(qk_norm_backward(N, m, add) if m.qk_norm else []),
             *[rmsnorm_forward(N, C)] * again, *matmul_backward("PROJECTIONS", N, C, m.joined, add),
             *rmsnorm_backward(N, C, add)]
 
