@@ -11,7 +11,7 @@
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
 // statistics, parameter gradients, AdamW's moments and master weights are float32. Everything runs on one stream,
 // except the sums over ranks. The host only queues a step: loss, norm and clip factor stay on the device, and the host
-// reads them once it has queued the first batch of the next step.
+// reads them once it has queued the first batch of the next step. It queues most of a micro-batch as CUDA graphs.
 // Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
 // vocabulary of V tokens (VP when padded).
 
@@ -33,6 +33,7 @@
 #include "cuda/device.h"
 #include "cuda/embedding.cuh"
 #include "cuda/gau.cuh"
+#include "cuda/graphs.h"
 #include "cuda/matmul.h"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
@@ -168,6 +169,7 @@ struct Model {
     Weights host;    // copies of parameters and moments, for files
     MemoryPlan host_plan;
     Matmul matmul;
+    Graphs graphs;             // of micro-batches
     Collective *collective;    // NULL with a single rank
     struct {                   // staging buffers for batches: one is filled while the other is copied to the device
         int32_t *ints;
@@ -770,25 +772,21 @@ static void reduce_bucket(const Model *m, size_t i) {
     else collective_all_reduce(m->collective, m->grads + start, floats, stream);
 }
 
-// Computes the gradients of all parameters from a->dh and the activations. Writes them, or adds to them if `add`;
-// always adds to those of clear_gradients(). With `last`, each layer's gradients are sent to the other ranks while the
-// next layer's are computed.
+// The rest of the forward and backward pass follows in this order. Each function writes the gradients of its
+// parameters, or adds to them if `add`; the embedding's always adds to those of clear_gradients().
 template <class X>
-static void model_backward(Model *m, Activations<X> *a, const BatchTokens &tokens, size_t B, size_t T, bool add,
-                           bool last) {
-    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+static void final_norm_backward(Model *m, Activations<X> *a, size_t N, bool add) {
+    size_t C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
                         {layer_of(m, a, layers - 1, 0).x_next, m->params + m->list.norm, m->r, N, C}, stream);
-    if (last) reduce_bucket(m, layers + 1);
-    for (size_t l = layers; l-- > 0;) {
-        block_of<X>(m)->backward(m, a, l, B, T, add);
-        if (last) reduce_bucket(m, l + 1);
-    }
+}
+
+template <class X>
+static void model_embed_backward(Model *m, Activations<X> *a, const BatchTokens &tokens) {
     phase(PHASE_EMBEDDING);
-    embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan, C,
-                       stream);
-    if (last) reduce_bucket(m, 0);
+    embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan,
+                       (size_t)m->config.channels, stream);
     phase(PHASE_OTHER);
 }
 
@@ -811,17 +809,37 @@ static void clear_gradients(const Model *m) {
 }
 
 // Runs one micro-batch. Adds the sum of its losses on the device, and the gradients of scale times that sum to
-// m->grads.
+// m->grads. With several ranks, the last micro-batch sends each layer's gradients to the others while the next layer's
+// are computed.
+//
+// The work up to the last gradient of a layer is one graph, or where there are sums over ranks, one graph up to the
+// layers' gradients and one for each layer, with the sums between them. What differs between two launches of a graph is
+// in device memory: parameters, and the batch in m->batch and m->mask. Only the embedding's gradient is never in a
+// graph: the number of its blocks depends on the tokens.
 template <class X>
 static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
                        bool first, bool last) {
-    if (first) {
-        clear_gradients(m);
-        CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
+    size_t layers = (size_t)m->config.layers;
+    bool sums = last && m->collective;
+    GraphKey key = {layers, B, T, batch.mask != NULL, first, sums, scale};
+    graphs_run(&m->graphs, key, stream, [&] {
+        if (first) {
+            clear_gradients(m);
+            CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
+        }
+        model_forward(m, a, batch.inputs, B, T, 0);
+        model_loss(m, a, m->sums + SUM_STEP, batch.targets, batch.mask, B * T, scale, !first);
+        final_norm_backward(m, a, B * T, !first);
+        for (size_t l = layers; l-- > 0 && !sums;) block_of<X>(m)->backward(m, a, l, B, T, !first);
+    });
+    if (sums) reduce_bucket(m, layers + 1);
+    for (size_t l = layers; l-- > 0 && sums;) {
+        key.part = l;
+        graphs_run(&m->graphs, key, stream, [&] { block_of<X>(m)->backward(m, a, l, B, T, !first); });
+        reduce_bucket(m, l + 1);
     }
-    model_forward(m, a, batch.inputs, B, T, 0);
-    model_loss(m, a, m->sums + SUM_STEP, batch.targets, batch.mask, B * T, scale, !first);
-    model_backward(m, a, batch, B, T, !first, last);
+    model_embed_backward(m, a, batch);
+    if (sums) reduce_bucket(m, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -954,6 +972,7 @@ static void plan_training(Model *m, const Run *run) {
     m->zero = o->zero && process.size > 1;
     m->deterministic = o->deterministic;
     m->stochastic = o->stochastic_rounding;
+    m->graphs.on = o->graphs && !o->profile;
     m->seed = (uint64_t)o->seed;
     plan_model(m, run->others, run->other_count, &o->seq_len, (size_t)o->batch, run->T);
     plan_more_logits(m, device_memory().all);
@@ -1022,6 +1041,7 @@ static void copy_moments(const Model *m, bool to_host) {
 
 // Copies parameters and moments to the device. They must be identical on every rank and be those after step `step`.
 static void upload(Model *m, int64_t step) {
+    graphs_drop(&m->graphs);    // another normalizer may follow
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     copy_moments(m, false);
     upload_segments(m);
@@ -1248,6 +1268,7 @@ static void draw_sample(Run *run, Model *m) {
 }
 
 static int end(Run *run, Model *m) {
+    graphs_drop(&m->graphs);
     if (m->params) matmul_end(&m->matmul);
     collective_end(m->collective);
     return run_end(run);

@@ -24,7 +24,7 @@ typedef struct {
     bool shuffle, doc_mask, resume, keep_best, profile, dry_run;
     int64_t zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;
-    bool recompute, deterministic, stochastic_rounding;
+    bool recompute, deterministic, stochastic_rounding, graphs;
     Option *table;
     size_t count, count_on_gpus;    // rows of this trainer's table, and of a GPU trainer's
 } TrainOptions;

@@ -1343,11 +1343,16 @@ void counts_reset() {
     all_calls.clear();
 }
 
-void count_call(const std::string &name, size_t bytes) {
+void count_call(const Call &call) {
     std::lock_guard<Lock> hold(counts_lock);
-    Calls &calls = all_calls[name];
+    Calls &calls = all_calls[call.name];
     calls.count++;
-    calls.bytes += bytes;
+    calls.bytes += call.bytes;
+}
+
+void count_graph() {
+    std::lock_guard<Lock> hold(counts_lock);
+    all_counts.graphs++;
 }
 
 void counts_print(FILE *file) {
@@ -1356,11 +1361,11 @@ void counts_print(FILE *file) {
     fprintf(
         file,
         "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
-        "cp.async %llu, bank conflicts %llu; %llu waits of the host, %llu of them until no work was left\n",
+        "cp.async %llu, bank conflicts %llu; %llu waits of the host, %llu of them until no work was left; %llu launches of graphs\n",
         (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,
         (unsigned long long)c.collectives, (unsigned long long)c.mmas, (unsigned long long)c.ldmatrix,
         (unsigned long long)c.ldmatrix_conflicts, (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts,
-        (unsigned long long)c.waits, (unsigned long long)c.idle_waits);
+        (unsigned long long)c.waits, (unsigned long long)c.idle_waits, (unsigned long long)c.graphs);
     for (const auto &l : all_conflicts)
         fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second,
                 (unsigned long long)l.second);

@@ -535,8 +535,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
     // D is (m,n), or its transpose (n,m) in row-major order.
     std::string name = "cublasLtMatmul m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
                        " k=" + std::to_string(p.k) + (x.beta == 0 ? "" : " + C");
-    cuda_on_cpu::count_call(name, 0);
-    cuda_on_cpu::enqueue(stream, [=] { product(p, x, algorithm); });
+    cuda_on_cpu::enqueue(stream, [=] { product(p, x, algorithm); }, {name, 0});
     return CUBLAS_STATUS_SUCCESS;
 }
 }

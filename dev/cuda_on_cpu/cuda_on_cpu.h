@@ -69,10 +69,11 @@ Settings &settings();
 // minimum: ldmatrix needs at least one pass per matrix (8 rows), cp.async one per 8 lanes. waits: how often the host
 // waited for work that was not done yet, by a call or by a loop of queries; idle_waits: those after which no stream had
 // work left, so that a device would be idle until the host queues more. With settings().streams AT_ONCE, work is done
-// in the calls, and only work that waits for another process is waited for.
+// in the calls, and only work that waits for another process is waited for. graphs: launches of graphs, whose kernels
+// are among the launches, too.
 struct Counts {
     uint64_t launches, blocks, barriers, collectives, mmas, ldmatrix, ldmatrix_conflicts, copies, copy_conflicts;
-    uint64_t stmatrix, stmatrix_conflicts, wgmmas, bulk_copies, waits, idle_waits;
+    uint64_t stmatrix, stmatrix_conflicts, wgmmas, bulk_copies, waits, idle_waits, graphs;
 };
 Counts counts();
 void counts_reset();
@@ -80,16 +81,21 @@ void counts_reset();
 // fills and the libraries on top.
 void counts_print(FILE *file);
 
-// Counts one more call that a library, a copy or a fill makes, for counts_print().
-void count_call(const std::string &name, size_t bytes);
+// What counts_print() counts, of a library, a copy or a fill; without a name nothing.
+struct Call {
+    std::string name;
+    size_t bytes;
+};
 
 // Enqueues `work` in the stream, like a kernel; for libraries that are emulated on top of this one. The race check sees
-// only what `work` declares by reads() and writes().
-void enqueue(cudaStream_t stream, std::function<void()> work);
+// only what `work` declares by reads() and writes(). If the stream is being captured, each launch of the graph does the
+// work, and counts the call.
+void enqueue(cudaStream_t stream, std::function<void()> work, const Call &call = {});
 
 // The same for work that may have to wait for another process: whenever the host waits for the stream or queries it,
-// `attempt` is called, until it returns true. Later work in the stream waits for that, even under AT_ONCE.
-void enqueue_until(cudaStream_t stream, std::function<bool()> attempt);
+// `attempt` is called, until it returns true. Later work in the stream waits for that, even under AT_ONCE. In a
+// captured stream the next call after that starts anew, for another launch of the graph.
+void enqueue_until(cudaStream_t stream, std::function<bool()> attempt, const Call &call = {});
 
 // Declare, inside work or an attempt, that it reads or writes `rows` pieces of `bytes` each, starting at p, `step`
 // bytes apart.

@@ -213,17 +213,20 @@ void disconnect(ncclComm_t) {}
 #endif
 
 void start(const std::shared_ptr<Collective> &c) {
-    cuda_on_cpu::count_call(KINDS[c->call.kind], c->bytes());
-    if (c->comm->ranks > 1) {
-        cuda_on_cpu::enqueue_until(c->stream, [=] { return advance(*c); });
-        return;
-    }
-    cuda_on_cpu::enqueue(c->stream, [=] {
+    const cuda_on_cpu::Call call = {KINDS[c->call.kind], c->bytes()};
+    auto attempt = [=] {
+        if (!advance(*c)) return false;
+        c->state = Collective::NEW;    // for another launch of a graph
+        return true;
+    };
+    auto alone = [=] {
         expect_device(*c);
         cuda_on_cpu::reads(c->send, c->bytes());
         cuda_on_cpu::writes(c->receive, c->bytes());
         memmove(c->receive, c->send, c->bytes());
-    });
+    };
+    if (c->comm->ranks > 1) cuda_on_cpu::enqueue_until(c->stream, attempt, call);
+    else cuda_on_cpu::enqueue(c->stream, alone, call);
 }
 
 // ---- groups: the calls start when the group ends

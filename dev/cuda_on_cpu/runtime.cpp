@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <elf.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -144,7 +145,17 @@ static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     X(cudaErrorNotSupported, "operation not supported")                                               \
     X(cudaErrorLaunchOutOfResources, "too many resources requested for launch")                       \
     X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                            \
-    X(cudaErrorLaunchFailure, "unspecified launch failure")
+    X(cudaErrorLaunchFailure, "unspecified launch failure")                                           \
+    X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                \
+    X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")          \
+    X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")   \
+    X(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences") \
+    X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")        \
+    X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                           \
+    X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")     \
+    X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream") \
+    X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream") \
+    X(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread")
 
 extern "C" const char *cudaGetErrorName(cudaError_t error) {
 #define X(name, text) if (error == name) return #name;
@@ -299,12 +310,17 @@ struct Record {    // one recording of an event
     double time = 0;
 };
 
+struct GraphLaunch;
+
 struct Operation {
-    uint64_t number;                  // in the order of the calls, over all streams
-    std::function<bool()> work;       // true: done; false: it has to be called again
-    std::shared_ptr<Record> after;    // cudaStreamWaitEvent's; or NULL
-    bool host_function;               // the program's own: the race check sees all of it
+    uint64_t number;                       // in the order of the calls, over all streams
+    std::function<bool()> work;            // true: done; false: it has to be called again
+    std::shared_ptr<Record> after;         // cudaStreamWaitEvent's, or a graph's launch before this one; or NULL
+    bool host_function;                    // the program's own: the race check sees all of it
+    std::shared_ptr<GraphLaunch> graph;    // instead of `work`; or NULL
 };
+
+struct Capture;
 
 struct CUstream_st {
     bool blocking;    // waits for the legacy default stream, which waits for it
@@ -312,11 +328,19 @@ struct CUstream_st {
     std::deque<std::unique_ptr<Operation>> queue;
     void *context;    // the race check's
     char done;        // its address represents the finished work
+    // While the stream is being captured: the capture, the nodes on which the next one depends, and the stream's number
+    // in the capture.
+    std::shared_ptr<Capture> capture;
+    std::vector<size_t> last;
+    size_t lane;
 };
 
 struct CUevent_st {
     std::shared_ptr<Record> latest;    // NULL: never recorded
     bool timing;
+    // If it was last recorded in a stream that was being captured: the capture, and the nodes that it stands for.
+    std::shared_ptr<Capture> captured;
+    std::vector<size_t> nodes;
 };
 
 static std::recursive_mutex stream_lock;
@@ -360,36 +384,54 @@ static bool can_go_on(const CUstream_st *s) {
     return !s->blocking || default_stream->queue.empty() || default_stream->queue.front()->number > next.number;
 }
 
-// True if the next operation was done; one that waits for another process stays in the queue.
-static bool run_next(CUstream_st *s) {
+static bool progress;    // has the latest call of run_next() done something?
+
+// Does a piece of work as the race check's thread `context`. The work follows what was released to `before`, and what
+// follows it acquires `done`.
+static bool run_as(void *context, const std::vector<void *> &before, void *done, bool host_function,
+                   const std::function<bool()> &work) {
     static int depth;
     bool finished = true;
-    std::unique_ptr<Operation> next = std::move(s->queue.front());
-    s->queue.pop_front();
     void *host = race_check() ? __tsan_get_current_fiber() : NULL;
     if (race_check()) {
-        if (next->host_function) __tsan_release(next.get());    // it runs on the host's stack, which it may access
-        __tsan_switch_to_fiber(s->context, 1);
-        __tsan_acquire(next.get());
-        if (next->after) __tsan_acquire(next->after.get());
-        for (CUstream_st *other : streams)
-            if (s == default_stream ? other->blocking : s->blocking && other == default_stream)
-                __tsan_acquire(&other->done);
+        if (host_function) __tsan_release(before[0]);    // it runs on the host's stack, which it may access
+        __tsan_switch_to_fiber(context, 1);
+        for (void *one : before) __tsan_acquire(one);
     }
-    bool unseen = race_check() && !next->host_function;
+    bool unseen = race_check() && !host_function;
     if (unseen) __tsan_ignore_thread_begin();
-    if (settings().hide && depth == 0) show_device_memory(true);
-    depth++;
-    if (next->work) finished = next->work();
-    depth--;
-    if (settings().hide && depth == 0) show_device_memory(false);
-    if (finished) next.reset();
-    else s->queue.push_front(std::move(next));
+    if (work) {
+        if (settings().hide && depth == 0) show_device_memory(true);
+        depth++;
+        finished = work();
+        depth--;
+        if (settings().hide && depth == 0) show_device_memory(false);
+    }
     if (unseen) __tsan_ignore_thread_end();
     if (race_check()) {
-        __tsan_release(&s->done);
+        __tsan_release(done);
         __tsan_switch_to_fiber(host, 1);
     }
+    return finished;
+}
+
+static bool run_nodes(CUstream_st *s, const std::vector<void *> &before, GraphLaunch &launch);
+
+// True if the next operation was done; one that waits for another process stays in the queue.
+static bool run_next(CUstream_st *s) {
+    std::unique_ptr<Operation> next = std::move(s->queue.front());
+    std::vector<void *> before = {next.get()};
+    s->queue.pop_front();
+    if (next->after) before.push_back(next->after.get());
+    for (CUstream_st *other : streams)
+        if (s == default_stream ? other->blocking : s->blocking && other == default_stream)
+            before.push_back(&other->done);
+    bool finished;
+    if (next->graph) finished = run_nodes(s, before, *next->graph);
+    else finished = progress = run_as(s->context, before, &s->done, next->host_function, next->work);
+    Unseen unseen;
+    if (finished) next.reset();
+    else s->queue.push_front(std::move(next));
     return finished;
 }
 
@@ -401,7 +443,8 @@ static bool run_any() {
     if (able.empty()) return false;
     if (toss() % 4 == 0 || std::find(able.begin(), able.end(), favorite) == able.end())
         favorite = able[toss() % able.size()];
-    if (!run_next(favorite)) usleep(50);
+    run_next(favorite);
+    if (!progress) usleep(50);
     return true;
 }
 
@@ -435,20 +478,33 @@ static void run_all() {
     }
 }
 
-static void add_attempt(CUstream_st *s, std::function<bool()> work, std::shared_ptr<Record> after, bool host_function) {
-    s->queue.emplace_back(new Operation{++operations, std::move(work), std::move(after), host_function});
+static void capture_node(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call);
+
+static void add_to_queue(CUstream_st *s, Operation operation) {
+    operation.number = ++operations;
+    s->queue.emplace_back(new Operation(std::move(operation)));
     if (race_check()) __tsan_release(s->queue.back().get());
     if (settings().streams == AT_ONCE) run_all();
     if (settings().streams == ANY_TIME)
         while (toss() % 2 && run_any()) {}
 }
 
-static void add_operation(CUstream_st *s, std::function<void()> work, bool host_function = false) {
+static void add_attempt(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call) {
+    if (s->capture) {
+        capture_node(s, std::move(work), host_function, call);
+        return;
+    }
+    if (!call.name.empty()) count_call(call);
+    add_to_queue(s, {0, std::move(work), nullptr, host_function, nullptr});
+}
+
+static void add_operation(CUstream_st *s, std::function<void()> work, const Call &call = {},
+                          bool host_function = false) {
     auto attempt = [work = std::move(work)] {
         work();
         return true;
     };
-    add_attempt(s, attempt, nullptr, host_function);
+    add_attempt(s, attempt, host_function, call);
 }
 
 static void wait_for(CUstream_st *s) {
@@ -466,18 +522,229 @@ static void wait_for_all() {
     CUstream_st *s = stream_of(handle);                                    \
     if (!s) return refuse(cudaErrorInvalidResourceHandle, std::string(__func__) + ": no such stream")
 
-void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work) {
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    CUstream_st *s = stream_of(stream);
-    if (!s) die("work for a stream that does not exist");
-    add_operation(s, std::move(work));
+// ---- stream capture and graphs
+// A captured operation becomes a node of a graph, which depends on the nodes before it in its stream and on those of
+// the events for which the stream has waited. A launch of the graph is one operation of a stream: it runs the nodes in
+// any order that their dependencies allow, or in that of the capture under AT_ONCE. For the race check, each captured
+// stream is a thread of its own.
+
+struct GraphNode {
+    std::function<bool()> work;
+    bool host_function;
+    Call call;
+    std::vector<size_t> after;
+    size_t lane;    // the number of its stream in the capture
+};
+
+struct Graph {
+    std::vector<GraphNode> nodes;
+    size_t lanes = 1;
+    std::vector<void *> contexts;    // of an executable graph: the race check's, of all lanes but the first
+
+    Graph() = default;
+    Graph(const Graph &other) : nodes(other.nodes), lanes(other.lanes) {
+        for (size_t i = 1; i < lanes && race_check(); i++) contexts.push_back(__tsan_create_fiber(0));
+    }
+    ~Graph() {
+        for (void *context : contexts) __tsan_destroy_fiber(context);
+    }
+};
+
+struct Capture {
+    cudaStreamCaptureMode mode;
+    pthread_t thread;
+    std::vector<CUstream_st *> streams;    // the first is that in which it began
+    Graph graph;
+    bool invalid;
+};
+static std::vector<std::shared_ptr<Capture>> captures;    // those in progress
+
+struct CUgraph_st : Graph {};
+
+struct CUgraphExec_st {
+    std::shared_ptr<const Graph> graph;    // launches in progress keep it
+    std::shared_ptr<Record> latest;        // of the newest launch, after which the next one comes
+};
+
+struct GraphLaunch {
+    std::shared_ptr<const Graph> graph;
+    std::shared_ptr<Record> end;
+    std::vector<char> done;    // for each node
+    size_t left;
+    char started;    // its address represents all that came before
+};
+
+// The node is done, or has to be called again.
+static bool run_node(CUstream_st *s, GraphLaunch &launch, size_t i) {
+    const GraphNode &node = launch.graph->nodes[i];
+    std::vector<void *> before = {&launch.started};
+    for (size_t earlier : node.after) before.push_back(&launch.done[earlier]);
+    void *context = node.lane && race_check() ? launch.graph->contexts[node.lane - 1] : s->context;
+    return run_as(context, before, &launch.done[i], node.host_function, node.work);
 }
 
-void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt) {
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+static std::vector<size_t> nodes_that_can_run(const GraphLaunch &launch) {
+    std::vector<size_t> able;
+    auto is_done = [&](size_t i) { return launch.done[i] != 0; };
+    for (size_t i = 0; i < launch.done.size(); i++) {
+        const std::vector<size_t> &after = launch.graph->nodes[i].after;
+        if (!launch.done[i] && std::all_of(after.begin(), after.end(), is_done)) able.push_back(i);
+    }
+    return able;
+}
+
+// Runs a node of the launch, or all that can run under AT_ONCE. True once all are done.
+static bool run_nodes(CUstream_st *s, const std::vector<void *> &before, GraphLaunch &launch) {
+    if (launch.left == launch.done.size()) run_as(s->context, before, &launch.started, false, nullptr);
+    bool more = true;
+    for (progress = false; launch.left && more;) {
+        std::vector<size_t> able = nodes_that_can_run(launch);
+        if (settings().streams != AT_ONCE) able = {able[toss() % able.size()]};
+        more = false;
+        for (size_t i : able) {
+            if (!run_node(s, launch, i)) continue;
+            launch.done[i] = 1;
+            launch.left--;
+            more = progress = true;
+        }
+        if (settings().streams != AT_ONCE) more = false;
+    }
+    if (launch.left) return false;
+    std::vector<void *> nodes = before;
+    for (char &done : launch.done) nodes.push_back(&done);
+    launch.end->done = progress = true;
+    run_as(s->context, nodes, launch.end.get(), false, nullptr);
+    return run_as(s->context, {launch.end.get()}, &s->done, false, nullptr);
+}
+
+static void add_nodes(std::vector<size_t> &nodes, const std::vector<size_t> &more) {
+    nodes.insert(nodes.end(), more.begin(), more.end());
+    std::sort(nodes.begin(), nodes.end());
+    nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
+}
+
+static void capture_node(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call) {
+    std::vector<GraphNode> &nodes = s->capture->graph.nodes;
+    nodes.push_back({std::move(work), host_function, call, s->last, s->lane});
+    s->last = {nodes.size() - 1};
+}
+
+// Is all work of the capture's other streams among the predecessors of the first one's last nodes?
+static bool is_joined(const Capture &capture) {
+    std::vector<char> found(capture.graph.nodes.size());
+    std::vector<size_t> next = capture.streams[0]->last;
+    while (!next.empty()) {
+        size_t i = next.back();
+        next.pop_back();
+        if (found[i]) continue;
+        found[i] = 1;
+        next.insert(next.end(), capture.graph.nodes[i].after.begin(), capture.graph.nodes[i].after.end());
+    }
+    for (const CUstream_st *s : capture.streams)
+        if (!std::all_of(s->last.begin(), s->last.end(), [&](size_t i) { return found[i] != 0; })) return false;
+    return true;
+}
+
+static void end_capture(const std::shared_ptr<Capture> &capture) {
+    for (CUstream_st *s : capture->streams) {
+        s->capture = nullptr;
+        s->last.clear();
+    }
+    captures.erase(std::find(captures.begin(), captures.end(), capture));
+}
+
+// Refuses something, and the capture can no longer succeed.
+static cudaError_t invalidate(Capture &capture, cudaError_t error, const std::string &reason) {
+    capture.invalid = true;
+    return refuse(error, reason);
+}
+
+// Refuses work in a stream whose capture has failed, and in the legacy stream during any capture.
+static cudaError_t refuse_work(CUstream_st *s, const std::string &name) {
+    if (s->capture && s->capture->invalid)
+        return refuse(cudaErrorStreamCaptureInvalidated, name + ": the stream's capture has failed before");
+    if (s != default_stream || captures.empty()) return cudaSuccess;
+    for (auto &capture : captures) capture->invalid = true;
+    return refuse(cudaErrorStreamCaptureImplicit, name + ": work in the legacy stream while another is being captured");
+}
+
+// Refuses a call that is unsafe during a capture: unless it is cudaStreamCaptureModeRelaxed, in its thread, or in any
+// thread if it is cudaStreamCaptureModeGlobal.
+static cudaError_t refuse_unsafe(const std::string &name) {
+    for (auto &capture : captures)
+        if (capture->mode == cudaStreamCaptureModeGlobal ||
+            (capture->mode == cudaStreamCaptureModeThreadLocal && pthread_equal(capture->thread, pthread_self())))
+            return invalidate(*capture, cudaErrorStreamCaptureUnsupported,
+                              name + " is not permitted while a stream is being captured");
+    return cudaSuccess;
+}
+
+static cudaError_t refuse_captured(CUstream_st *s, const std::string &name) {
+    if (!s->capture) return refuse_unsafe(name);
+    return invalidate(*s->capture, cudaErrorStreamCaptureUnsupported, name + ": the stream is being captured");
+}
+
+static cudaError_t refuse_captured(cudaEvent_t event, const std::string &name) {
+    if (!event->captured) return refuse_unsafe(name);
+    return invalidate(*event->captured, cudaErrorCapturedEvent,
+                      name + ": the event was last recorded in a stream that was being captured");
+}
+
+static bool in_progress(const std::shared_ptr<Capture> &capture) {
+    return std::find(captures.begin(), captures.end(), capture) != captures.end();
+}
+
+// cudaStreamWaitEvent with a captured stream or event: the stream joins the event's capture, or depends on its nodes.
+static cudaError_t wait_in_capture(CUstream_st *s, cudaEvent_t event) {
+    const std::string name = "cudaStreamWaitEvent: ";
+    if (!event->captured) {
+        if (!event->latest) return cudaSuccess;
+        return invalidate(*s->capture, cudaErrorStreamCaptureIsolation,
+                          name + "a captured stream waits for an event outside of the capture");
+    }
+    if (!in_progress(event->captured))
+        return refuse(cudaErrorCapturedEvent, name + "the event was last recorded in a capture that has ended");
+    if (s->capture && s->capture != event->captured) {
+        s->capture->invalid = true;
+        return invalidate(*event->captured, cudaErrorStreamCaptureMerge,
+                          name + "the stream and the event belong to different captures");
+    }
+    if (!s->capture) {
+        s->capture = event->captured;
+        s->lane = s->capture->graph.lanes++;
+        s->capture->streams.push_back(s);
+    }
+    add_nodes(s->last, event->nodes);
+    return cudaSuccess;
+}
+
+#define WITH_WORK(s, handle)                          \
+    WITH_STREAM(s, handle);                           \
+    if (cudaError_t refused = refuse_work(s, __func__)) return refused
+
+#define NO_CAPTURE()                                                                                        \
+    do {                                                                                                    \
+        std::lock_guard<std::recursive_mutex> hold(stream_lock);                                            \
+        if (cudaError_t refused = refuse_unsafe(__func__)) return refused;                                  \
+    } while (0)
+
+// ---- work of kernels and libraries
+
+static CUstream_st *stream_for_library(cudaStream_t stream) {
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
-    add_attempt(s, std::move(attempt), nullptr, false);
+    if (cudaError_t error = refuse_work(s, "a library")) die("%s", cudaGetErrorString(error));
+    return s;
+}
+
+void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work, const Call &call) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    add_operation(stream_for_library(stream), std::move(work), call);
+}
+
+void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt, const Call &call) {
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    add_attempt(stream_for_library(stream), std::move(attempt), false, call);
 }
 
 // The race check ignores a stream's work (run_next), except for these.
@@ -518,9 +785,10 @@ void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &paramete
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     check_launch(parameters, pointers);
-    if (!s)
-        die("%s is launched at %s:%d in a stream that does not exist", kernel_name(parameters.kernel).c_str(),
-            parameters.site.file, parameters.site.line);
+    std::string where = kernel_name(parameters.kernel) + ", launched at " + parameters.site.file + ":" +
+                        std::to_string(parameters.site.line);
+    if (!s) die("%s in a stream that does not exist", where.c_str());
+    if (cudaError_t error = refuse_work(s, where)) die("%s", cudaGetErrorString(error));
     add_operation(s, [parameters] { run_grid(parameters); });
 }
 
@@ -535,6 +803,7 @@ struct Rows {
 static cudaError_t copy(const char *name, void *to, const void *from, Rows rows, cudaMemcpyKind kind,
                         cudaStream_t stream, bool wait) {
     WITH_STREAM(s, stream);
+    if (cudaError_t refused = refuse_work(s, name)) return refused;
     if (rows.bytes == 0 || rows.count == 0) return cudaSuccess;
     size_t to_bytes = (rows.count - 1) * rows.to_step + rows.bytes,
            from_bytes = (rows.count - 1) * rows.from_step + rows.bytes;
@@ -551,19 +820,23 @@ static cudaError_t copy(const char *name, void *to, const void *from, Rows rows,
         return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(from_bytes) +
                                                  " bytes at its source are " + (from_device ? "device" : "no device") +
                                                  " memory");
-    count_call(name, rows.bytes * rows.count);
+    if (s->capture && (!to_pinned || !from_pinned))
+        return invalidate(*s->capture, cudaErrorStreamCaptureUnsupported,
+                          std::string(name) + ": a captured copy from or to host memory that is not pinned");
     std::shared_ptr<std::vector<char>> staged;
     if (!from_pinned && to_device) {
         staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + from_bytes);
         from = staged->data();
     }
-    add_operation(s, [=] {
-        (void)staged;    // must live until the copy is made
-        reads(from, rows.bytes, rows.count, rows.from_step);
-        writes(to, rows.bytes, rows.count, rows.to_step);
-        for (size_t i = 0; i < rows.count; i++)
-            memmove((char *)to + i * rows.to_step, (const char *)from + i * rows.from_step, rows.bytes);
-    });
+    add_operation(s,
+                  [=] {
+                      (void)staged;    // must live until the copy is made
+                      reads(from, rows.bytes, rows.count, rows.from_step);
+                      writes(to, rows.bytes, rows.count, rows.to_step);
+                      for (size_t i = 0; i < rows.count; i++)
+                          memmove((char *)to + i * rows.to_step, (const char *)from + i * rows.from_step, rows.bytes);
+                  },
+                  {name, rows.bytes * rows.count});
     if (!to_pinned || (wait && !(to_device && from_device))) wait_for(s);
     return cudaSuccess;
 }
@@ -621,36 +894,43 @@ extern "C" {
 extern const int warpSize = 32;    // device_launch_parameters.h declares it
 
 cudaError_t cudaMalloc(void **p, size_t bytes) {
+    NO_CAPTURE();
     return allocate(p, bytes, DEVICE_MEMORY);
 }
 
 cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) {
+    NO_CAPTURE();
     return allocate(p, bytes, DEVICE_MEMORY);
 }
 
 cudaError_t cudaMallocHost(void **p, size_t bytes) {
+    NO_CAPTURE();
     return allocate(p, bytes, PINNED);
 }
 
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
+    NO_CAPTURE();
     return allocate(p, bytes, PINNED);
 }
 
 // Frees wait for all work in progress.
 cudaError_t cudaFree(void *p) {
+    NO_CAPTURE();
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (p) wait_for_all();
     return release(p, DEVICE_MEMORY);
 }
 
 cudaError_t cudaFreeHost(void *p) {
+    NO_CAPTURE();
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (p) wait_for_all();
     return release(p, PINNED);
 }
 
 cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
-    WITH_STREAM(s, stream);
+    WITH_WORK(s, stream);
+    if (cudaError_t refused = refuse_captured(s, __func__)) return refused;
     if (!p || !within(p, 0, true))
         return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: not device memory") : cudaSuccess;
     add_operation(s, [=] { release(p, DEVICE_MEMORY); });
@@ -658,6 +938,7 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
 }
 
 cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
+    NO_CAPTURE();
     std::lock_guard<Lock> hold(memory_lock);
     if (!p || bytes == 0 || allocations.count((char *)p)) return result(cudaErrorInvalidValue);
     allocations[(char *)p] = {bytes, REGISTERED, ++allocation_number, (char *)p, bytes};
@@ -665,6 +946,7 @@ cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void *p) {
+    NO_CAPTURE();
     return release(p, REGISTERED);
 }
 
@@ -706,15 +988,16 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t
 }
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
-    WITH_STREAM(s, stream);
+    WITH_WORK(s, stream);
     if (bytes == 0) return cudaSuccess;
     if (!is_device(p, bytes))
         return refuse(cudaErrorInvalidValue, "cudaMemset: " + std::to_string(bytes) + " bytes are not device memory");
-    count_call(__func__, bytes);
-    add_operation(s, [=] {
-        writes(p, bytes);
-        memset(p, value, bytes);
-    });
+    add_operation(s,
+                  [=] {
+                      writes(p, bytes);
+                      memset(p, value, bytes);
+                  },
+                  {__func__, bytes});
     return cudaSuccess;
 }
 
@@ -754,6 +1037,7 @@ cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (s == default_stream) return result(cudaErrorInvalidResourceHandle);
+    if (s->capture) return refuse_captured(s, __func__);
     run_until([=] { return s->queue.empty(); });
     streams.erase(std::find(streams.begin(), streams.end(), s));
     if (race_check()) __tsan_destroy_fiber(s->context);
@@ -763,36 +1047,42 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     WITH_STREAM(s, stream);
+    if (cudaError_t refused = refuse_captured(s, __func__)) return refused;
     wait_for(s);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     WITH_STREAM(s, stream);
+    if (cudaError_t refused = refuse_captured(s, __func__)) return refused;
     if (s->queue.empty() && race_check()) __tsan_acquire(&s->done);
     return queried(s->queue.empty());
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-    WITH_STREAM(s, stream);
-    if (event->latest) add_attempt(s, nullptr, event->latest, false);
+    WITH_WORK(s, stream);
+    if (s->capture || event->captured) return wait_in_capture(s, event);
+    if (event->latest) add_to_queue(s, {0, nullptr, event->latest, false, nullptr});
     return cudaSuccess;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-    WITH_STREAM(s, stream);
-    add_operation(s, [=] { function(data); }, true);
+    WITH_WORK(s, stream);
+    add_operation(s, [=] { function(data); }, {}, true);
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize() {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (!captures.empty())
+        return invalidate(*captures[0], cudaErrorStreamCaptureUnsupported,
+                          std::string(__func__) + " is not permitted while a stream is being captured");
     wait_for_all();
     return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming)};
+    *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming), nullptr, {}};
     return cudaSuccess;
 }
 
@@ -806,7 +1096,10 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    WITH_STREAM(s, stream);
+    WITH_WORK(s, stream);
+    event->captured = s->capture;
+    event->nodes = s->last;
+    if (s->capture) return cudaSuccess;
     std::shared_ptr<Record> record = event->latest = std::make_shared<Record>();
     add_operation(s, [record] {
         record->time = now();
@@ -822,6 +1115,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (cudaError_t refused = refuse_captured(event, __func__)) return refused;
     std::shared_ptr<Record> record = event->latest;
     if (!record) return cudaSuccess;
     run_until([&] { return record->done; });
@@ -831,6 +1125,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (cudaError_t refused = refuse_captured(event, __func__)) return refused;
     bool done = !event->latest || event->latest->done;
     if (race_check() && event->latest && done) __tsan_acquire(event->latest.get());
     return queried(done);
@@ -838,9 +1133,95 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
+    if (from->captured || to->captured) return result(cudaErrorCapturedEvent);
     if (!from->latest || !to->latest || !from->timing || !to->timing) return result(cudaErrorInvalidResourceHandle);
     if (!from->latest->done || !to->latest->done) return result(cudaErrorNotReady);
     *ms = (float)(1e3 * (to->latest->time - from->latest->time));
+    return cudaSuccess;
+}
+
+// ---- graphs
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+    WITH_STREAM(s, stream);
+    if (s == default_stream)
+        return refuse(cudaErrorStreamCaptureUnsupported,
+                      "cudaStreamBeginCapture: the legacy stream cannot be captured");
+    if (s->capture)
+        return invalidate(*s->capture, cudaErrorIllegalState,
+                          "cudaStreamBeginCapture: the stream is being captured already");
+    s->capture = std::make_shared<Capture>();
+    s->capture->mode = mode;
+    s->capture->thread = pthread_self();
+    s->capture->streams = {s};
+    s->lane = 0;
+    captures.push_back(s->capture);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    WITH_STREAM(s, stream);
+    *status = !s->capture           ? cudaStreamCaptureStatusNone
+              : s->capture->invalid ? cudaStreamCaptureStatusInvalidated
+                                    : cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
+
+// A capture ends here in any case, except in the wrong stream or thread.
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    WITH_STREAM(s, stream);
+    *graph = NULL;
+    std::shared_ptr<Capture> capture = s->capture;
+    const std::string name = "cudaStreamEndCapture: ";
+    if (!capture) return refuse(cudaErrorIllegalState, name + "the stream is not being captured");
+    if (capture->streams[0] != s)
+        return invalidate(*capture, cudaErrorStreamCaptureUnmatched, name + "the capture began in another stream");
+    if (capture->mode != cudaStreamCaptureModeRelaxed && !pthread_equal(capture->thread, pthread_self()))
+        return refuse(cudaErrorStreamCaptureWrongThread, name + "the capture began in another thread");
+    bool joined = is_joined(*capture);
+    end_capture(capture);
+    if (capture->invalid) return refuse(cudaErrorStreamCaptureInvalidated, name + "the capture has failed before");
+    if (!joined)
+        return refuse(cudaErrorStreamCaptureUnjoined,
+                      name + "work of another stream has not been joined to the one in which the capture began");
+    *graph = new CUgraph_st();
+    (*graph)->nodes = std::move(capture->graph.nodes);
+    (*graph)->lanes = capture->graph.lanes;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    if (!graph || flags) return refuse(cudaErrorInvalidValue, "cudaGraphInstantiate: no graph, or flags");
+    *exec = new CUgraphExec_st{std::make_shared<const Graph>(*graph), nullptr};
+    return cudaSuccess;
+}
+
+// Launches of the same executable graph follow each other, also in different streams.
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    WITH_WORK(s, stream);
+    if (!exec) return refuse(cudaErrorInvalidValue, "cudaGraphLaunch: no graph");
+    if (s->capture)
+        return invalidate(*s->capture, cudaErrorNotSupported,
+                          "cudaGraphLaunch: this emulation has no graphs within graphs");
+    auto launch = std::make_shared<GraphLaunch>();
+    size_t count = exec->graph->nodes.size();
+    *launch = {exec->graph, std::make_shared<Record>(), std::vector<char>(count), count, 0};
+    count_graph();
+    for (const GraphNode &node : exec->graph->nodes)
+        if (!node.call.name.empty()) count_call(node.call);
+    std::shared_ptr<Record> before = exec->latest;
+    exec->latest = launch->end;
+    add_to_queue(s, {0, nullptr, before, false, launch});
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    delete exec;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
     return cudaSuccess;
 }
 

@@ -370,6 +370,186 @@ static void test_runtime() {
     CUDA(cudaEventDestroy(to));
 }
 
+KERNEL void add_element(float *x, const float *from, int n) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) x[i] += *from;
+}
+
+// Two streams, the second of which is forked from the first and joined to it, and an event for each.
+struct Fork {
+    cudaStream_t a, b;
+    cudaEvent_t forked, joined;
+    Fork() {
+        CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
+        CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+        CUDA(cudaEventCreate(&forked));
+        CUDA(cudaEventCreate(&joined));
+    }
+    void fork() {
+        CUDA(cudaEventRecord(forked, a));
+        CUDA(cudaStreamWaitEvent(b, forked));
+    }
+    void join() {
+        CUDA(cudaEventRecord(joined, b));
+        CUDA(cudaStreamWaitEvent(a, joined));
+    }
+    Fork(const Fork &) = delete;
+    ~Fork() {
+        CUDA(cudaStreamDestroy(a));
+        CUDA(cudaStreamDestroy(b));
+        CUDA(cudaEventDestroy(forked));
+        CUDA(cudaEventDestroy(joined));
+    }
+};
+
+static void begin_capture(cudaStream_t stream) {
+    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+}
+
+// Ends the capture. NULL if it failed.
+static cudaGraphExec_t end_capture(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    if (!graph) return NULL;
+    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    return exec;
+}
+
+// Launches the graph if there is one, waits, and destroys it.
+static void launch_once(cudaGraphExec_t exec, cudaStream_t stream) {
+    if (!exec) return;
+    CUDA(cudaGraphLaunch(exec, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+// sum = the number of launches, times 256, by every kind of node, in two streams
+static void test_graphs() {
+    Fork s;
+    Device<float> x(count_up(256)), y(256), sum(std::vector<float>{0});
+    int calls = 0;
+    cudaStreamCaptureStatus status;
+    CUDA(cudaDeviceSynchronize());
+    begin_capture(s.a);
+    CUDA(cudaMemsetAsync(y.p, 0, 1024, s.a));
+    s.fork();
+    launch(add_one, 1, 256, 0, s.a, y.p, 256);
+    launch(add_one, 1, 256, 0, s.b, x.p, 256);
+    CUDA(cudaStreamIsCapturing(s.b, &status));
+    CHECK(status == cudaStreamCaptureStatusActive, "the second stream is captured");
+    CUDA(cudaLaunchHostFunc(s.b, [](void *p) { ++*(int *)p; }, &calls));
+    s.join();
+    cuda_on_cpu::enqueue(s.a,
+                         [x = x.p, y = y.p, sum = sum.p] {
+                             cuda_on_cpu::reads(x, 1024);
+                             cuda_on_cpu::reads(y, 1024);
+                             cuda_on_cpu::reads(sum, 4);
+                             cuda_on_cpu::writes(sum, 4);
+                             *sum += y[0] + y[255] + x[3];
+                         },
+                         {"a library", 1});
+    cudaGraphExec_t exec = end_capture(s.a);
+    CUDA(cudaStreamIsCapturing(s.b, &status));
+    CHECK(status == cudaStreamCaptureStatusNone && calls == 0 && x.host()[3] == 3, "nothing runs in a capture");
+    cuda_on_cpu::counts_reset();
+    CUDA(cudaGraphLaunch(exec, s.a));
+    CUDA(cudaGraphLaunch(exec, s.a));
+    CUDA(cudaGraphLaunch(exec, s.b));    // after the others, although in another stream
+    CUDA(cudaGraphExecDestroy(exec));
+    s.join();
+    launch(add_one, 1, 256, 0, s.a, sum.p, 1);
+    CUDA(cudaDeviceSynchronize());
+    CHECK(calls == 3 && x.host()[3] == 6, "%d launches", calls);
+    CHECK(sum.host()[0] == 3 * 2 + 4 + 5 + 6 + 1, "%g", sum.host()[0]);
+    cuda_on_cpu::Counts c = cuda_on_cpu::counts();
+    CHECK(c.graphs == 3 && c.launches == 7, "%d launches of graphs, %d of kernels", (int)c.graphs, (int)c.launches);
+}
+
+// A capture in which `forbidden` is called, and whose end then fails.
+template <class Forbidden>
+static void test_forbidden(const Fork &s, const char *what, Forbidden forbidden, cudaError_t error,
+                           cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal) {
+    cudaGraph_t graph;
+    CUDA(cudaStreamBeginCapture(s.a, mode));
+    cudaError_t got = forbidden();
+    CHECK(got == error, "%s: %s, not %s", what, cudaGetErrorName(got), cudaGetErrorName(error));
+    CHECK(cudaMemsetAsync(NULL, 0, 4, s.a) == (error ? cudaErrorStreamCaptureInvalidated : cudaErrorInvalidValue),
+          "%s: later work", what);
+    got = cudaStreamEndCapture(s.a, &graph);
+    CHECK(got == (error ? cudaErrorStreamCaptureInvalidated : cudaSuccess) && !graph == (error != cudaSuccess),
+          "%s: the end", what);
+    CUDA(cudaGraphDestroy(graph));
+    cudaGetLastError();
+}
+
+static void test_forbidden_in_captures() {
+    Fork s, other;
+    Device<float> x(256);
+    float *pinned, pageable[4] = {};
+    cudaEvent_t before;
+    cudaGraph_t graph;
+    void *p = NULL;
+    CUDA(cudaMallocHost((void **)&pinned, 4));
+    CUDA(cudaEventCreate(&before));
+    CUDA(cudaEventRecord(before, s.b));
+    const cudaError_t no = cudaErrorStreamCaptureUnsupported;
+    test_forbidden(s, "a wait for the stream", [&] { return cudaStreamSynchronize(s.a); }, no);
+    test_forbidden(s, "a query", [&] { return cudaStreamQuery(s.a); }, no);
+    test_forbidden(s, "a wait for the device", [&] { return cudaDeviceSynchronize(); }, no);
+    test_forbidden(s, "an allocation", [&] { return cudaMalloc(&p, 4); }, no);
+    test_forbidden(s, "pinned memory", [&] { return cudaMallocHost(&p, 4); }, no);
+    test_forbidden(s, "a free", [&] { return cudaFree(NULL); }, no);
+    test_forbidden(s, "an allocation", [&] { return cudaMalloc(&p, 4); }, cudaSuccess, cudaStreamCaptureModeRelaxed);
+    CUDA(cudaFree(p));
+    test_forbidden(s, "a query of another stream", [&] { return cudaStreamQuery(other.a); }, no);
+    test_forbidden(
+        s, "an event from before", [&] { return cudaStreamWaitEvent(s.a, before); }, cudaErrorStreamCaptureIsolation);
+    test_forbidden(
+        s, "a captured event",
+        [&] {
+            CUDA(cudaEventRecord(s.forked, s.a));
+            return cudaEventQuery(s.forked);
+        },
+        cudaErrorCapturedEvent);
+    CHECK(cudaEventSynchronize(s.forked) == cudaErrorCapturedEvent, "a captured event, later");
+    CHECK(cudaStreamWaitEvent(s.b, s.forked) == cudaErrorCapturedEvent, "a stream that waits for it");
+    test_forbidden(
+        s, "the legacy stream", [&] { return cudaMemsetAsync(x.p, 0, 4, NULL); }, cudaErrorStreamCaptureImplicit);
+    test_forbidden(
+        s, "cudaMemcpy", [&] { return cudaMemcpy(x.p, pinned, 4, cudaMemcpyDefault); }, cudaErrorStreamCaptureImplicit);
+    test_forbidden(
+        s, "pageable memory", [&] { return cudaMemcpyAsync(x.p, pageable, 4, cudaMemcpyHostToDevice, s.a); }, no);
+    test_forbidden(
+        s, "a second capture", [&] { return cudaStreamBeginCapture(s.a, cudaStreamCaptureModeThreadLocal); },
+        cudaErrorIllegalState);
+    test_forbidden(
+        s, "the end in the other stream",
+        [&] {
+            s.fork();
+            return cudaStreamEndCapture(s.b, &graph);
+        },
+        cudaErrorStreamCaptureUnmatched);
+    test_forbidden(
+        s, "two captures",
+        [&] {
+            begin_capture(other.a);
+            CUDA(cudaEventRecord(other.forked, other.a));
+            cudaError_t error = cudaStreamWaitEvent(s.a, other.forked);
+            CHECK(cudaStreamEndCapture(other.a, &graph) == cudaErrorStreamCaptureInvalidated, "the other");
+            return error;
+        },
+        cudaErrorStreamCaptureMerge);
+    CHECK(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeGlobal) == no, "a capture of the legacy stream");
+    CHECK(cudaStreamEndCapture(s.a, &graph) == cudaErrorIllegalState, "no capture");
+    cudaGetLastError();
+    CUDA(cudaEventRecord(s.forked, s.a));    // no longer a captured event
+    CUDA(cudaEventSynchronize(s.forked));
+    CUDA(cudaEventDestroy(before));
+    CUDA(cudaFreeHost(pinned));
+}
+
 static void numbers() {
     test_lanes();
     test_blocks();
@@ -379,6 +559,8 @@ static void numbers() {
     test_atomics();
     test_arithmetic();
     test_runtime();
+    test_graphs();
+    test_forbidden_in_captures();
 }
 
 // ---- planted defects: each kernel is correct with defect = false
@@ -757,6 +939,167 @@ static void unordered_library(bool defect) {    // a library's work in one strea
     CUDA(cudaStreamDestroy(b));
 }
 
+// ---- graphs
+
+KERNEL void add_value(float *x, float value) {
+    x[threadIdx.x] += value;
+}
+
+// Launches 1, 2 and 3 add their number. An argument keeps the value that it had in the capture.
+static void changed_argument_of_graph(bool defect) {
+    Fork s;
+    Device<float> x(count_up(32)), value(std::vector<float>{1});
+    CUDA(cudaDeviceSynchronize());
+    cudaGraphExec_t exec = NULL;
+    for (int i = 1; i <= 3; i++) {
+        float number = (float)i;
+        CUDA(cudaMemcpyAsync(value.p, &number, 4, cudaMemcpyHostToDevice, s.a));
+        if (!exec) {
+            begin_capture(s.a);
+            if (defect) launch(add_value, 1, 32, 0, s.a, x.p, number);
+            else launch(add_element, 1, 32, 0, s.a, x.p, value.p, 32);
+            exec = end_capture(s.a);
+        }
+        CUDA(cudaGraphLaunch(exec, s.a));
+    }
+    CUDA(cudaStreamSynchronize(s.a));
+    CUDA(cudaGraphExecDestroy(exec));
+    CHECK(x.host()[5] == 11, "%g", x.host()[5]);
+}
+
+// Two buffers take turns, and one graph is for one of them.
+static void other_buffer_than_captured(bool defect) {
+    Fork s;
+    Device<float> x(count_up(32)), y(count_up(32));
+    cudaGraphExec_t execs[2];
+    CUDA(cudaDeviceSynchronize());
+    for (int i = 0; i < 2; i++) {
+        begin_capture(s.a);
+        launch(add_one, 1, 32, 0, s.a, i ? y.p : x.p, 32);
+        execs[i] = end_capture(s.a);
+    }
+    for (int i = 0; i < 4; i++) CUDA(cudaGraphLaunch(execs[defect ? 0 : i % 2], s.a));
+    CUDA(cudaStreamSynchronize(s.a));
+    for (cudaGraphExec_t exec : execs) CUDA(cudaGraphExecDestroy(exec));
+    CHECK(x.host()[5] == 7 && y.host()[5] == 7, "%g, %g", x.host()[5], y.host()[5]);
+}
+
+// A fork from before the kernel whose result the other stream reads.
+static void missing_edge_in_graph(bool defect) {
+    Fork s;
+    Device<float> x(count_up(256)), y(256);
+    CUDA(cudaDeviceSynchronize());
+    begin_capture(s.a);
+    if (defect) s.fork();
+    launch(add_one, 1, 256, 0, s.a, x.p, 256);
+    if (!defect) s.fork();
+    CUDA(cudaMemcpyAsync(y.p, x.p, 1024, cudaMemcpyDeviceToDevice, s.b));
+    s.join();
+    launch_once(end_capture(s.a), s.a);
+    std::vector<float> r = y.host();
+    for (int i = 0; i < 256; i++) CHECK(r[i] == (float)i + 1, "%d: %g", i, r[i]);
+}
+
+// A stream's work before the launch of a graph in another, which does not wait for it.
+static void missing_wait_before_graph(bool defect) {
+    Fork s;
+    Device<float> x(count_up(256)), y(256);
+    CUDA(cudaDeviceSynchronize());
+    begin_capture(s.b);
+    CUDA(cudaMemcpyAsync(y.p, x.p, 1024, cudaMemcpyDeviceToDevice, s.b));
+    cudaGraphExec_t exec = end_capture(s.b);
+    launch(add_one, 1, 256, 0, s.a, x.p, 256);
+    if (!defect) s.fork();
+    CUDA(cudaGraphLaunch(exec, s.b));
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaGraphExecDestroy(exec));
+    std::vector<float> r = y.host();
+    for (int i = 0; i < 256; i++) CHECK(r[i] == (float)i + 1, "%d: %g", i, r[i]);
+}
+
+static void buffer_changed_under_graph(bool defect) {
+    Fork s;
+    float *pinned;
+    CUDA(cudaMallocHost((void **)&pinned, 1024));
+    Device<float> x(256);
+    for (int i = 0; i < 256; i++) pinned[i] = (float)i;
+    begin_capture(s.a);
+    CUDA(cudaMemcpyAsync(x.p, pinned, 1024, cudaMemcpyHostToDevice, s.a));
+    cudaGraphExec_t exec = end_capture(s.a);
+    CUDA(cudaGraphLaunch(exec, s.a));
+    if (!defect) CUDA(cudaStreamSynchronize(s.a));
+    for (int i = 0; i < 256; i++) pinned[i] = -1.0f;
+    CUDA(cudaStreamSynchronize(s.a));
+    CUDA(cudaGraphExecDestroy(exec));
+    std::vector<float> r = x.host();
+    for (int i = 0; i < 256; i++) CHECK(r[i] == (float)i, "%d: %g", i, r[i]);
+    CUDA(cudaFreeHost(pinned));
+}
+
+enum CaptureDefect {
+    FORBIDS_NOTHING,
+    NOT_JOINED,
+    WAIT,
+    QUERY_OF_EVENT,
+    ALLOCATION,
+    LEGACY_STREAM,
+    EARLIER_EVENT,
+    PAGEABLE,
+    NESTED
+};
+
+static void capture_defect(int defect) {
+    Fork s;
+    Device<float> x(count_up(32)), y(32);
+    float host[32] = {};
+    void *p;
+    CUDA(cudaDeviceSynchronize());
+    begin_capture(s.a);
+    launch(add_one, 1, 32, 0, s.a, x.p, 32);
+    cudaGraphExec_t inner = end_capture(s.a);
+    CUDA(cudaEventRecord(s.joined, s.b));
+    begin_capture(s.a);
+    if (defect == EARLIER_EVENT) CUDA(cudaStreamWaitEvent(s.a, s.joined));
+    s.fork();
+    if (defect == WAIT) CUDA(cudaStreamSynchronize(s.a));
+    if (defect == QUERY_OF_EVENT) CUDA(cudaEventQuery(s.forked));
+    if (defect == ALLOCATION) CUDA(cudaMalloc(&p, 32));
+    if (defect == PAGEABLE) CUDA(cudaMemcpyAsync(x.p, host, 128, cudaMemcpyHostToDevice, s.a));
+    if (defect == NESTED) CUDA(cudaGraphLaunch(inner, s.a));
+    if (defect == FORBIDS_NOTHING || defect == NOT_JOINED || defect == LEGACY_STREAM) {
+        launch(add_one, 1, 32, 0, defect == LEGACY_STREAM ? NULL : s.a, x.p, 32);
+        CUDA(cudaMemsetAsync(y.p, 0, 128, s.b));
+    }
+    if (defect == FORBIDS_NOTHING) s.join();
+    launch_once(end_capture(s.a), s.a);
+    launch_once(inner, s.a);
+    CHECK(x.host()[5] == 7, "%g", x.host()[5]);
+}
+static void unjoined_fork_in_capture(bool defect) {
+    capture_defect(defect ? NOT_JOINED : FORBIDS_NOTHING);
+}
+static void wait_in_capture(bool defect) {
+    capture_defect(defect ? WAIT : FORBIDS_NOTHING);
+}
+static void query_in_capture(bool defect) {
+    capture_defect(defect ? QUERY_OF_EVENT : FORBIDS_NOTHING);
+}
+static void allocation_in_capture(bool defect) {
+    capture_defect(defect ? ALLOCATION : FORBIDS_NOTHING);
+}
+static void legacy_stream_in_capture(bool defect) {
+    capture_defect(defect ? LEGACY_STREAM : FORBIDS_NOTHING);
+}
+static void earlier_event_in_capture(bool defect) {
+    capture_defect(defect ? EARLIER_EVENT : FORBIDS_NOTHING);
+}
+static void pageable_copy_in_capture(bool defect) {
+    capture_defect(defect ? PAGEABLE : FORBIDS_NOTHING);
+}
+static void graph_in_capture(bool defect) {
+    capture_defect(defect ? NESTED : FORBIDS_NOTHING);
+}
+
 KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {    // 16 rows of 64 elements
     DYNAMIC_SHARED(bf16, tile);
     int l = (int)threadIdx.x;
@@ -904,6 +1247,10 @@ static void shift_too_far(bool defect) {
     X(write_past_shared_array) X(uninitialized_shared) X(uninitialized_device_memory) X(read_past_device_memory)       \
     X(write_just_past_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels) \
     X(unordered_library)                                                                                               \
+    X(changed_argument_of_graph) X(other_buffer_than_captured) X(missing_edge_in_graph) X(missing_wait_before_graph)   \
+    X(buffer_changed_under_graph) X(unjoined_fork_in_capture) X(wait_in_capture) X(query_in_capture)                   \
+    X(allocation_in_capture) X(legacy_stream_in_capture) X(earlier_event_in_capture) X(pageable_copy_in_capture)       \
+    X(graph_in_capture)                                                                                                \
     X(misaligned_ldmatrix) X(ldmatrix_past_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(copy_to_misaligned) \
     X(copy_from_misaligned) X(misaligned_load) X(misaligned_store) X(copy_past_shared) X(block_too_large) X(empty_grid) \
     X(grid_too_large) X(too_much_shared) X(arrays_too_large) X(host_pointer) X(host_touches_device_memory) X(stack_overflow) \

@@ -129,6 +129,21 @@ FOUND = {
     "missing_fence": (RACE, "race", [""]),
     "unordered_kernels": (RACE, "race", [""]),
     "unordered_library": (RACE, "race", [""]),
+    "changed_argument_of_graph": (WRONG, "plain", [""]),
+    "other_buffer_than_captured": (WRONG, "plain", [""]),
+    "missing_edge_in_graph": (WRONG, "plain", LATE),
+    "missing_wait_before_graph": (WRONG, "plain", LATE),
+    "buffer_changed_under_graph": (WRONG, "plain", ["STREAMS=late"]),
+    "unjoined_fork_in_capture": (r"cudaStreamEndCapture: work of another stream has not been joined", "plain", [""]),
+    "wait_in_capture": (r"cudaStreamSynchronize: the stream is being captured", "plain", [""]),
+    "query_in_capture": (r"cudaEventQuery: the event was last recorded in a stream that was being captured", "plain",
+                         [""]),
+    "allocation_in_capture": (r"cudaMalloc is not permitted while a stream is being captured", "plain", [""]),
+    "legacy_stream_in_capture": (r"add_one\(float\*, int\), launched at .*cu:\d+: work in the legacy stream while another "
+                                 r"is being captured", "plain", [""]),
+    "earlier_event_in_capture": (r"a captured stream waits for an event outside of the capture", "plain", [""]),
+    "pageable_copy_in_capture": (r"a captured copy from or to host memory that is not pinned", "plain", [""]),
+    "graph_in_capture": (r"cudaGraphLaunch: this emulation has no graphs within graphs", "plain", [""]),
     "misaligned_ldmatrix": (r"MISALIGNED: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
     "ldmatrix_past_shared": (r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+", "plain", [""]),
     "bank_conflicts": (r"28 bank conflicts of ldmatrix", "plain", [""]),
@@ -155,7 +170,8 @@ FOUND = {
 # Races, which wrong values may also reveal; the race check finds them in any order of threads.
 RACES = ["missing_barrier", "missing_barrier_after_use", "missing_syncwarp", "missing_copy_wait",
          "missing_barrier_after_copy", "missing_copy_commit", "wait_for_too_few_groups", "copy_into_tile_in_use",
-         "missing_stream_wait", "missing_host_wait", "buffer_changed_under_copy"]
+         "missing_stream_wait", "missing_host_wait", "buffer_changed_under_copy", "missing_edge_in_graph",
+         "missing_wait_before_graph", "buffer_changed_under_graph"]
 
 SETTINGS = [f"ORDER={order} COPY={copy} STREAMS={streams}" for order, copy, streams in itertools.product(
     ("forward", "reverse", "random", "greedy"), ("issue", "wait", "either"), ("once", "late", "any"))]

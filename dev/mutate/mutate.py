@@ -39,9 +39,9 @@ FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
-TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/matmul.cu")
+TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/graphs", "cuda/matmul.cu")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
-                 "or same_number or recomputing or resume")
+                 "or same_number or recomputing or resume or graphs")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS])]
@@ -91,7 +91,7 @@ TESTS_OF = (
 # The environment without the variables that make tests long (doc/tests.md).
 LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "FOREIGN", "CUDA_BUILD", "GPU_REHEARSAL")
 SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
-INSTANCES = "exp exp_recenter softplus_reweight any_two_sweeps float float_two_sweeps"
+INSTANCES = "exp exp_recenter relu2 softplus_reweight any_two_sweeps float float_two_sweeps"
 
 
 def mutations():

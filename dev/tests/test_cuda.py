@@ -161,6 +161,78 @@ def test_no_rank_waits_until_it_has_no_work(cuda, data, tmp_path, flags):
     assert sorted(idle for _, idle in few) == sorted(idle for _, idle in more)
 
 
+# ---- graphs
+
+
+def launches(text):
+    """(launches of kernels, launches of graphs) of each rank, in the order of these numbers."""
+    return sorted(tuple(map(int, found)) for found in
+                  re.findall(r"cuda_on_cpu: (\d+) launches, .*; (\d+) launches of graphs", text))
+
+
+# name: ranks, launches of graphs by each in six steps of four sequences in all, flags. A micro-batch is launched as a
+# graph from the second of its kind on; with sums over ranks, the last one as 1 graph and 1 for each of 2 layers or
+# gated units.
+GRAPHS = {
+    "plain": (1, 5, []),
+    "micro-batches": (1, 5 + 17, ["--batch", 1, "--grad-clip", 0.5]),
+    "micro-batches, two ranks": (2, 5 + 3 * 5, ["--batch", 1]),
+    "recompute": (1, 5, ["--recompute", "--dtype", "bf16", "--stochastic-rounding"]),
+    "documents": (1, 5, ["--doc-mask", "--attn", "ssmax-bias", "--model", MODEL + ",vocab=97,tied=0"]),
+    "gau": (1, 5, ["--model", GAU, "--attn", "lssar"]),
+    "qk-norm": (1, 5, ["--model", "layers=2,heads=4,channels=48,ffn=40,vocab=97,kv_heads=2,head_dim=16,qk_norm=1"]),
+    "a switch": (1, 2 + 2, ["--attn", "gelu-l1", "--attn-switch", "3:ssmax-bias"]),
+    "lengths": (1, 3, ["--seq-len", "5,10,20", "--attn", "softmax-recentered"]),
+    "masks": (1, 5, ["--train-data", "{masked}"]),
+    "two ranks": (2, 3 * 5, ["--batch", 2]),
+    "zero": (2, 3 * 5, ["--batch", 2, "--zero", 1, "--dtype", "bf16", "--reduce-dtype", "bf16"]),
+    "zero, gau": (2, 3 * 5, ["--batch", 2, "--zero", 1, "--model", GAU]),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_change_nothing(cuda, data, tmp_path, name):
+    """The same bits and the same launches of kernels with and without graphs, with validations (whose last batch is
+    smaller), samples and checkpoints between the steps."""
+    processes, graphs, flags = GRAPHS[name]
+    masked = tmp_path / "masked_train_000001.bin"
+    write_shard(masked, tokens(3000))
+    write_shard(masked.with_suffix(".mask"), np.random.default_rng(1).random(3000) < 0.7, magic=20240521)
+    flags = [*SMALL, "--batch", 4, "--total-batch-tokens", 80, "--steps", 6, "--val-data", data / "d_val_000000.bin",
+             "--val-every", 2, "--val-tokens", 200, "--sample-every", 4, "--ckpt-every", 3, "--keep", 0,
+             *(masked if flag == "{masked}" else flag for flag in flags)]
+    said = {}
+    for on, streams in ((0, "once"), (1, "once"), (1, "late")):
+        env = {"CUDA_ON_CPU_STREAMS": streams, "CUDA_ON_CPU_REPORT": "1"}
+        out = tmp_path / f"{on}-{streams}"
+        said[out.name] = launches(train(data, *flags, "--graphs", on, "--out", out, program=cuda, processes=processes,
+                                        env=env))
+        for step in (3, 6):
+            assert_same_run(tmp_path / "0-once", out, step)
+        assert (out / "samples.txt").read_text() == (tmp_path / "0-once/samples.txt").read_text()
+    kernels = [kernels for kernels, _ in said["0-once"]]
+    assert len(kernels) == processes and said["0-once"] == [(count, 0) for count in kernels]
+    assert said["1-once"] == said["1-late"] == [(count, graphs) for count in kernels]
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_graphs_across_a_resume(cuda, data, tmp_path, processes):
+    """The resumed part runs without graphs."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*SMALL, "--batch", 1, "--total-batch-tokens", 40 * processes]
+    train(data, *flags, "--steps", 6, "--out", whole, program=cuda, processes=processes)
+    train(data, *flags, "--steps", 3, "--out", parts, program=cuda, processes=processes)
+    train(data, *flags, "--steps", 6, "--out", parts, "--resume", "--graphs", 0, program=cuda, processes=processes)
+    assert_same_run(whole, parts, 6)
+
+
+def test_measured_matmuls_in_graphs(cuda, data, tmp_path):
+    """Matmuls are measured before the capture, during which nothing may wait."""
+    text = train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 60, "--deterministic", 0, "--steps", 4,
+                 "--attn-switch", "2:ssmax", "--out", tmp_path / "out", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
+    assert launches(text)[0][1] == 2 * (1 + 3) and np.isfinite(losses(tmp_path / "out")).all()
+
+
 REPORTS = ["--val-every", 4, "--val-tokens", 200, "--sample-every", 5, "--ckpt-every", 3, "--attn-switch", "7:ssmax"]
 
 
@@ -472,7 +544,8 @@ def test_dry_run(cuda, data, tmp_path):
 
 
 def test_profile(cuda, data):
-    text = train(data, *SMALL, "--steps", 2, "--profile", program=cuda)
+    text = train(data, *SMALL, "--steps", 3, "--profile", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
+    assert launches(text)[0][1] == 0                     # each phase is timed by itself
     rows = dict(re.findall(r"^(.+?) +([\d.]+) +[\d.]+%$", text.split("phase")[1], re.M))
     for name in ("attention", "rmsnorm", "logits and loss", "gradient norm and AdamW"):
         assert name in rows
