@@ -139,8 +139,8 @@ FOUND = {
     "query_in_capture": (r"cudaEventQuery: the event was last recorded in a stream that was being captured", "plain",
                          [""]),
     "allocation_in_capture": (r"cudaMalloc is not permitted while a stream is being captured", "plain", [""]),
-    "legacy_stream_in_capture": (r"add_one\(float\*, int\), launched at .*cu:\d+: work in the legacy stream while another "
-                                 r"is being captured", "plain", [""]),
+    "legacy_stream_in_capture": (r"add_one\(float\*, int\), launched at .*cu:\d+: work in the legacy stream while "
+                                 r"another is being captured", "plain", [""]),
     "earlier_event_in_capture": (r"a captured stream waits for an event outside of the capture", "plain", [""]),
     "pageable_copy_in_capture": (r"a captured copy from or to host memory that is not pinned", "plain", [""]),
     "graph_in_capture": (r"cudaGraphLaunch: this emulation has no graphs within graphs", "plain", [""]),
