@@ -170,13 +170,12 @@ def launches(text):
                   re.findall(r"cuda_on_cpu: (\d+) launches, .*; (\d+) launches of graphs", text))
 
 
-# name: ranks, launches of graphs by each in six steps of four sequences in all, flags. A micro-batch is launched as a
-# graph from the second of its kind on; with sums over ranks, the last one as 1 graph and 1 for each of 2 layers or
-# gated units.
+# name: ranks, launches of graphs by each in six steps of 80 tokens, flags. A micro-batch is launched as a graph from the
+# second of its kind on; with sums over ranks, the last one as 1 graph and 1 for each of 2 layers or gated units.
 GRAPHS = {
     "plain": (1, 5, []),
     "micro-batches": (1, 5 + 17, ["--batch", 1, "--grad-clip", 0.5]),
-    "micro-batches, two ranks": (2, 5 + 3 * 5, ["--batch", 1]),
+    "micro-batches, two ranks": (2, 5 + 5 + 3 * 5, ["--batch", 1, "--total-batch-tokens", 120]),
     "recompute": (1, 5, ["--recompute", "--dtype", "bf16", "--stochastic-rounding"]),
     "documents": (1, 5, ["--doc-mask", "--attn", "ssmax-bias", "--model", MODEL + ",vocab=97,tied=0"]),
     "gau": (1, 5, ["--model", GAU, "--attn", "lssar"]),
