@@ -170,8 +170,8 @@ def launches(text):
                   re.findall(r"cuda_on_cpu: (\d+) launches, .*; (\d+) launches of graphs", text))
 
 
-# name: ranks, launches of graphs by each in six steps of 80 tokens, flags. A micro-batch is launched as a graph from the
-# second of its kind on; with sums over ranks, the last one as 1 graph and 1 for each of 2 layers or gated units.
+# name: ranks, launches of graphs by each in six steps of 80 tokens, flags. A micro-batch is launched as a graph from
+# the second of its kind on; with sums over ranks, the last one as 1 graph and 1 for each of 2 layers or gated units.
 GRAPHS = {
     "plain": (1, 5, []),
     "micro-batches": (1, 5 + 17, ["--batch", 1, "--grad-clip", 0.5]),
