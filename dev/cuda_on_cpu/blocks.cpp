@@ -347,6 +347,12 @@ static char *map_memory(size_t bytes, int protection) {
     return (char *)p;
 }
 
+static void allow_access(char *p, size_t bytes) {
+    if (mprotect(p, bytes, PROT_READ | PROT_WRITE))
+        die("OUT OF MEMORY: mprotect fails, probably because a process has at most vm.max_map_count mappings; each "
+            "thread's stack takes two");
+}
+
 static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024;
 
 static void use_signal_stack();
@@ -362,10 +368,18 @@ static Worker *new_worker() {
     w->statics = room + PAGE;
     w->statics_end = w->statics + STATICS_ROOM;
     w->dynamic_end = w->statics_end + PAGE + DYNAMIC_ROOM;
-    mprotect(w->statics, STATICS_ROOM, PROT_READ | PROT_WRITE);
-    mprotect(w->dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM, PROT_READ | PROT_WRITE);
+    allow_access(w->statics, STATICS_ROOM);
+    allow_access(w->dynamic_end - DYNAMIC_ROOM, DYNAMIC_ROOM);
     use_signal_stack();
     return w;
+}
+
+// Makes the stacks one mapping again, without memory.
+static void release_stacks(Worker &w) {
+    if (mmap(w.stacks, w.stack_step * BLOCK_THREADS, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+             -1, 0) == MAP_FAILED)
+        die("mmap failed");
+    w.stacks_ready = 0;
 }
 
 // For the race check, memory that an earlier block used must look like new memory. The time is proportional to the
@@ -397,8 +411,7 @@ static void renew_memory(Worker &w) {
 }
 
 static void prepare_memory(Worker &w) {
-    for (; w.stacks_ready < w.threads; w.stacks_ready++)
-        mprotect(stack_of(w, w.stacks_ready), w.stack_bytes, PROT_READ | PROT_WRITE);
+    for (; w.stacks_ready < w.threads; w.stacks_ready++) allow_access(stack_of(w, w.stacks_ready), w.stack_bytes);
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
     if (w.settings.poison) fill(w.dynamic, w.launch->shared_bytes, POISON);
     fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
@@ -1254,6 +1267,7 @@ static void run_blocks(Job &job) {
     for (Worker *w : workers) {
         w->launch = NULL;
         add_counts(*w);
+        if (w != workers[0] && w->stacks_ready) release_stacks(*w);    // of blocks that were suspended
     }
 }
 

@@ -85,13 +85,18 @@ def flash(flash_file, tmp_path_factory):
     return Libraries(flash_file, tmp_path_factory.mktemp("flash"), {})
 
 
-@pytest.fixture
-def flash_with(flash_file, tmp_path):
-    """The library with settings of the emulator."""
+@pytest.fixture(scope="session")
+def flash_with(flash_file, tmp_path_factory):
+    """The library with settings of the emulator, loaded once for the same settings."""
+    loaded = {}
+
     def libraries(**settings):
         if ON_GPU:
             pytest.skip("a GPU has no settings for the order")
-        return Libraries(flash_file, tmp_path, settings)
+        key = tuple(sorted(settings.items()))
+        if key not in loaded:
+            loaded[key] = Libraries(flash_file, tmp_path_factory.mktemp("flash"), settings)
+        return loaded[key]
     return libraries
 
 
