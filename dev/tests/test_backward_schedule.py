@@ -19,7 +19,7 @@ def test_a_block_by_hand():
 
 
 def test_a_block_that_waits():
-    """Its second tile is late by 20: it computes two more, and goes on when the buffers of dq are free."""
+    """Its second tile is late by 20: it computes two more, and continues once the buffers of dq are free."""
     end, done = model.block(0, 6, [0, 20, 0, 0, 0, 0])
     assert done[0] == 20 and done[1] == 20 + LATENCY
     # The fourth dq waits for the addition of the second, at 20; the last two follow a step apart.
