@@ -91,7 +91,7 @@ TESTS_OF = (
 # The environment without the variables that make tests long (doc/tests.md).
 LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "FOREIGN", "CUDA_BUILD", "GPU_REHEARSAL")
 SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
-INSTANCES = "exp exp_recenter relu2 softplus_reweight any_two_sweeps float float_two_sweeps"
+INSTANCES = "exp exp_recenter relu2 softplus_reweight any_two_sweeps float float_recenter float_two_sweeps"
 
 
 def mutations():

@@ -477,7 +477,7 @@ def test_fixed_order_of_sums(flash, flash_with, case):
     fixed = by_flash(flash, case, *x)
     for order, resident, asynchronous in (("random", "132", "random"), ("reverse", "2", "wait"),
                                           ("forward", "1", "issue")):
-        other = flash_with(ORDER=order, RESIDENT=resident, ASYNC=asynchronous, SEED="5")
+        other = flash_with(ORDER=order, RESIDENT=resident, ASYNC=asynchronous, SEED="5", THREADS="4")
         assert same(by_flash(other, case, *x), fixed), order
 
 
