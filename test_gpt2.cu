@@ -38,7 +38,7 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
 static void subject_set(const float *params) {
     CUDA_CHECK(cudaMemcpy(model.params, params, model.list.floats * sizeof(float), cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (model.in_bf16) parameters_round(model.params_bf16, model.params, model.list.floats, false, 0, 0, stream);
+    if (model.in_bf16) parameters_round(model.params_bf16, model.params, 0, model.list.floats, false, 0, 0, stream);
 }
 
 static double from_device(const double *there) {

@@ -1299,11 +1299,21 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
 // ---- matmul_forward for a few rows. Each element is its own sum in a fixed order, so a sequence's numbers never
 // depend on how many others are decoded with it; a GEMM library's tiles do not guarantee that. Reads the weights, which
 // dominate the time here, once for all rows. Four independent sums at a time hide the latency of the FMA units. With
-// bfloat16 weights, the input stays float32.
+// bfloat16 weights, the input stays float32, and weights are fetched a few rows ahead: 1.5 KB per row are too short for
+// the processor's own prefetching (768 channels: 31 instead of 20 GB/s on a 2-core Xeon).
+
+// elements of a row between prefetches; rows from the current ones on; bytes
+enum { DECODE_BLOCK = 256, AHEAD = 2, CACHE_LINE = 64 };
 
 // Element i of a row of weights, which are bfloat16 if `rounded` is not NULL.
 static inline float weight_at(const float *w, const uint16_t *rounded, size_t i) {
     return rounded ? bf16_to_float(rounded[i]) : w[i];
+}
+
+// Fetches elements from <= i < to of four rows of weights, AHEAD rows ahead.
+static inline void prefetch_weights(const uint16_t *rounded, size_t from, size_t to, size_t C) {
+    for (size_t i = from; i < to; i += CACHE_LINE / sizeof *rounded)
+        for (size_t k = AHEAD; k < AHEAD + 4; k++) __builtin_prefetch(rounded + k * C + i);
 }
 
 // sum[k] = sum_i inp[k C + i] w[i] for four rows of inp; past row N - 1, that row again
@@ -1311,13 +1321,16 @@ static inline __attribute__((always_inline)) void four_rows(float *sum, const fl
                                                             const uint16_t *rounded, size_t N, size_t C) {
     const float *a = inp, *b = N > 1 ? a + C : a, *c = N > 2 ? b + C : b, *d = N > 3 ? c + C : c;
     float sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
-    #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
-    for (size_t i = 0; i < C; i++) {
-        float x = weight_at(w, rounded, i);
-        sum_a += a[i] * x;
-        sum_b += b[i] * x;
-        sum_c += c[i] * x;
-        sum_d += d[i] * x;
+    for (size_t from = 0, to; from < C; from = to) {
+        to = rounded && C - from > DECODE_BLOCK ? from + DECODE_BLOCK : C;
+        #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+        for (size_t i = from; i < to; i++) {
+            float x = weight_at(w, rounded, i);
+            sum_a += a[i] * x;
+            sum_b += b[i] * x;
+            sum_c += c[i] * x;
+            sum_d += d[i] * x;
+        }
     }
     sum[0] = sum_a;
     sum[1] = sum_b;
@@ -1330,13 +1343,17 @@ static inline __attribute__((always_inline)) void four_weights(float *sum, const
                                                                const uint16_t *rounded, size_t N, size_t C) {
     size_t b = N > 1 ? C : 0, c = N > 2 ? b + C : b, d = N > 3 ? c + C : c;
     float sum_a = 0.0f, sum_b = 0.0f, sum_c = 0.0f, sum_d = 0.0f;
-    #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
-    for (size_t i = 0; i < C; i++) {
-        float x = inp[i];
-        sum_a += x * weight_at(w, rounded, i);
-        sum_b += x * weight_at(w, rounded, b + i);
-        sum_c += x * weight_at(w, rounded, c + i);
-        sum_d += x * weight_at(w, rounded, d + i);
+    for (size_t from = 0, to; from < C; from = to) {
+        to = rounded && C - from > DECODE_BLOCK ? from + DECODE_BLOCK : C;
+        if (rounded) prefetch_weights(rounded, from, to, C);
+        #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+        for (size_t i = from; i < to; i++) {
+            float x = inp[i];
+            sum_a += x * weight_at(w, rounded, i);
+            sum_b += x * weight_at(w, rounded, b + i);
+            sum_c += x * weight_at(w, rounded, c + i);
+            sum_d += x * weight_at(w, rounded, d + i);
+        }
     }
     sum[0] = sum_a;
     sum[1] = sum_b;

@@ -135,6 +135,11 @@ struct Model {
 
     float *params, *grads;    // (list.floats); params are the master weights
     bf16 *params_bf16;        // a rounded copy for the matmuls, with --dtype bf16
+    // With ZeRO-1, the parameters that other ranks have updated in a step arrive bucket by bucket. The stream has not
+    // waited for the last `arriving` of the buckets yet.
+    cudaEvent_t *gathered;    // (bucket_count) a bucket is there
+    size_t arriving;
+    int64_t updated;          // that step
     CollectivePart *parts;    // (list.count) each tensor with the alignment gap after it, and the rank that updates it
     float *mean, *square;     // (state_floats) AdamW's moments of the parts that this rank owns, without gaps
     AdamSegment *segments;    // the trained tensors that this rank owns
@@ -764,6 +769,24 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
     phase(PHASE_OTHER);
 }
 
+// Refreshes the copy that the matmuls read, of the parameters from <= i < to, after anything but this rank's adamw()
+// changed the master weights.
+static void round_parameters(const Model *m, size_t from, size_t to, int64_t step) {
+    if (m->in_bf16) parameters_round(m->params_bf16, m->params, from, to, m->stochastic, m->seed, step, stream);
+}
+
+// Makes the stream wait until the parameters of the first `buckets` buckets are there.
+static void await_parameters(Model *m, size_t buckets) {
+    for (; m->arriving + buckets > bucket_count(m); m->arriving--) {
+        size_t i = bucket_count(m) - m->arriving;
+        phase(PHASE_REDUCE);
+        if (i + 1 == bucket_count(m)) collective_join(m->collective, stream);
+        else CUDA_CHECK(cudaStreamWaitEvent(stream, m->gathered[i], 0));
+        phase(PHASE_UPDATE);
+        round_parameters(m, bucket_start(m, i), bucket_start(m, i + 1), m->updated);
+    }
+}
+
 // Starts the sum of a bucket over the ranks, concurrently with the computation that follows.
 static void reduce_bucket(const Model *m, size_t i) {
     size_t count, start = bucket_start(m, i), floats = bucket_start(m, i + 1) - start;
@@ -812,30 +835,48 @@ static void clear_gradients(const Model *m) {
 // m->grads. With several ranks, the last micro-batch sends each layer's gradients to the others while the next layer's
 // are computed.
 //
-// The work up to the last gradient of a layer is one graph, or where there are sums over ranks, one graph up to the
-// layers' gradients and one for each layer, with the sums between them. What differs between two launches of a graph is
-// in device memory: parameters, and the batch in m->batch and m->mask. Only the embedding's gradient is never in a
-// graph: the number of its blocks depends on the tokens.
+// The work up to the last gradient of a layer is one graph. Where there are sums over ranks, each layer's gradients are
+// a graph of their own, with the sums between them; and where parameters arrive, so is each layer's forward pass. What
+// differs between two launches of a graph is in device memory: parameters, and the batch in m->batch and m->mask. Only
+// the embedding's gradient is never in a graph: the number of its blocks depends on the tokens.
 template <class X>
 static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
                        bool first, bool last) {
+    const BlockRow<X> *block = block_of<X>(m);
     size_t layers = (size_t)m->config.layers;
-    bool sums = last && m->collective;
-    GraphKey key = {layers, B, T, batch.mask != NULL, first, sums, scale};
-    graphs_run(&m->graphs, key, stream, [&] {
+    bool arriving = m->arriving > 0, sums = last && m->collective;
+    GraphKey key = {0, B, T, batch.mask != NULL, first, arriving, sums, scale};
+    auto part = [&](auto work) {
+        graphs_run(&m->graphs, key, stream, work);
+        key.part++;
+    };
+    auto start = [&] {
         if (first) {
             clear_gradients(m);
             CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
         }
-        model_forward(m, a, batch.inputs, B, T, 0);
+        model_embed(m, a, batch.inputs, B * T);
+    };
+    if (arriving) {
+        await_parameters(m, 1);
+        part(start);
+        for (size_t l = 0; l < layers; l++) {
+            await_parameters(m, l + 2);
+            part([&] { block->forward(m, a, l, B, T, 0); });
+        }
+        await_parameters(m, layers + 2);
+    }
+    part([&] {
+        if (!arriving) start();
+        for (size_t l = 0; l < layers && !arriving; l++) block->forward(m, a, l, B, T, 0);
+        model_final_norm(m, a, B * T);
         model_loss(m, a, m->sums + SUM_STEP, batch.targets, batch.mask, B * T, scale, !first);
         final_norm_backward(m, a, B * T, !first);
-        for (size_t l = layers; l-- > 0 && !sums;) block_of<X>(m)->backward(m, a, l, B, T, !first);
+        for (size_t l = layers; l-- > 0 && !sums;) block->backward(m, a, l, B, T, !first);
     });
     if (sums) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0 && sums;) {
-        key.part = l;
-        graphs_run(&m->graphs, key, stream, [&] { block_of<X>(m)->backward(m, a, l, B, T, !first); });
+        part([&] { block->backward(m, a, l, B, T, !first); });
         reduce_bucket(m, l + 1);
     }
     model_embed_backward(m, a, batch);
@@ -886,29 +927,24 @@ static void gradients_end(Model *m, double clip) {
     step_numbers(m->numbers, m->sums + SUM_STEP, m->sums + SUM_SQUARES, clip, stream);
 }
 
-// Gathers the parameters that other ranks updated.
-static void gather_parameters(const Model *m) {
+// Starts to gather the parameters that other ranks have updated in this step, in the order in which the next forward
+// pass needs them.
+static void gather_parameters(Model *m, int64_t step) {
     for (size_t i = 0; i < bucket_count(m); i++) {
         size_t count;
         const CollectivePart *parts = bucket_parts(m, i, &count);
         collective_gather_parts(m->collective, m->params, parts, count, stream);
+        collective_record(m->collective, m->gathered[i]);
     }
-    collective_join(m->collective, stream);
-}
-
-// Refreshes the copy that the matmuls read after anything but this rank's adamw() changed the master weights.
-static void round_parameters(const Model *m, int64_t step) {
-    if (m->in_bf16) parameters_round(m->params_bf16, m->params, m->list.floats, m->stochastic, m->seed, step, stream);
+    m->arriving = bucket_count(m);
+    m->updated = step;
 }
 
 // If the step's numbers are not finite, the parameters stay as they are.
 static void model_update(Model *m, AdamW a) {
     AdamArrays arrays = {m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->numbers};
     adamw(arrays, m->segments, m->segment_count, m->segment_blocks, a, m->stochastic, m->seed, stream);
-    if (m->zero) {
-        gather_parameters(m);
-        round_parameters(m, a.step);
-    }
+    if (m->zero) gather_parameters(m, a.step);
     phase(PHASE_OTHER);
 }
 
@@ -1009,6 +1045,10 @@ static Weights take_training(Model *m) {
     }
     CUDA_CHECK(cudaMallocHost((void **)&m->report, sizeof *m->report));
     CUDA_CHECK(cudaEventCreateWithFlags(&m->reported, cudaEventDisableTiming));
+    m->gathered = (cudaEvent_t *)calloc(bucket_count(m), sizeof *m->gathered);
+    if (!m->gathered) fail(EXIT_RESOURCE, "out of memory for %zu events.", bucket_count(m));
+    for (size_t i = 0; i < bucket_count(m); i++)
+        CUDA_CHECK(cudaEventCreateWithFlags(&m->gathered[i], cudaEventDisableTiming));
     m->host.config = &m->config;
     m->host.list = &m->list;
     m->host.bf16 = m->in_bf16;
@@ -1046,7 +1086,7 @@ static void upload(Model *m, int64_t step) {
     copy_moments(m, false);
     upload_segments(m);
     CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
-    round_parameters(m, step);
+    round_parameters(m, 0, m->list.floats, step);
 }
 
 // Copies parameters and moments to the host. Collective: rank 0 then has all moments.
@@ -1077,8 +1117,7 @@ static void download_scalars(Model *m) {
 
 // ---- a step
 
-// Copies a batch to the device. A slot's pinned memory is free again once its copy of two batches ago has finished. No
-// sum over ranks comes before that copy unless the host has already waited for it.
+// Copies a batch to the device. A slot's pinned memory is free again once its copy of two batches ago has finished.
 static BatchTokens upload_batch(Model *m, const Batch *batch) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
@@ -1089,7 +1128,7 @@ static BatchTokens upload_batch(Model *m, const Batch *batch) {
     there.order = m->batch + 3 * N;
     there.pieces = (const EmbeddingPiece *)(m->batch + 4 * N);
     there.mask = batch->mask ? m->mask : NULL;
-    CUDA_CHECK(cudaEventSynchronize(slot->copied));
+    collective_wait(m->collective, slot->copied);
     memcpy(slot->ints, batch->inputs, N * sizeof(int32_t));
     memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
     there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N, m->starts,
@@ -1135,9 +1174,10 @@ static void step_end(Model *m) {
     m->unread = true;
 }
 
-// Waits until the device has finished the newest step, including its update. Ends the program if its numbers are not
-// finite.
+// Waits until the device has finished the newest step, including its update, and makes the stream wait for all
+// parameters. Ends the program if the step's numbers are not finite.
 static void read_step(Run *run, Model *m) {
+    await_parameters(m, bucket_count(m));
     collective_wait(m->collective, m->reported);
     m->unread = false;
     run_check_step(run, m->report->numbers.loss, m->report->numbers.norm);

@@ -175,18 +175,18 @@ KERNEL void adamw_kernel(AdamArrays x, const AdamSegment *segments, size_t count
     }
 }
 
-// Recreates the bf16 copy of n parameters exactly as the update of this step left it: before the first step, after
-// loading, and for parameters that other ranks updated.
+// Recreates the bf16 copy of the parameters from <= i < to exactly as the update of this step left it: before the first
+// step, after loading, and for parameters that other ranks updated. `from` is a multiple of ADAMW_WIDTH.
 // registers: at most 40 (round_kernel)
 template <bool STOCHASTIC>
-KERNEL void round_kernel(bf16 *rounded, const float *params, size_t n, uint64_t seed, uint64_t step) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * ADAMW_WIDTH;
+KERNEL void round_kernel(bf16 *rounded, const float *params, size_t from, size_t to, uint64_t seed, uint64_t step) {
+    size_t i = from + ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * ADAMW_WIDTH;
     float x[ADAMW_WIDTH];
-    if (i + ADAMW_WIDTH <= n) {
+    if (i + ADAMW_WIDTH <= to) {
         load_vector<ADAMW_WIDTH>(x, params + i);
         store_rounded<ADAMW_WIDTH, STOCHASTIC>(rounded, x, i, seed, step);
     } else {
-        for (; i < n; i++) {
+        for (; i < to; i++) {
             x[0] = params[i];
             store_rounded<1, STOCHASTIC>(rounded, x, i, seed, step);
         }
@@ -204,12 +204,12 @@ static inline void adamw(AdamArrays x, const AdamSegment *segments, size_t count
            stream, x, segments, count, adam_rates(a, seed));
 }
 
-//   rounded (n) written   params (n)   step: that of the last update
-static inline void parameters_round(bf16 *rounded, const float *params, size_t n, bool stochastic, uint64_t seed,
-                                    int64_t step, cudaStream_t stream) {
+//   rounded[from..to-1] written   params   step: that of the last update
+static inline void parameters_round(bf16 *rounded, const float *params, size_t from, size_t to, bool stochastic,
+                                    uint64_t seed, int64_t step, cudaStream_t stream) {
     size_t part = (size_t)SEGMENT_THREADS * ADAMW_WIDTH;
-    if (n == 0) return;
-    launch(stochastic ? round_kernel<true> : round_kernel<false>, row_grid((n + part - 1) / part, dim3(1, 1)),
-           dim3(SEGMENT_THREADS), 0, stream, rounded, params, n, seed, (uint64_t)step);
+    if (from == to) return;
+    launch(stochastic ? round_kernel<true> : round_kernel<false>, row_grid((to - from + part - 1) / part, dim3(1, 1)),
+           dim3(SEGMENT_THREADS), 0, stream, rounded, params, from, to, seed, (uint64_t)step);
 }
 #endif

@@ -328,6 +328,10 @@ void collective_gather_parts(Collective *c, float *x, const CollectivePart *part
     finish(c);
 }
 
+void collective_record(Collective *c, cudaEvent_t event) {
+    if (c) CUDA_CHECK(cudaEventRecord(event, c->stream));
+}
+
 void collective_join(Collective *c, cudaStream_t stream) {
     if (!c) return;
     CUDA_CHECK(cudaStreamWaitEvent(stream, c->joins[c->current].done, 0));
@@ -383,6 +387,7 @@ void collective_all_reduce(Collective *, float *, size_t, cudaStream_t) {}
 void collective_sum(Collective *, double *, size_t, cudaStream_t) {}
 void collective_reduce_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
 void collective_gather_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
+void collective_record(Collective *, cudaEvent_t) {}
 void collective_join(Collective *, cudaStream_t) {}
 void collective_synchronize(Collective *, cudaStream_t stream) {
     CUDA_CHECK(cudaStreamSynchronize(stream));

@@ -60,6 +60,10 @@ void collective_reduce_parts(Collective *collective, float *x, const CollectiveP
 void collective_gather_parts(Collective *collective, float *x, const CollectivePart *parts, size_t count,
                              cudaStream_t stream);
 
+// Records `event` when the operations so far are done. Later work in a stream that waits for it may use their results.
+// The last of several such waits has to be collective_join().
+void collective_record(Collective *collective, cudaEvent_t event);
+
 // Makes later work in `stream` wait for all results.
 void collective_join(Collective *collective, cudaStream_t stream);
 

@@ -2,7 +2,7 @@
 
 static bool same_key(const GraphKey &a, const GraphKey &b) {
     return a.part == b.part && a.B == b.B && a.T == b.T && a.masked == b.masked && a.first == b.first &&
-           a.sums == b.sums && a.scale == b.scale;
+           a.arriving == b.arriving && a.sums == b.sums && a.scale == b.scale;
 }
 
 Graph *graphs_find(Graphs *graphs, const GraphKey &key) {

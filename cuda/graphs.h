@@ -22,7 +22,7 @@
 struct GraphKey {
     size_t part;    // of the work; the program numbers them
     size_t B, T;
-    bool masked, first, sums;
+    bool masked, first, arriving, sums;
     float scale;
 };
 

@@ -423,19 +423,26 @@ def cleared(m):
     return [4 * m.padded * m.channels] * (not m.tied) + [4 * m.heads * m.scalars] * m.layers * bool(m.scalars)
 
 
-def micro_batch(run, first):
-    """upload_batch() and model_step(), one list for each layer of the backward pass: [everything before, layer L - 1,
-    ..., layer 0, the embedding]."""
+def forward(run, first):
+    """upload_batch() and model_step() up to the layers' backward passes, one list for each bucket of parameters that it
+    needs: [the embedding, layer 0, ..., layer L - 1, the rest]."""
     N, m = run.N, run.model
     C, add = m.channels, not first
-    before = [Launch("OTHER", "cudaMemcpyAsync", host=20 * N / PCIE)]
+    start = [Launch("OTHER", "cudaMemcpyAsync", host=20 * N / PCIE)]
     if first:
-        before += [Launch("OTHER", "cudaMemsetAsync", bytes=size) for size in (*cleared(m), 8)]
-    before += [Launch("EMBEDDING", "embedding_forward_kernel", bytes=4 * N * C + 4 * N)]
-    for _ in range(m.layers):
-        before += layer_forward(run)
-    before += [rmsnorm_forward(N, C), *model_loss(run, add), *rmsnorm_backward(N, C, add, add_input=False)]
-    return [before, *(layer_backward(run, add) for _ in range(m.layers)), embedding_backward(run)]
+        start += [Launch("OTHER", "cudaMemsetAsync", bytes=size) for size in (*cleared(m), 8)]
+    start += [Launch("EMBEDDING", "embedding_forward_kernel", bytes=4 * N * C + 4 * N)]
+    end = [rmsnorm_forward(N, C), *model_loss(run, add), *rmsnorm_backward(N, C, add, add_input=False)]
+    parts = [start, *(layer_forward(run) for _ in range(m.layers)), end]
+    if first and gathers(run):
+        for i, (floats, part) in enumerate(zip(m.buckets(), parts)):
+            part.insert(1 if i == 0 else 0, Launch("UPDATE", "round_kernel", bytes=6 * floats))
+    return parts
+
+
+def backward(run, first):
+    """The rest of model_step(): [layer L - 1, ..., layer 0, the embedding]."""
+    return [*(layer_backward(run, not first) for _ in range(run.model.layers)), embedding_backward(run)]
 
 
 # ---- update
@@ -452,20 +459,19 @@ def update(run):
     """gradients_end(), model_update() and step_end() of the rank that owns most."""
     P = run.model.parameters
     owned = owners(run)[0].total() if run.zero and run.ranks > 1 else P
-    launches = [Launch("UPDATE", "squares_kernel", bytes=4 * owned),
-                Launch("UPDATE", "sum_kernel", bytes=8 * owned / SEGMENT_PART, rounds=owned / SEGMENT_PART / 1024),
-                Launch("UPDATE", "step_numbers_kernel", bytes=40),
-                Launch("UPDATE", "adamw_kernel", bytes=(16 + 12 + 2) * owned)]
-    if run.zero and run.ranks > 1:
-        launches.append(Launch("UPDATE", "round_kernel", bytes=6 * P))
-    return launches + [Launch("OTHER", "cudaMemcpyAsync", bytes=24), Launch("OTHER", "cudaMemcpyAsync", bytes=8),
-                       Launch("OTHER", "cudaMemsetAsync", bytes=8)]
+    return [Launch("UPDATE", "squares_kernel", bytes=4 * owned),
+            Launch("UPDATE", "sum_kernel", bytes=8 * owned / SEGMENT_PART, rounds=owned / SEGMENT_PART / 1024),
+            Launch("UPDATE", "step_numbers_kernel", bytes=40),
+            Launch("UPDATE", "adamw_kernel", bytes=(16 + 12 + 2) * owned),
+            Launch("OTHER", "cudaMemcpyAsync", bytes=24), Launch("OTHER", "cudaMemcpyAsync", bytes=8),
+            Launch("OTHER", "cudaMemsetAsync", bytes=8)]
 
 
 def launches(run):
     """Every launch of a step, without the sums over ranks."""
-    steps = [micro_batch(run, first=i == 0) for i in range(run.micro_batches)]
-    return [launch for parts in steps for part in parts for launch in part] + update(run)
+    firsts = [i == 0 for i in range(run.micro_batches)]
+    return [launch for first in firsts for part in (*forward(run, first), *backward(run, first)) for launch in part
+            ] + update(run)
 
 
 # ---------------------------------------------------------------- sums over ranks
@@ -515,10 +521,10 @@ def numbers(run):
 
 
 def gathers(run):
-    """With --zero, the new weights, in float32, bucket by bucket after the update."""
+    """With --zero, the new weights, in float32, bucket by bucket from the update on."""
     owned = owners(run)
     return [sum_of(run, floats, 4, min(rank[bucket] for rank in owned))
-            for bucket, floats in enumerate(run.model.buckets())] if run.zero else []
+            for bucket, floats in enumerate(run.model.buckets())] if run.zero and run.ranks > 1 else []
 
 
 @dataclass
@@ -526,27 +532,41 @@ class Overlap:
     total: float        # seconds of sums of gradients
     exposed: float      # of these after the backward pass, while the device waits
     numbers: float      # seconds of summing the step's numbers, which nothing overlaps with
-    gather: float       # seconds of gathering weights: nothing overlaps with them either
+    gather: float       # seconds of gathering weights
+    waited: float       # of these the device waits in the next forward pass
     sent: float         # bytes that each rank sends in a step
     backward: float     # seconds of the last backward pass
 
     @property
     def extra(self):
-        return self.exposed + self.numbers + self.gather
+        return self.exposed + self.numbers + self.waited
+
+
+def seconds_of(parts, device):
+    return [sum(launch.seconds(device) for launch in part) for part in parts]
 
 
 def overlap(run):
     """Plays the last micro-batch's backward pass and the stream of the sums: a bucket's sum starts when its gradients
-    are complete and the sum before it has ended."""
+    are complete and the sum before it has ended. Then the first micro-batch's forward pass and the stream of weights:
+    the forward pass waits for a bucket when it needs it."""
     sums = reductions(run)
-    parts = micro_batch(run, first=run.micro_batches == 1)
-    times = [sum(launch.seconds(run.device) for launch in part) for part in parts[1:]]
+    times = seconds_of(backward(run, first=run.micro_batches == 1), run.device)
     now = ended = 0.0
     for i, s in enumerate(sums):
         now += times[i - 1] if i else 0       # bucket layers + 1 is complete before the first layer's backward pass
         ended = max(now, ended) + s.seconds
     moved, last = gathers(run), numbers(run)
-    return Overlap(sum(s.seconds for s in sums), ended - now, last.seconds, sum(s.seconds for s in moved),
+    # From the update on, the device first finishes the step and copies the next batch.
+    after = [launch.name for launch in update(run)].index("adamw_kernel") + 1
+    (copy, *start), *rest = forward(run, first=True)
+    passed = sum(launch.seconds(run.device) for launch in [*update(run)[after:], copy])
+    arrived = waited = 0.0
+    for s, seconds in zip(moved, seconds_of([start, *rest], run.device)):
+        arrived += s.seconds
+        waited += max(0, arrived - passed)
+        passed = max(arrived, passed) + seconds
+    return Overlap(sum(s.seconds for s in sums), ended - now, last.seconds, sum(s.seconds for s in moved), waited,
                    sum(s.bytes for s in (*sums, last, *moved)), now)
 
 
@@ -573,8 +593,9 @@ def by_phase(run):
         p.seconds += launch.seconds(run.device)
     if run.ranks > 1:
         o = overlap(run)
-        found["REDUCE"] = Phase(len([*reductions(run), numbers(run), *gathers(run)]), o.sent, 0, 0, o.exposed)
-        found["UPDATE"].seconds += o.numbers + o.gather       # gather_parameters() is part of the update
+        found["REDUCE"] = Phase(len([*reductions(run), numbers(run), *gathers(run)]), o.sent, 0, 0,
+                                o.exposed + o.waited)
+        found["UPDATE"].seconds += o.numbers
     return {name: found[key] for key, name in phases().items() if key in found}
 
 
@@ -667,7 +688,8 @@ def report(run, text, measured=None, every_launch=False):
     if o:
         lines.append(f"sums over {run.ranks} ranks ({run.link}, {link_rate(run) / 1e9:.0f} GB/s): each rank sends "
                      f"{o.sent / 1e9:.2f} GB; gradients {1e3 * o.total:.2f} ms, of which {1e3 * o.exposed:.2f} ms "
-                     f"after a backward pass of {1e3 * o.backward:.1f} ms; weights {1e3 * o.gather:.2f} ms")
+                     f"after a backward pass of {1e3 * o.backward:.1f} ms; weights {1e3 * o.gather:.2f} ms, of which "
+                     f"{1e3 * o.waited:.2f} ms in front of the forward pass")
     elif d is DEVICES["h100"]:
         lines.append("reported by others, 124M, per H100: " + "; ".join(
             f"{name} {low / 1e3:.0f}{f' to {high / 1e3:.0f}' if high > low else ''} K tok/s"
@@ -700,10 +722,11 @@ def scaling():
                     rows.append([f"{ranks}, {'NVLink' if link == 'nvlink' else 'InfiniBand'}", model,
                                  "ZeRO-1" if zero else "all-reduce", "bf16" if element == 2 else "float32",
                                  f"{o.sent / 1e9:.2f}", f"{1e3 * o.total:.2f}", f"{1e3 * o.exposed:.2f}",
-                                 f"{1e3 * o.gather:.2f}" if zero else "", f"{1e3 * seconds:.1f}",
+                                 f"{1e3 * o.gather:.2f}" if zero else "",
+                                 f"{1e3 * o.waited:.2f}" if zero else "", f"{1e3 * seconds:.1f}",
                                  f"{alone / seconds:.0%}".replace("%", " %")])
     head = ["GPUs", "model", "sums", "gradients travel as", "GB sent per rank", "gradients ms", "of these exposed",
-            "weights ms", "step ms", "efficiency"]
+            "weights ms", "of these exposed", "step ms", "efficiency"]
     return table(head, rows, markdown=True, left=4)
 
 

@@ -1358,6 +1358,7 @@ void counts_reset() {
 }
 
 void count_call(const Call &call) {
+    if (call.kernel || call.name.empty()) return;
     std::lock_guard<Lock> hold(counts_lock);
     Calls &calls = all_calls[call.name];
     calls.count++;

@@ -61,7 +61,8 @@ struct Settings {
     uint64_t watched;
     // CUDA_ON_CPU_RESIDENT  blocks that may have started and not ended at a time, of which some wait for others.
     uint64_t resident;
-    bool report;    // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
+    bool report;             // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
+    const char *schedule;    // CUDA_ON_CPU_SCHEDULE    a file for the operations of all streams; NULL: none
 };
 Settings &settings();
 
@@ -85,6 +86,7 @@ void counts_print(FILE *file);
 struct Call {
     std::string name;
     size_t bytes;
+    bool kernel = false;    // a launch of a kernel, which the report counts when it takes place
 };
 
 // Enqueues `work` in the stream, like a kernel; for libraries that are emulated on top of this one. The race check sees

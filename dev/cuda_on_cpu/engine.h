@@ -52,9 +52,9 @@ static inline uint64_t next_random(uint64_t &state) {    // splitmix64
 void report_crashes();                          // a bad address ends the program with a message that describes it
 void run_grid(const Parameters &parameters);    // returns when all blocks have run
 void count_wait(bool idle);                     // a wait of the host: see Counts
-void count_call(const Call &call);
-void count_graph();    // a launch of a graph
-std::string kernel_name(const void *kernel);
+void count_call(const Call &call);              // unless it is a kernel's launch, or has no name
+void count_graph();                             // a launch of a graph
+const std::string &kernel_name(const void *kernel);
 // "8 bytes past the end of the 400 of cudaMalloc number 3"; "" if it is near no allocation.
 std::string describe_address(const void *p);
 

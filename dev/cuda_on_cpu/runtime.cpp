@@ -100,6 +100,7 @@ static Settings from_environment() {
     s.resident = number("CUDA_ON_CPU_RESIDENT", PROCESSORS);
     if (s.resident == 0) die("CUDA_ON_CPU_RESIDENT=0: at least one block has to run");
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
+    s.schedule = setting("CUDA_ON_CPU_SCHEDULE");
     refuse_unknown();
     return s;
 }
@@ -305,7 +306,8 @@ static void show_device_memory(bool show) {
 // For the race check, a stream is a thread of its own: it is synchronized with the host when the host enqueues work,
 // and the host and other streams are synchronized with it once they have waited for it.
 
-struct Record {    // one recording of an event
+struct Record {             // one recording of an event
+    uint64_t number = 0;    // the operation's
     bool done = false;
     double time = 0;
 };
@@ -480,7 +482,20 @@ static void run_all() {
 
 static void capture_node(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call);
 
-static void add_to_queue(CUstream_st *s, Operation operation) {
+// A line of CUDA_ON_CPU_SCHEDULE: the operation that is queued next, its stream, the operation that it waits for or 0,
+// and its name.
+static void log_operation(const CUstream_st *s, const Operation &operation, const std::string &name) {
+    static FILE *file;
+    if (!settings().schedule || !*settings().schedule) return;
+    std::string path = settings().schedule + std::string(".") + std::to_string(getpid());
+    if (!file && !(file = fopen(path.c_str(), "w"))) die("CUDA_ON_CPU_SCHEDULE: cannot write %s", path.c_str());
+    size_t stream = (size_t)(std::find(streams.begin(), streams.end(), s) - streams.begin());
+    unsigned long long after = operation.after ? operation.after->number : 0;
+    fprintf(file, "%llu %zu %llu %s\n", (unsigned long long)operations + 1, stream, after, name.c_str());
+}
+
+static void add_to_queue(CUstream_st *s, Operation operation, const std::string &name) {
+    log_operation(s, operation, name);
     operation.number = ++operations;
     s->queue.emplace_back(new Operation(std::move(operation)));
     if (race_check()) __tsan_release(s->queue.back().get());
@@ -494,8 +509,8 @@ static void add_attempt(CUstream_st *s, std::function<bool()> work, bool host_fu
         capture_node(s, std::move(work), host_function, call);
         return;
     }
-    if (!call.name.empty()) count_call(call);
-    add_to_queue(s, {0, std::move(work), nullptr, host_function, nullptr});
+    count_call(call);
+    add_to_queue(s, {0, std::move(work), nullptr, host_function, nullptr}, call.name);
 }
 
 static void add_operation(CUstream_st *s, std::function<void()> work, const Call &call = {},
@@ -789,7 +804,7 @@ void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &paramete
                         std::to_string(parameters.site.line);
     if (!s) die("%s in a stream that does not exist", where.c_str());
     if (cudaError_t error = refuse_work(s, where)) die("%s", cudaGetErrorString(error));
-    add_operation(s, [parameters] { run_grid(parameters); });
+    add_operation(s, [parameters] { run_grid(parameters); }, {kernel_name(parameters.kernel), 0, true});
 }
 
 struct Rows {
@@ -860,7 +875,7 @@ static std::string symbol_at(const char *file, size_t bytes, uintptr_t address) 
     return "";
 }
 
-std::string cuda_on_cpu::kernel_name(const void *kernel) {
+static std::string read_kernel_name(const void *kernel) {
     Dl_info info;
     struct stat status;
     std::string name;
@@ -882,6 +897,14 @@ std::string cuda_on_cpu::kernel_name(const void *kernel) {
     if (!failed) name = readable;
     free(readable);
     return name;
+}
+
+const std::string &cuda_on_cpu::kernel_name(const void *kernel) {
+    static auto &names = *new std::map<const void *, std::string>;    // the report at the end needs it, too
+    static Lock lock;
+    std::lock_guard<Lock> hold(lock);
+    auto found = names.find(kernel);
+    return found != names.end() ? found->second : names[kernel] = read_kernel_name(kernel);
 }
 
 static double now() {
@@ -1062,7 +1085,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     WITH_WORK(s, stream);
     if (s->capture || event->captured) return wait_in_capture(s, event);
-    if (event->latest) add_to_queue(s, {0, nullptr, event->latest, false, nullptr});
+    if (event->latest) add_to_queue(s, {0, nullptr, event->latest, false, nullptr}, "");
     return cudaSuccess;
 }
 
@@ -1101,6 +1124,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     event->nodes = s->last;
     if (s->capture) return cudaSuccess;
     std::shared_ptr<Record> record = event->latest = std::make_shared<Record>();
+    record->number = operations + 1;
     add_operation(s, [record] {
         record->time = now();
         record->done = true;
@@ -1207,11 +1231,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     size_t count = exec->graph->nodes.size();
     *launch = {exec->graph, std::make_shared<Record>(), std::vector<char>(count), count, 0};
     count_graph();
-    for (const GraphNode &node : exec->graph->nodes)
-        if (!node.call.name.empty()) count_call(node.call);
+    for (const GraphNode &node : exec->graph->nodes) count_call(node.call);
     std::shared_ptr<Record> before = exec->latest;
     exec->latest = launch->end;
-    add_to_queue(s, {0, nullptr, before, false, launch});
+    add_to_queue(s, {0, nullptr, before, false, launch}, "cudaGraphLaunch");
     return cudaSuccess;
 }
 
@@ -1346,9 +1369,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) 
 }
 
 cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
-    static std::map<const void *, std::string> names;
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    *name = (names[kernel] = kernel_name(kernel)).c_str();
+    *name = kernel_name(kernel).c_str();
     return cudaSuccess;
 }
 

@@ -44,7 +44,8 @@ TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switc
                  "or same_number or recomputing or resume or graphs")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
-                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS])]
+                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS]),
+                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "overlap"])]
 
 
 def pytest_of(target, name, *options):

@@ -11,6 +11,7 @@ from trainer import ROOT, cuda_program, train
 
 sys.path.insert(0, str(ROOT / "dev/bench"))
 import step_model
+import timeline
 from step_model import Launch, Run, parse_model
 
 T, B = 16, 2
@@ -65,6 +66,65 @@ def test_sums_over_ranks_are_those_of_the_emulation(data, tmp_path):
     assert count == len(sums) == 5
     # A ring of two sends as many bytes as it sums.
     assert sum(s.bytes for s in sums) == pytest.approx(size, rel=0.02)     # the gaps between tensors are sent, too
+
+
+
+SCHEDULED = "layers=12,heads=1,channels=64,ffn=40,vocab=97"
+
+
+def schedule(data, out, *flags, processes=2):
+    """One rank's log of what a run with as many layers as 124M queues in its streams."""
+    train(data, "--model", SCHEDULED, "--batch", B, "--seq-len", T, "--dtype", "bf16", "--steps", 3, "--graphs", 0,
+          *flags, "--out", out, program=cuda_program(), processes=processes,
+          env={"CUDA_ON_CPU_SCHEDULE": f"{out}.log"})
+    return next(out.parent.glob(f"{out.name}.log.*"))
+
+
+@pytest.mark.parametrize("zero", (False, True), ids=("all-reduce", "zero"))
+def test_overlap_is_that_of_the_program(data, tmp_path, zero):
+    """timeline.py plays the order and the dependencies that the program has; overlap() has its own idea of them."""
+    log = schedule(data, tmp_path / "run", "--zero", int(zero))
+    run = Run(parse_model("124M"), ranks=8, zero=zero)
+    t, o = timeline.timeline(log, run), step_model.overlap(run)
+    layers = [f"layer {i}" for i in range(12)]
+    names = [f"gradients: {name}" for name in ("rest", *reversed(layers), "embedding")] + ["loss and norm"]
+    if zero:
+        names = [f"weights: {name}" for name in ("embedding", *layers, "rest")] + names
+    assert [name for name, _, _ in t.sums] == names
+    waits = t.waits()
+    assert sum(end - start for start, end in waits) == pytest.approx(o.extra, abs=1e-9)
+    # The device waits for the embedding's gradient, for the loss, and with ZeRO first for the embedding.
+    assert len(waits) == 2 + zero
+    assert t.seconds == pytest.approx(step_model.step_seconds(run))
+    ends = {name: end for name, _, end in t.sums}
+    assert waits[-2][1] == pytest.approx(ends["gradients: embedding"])
+    if zero:
+        assert waits[0] == pytest.approx((waits[0][0], ends["weights: embedding"]))
+        assert ends["weights: rest"] < 10e-3
+
+
+def test_timeline_refuses_other_logs(data, tmp_path):
+    log = schedule(data, tmp_path / "run", "--graphs", 1)
+    with pytest.raises(SystemExit, match="run it with --graphs 0"):
+        timeline.read(log)
+    log = schedule(data, tmp_path / "alone", processes=1)
+    with pytest.raises(SystemExit, match="on several ranks"):
+        timeline.timeline(log, Run(parse_model("124M"), ranks=8))
+    log = schedule(data, tmp_path / "zero", "--zero", 1)
+    with pytest.raises(SystemExit, match="is --zero the same|are layers, tied"):
+        timeline.timeline(log, Run(parse_model("124M"), ranks=8))
+    with pytest.raises(SystemExit, match="are layers, tied"):
+        timeline.timeline(log, Run(parse_model("124M,layers=11"), ranks=8, zero=True))
+
+
+def test_timeline_prints_and_draws(data, tmp_path):
+    log = schedule(data, tmp_path / "run")
+    said = subprocess.run([sys.executable, ROOT / "dev/bench/timeline.py", "--all-reduce", log, "--png",
+                           tmp_path / "t.png"], capture_output=True, text=True, check=True).stdout
+    o = step_model.overlap(Run(parse_model("124M"), ranks=8))
+    assert f"of which the device waits {1e3 * o.extra:.2f} ms" in said
+    assert re.search(r"^gradients: layer 11 +[\d.]+ +[\d.]+$", said, re.M)
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_bytes_counted_by_hand():
@@ -141,9 +201,11 @@ def test_overlap():
     shares = [rank.total() for rank in step_model.owners(zero)]
     assert sum(shares) == run.model.parameters
     assert [round(shares[i] / 1e6, 1) for i in (0, -1)] == [38.6, 12.0]          # doc/gpu.md's table of shares
+    rounds = [x for x in step_model.launches(zero) if x.name == "round_kernel"]
+    assert sum(x.bytes for x in rounds) == 6 * run.model.parameters
     assert step_model.step_seconds(zero) == pytest.approx(
         step_model.step_seconds(Run(parse_model("124M"))) + step_model.overlap(zero).extra
-        + sum(x.seconds(run.device) for x in step_model.update(zero))
+        + sum(x.seconds(run.device) for x in step_model.update(zero) + rounds)
         - sum(x.seconds(run.device) for x in step_model.update(run)))
 
 
