@@ -162,17 +162,17 @@ def draw(rows, path):
     import matplotlib.pyplot as plt
     names = [key for key in phases() if any(o.phase == key for _, t in rows for o in t.launches)]
     colors = dict(zip(names, plt.cm.tab20.colors))
-    colors |= {"gradients": "tab:red", "weights": "tab:purple", "loss and norm": "black"}
+    colors |= {"gradients": "black", "weights": "tab:cyan", "loss and norm": "tab:olive"}
     figure, axes = plt.subplots(len(rows), 1, figsize=(11, 1 + 1.3 * len(rows)), sharex=True, squeeze=False)
     for (title, t), ax in zip(rows, axes[:, 0]):
         for o in t.launches:
             ax.broken_barh([(1e3 * o.start, 1e3 * o.seconds)], (1.1, 0.8), color=colors[o.phase], linewidth=0)
         for name, start, end in t.sums:
             ax.broken_barh([(1e3 * start, 1e3 * (end - start))], (0.1, 0.8), color=colors[name.split(":")[0]],
-                           edgecolor="white", linewidth=0.3)
+                           linewidth=0)
         ax.set(yticks=(0.5, 1.5), yticklabels=("sums", "kernels"), ylim=(0, 2), title=title)
         ax.title.set_fontsize(10)
-    axes[-1, 0].set(xlabel="milliseconds from one update to the next (modeled)", xlim=(0, None))
+    axes[-1, 0].set(xlabel="milliseconds from one update to the next (modeled)", xlim=(0, 1e3 * max(t.seconds for _, t in rows)))
     labels = {**{key: phases()[key] for key in names}, **{key: key for key in ("gradients", "weights", "loss and norm")}}
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[key], label=label) for key, label in labels.items()]
     figure.legend(handles=handles, loc="lower center", ncol=5, fontsize=8, frameon=False)
