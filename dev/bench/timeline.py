@@ -80,8 +80,9 @@ def time_launches(operations, run):
     names = [[name for name, _ in side] for side in (found, expected)]
     if names[0] != names[1]:
         at = next((i for i, pair in enumerate(zip(*names)) if pair[0] != pair[1]), min(map(len, names)))
-        raise SystemExit(f"timeline: launch {at}: {names[0][at:at + 3]} in the log, {names[1][at:at + 3]} in the model; "
-                         "are layers, tied, --zero and the like the same in both?")
+        there, here = (side[at:at + 3] for side in names)
+        raise SystemExit(f"timeline: launch {at}: {there} in the log, {here} in the model; are layers, tied, --zero and "
+                         "the like the same in both?")
     for (_, group), (_, model) in zip(found, expected):
         for o in group:
             o.phase = model[0].phase
@@ -173,7 +174,7 @@ def draw(rows, path):
         ax.set(yticks=(0.5, 1.5), yticklabels=("sums", "kernels"), ylim=(0, 2), title=title)
         ax.title.set_fontsize(10)
     axes[-1, 0].set(xlabel="milliseconds from one update to the next (modeled)", xlim=(0, 1e3 * max(t.seconds for _, t in rows)))
-    labels = {**{key: phases()[key] for key in names}, **{key: key for key in ("gradients", "weights", "loss and norm")}}
+    labels = {key: phases().get(key, key) for key in (*names, "gradients", "weights", "loss and norm")}
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[key], label=label) for key, label in labels.items()]
     figure.legend(handles=handles, loc="lower center", ncol=5, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.5 / (1 + 1.3 * len(rows)), 1, 1))
