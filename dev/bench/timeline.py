@@ -81,8 +81,8 @@ def time_launches(operations, run):
     if names[0] != names[1]:
         at = next((i for i, pair in enumerate(zip(*names)) if pair[0] != pair[1]), min(map(len, names)))
         there, here = (side[at:at + 3] for side in names)
-        raise SystemExit(f"timeline: launch {at}: {there} in the log, {here} in the model; are layers, tied, --zero and "
-                         "the like the same in both?")
+        raise SystemExit(f"timeline: launch {at}: {there} in the log, {here} in the model; are layers, tied, --zero "
+                         "and the like the same in both?")
     for (_, group), (_, model) in zip(found, expected):
         for o in group:
             o.phase = model[0].phase
@@ -147,8 +147,8 @@ def timeline(path, run):
 
 
 def report(t, text):
-    lines = [f"Modeled, not measured: {text}; from one update to the next {1e3 * t.seconds:.2f} ms, of which the device "
-             f"waits {1e3 * sum(end - start for start, end in t.waits()):.2f} ms", "",
+    lines = [f"Modeled, not measured: {text}; from one update to the next {1e3 * t.seconds:.2f} ms, of which the "
+             f"device waits {1e3 * sum(end - start for start, end in t.waits()):.2f} ms", "",
              f"{'sum over ranks':<24}{'starts':>9}{'ends':>9}  ms"]
     lines += [f"{name:<24}{1e3 * start:9.2f}{1e3 * end:9.2f}" for name, start, end in t.sums]
     lines += ["", "the device waits from " + ", ".join(f"{1e3 * start:.2f} to {1e3 * end:.2f}" for start, end in
@@ -173,7 +173,8 @@ def draw(rows, path):
                            linewidth=0)
         ax.set(yticks=(0.5, 1.5), yticklabels=("sums", "kernels"), ylim=(0, 2), title=title)
         ax.title.set_fontsize(10)
-    axes[-1, 0].set(xlabel="milliseconds from one update to the next (modeled)", xlim=(0, 1e3 * max(t.seconds for _, t in rows)))
+    longest = max(t.seconds for _, t in rows)
+    axes[-1, 0].set(xlabel="milliseconds from one update to the next (modeled)", xlim=(0, 1e3 * longest))
     labels = {key: phases().get(key, key) for key in (*names, "gradients", "weights", "loss and norm")}
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[key], label=label) for key, label in labels.items()]
     figure.legend(handles=handles, loc="lower center", ncol=5, fontsize=8, frameon=False)
