@@ -112,7 +112,7 @@ static void computer_ready(Computer *c) {
     (void)c;
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());    // the copy does not run on our stream
-    round_parameters(m, 0);
+    round_parameters(m, 0, m->list.floats, 0);
 }
 
 static void close_computer(Computer *c) {
@@ -290,18 +290,30 @@ static const float *last_logits(Computer *c, size_t T) {
     return c->logits;
 }
 
-// How many of a prompt's tokens the device holds from the trial before. None under a normalizer with T: the length of
-// that prompt may have been another.
+// How many of a prompt's tokens the device holds from the trial before.
 static size_t cached_tokens(const Computer *c, const NeedleTrial *t) {
     (void)c;
-    return normalizer_uses_length(&model.config.attn) ? 0 : t->shared;
+    return t->shared;
 }
+
+// While one of these exists, T is each row's own length so far, as in the cached decoding of eval_gpt2.
+struct ByRow {
+    Normalizer own = model.config.attn;
+    ByRow() {
+        model.config.attn = normalizer_by_row(&own);
+    }
+    ~ByRow() {
+        model.config.attn = own;
+    }
+    ByRow(const ByRow &) = delete;
+};
 
 // Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.
 static const float *prompt_logits(Computer *c, Needle *n) {
     Model *m = &model;
     const NeedleTrial *t = &n->trial;
     size_t T = t->count, NH = (size_t)m->config.heads;
+    ByRow by_row;
     AttentionShape shape = host_shape(1);
     shape.cached = true;
     shape.past = T - 1;
@@ -328,6 +340,7 @@ static const float *prompt_logits(Computer *c, Needle *n) {
 static const float *next_logits(Computer *c, int32_t token, size_t position) {
     Model *m = &model;
     size_t T = position + 1;
+    ByRow by_row;
     c->ints[position] = token;
     CUDA_CHECK(cudaMemcpyAsync(m->batch + position, c->ints + position, sizeof token, cudaMemcpyHostToDevice, stream));
     m->from = position;

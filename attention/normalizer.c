@@ -114,8 +114,12 @@ bool normalizer_has(const Normalizer *a, Scalar scalar) {
     return scalar_exists(scalar, kind_in(a, scalar_stage(scalar)));
 }
 
-bool normalizer_uses_length(const Normalizer *a) {
-    return a->norm.kind == NORM_T || a->norm.kind == NORM_T2 || a->offset.kind == OFFSET_LOG_T;
+Normalizer normalizer_by_row(const Normalizer *a) {
+    Normalizer by_row = *a;
+    if (a->norm.kind == NORM_T) by_row.norm.kind = NORM_N;
+    if (a->norm.kind == NORM_T2) by_row.norm.kind = NORM_N2;
+    if (a->offset.kind == OFFSET_LOG_T) by_row.offset.kind = OFFSET_LOG_N;
+    return by_row;
 }
 
 bool normalizer_trains(const Normalizer *a, Scalar scalar) {

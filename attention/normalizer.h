@@ -426,8 +426,8 @@ bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
 bool normalizer_trains(const Normalizer *normalizer, Scalar scalar);
 double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L);
 
-// Do a row's weights depend on T, the length of the whole sample?
-bool normalizer_uses_length(const Normalizer *normalizer);
+// The same normalizer with each row's own length so far, n, in place of T: that of a generated text.
+Normalizer normalizer_by_row(const Normalizer *normalizer);
 
 // When a model switches from one normalizer to another, does it keep this scalar's values (or restart it)?
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar);

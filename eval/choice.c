@@ -106,12 +106,6 @@ static char *capitalize(const char *text) {
     return out;
 }
 
-static size_t characters(const char *text) {
-    size_t count = 0;
-    for (; *text; text++) count += ((unsigned char)*text & 0xC0) != 0x80;
-    return count;
-}
-
 // ---- questions
 
 typedef struct {
@@ -178,7 +172,7 @@ static size_t encode(const Eval *e, const char *text, int32_t **ids) {
 // The tokens of the query and " ending" together; those that the query alone does not have belong to the ending. Spaces
 // at the query's end move to the ending. An empty query is an end-of-text token.
 static ChoiceEnding make_ending(const Eval *e, const char *query, const char *ending, Where at) {
-    ChoiceEnding out = {.length = characters(ending)};
+    ChoiceEnding out = {.length = eval_characters(ending)};
     size_t context = stripped_length(query), most = eval_length(e, 1);
     char *whole;
     int32_t *ids;
@@ -197,8 +191,8 @@ static ChoiceEnding make_ending(const Eval *e, const char *query, const char *en
     }
     size_t over = out.count > most + 1 ? out.count - most - 1 : 0;
     if (out.from >= out.count || over >= out.from)
-        fail(EXIT_INPUT, "%s: line %zu: an ending of %zu tokens; expected 1 to %zu (--seq-lens).", at.path, at.line,
-             out.count - (out.from < out.count ? out.from : out.count), most);
+        fail(EXIT_INPUT, "%s: line %zu: an ending of %zu tokens; expected at least 1 and at most %zu (--seq-lens).",
+             at.path, at.line, out.count - (out.from < out.count ? out.from : out.count), most);
     memmove(out.ids, out.ids + over, (out.count - over) * sizeof *out.ids);
     out.count -= over;
     out.from -= over;
@@ -233,7 +227,8 @@ void choice_settle(Choice *c, Eval *e) {
         char *end = memchr(at, '\n', (size_t)(text + size - at));
         if (!end) end = text + size;
         if (strspn(at, " \t\r\n") < (size_t)(end - at)) {
-            cJSON *json = json_parse(at, (size_t)(end - at), e->o.data, (uint64_t)(at - text), &error);
+            JsonPlace place = {e->o.data, line, (uint64_t)(at - text)};
+            cJSON *json = json_parse(at, (size_t)(end - at), place, &error);
             if (!json) fail_with(&error);
             c->questions = realloc(c->questions, (c->question_count + 1) * sizeof *c->questions);
             if (!c->questions) fail(EXIT_RESOURCE, "out of memory for the questions.");

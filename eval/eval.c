@@ -1,13 +1,17 @@
 #define _GNU_SOURCE    // environ
 #include "eval/eval.h"
 
+#include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <fnmatch.h>
 #include <glob.h>
 #include <math.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -497,6 +501,44 @@ static void draw(const Eval *e) {
     }
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
     if (status != 0) warn("no picture, but eval.json is complete. To draw it: %s %s %s", python, script, e->o.out);
+}
+
+size_t eval_characters(const char *text) {
+    size_t count = 0;
+    for (; *text; text++) count += ((unsigned char)*text & 0xC0) != 0x80;
+    return count;
+}
+
+// ---- files in --out
+
+static const char *const UNFINISHED[] = {"eval.json.tmp", "map-*.npy.tmp", "prompts.jsonl.tmp"};
+
+static void remove_unfinished(const Eval *e) {
+    DIR *folder = opendir(e->o.out);
+    for (struct dirent *entry; folder && (entry = readdir(folder));)
+        for (size_t i = 0; i < sizeof UNFINISHED / sizeof *UNFINISHED; i++)
+            if (fnmatch(UNFINISHED[i], entry->d_name, 0) == 0) unlink(folder_path(e->o.out, entry->d_name).text);
+    if (folder) closedir(folder);
+}
+
+// The lock is on the folder itself, so no file is left. Where a file system has no locks, it is not taken.
+void eval_take_folder(const Eval *e) {
+    Error error;
+    struct stat there;
+    const char *out = e->o.out;
+    if (!out) return;
+    if (!file_make_folders(out, &error)) fail_with(&error);
+    int folder = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        fail(EXIT_BUSY,
+             "%s: another evaluation is writing to this folder.\n  Wait until it ends, or choose another --out.", out);
+    remove_unfinished(e);
+    FolderPath results = folder_path(out, "eval.json");
+    if (stat(results.text, &there) == 0 && S_ISDIR(there.st_mode))
+        fail(EXIT_RESOURCE, "%s: it is a folder, but the results go there.\n  Choose another --out.", results.text);
+    File *probe = file_create(folder_path(out, UNFINISHED[0]).text, NULL, &error);
+    if (!probe) fail_with(&error);
+    file_discard(probe);
 }
 
 static FolderPath unfinished(const Eval *e, const char *name) {

@@ -4,7 +4,7 @@
 //     eval_open(&e, argc, argv);                    // flags
 //     for each model:
 //         eval_find(&e, ...); set e.longest; eval_check(&e); load the weights;
-//         eval_start(&e); run the task's loop; eval_finish(&e); eval_record_model(&e);
+//         eval_take_folder(&e); eval_start(&e); run the task's loop; eval_finish(&e); eval_record_model(&e);
 //         eval_close_model(&e);
 //     eval_write(&e);                               // eval.json and the picture
 #ifndef EVAL_EVAL_H
@@ -110,6 +110,11 @@ size_t eval_length(const Eval *e, size_t least);
 // Call it once the task has set e->longest, e->work and e->data: checks the flags against the longest sequence.
 void eval_check(const Eval *e);
 
+// Creates the folder --out, if there is one, and locks it until the program ends, because two evaluations would mix
+// their files there. Ends the program if the folder cannot be written to, before anything is evaluated. Removes what a
+// killed evaluation has left.
+void eval_take_folder(const Eval *e);
+
 // Prints what will be evaluated.
 void eval_start(const Eval *e);
 
@@ -118,6 +123,9 @@ void eval_count(Eval *e, bool finite);
 
 // After the evaluation under a normalizer: warns if some parts were not finite.
 void eval_finish(Eval *e);
+
+// Of a text in UTF-8: what aligns columns of names.
+size_t eval_characters(const char *text);
 
 // A NaN without a sign, with which printf() would print "-nan".
 static inline double shown(double x) {

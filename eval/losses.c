@@ -179,7 +179,8 @@ static size_t all_lengths(const Eval *e, size_t *lengths) {
 }
 
 static void print_compared(const cJSON *first, const size_t *lengths, size_t count, int widest) {
-    printf("\n%-*s  %-20s", widest, text_of(first, "model"), text_of(first, "attn"));
+    const char *model = text_of(first, "model");
+    printf("\n%s%*s  %-20s", model, widest - (int)eval_characters(model), "", text_of(first, "attn"));
     for (size_t i = 0; i < count; i++) {
         const cJSON *row = first;
         while (same_row(first, row) && (size_t)number_of(row, "seq_len") != lengths[i]) row = row->next;
@@ -192,7 +193,7 @@ void losses_compare(const Eval *e) {
     int rows = 0, widest = 5;    // "model"
     const cJSON *row, *before = NULL;
     cJSON_ArrayForEach(row, e->results) {
-        int width = (int)strlen(text_of(row, "model"));
+        int width = (int)eval_characters(text_of(row, "model"));
         if (width > widest) widest = width;
         rows += !same_row(before, row);
         before = row;

@@ -40,12 +40,10 @@ enum {
 // A special token's id, or a clear error. Without a text: end-of-text.
 static int32_t special(const Eval *e, const char *text) {
     if (!text) return e->config->end_of_text;
-    size_t length = 0;
-    for (int32_t id = 0; id < tokenizer_vocab(e->tokenizer); id++) {
-        const char *bytes = tokenizer_token(e->tokenizer, id, &length);
-        if (bytes && length == strlen(text) && !memcmp(bytes, text, length)) return id;
-    }
-    fail(EXIT_USAGE, "--chat chatml: %s: its tokenizer has no token %s. Use --chat raw or squad.", e->folder, text);
+    int32_t id = tokenizer_special(e->tokenizer, text);
+    if (id >= 0) return id;
+    fail(EXIT_USAGE, "--chat chatml: %s: its tokenizer has no special token %s. Use --chat raw or squad.", e->folder,
+         text);
 }
 
 void needle_close(Needle *n) {

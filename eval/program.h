@@ -290,7 +290,6 @@ static void check_models(Evaluator *v) {
 int main(int argc, char **argv) {
     static Evaluator v;
     Eval *e = &v.e;
-    Error error;
     double seconds = 0;
     start_program(PROGRAM);
     eval_open(e, computer_config(&v.c), argc, argv);
@@ -298,7 +297,7 @@ int main(int argc, char **argv) {
     if (e->model_count > 1) check_models(&v);
     while (e->model_at < e->model_count) {
         open_model(&v);
-        if (e->o.out && !file_make_folders(e->o.out, &error)) fail_with(&error);
+        if (e->model_at == 0) eval_take_folder(e);
         eval_start(e);
         if (e->model_at == 0) {
             if (e->model_count == 1) add_work(e);
@@ -319,7 +318,7 @@ int main(int argc, char **argv) {
     if (fflush(stdout) != 0 || ferror(stdout))
         fail(EXIT_RESOURCE, "stdout: cannot write the results: %s.", strerror(errno));
     if (e->tokens)
-        fprintf(stderr, "%s: %s tokens in %.2f s, %.1f tokens/s\n", PROGRAM, human_grouped(e->tokens).text, seconds,
-                (double)e->tokens / seconds);
+        fprintf(stderr, "%s: %s token%s in %.2f s, %.1f tokens/s\n", PROGRAM, human_grouped(e->tokens).text,
+                e->tokens == 1 ? "" : "s", seconds, (double)e->tokens / seconds);
     return EXIT_DONE;
 }

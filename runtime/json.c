@@ -128,27 +128,26 @@ static const char *repeated_name(const cJSON *item) {
 
 // ---- parsing
 
-static cJSON *malformed(const char *text, const char *at, const char *path, uint64_t offset, const char *found,
-                        Error *error) {
-    size_t line = 1;
+static cJSON *malformed(const char *text, const char *at, JsonPlace place, const char *found, Error *error) {
+    size_t line = place.line;
     for (const char *p = text; p < at; p++) line += *p == '\n';
     error_set(error, EXIT_INPUT,
               "%s: expected JSON, found %s at offset %" PRIu64 " (line %zu).\n"
               "  The file is damaged. Get another copy, or create it again.",
-              path, found, offset + (uint64_t)(at - text), line);
+              place.path, found, place.offset + (uint64_t)(at - text), line);
     return NULL;
 }
 
-cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offset, Error *error) {
+cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error) {
     Scan scan = {.at = (const unsigned char *)text, .end = (const unsigned char *)text + size};
-    if (!scan_text(&scan)) return malformed(text, (const char *)scan.at, path, offset, scan.wrong, error);
+    if (!scan_text(&scan)) return malformed(text, (const char *)scan.at, place, scan.wrong, error);
     const char *end = text;
     cJSON *item = cJSON_ParseWithLengthOpts(text, size, &end, 0);
-    if (!item) return malformed(text, end, path, offset, size ? "something else" : "the end of the text", error);
+    if (!item) return malformed(text, end, place, size ? "something else" : "the end of the text", error);
     while (end < text + size && strchr(" \t\r\n", *end)) end++;
     if (end < text + size) {
         cJSON_Delete(item);
-        return malformed(text, end, path, offset, "more text after its end", error);
+        return malformed(text, end, place, "more text after its end", error);
     }
     const char *name = repeated_name(item);
     if (name) {
@@ -156,7 +155,7 @@ cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offs
             error, EXIT_INPUT,
             "%s: the name \"%.200s\" occurs twice in the same JSON object (in the JSON that begins at offset %" PRIu64
             ").\n  The file is damaged. Get another copy, or create it again.",
-            path, name, offset);
+            place.path, name, place.offset);
         cJSON_Delete(item);
         return NULL;
     }
@@ -167,7 +166,7 @@ cJSON *json_read(const char *path, Error *error) {
     size_t size;
     char *text = file_read(path, JSON_BYTES, &size, error);
     if (!text) return NULL;
-    cJSON *item = json_parse(text, size, path, 0, error);
+    cJSON *item = json_parse(text, size, (JsonPlace){path, 1, 0}, error);
     free(text);
     return item;
 }

@@ -10,9 +10,15 @@
 
 #include "error.h"
 
-// Parses `size` bytes. `path` and `offset` (of the text in its file) are only used in the error, EXIT_INPUT. Returns
-// NULL on error; free the result with cJSON_Delete().
-cJSON *json_parse(const char *text, size_t size, const char *path, uint64_t offset, Error *error);
+// Where a text begins in its file: the line from 1, and the byte. Only used in errors.
+typedef struct {
+    const char *path;
+    size_t line;
+    uint64_t offset;
+} JsonPlace;
+
+// Parses `size` bytes. Returns NULL on error, EXIT_INPUT; free the result with cJSON_Delete().
+cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error);
 
 // Reads and parses a file of at most 64 MiB. Returns NULL on error.
 cJSON *json_read(const char *path, Error *error);

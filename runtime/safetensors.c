@@ -351,7 +351,7 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
     text[length] = '\0';
     cJSON *header = NULL;
     if (file_read_at(part->fd, part->path, text, length, 8, error))
-        header = json_parse(text, length, part->path, 8, error);
+        header = json_parse(text, length, (JsonPlace){part->path, 1, 8}, error);
     bool ok = header != NULL;
     if (ok && (text[0] != '{' || !cJSON_IsObject(header))) {
         ok = error_set(error, EXIT_INPUT,

@@ -84,14 +84,14 @@ def pieces(tokenizer, query, ending):
     return whole[:count], whole[count:]
 
 
-def expected_results(tokenizer, tensors, config, rows):
+def expected_results(tokenizer, tensors, config, rows, longest=L):
     """The log-likelihoods and lm_eval's acc and acc_norm."""
     found, acc, norm = [], [], []
     for question, query, endings in rows:
         lls = []
         for ending in endings:
             context, continuation = pieces(tokenizer, query, ending)
-            ids = torch.tensor((context + continuation)[-(L + 1):])
+            ids = torch.tensor((context + continuation)[-(longest + 1):])
             logits = torch.log_softmax(reference.forward(tensors, ids[None, :-1], config)[0], -1)
             lls.append(logits[-len(continuation):].gather(-1, ids[-len(continuation):, None]).sum().item())
         gold = int(question.get("label", question.get("gold")))
@@ -185,6 +185,19 @@ def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):
     assert lls[0] == lls[1] != lls[2] and lls[3] != lls[0]
 
 
+def test_ntk_depends_on_each_sequence(model_of, tmp_path):
+    """A sequence longer than L has a theta of its own, and a shorter one the checkpoint's."""
+    folder, tensors, config = model_of("llama", "softmax")
+    rows = [CLEANED[-1], PLAIN[0]]
+    path = write_questions(tmp_path / "q.jsonl", rows)
+    found = {scaling: evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", 900, "--rope-scaling",
+                               scaling)[1]["results"][0]["log_likelihoods"] for scaling in ("none", "ntk")}
+    tokenizer, ntk = AutoTokenizer.from_pretrained(folder), reference.replace(config, rope_scaling="ntk")
+    for lls, expected in zip(found["ntk"], expected_results(tokenizer, tensors, ntk, rows, 900)[0]):
+        assert np.abs(np.subtract(lls, expected)).max() <= 1e-5 * np.abs(expected).max()
+    assert found["ntk"][0] != found["none"][0] and found["ntk"][1] == found["none"][1]
+
+
 def test_another_normalizer_and_several_models(model_of, tmp_path):
     folders = [model_of("llama", "softmax")[0], model_of("gau", "relu2-T")[0]]
     path = write_questions(tmp_path / "q.jsonl", PLAIN)
@@ -198,6 +211,7 @@ def test_another_normalizer_and_several_models(model_of, tmp_path):
 GOOD = {"query": "a", "choices": ["b", "c"], "gold": 0}
 WRONG = {
     "empty file": ("", ["found none"]),
+    "line 4": (f"{json.dumps(GOOD)}\n" * 2 + '\n{"query": "a",,}\n', ["expected JSON", "at offset", "(line 4)"]),
     "blank lines": ("\n \n", ["found none"]),
     "not JSON": ("{\n", ["q.jsonl", "offset"]),
     "not an object": ("[]\n", ["line 1", "choices"]),
@@ -216,7 +230,7 @@ WRONG = {
     "other capitals": (json.dumps({"Query": "a", "Choices": ["b", "c"], "gold": 0}), ["line 1", "choices"]),
     "not UTF-8": (b'{"query": "\xff", "choices": ["b", "c"], "gold": 0}', ["q.jsonl", "UTF-8"]),
     "an ending longer than L": (json.dumps(GOOD | {"choices": ["日本語" * 40, "c"]}),
-                                ["line 1", "expected 1 to 64", "--seq-lens"]),
+                                ["line 1", "expected at least 1 and at most 64", "--seq-lens"]),
 }
 
 

@@ -407,6 +407,15 @@ def test_rope_scalings(block, scaling, softmax, data, tmp_path):
     assert losses(evaluate(own, data, tmp_path, *lengths, "--rope-scaling", "none")[1]) == plain
 
 
+@pytest.mark.parametrize("block", SHAPES)
+def test_bf16_rounds_the_inputs_of_matmuls(block, softmax, data, tmp_path):
+    """The losses change, but hardly."""
+    folder, tensors, config = softmax[block]
+    exact = losses(evaluate(folder, data, tmp_path)[1])[0]
+    rounded = losses(evaluate(folder, data, tmp_path, "--dtype", "bf16")[1])[0]
+    assert 1e-6 < abs(rounded - exact) < 2e-2
+
+
 # ---------------------------------------------------------------- what is printed and written
 
 def test_without_out_nothing_is_written(checkpoints, data, tmp_path):

@@ -1,6 +1,7 @@
 """eval_gpt2 as a program: several models in one call, memory at long lengths, runs that are killed, full disks, and the
 learned scalars (--task scores)."""
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -269,6 +270,45 @@ def test_files_that_the_call_reads_are_never_removed(model_of, data, prompt, tmp
         run(BIN / "eval_gpt2", "--task", task, "--model", model_of("grouped", "softmax")[0], flag, path,
             *(["--max-tokens", 1] if task == "loss" else []), "--picture", 0, "--out", tmp_path)
         assert contents(tmp_path).keys() & names == kept, path
+
+
+def test_a_folder_has_one_evaluation_at_a_time(model_of, data, tmp_path):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    words = ["--seq-lens", 16, "--max-tokens", 16]
+    errors = evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, *words, code=7)
+    assert "another evaluation is writing to this folder" in errors and "--out" in errors
+    assert not list(tmp_path.iterdir())
+    os.close(folder)
+    evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_noticed_first(model_of, data, tmp_path):
+    (tmp_path / "eval.json").mkdir()
+    words = ["--task", "loss", "--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin",
+             "--seq-lens", 16, "--max-tokens", 16, "--picture", 0]
+    for out, said in ((tmp_path, "it is a folder"), ("/proc/self", "eval.json.tmp")):
+        output, errors = run(BIN / "eval_gpt2", *words, "--out", out, code=4)
+        assert not output and said in errors, (output, errors)
+
+
+def test_what_a_killed_evaluation_left_is_removed(model_of, data, tmp_path):
+    mine = {"mine.tmp", "map.npy.tmp", "eval.json.tmp2"}
+    for name in {*mine, "map-7.npy.tmp", "prompts.jsonl.tmp", "eval.json.tmp"}:
+        (tmp_path / name).write_text("left")
+    evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, "--seq-lens", 16, "--max-tokens", 16)
+    assert {path.name for path in tmp_path.iterdir()} == {*mine, "eval.json"}
+
+
+def test_columns_of_names_that_are_not_ascii(model_of, data, tmp_path):
+    folders = [tmp_path / "naïve", tmp_path / "plain"]
+    for folder in folders:
+        shutil.copytree(model_of("grouped", "softmax")[0], folder)
+    output, _ = evaluate("loss", f"{folders[0]},{folders[1]}", data, tmp_path / "out", "--seq-lens", 16,
+                         "--max-tokens", 16)
+    lines = output[output.index("\nloss by length\n"):].splitlines()[3:]
+    assert len(lines) == 2 and len({line.index("softmax") for line in lines}) == 1 and len(lines[0]) == len(lines[1])
 
 
 # ---------------------------------------------------------------- long sequences

@@ -225,6 +225,16 @@ def test_sequences_of_the_data(model_of, data, tmp_path):
         assert result["models"][0]["data"]["tokens"] == 65
 
 
+def test_ntk_depends_on_the_length(model_of, data, tmp_path):
+    folder, tensors, config = model_of("grouped", "ssmax")
+    tokens = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:151]
+    write_shard(tmp_path / "d.bin", tokens)
+    _, result = evaluate("attention", folder, None, tmp_path, "--data", tmp_path / "d.bin", "--samples", 1,
+                         "--seq-lens", 150, "--rope-scaling", "ntk")
+    [row] = [row for row in result["results"] if "layers" in row and not row["leading_end_of_text"]]
+    compare(row, tensors, reference.replace(config, rope_scaling="ntk"), tokens[1:].tolist())
+
+
 def test_the_seed_chooses_the_sequences(model_of, data, tmp_path):
     folder, *_ = model_of("llama", "softmax")
 
