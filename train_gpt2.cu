@@ -35,6 +35,7 @@
 #include "cuda/gau.cuh"
 #include "cuda/graphs.h"
 #include "cuda/matmul.h"
+#include "cuda/matmul_file.h"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
 #include "cuda/qk_norm.cuh"
@@ -174,6 +175,7 @@ struct Model {
     Weights host;    // copies of parameters and moments, for files
     MemoryPlan host_plan;
     Matmul matmul;
+    MatmulFile matmul_file;    // of --matmuls
     Graphs graphs;             // of micro-batches
     Collective *collective;    // NULL with a single rank
     struct {                   // staging buffers for batches: one is filled while the other is copied to the device
@@ -492,7 +494,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
     upload_rope_table(m, m->T, model_rope(&m->config));
-    matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, !m->deterministic);
+    matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->deterministic);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
 }
@@ -963,16 +965,22 @@ static Device start_device(Model *m, const TrainOptions *o) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     m->collective = collective_start(o->reduce_dtype == TRAIN_BF16);
     profiling = o->profile;
-    return device_read();
+    Device device = device_read();
+    if (o->matmuls) matmul_file_open(&m->matmul_file, o->matmuls, device.name, MATMUL_WORKSPACE, !o->deterministic);
+    return device;
 }
 
-static void describe_matmuls(char *out, size_t size, const Device *device, const TrainOptions *o) {
+static void describe_matmuls(char *out, size_t size, const Device *device, const MatmulFile *file,
+                             const TrainOptions *o) {
     int length = snprintf(out, size, "matmuls   %s by cuBLASLt on %d %s%s, %d SMs at %.2f GHz",
                           o->dtype == TRAIN_BF16 ? "bfloat16" : "float32", process.size, device->name,
                           process.size == 1 ? "" : "s", device->processors, device->clock / 1e9);
     if (process.size > 1)
-        snprintf(out + length, size - (size_t)length, "; gradients summed in %s%s",
-                 o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
+        length += snprintf(out + length, size - (size_t)length, "; gradients summed in %s%s",
+                           o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
+    if (file->path)
+        snprintf(out + length, size - (size_t)length, "; %zu of %zu stored algorithms apply to this GPU",
+                 matmul_file_applying(file), file->choices.size());
 }
 
 struct DeviceMemory {
@@ -1309,6 +1317,7 @@ static void draw_sample(Run *run, Model *m) {
 
 static int end(Run *run, Model *m) {
     graphs_drop(&m->graphs);
+    matmul_file_save(&m->matmul_file);    // what a validation or a sample at the end has measured
     if (m->params) matmul_end(&m->matmul);
     collective_end(m->collective);
     return run_end(run);
@@ -1325,7 +1334,7 @@ int main(int argc, char **argv) {
     run_open(&run, &PROGRAM, &model.config, argc, argv);
     Device device = start_device(&model, o);
     plan_training(&model, &run);
-    describe_matmuls(matmuls, sizeof matmuls, &device, o);
+    describe_matmuls(matmuls, sizeof matmuls, &device, &model.matmul_file, o);
     run_plan(&run, &model.host_plan, matmuls, &model.plan, device_memory().free);
     check_device_memory(&model, &device);
     if (!run_take(&run)) return end(&run, &model);
@@ -1346,6 +1355,7 @@ int main(int argc, char **argv) {
             gradients_end(&model, o->grad_clip);
             model_update(&model, run_update(&run));
             step_end(&model);
+            matmul_file_save(&model.matmul_file);
             if (!run_pauses(&run)) continue;
             read_step(&run, &model);
         }

@@ -2,19 +2,22 @@
 
 #include <math.h>
 
+#include "cuda/matmul_file.h"
+
 enum { REPEATS = 3 };    // timings of a candidate
 
-static bool same_shape(const MatmulShape &a, const MatmulShape &b) {
+bool matmul_same_shape(const MatmulShape &a, const MatmulShape &b) {
     return a.m == b.m && a.n == b.n && a.k == b.k && a.ta == b.ta && a.tb == b.tb && a.type == b.type &&
            a.out_type == b.out_type && a.alignment[0] == b.alignment[0] && a.alignment[1] == b.alignment[1] &&
            a.alignment[2] == b.alignment[2] && a.alignment[3] == b.alignment[3];
 }
 
-void matmul_start(Matmul *mm, void *workspace, size_t bytes, bool measure) {
+void matmul_start(Matmul *mm, void *workspace, size_t bytes, MatmulFile *file, bool measure) {
     *mm = Matmul();
     CUBLAS_CHECK(cublasLtCreate(&mm->handle));
     mm->workspace = workspace;
     mm->workspace_bytes = bytes;
+    mm->file = file;
     mm->measure = measure;
 }
 
@@ -91,13 +94,23 @@ static MatmulPlan *unused_plan(Matmul *mm) {
 
 // The library is column-major, so it sees every matrix transposed. It computes Dᵀ (n,m) = op(B)ᵀ · op(A)ᵀ, so its first
 // factor is our B.
-static MatmulPlan *make_plan(Matmul *mm, const MatmulShape &s) {
-    MatmulPlan *plan = unused_plan(mm);
+static void make_descriptors(MatmulPlan *plan, const MatmulShape &s) {
     plan->shape = s;
     plan->matmul = make_matmul(s.tb, s.ta);
     plan->first = s.tb ? make_layout(s.type, s.n, s.k) : make_layout(s.type, s.k, s.n);
     plan->second = s.ta ? make_layout(s.type, s.k, s.m) : make_layout(s.type, s.m, s.k);
     plan->out = make_layout(s.out_type, s.m, s.n);
+}
+
+static MatmulPlan *make_plan(Matmul *mm, const MatmulShape &s) {
+    MatmulPlan *plan = unused_plan(mm);
+    make_descriptors(plan, s);
+    if (const MatmulChoice *stored = mm->file ? matmul_file_find(mm->file, s) : NULL) {
+        plan->candidates[0].algo = stored->algorithm;
+        plan->count = 1;
+        plan->measured = true;
+        return plan;
+    }
     cublasLtMatmulPreference_t preference = make_preference(mm, s);
     cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(mm->handle, plan->matmul, plan->first, plan->second, plan->out, plan->out,
@@ -110,8 +123,26 @@ static MatmulPlan *make_plan(Matmul *mm, const MatmulShape &s) {
 
 static MatmulPlan *find_plan(Matmul *mm, const MatmulShape &shape) {
     for (int i = 0; i < mm->count; i++)
-        if (same_shape(mm->plans[i].shape, shape)) return &mm->plans[i];
+        if (matmul_same_shape(mm->plans[i].shape, shape)) return &mm->plans[i];
     return make_plan(mm, shape);
+}
+
+const MatmulChoice *matmul_rejected(const MatmulFile *file) {
+    const MatmulChoice *rejected = NULL;
+    cublasLtHandle_t handle;
+    CUBLAS_CHECK(cublasLtCreate(&handle));
+    for (const MatmulChoice &choice : file->choices) {
+        if (rejected || !matmul_file_applies(file, choice)) continue;
+        MatmulPlan plan = {};
+        cublasLtMatmulHeuristicResult_t needs = {};
+        make_descriptors(&plan, choice.shape);
+        cublasStatus_t status = cublasLtMatmulAlgoCheck(handle, plan.matmul, plan.first, plan.second, plan.out,
+                                                        plan.out, &choice.algorithm, &needs);
+        if (status != CUBLAS_STATUS_SUCCESS || needs.workspaceSize > file->workspace) rejected = &choice;
+        free_plan(&plan);
+    }
+    CUBLAS_CHECK(cublasLtDestroy(handle));
+    return rejected;
 }
 
 // ---- matmuls
@@ -148,7 +179,7 @@ static float time_candidate(const Matmul *mm, const MatmulPlan *plan, int candid
     return least;
 }
 
-// Chooses the fastest candidate. D is written repeatedly, so it must not be an input.
+// Chooses the fastest candidate and adds it to the file. D is written repeatedly, so it must not be an input.
 static void measure(const Matmul *mm, MatmulPlan *plan, const Operands &x, cudaStream_t stream) {
     cudaEvent_t events[2];
     float best = INFINITY;
@@ -160,6 +191,7 @@ static void measure(const Matmul *mm, MatmulPlan *plan, const Operands &x, cudaS
         plan->chosen = i;
     }
     plan->measured = true;
+    if (mm->file) matmul_file_add(mm->file, plan->shape, plan->candidates[plan->chosen].algo, best);
     for (cudaEvent_t event : events) CUDA_CHECK(cudaEventDestroy(event));
 }
 

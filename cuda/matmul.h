@@ -6,11 +6,13 @@
 //
 // Sums are float32, and float inputs are multiplied in true float32 (no TF32). out and dinp are X; dweight is float, so
 // that nothing is lost over many micro-batches. All sums have a fixed order: split-k is only allowed if the parts are
-// added as floats in the workspace. For the same library version, GPU and shape, the bits are always the same.
+// added as floats in the workspace. For the same library version, GPU, shape and algorithm, the bits are always the
+// same.
 //
-// Speed: 2·N·C·OC FLOPs each. The algorithm for a shape is the heuristic's first choice or, if matmul_start() was told
-// to measure, the fastest of its first few. In that case the next run may choose another algorithm, which rounds
-// differently.
+// Speed: 2·N·C·OC FLOPs each. The algorithm for a shape is the one that a file of earlier measurements names
+// (cuda/matmul_file.h). If there is none, it is the heuristic's first choice or, if matmul_start() was told to measure,
+// the fastest of its first few. Another measurement may choose another algorithm, which rounds differently; with the
+// file, later runs use the same ones.
 //
 // Limits: each size must be below 2^31. Any alignment works, but tensor cores need pointers and rows at multiples of 16
 // bytes. Tests: dev/tests/test_matmul.cu.
@@ -56,19 +58,29 @@ struct MatmulPlan {
     bool measured;
 };
 
+struct MatmulFile;
+struct MatmulChoice;
+
 struct Matmul {
     cublasLtHandle_t handle;
     void *workspace;    // device memory, aligned to 256
     size_t workspace_bytes;
+    MatmulFile *file;
     bool measure;
     MatmulPlan plans[MATMUL_SHAPES];
     int count, oldest;    // when all plans are in use, the oldest is replaced
 };
 
 // Initializes *mm. `workspace` is device memory to which every matmul writes, so all of them must use the same stream.
-// With fewer than MATMUL_WORKSPACE bytes (0: none), there are fewer algorithms to choose from.
-void matmul_start(Matmul *mm, void *workspace, size_t bytes, bool measure);
+// With fewer than MATMUL_WORKSPACE bytes (0: none), there are fewer algorithms to choose from. Algorithms in `file` are
+// used without measuring, and those that are measured are added to it; it may be NULL.
+void matmul_start(Matmul *mm, void *workspace, size_t bytes, MatmulFile *file, bool measure);
 void matmul_end(Matmul *mm);
+
+// Returns the first choice that applies here and that cuBLASLt rejects on this GPU, or NULL if it accepts all.
+const MatmulChoice *matmul_rejected(const MatmulFile *file);
+
+bool matmul_same_shape(const MatmulShape &a, const MatmulShape &b);
 
 // Computes D for this shape, without its alignments, which are determined here. C may be D, or NULL to add nothing.
 // Ends with EXIT_PEER if cuBLASLt has no algorithm for the shape.

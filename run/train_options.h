@@ -25,6 +25,7 @@ typedef struct {
     int64_t zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding, graphs;
+    const char *matmuls;
     Option *table;
     size_t count, count_on_gpus;    // rows of this trainer's table, and of a GPU trainer's
 } TrainOptions;

@@ -471,7 +471,7 @@ ensure_built() {
 # ---------------------------------------------------------------- tests
 
 KERNELS="wrappers phi rmsnorm rope qk_norm swiglu gau embedding classifier adamw norms refused peak"
-PRODUCTS="layers plans shapes measured workspace repeated"
+PRODUCTS="layers plans shapes measured workspace repeated stored"
 MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _d48 _d64 _d128"
 
 # Every group runs in a process of its own, so that a kernel that crashes ends only its group.
@@ -574,7 +574,7 @@ curves_beside() {  # folder
 part_determinism() {
     local dtype
     for dtype in bf16 fp32; do check "$dtype: two runs, and one resumed half-way, agree" 30 180 same_runs $dtype; done
-    check "bf16, --deterministic 0" 15 60 free_run
+    check "bf16, --deterministic 0, and its matmul algorithms in two runs" 20 90 free_run
 }
 
 same_runs() {      # dtype
@@ -592,13 +592,18 @@ same_runs() {      # dtype
 }
 
 free_run() {
-    local folder free="--deterministic 0"
-    [[ $("$train" --help) == *--deterministic* ]] || free=
+    local folder free="--deterministic 0" stored name
     folder=$(mktemp -d)
+    stored="--matmuls $folder/matmuls"
+    [[ $("$train" --help) == *--deterministic* ]] || free='' stored=''
     export STEPS=$((dry ? 4 : 30))
     # shellcheck disable=SC2086
-    run "$train" "$folder/free" --dtype bf16 $free && run "$train" "$folder/bf16" --dtype bf16 || return 1
-    echo "a small step takes $(step_ms "$folder/free") ms with --deterministic 0, $(step_ms "$folder/bf16") ms without (medians)"
+    run "$train" "$folder/free" --dtype bf16 $free $stored && run "$train" "$folder/bf16" --dtype bf16 || return 1
+    # shellcheck disable=SC2086
+    for name in stored again; do run "$train" "$folder/$name" --dtype bf16 $stored || return 1; done
+    python3 dev/bench/gpu_report.py compare same "$folder/stored" "$folder/again" || return 1
+    echo "a small step takes $(step_ms "$folder/free") ms with --deterministic 0, $(step_ms "$folder/bf16") ms without," \
+        "$(step_ms "$folder/stored") ms with the matmul algorithms that the first run stored (medians)"
     rm -rf "$folder"
 }
 

@@ -17,7 +17,7 @@ import plot
 from pictures import attention, charts, page, results, tasks
 
 # Flags that say nothing about the result.
-SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "graphs"}
+SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "graphs", "matmuls"}
 
 
 # ---------------------------------------------------------------- numbers as text

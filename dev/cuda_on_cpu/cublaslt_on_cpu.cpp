@@ -4,9 +4,10 @@
 // its matrices must be device memory when it runs.
 //
 // The heuristic offers up to three algorithms: one that adds two halves of the sum through the workspace, one that
-// needs all matrices aligned to 16 bytes, and one for any matrices. This exercises a caller's workspaces, alignments,
-// and tolerance of different orders of sums. An algorithm rejects matrices that are less aligned than the preference
-// promised (on a GPU it might read wrong values or fail).
+// needs all matrices aligned to 16 bytes and begins with the second half, and one for any matrices. This exercises a
+// caller's workspaces, alignments, and tolerance of different orders of sums, and the bits of a result show which
+// algorithm was used. An algorithm rejects matrices of other sizes than it was offered for, or less aligned than the
+// preference promised (on a GPU it might read wrong values or fail).
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -68,6 +69,7 @@ enum Kind : uint64_t { NO_ALGORITHM, HALVES, ALIGNED, ANY };
 struct Algorithm {    // the contents of a cublasLtMatmulAlgo_t
     uint64_t kind, workspace;
     uint32_t alignment[4];    // of A, B, C, D, as promised to the heuristic
+    uint64_t m, n, k;
 };
 
 bool refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -219,11 +221,25 @@ std::vector<Algorithm> algorithms(const Problem &p, const Preference &preference
     uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
     if (p.k >= 32 && partial <= preference.workspace &&
         (preference.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))
-        list.push_back({HALVES, partial, {}});
-    if (fits_aligned(p, preference.alignment)) list.push_back({ALIGNED, 0, {}});
-    list.push_back({ANY, 0, {}});
+        list.push_back({HALVES, partial, {}, p.m, p.n, p.k});
+    if (fits_aligned(p, preference.alignment)) list.push_back({ALIGNED, 0, {}, p.m, p.n, p.k});
+    list.push_back({ANY, 0, {}, p.m, p.n, p.k});
     for (Algorithm &algorithm : list) memcpy(algorithm.alignment, preference.alignment, sizeof algorithm.alignment);
     return list;
+}
+
+// Can this be one of algorithms() for matrices of these sizes?
+bool algorithm_fits(const Problem &p, const Algorithm &algorithm) {
+    uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
+    if (algorithm.kind < HALVES || algorithm.kind > ANY || algorithm.m != p.m || algorithm.n != p.n ||
+        algorithm.k != p.k || algorithm.workspace != (algorithm.kind == HALVES ? partial : 0))
+        return refuse("the algorithm is missing, or is for other sizes");
+    for (uint32_t bytes : algorithm.alignment)
+        if (bytes < 1 || bytes > 256 || (bytes & (bytes - 1)))
+            return refuse("the algorithm is for an alignment to %u bytes", bytes);
+    if (algorithm.kind == ALIGNED && !fits_aligned(p, algorithm.alignment))
+        return refuse("the algorithm needs all matrices aligned to 16 bytes");
+    return true;
 }
 
 // The largest power of two, up to 256, that divides an address.
@@ -328,7 +344,7 @@ void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t batch, siz
     size_t rows = std::min<size_t>(TILE_M, p.m - row), cols = std::min<size_t>(TILE_N, p.n - col);
     const Tile tile = {row, col, rows, cols};
     const void *a = offset(x.a, p.a, batch * p.a.batch_stride), *b = offset(x.b, p.b, batch * p.b.batch_stride);
-    size_t half = kind == HALVES ? p.k / 2 : 0;
+    size_t half = kind == ANY ? 0 : p.k / 2;
     static thread_local float sums[TILE_M * TILE_N];
     memset(sums, 0, sizeof sums);
     add_products(sums, p, a, b, tile, half, p.k);
@@ -340,6 +356,8 @@ void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t batch, siz
         add_products(sums, p, a, b, tile, 0, half);
         for (size_t j = 0; j < cols; j++)
             for (size_t i = 0; i < rows; i++) sums[j * TILE_M + i] += partial[(col + j) * p.m + row + i];
+    } else {
+        add_products(sums, p, a, b, tile, 0, half);
     }
     write_tile(p, x, sums, batch, tile);
 }
@@ -489,6 +507,22 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     return CUBLAS_STATUS_SUCCESS;
 }
 
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
+                                       cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                       const cublasLtMatmulAlgo_t *chosen, cublasLtMatmulHeuristicResult_t *result) {
+    Problem p;
+    Algorithm algorithm;
+    if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
+    if (!chosen || !result || !problem_is_valid(&p, op, a, b, c, d)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!problem_is_supported(p)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    memcpy(&algorithm, chosen, sizeof algorithm);
+    if (!algorithm_fits(p, algorithm)) return CUBLAS_STATUS_INVALID_VALUE;
+    result->workspaceSize = algorithm.workspace;
+    result->state = CUBLAS_STATUS_SUCCESS;
+    result->wavesCount = 1;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, const void *alpha, const void *a,
                               cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout,
                               const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
@@ -511,14 +545,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     uint32_t alignment[4] = {alignment_of(a), alignment_of(b), c ? alignment_of(c) : 256, alignment_of(d)};
-    Algorithm algorithm = {ANY, 0, {1, 1, 1, 1}};
+    Algorithm algorithm = {ANY, 0, {1, 1, 1, 1}, p.m, p.n, p.k};
     if (chosen) memcpy(&algorithm, chosen, sizeof algorithm);
-    uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
-    if (algorithm.kind < HALVES || algorithm.kind > ANY ||
-        (algorithm.kind == HALVES && algorithm.workspace != partial)) {
-        refuse("cublasLtMatmul: the algorithm is missing, or is for other sizes");
-        return CUBLAS_STATUS_INVALID_VALUE;
-    }
+    if (!algorithm_fits(p, algorithm)) return CUBLAS_STATUS_INVALID_VALUE;
     if (algorithm.workspace > workspace_bytes ||
         (algorithm.workspace && (!workspace || alignment_of(workspace) < 256))) {
         refuse("cublasLtMatmul: the algorithm needs %zu bytes of workspace aligned to 256, found %zu at %p",
@@ -526,7 +555,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t op, 
         return CUBLAS_STATUS_INVALID_VALUE;
     }
     for (int i = 0; i < 4; i++)
-        if (algorithm.alignment[i] < 1 || alignment[i] % algorithm.alignment[i]) {
+        if (alignment[i] % algorithm.alignment[i]) {
             refuse("cublasLtMatmul: %c is aligned to %u bytes, but the algorithm was chosen for %u", "ABCD"[i],
                    alignment[i], algorithm.alignment[i]);
             return CUBLAS_STATUS_INVALID_VALUE;

@@ -39,13 +39,15 @@ FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
-TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/graphs", "cuda/matmul.cu")
+TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/graphs")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
-                 "or same_number or recomputing or resume or graphs")
+                 "or same_number or recomputing or resume or graphs or stored")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "overlap"])]
+MATMUL_TESTS = [("build/on_cpu/tests/test_matmul", ["build/on_cpu/tests/test_matmul"]),
+                ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "stored"])]
 
 
 def pytest_of(target, name, *options):
@@ -57,6 +59,7 @@ TESTS_OF = (
     ("attention/phi.cuh", PHI_TESTS),
     ("attention/flash", FLASH_TESTS),
     *((file, TRAINER_TESTS) for file in TRAINER),
+    ("cuda/matmul", MATMUL_TESTS),
     ("cuda/", KERNEL_TESTS),
     ("eval/needle.c",
      pytest_of("eval_gpt2", "test_needle",

@@ -3,8 +3,11 @@ other's runs.
 
 TRAIN_GPT2CU names another build to test, which may be one for a GPU.
 """
+import ctypes
+import ctypes.util
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -230,6 +233,167 @@ def test_measured_matmuls_in_graphs(cuda, data, tmp_path):
     text = train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 60, "--deterministic", 0, "--steps", 4,
                  "--attn-switch", "2:ssmax", "--out", tmp_path / "out", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
     assert launches(text)[0][1] == 2 * (1 + 3) and np.isfinite(losses(tmp_path / "out")).all()
+
+
+# ---- stored matmul algorithms
+
+
+def sealed(entry):
+    """The line of an entry of the file of --matmuls, with the hash of what it says now."""
+    entry = entry[:entry.index(";") + 1]
+    xxh32 = ctypes.CDLL(ctypes.util.find_library("xxhash")).XXH32
+    return f"{entry} {xxh32(entry.encode(), ctypes.c_size_t(len(entry)), 0) & 0xFFFFFFFF:08x}"
+
+
+def store(path, entries):
+    path.write_text("".join(f"{line}\n" for line in ("attn.c matmuls 1", *map(sealed, entries), "end")))
+
+
+def stored(path):
+    first, *entries, last = path.read_text().splitlines()
+    assert (first, last) == ("attn.c matmuls 1", "end") and [sealed(entry) for entry in entries] == entries
+    matmuls = [entry.split(":")[0] for entry in entries]
+    assert len(set(matmuls)) == len(matmuls)
+    return entries
+
+
+def with_algorithm(entry, number):
+    """The entry with the emulation's algorithm of this number, without workspace."""
+    return re.sub(r"algorithm \w+ \w+", f"algorithm {number} 0", entry)
+
+
+@pytest.fixture
+def measured(cuda, data, tmp_path):
+    """The flags of runs, one of which has measured its matmuls, and the file that it has written. The validation at the
+    end has a batch of 20 rows, others have 40."""
+    file = tmp_path / "matmuls"
+    flags = [*SMALL, "--total-batch-tokens", 80, "--matmuls", file, "--val-data", data / "d_val_000000.bin",
+             "--val-every", 4, "--val-tokens", 60]
+    said = train(data, *flags, "--deterministic", 0, "--steps", 4, "--out", tmp_path / "measured", program=cuda)
+    assert "; 0 of 0 stored algorithms apply to this GPU" in said
+    assert [any(f" {rows} " in entry for entry in stored(file)) for rows in ("m=20", "m=40", "k=40")] == [True] * 3
+    return flags, file
+
+
+def test_stored_matmuls_repeat_a_measured_run(cuda, data, tmp_path, measured):
+    """To the last bit, also across a resume, and if the run might measure others."""
+    flags, file = measured
+    text, count = file.read_text(), len(stored(file))
+    for name, free in (("a", 0), ("b", 0), ("free", 1)):
+        said = train(data, *flags, "--deterministic", 1 - free, "--steps", 4, "--out", tmp_path / name, program=cuda)
+        assert f"; {count} of {count} stored algorithms apply to this GPU" in said
+        assert_same_run(tmp_path / "measured", tmp_path / name, 4)
+    for steps in (2, 4):
+        train(data, *flags, "--steps", steps, "--out", tmp_path / "parts", "--resume", program=cuda)
+    assert_same_run(tmp_path / "measured", tmp_path / "parts", 4)
+    assert file.read_text() == text
+
+
+def test_stored_matmuls_are_used(cuda, data, tmp_path, measured):
+    flags, file = measured
+    weights = []
+    for number in (2, 3):
+        store(file, [with_algorithm(entry, number) for entry in stored(file)])
+        train(data, *flags, "--steps", 4, "--out", tmp_path / str(number), program=cuda)
+        weights.append(read_header(checkpoint(tmp_path / str(number), 4) / "model.safetensors")[1])
+    assert weights[0] != weights[1]
+    np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "3"), rtol=1e-4)
+
+
+def test_stored_matmuls_of_two_ranks(cuda, data, tmp_path):
+    """Only rank 0 reads and writes the file, and its algorithms become those of all ranks."""
+    file, wrapper = tmp_path / "matmuls", tmp_path / "wrapper"
+    flags = [*SMALL, "--batch", 1, "--matmuls", file, "--steps", 2]
+    wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exec {cuda} "$@" --matmuls {tmp_path}/none\n'
+                       f'exec {cuda} "$@"\n')
+    wrapper.chmod(0o755)
+    train(data, *flags, "--deterministic", 0, program=wrapper, processes=2)
+    assert not (tmp_path / "none").exists()
+    store(file, [with_algorithm(entry, 3) for entry in stored(file)])
+    for name, program in (("a", cuda), ("b", wrapper)):
+        said = train(data, *flags, "--out", tmp_path / name, program=program, processes=2)
+        assert f"; {len(stored(file))} of {len(stored(file))} stored algorithms" in said
+    assert_same_run(tmp_path / "a", tmp_path / "b", 2)
+
+
+def test_stored_matmuls_of_others_are_kept(cuda, data, measured):
+    """Entries of another GPU or version of the library, and of this one that other runs measured."""
+    flags, file = measured
+    entries = stored(file)
+    others = [sealed(with_algorithm(entry, 99)) for entry in (
+        re.sub('".*"', '"another GPU"', entries[0]), re.sub(r'(".*") (\d+)', r"\1 1\2", entries[1]))]
+    store(file, others + entries[2:4])
+    said = train(data, *flags, "--deterministic", 0, "--steps", 4, program=cuda)
+    assert "; 2 of 4 stored algorithms apply to this GPU" in said
+    assert stored(file)[:4] == others + entries[2:4] and len(stored(file)) == len(entries) + 2
+
+
+def test_stored_matmuls_of_runs_at_once(cuda, data, tmp_path):
+    """No run loses what another one adds."""
+    file = tmp_path / "matmuls"
+    flags = [[*SMALL, "--model", MODEL.replace("channels=48", f"channels={channels}"), "--matmuls", file, "--steps", 2,
+              "--deterministic", 0] for channels in (16, 32, 48, 64)]
+    jobs = [subprocess.Popen(command(data, *words, program=cuda), env=environment(), stdout=subprocess.DEVNULL)
+            for words in flags]
+    assert [job.wait() for job in jobs] == [0] * 4
+    text = file.read_text()
+    for words in flags:
+        train(data, *words, program=cuda)
+    assert file.read_text() == text
+
+
+def test_stored_matmuls_survive_a_kill(cuda, data, tmp_path):
+    file = tmp_path / "matmuls"
+    flags = [*SMALL, "--matmuls", file]
+    job = subprocess.Popen(command(data, *flags, "--deterministic", 0, "--steps", 10**6, program=cuda),
+                           env=environment(), stdout=subprocess.DEVNULL)
+    start = time.time()
+    while not file.exists() and job.poll() is None and time.time() - start < 60:
+        time.sleep(0.05)
+    job.kill()
+    assert job.wait() == -signal.SIGKILL
+    count = len(stored(file))
+    said = train(data, *flags, "--steps", 3, program=cuda)
+    assert count > 10 and f"; {count} of {count} stored algorithms" in said
+
+
+# What is done to the file, and the error with its remedy.
+NOT_STORED = {
+    "missing": (lambda text: None, "there is no such file, or it is empty", "--deterministic 0 --matmuls "),
+    "empty": (lambda text: "", "there is no such file, or it is empty", "--deterministic 0 --matmuls "),
+    "another file": (lambda text: "hello\n", ", line 1: expected", "Choose another path"),
+    "truncated": (lambda text: text[:-4], ": the file is truncated", "Copy it again"),
+    "edited": (lambda text: text.replace(" ms", "0 ms", 1), ", line 2: the line was damaged or edited",
+               "Delete this line"),
+    "rejected": (lambda text: "\n".join(sealed(with_algorithm(line, 9)) if "algorithm" in line else line
+                                        for line in text.split("\n")),
+                 ", line 2: cuBLASLt rejects", "Delete this line"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_STORED)
+def test_stored_matmuls_that_are_not(cuda, data, tmp_path, measured, name):
+    """An error names the file, the line and what to do, and nothing is written."""
+    flags, file = measured
+    change, *words = NOT_STORED[name]
+    text = change(file.read_text())
+    file.unlink() if text is None else file.write_text(text)
+    said = train(data, *flags, "--steps", 1, "--out", tmp_path / "out", program=cuda, code=3)
+    assert all(word in said for word in (str(file), *words)) and not (tmp_path / "out").exists(), said
+
+
+def test_stored_matmuls_that_cannot_be_written(cuda, data, tmp_path, measured):
+    """A warning, once, names the file; the run goes on, and what was stored stays."""
+    flags, file = measured
+    flags = [*flags, "--deterministic", 0, "--steps", 3, "--val-every", 0]
+    said = train(data, *flags, "--matmuls", tmp_path / "none/matmuls", program=cuda)
+    assert said.count(f"warning: {tmp_path}/none/matmuls") == said.count("not stored. The run continues") == 1
+    store(file, stored(file)[1:])
+    text = file.read_text()
+    said = train(data, *flags, program=cuda,
+                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)))
+    assert f"warning: {file}" in said and "File too large" in said and "step 3/3" in re.sub(" +", " ", said)
+    assert file.read_text() == text and not Path(f"{file}.tmp").exists()
 
 
 REPORTS = ["--val-every", 4, "--val-tokens", 200, "--sample-every", 5, "--ckpt-every", 3, "--attn-switch", "7:ssmax"]

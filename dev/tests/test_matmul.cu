@@ -1,5 +1,5 @@
-// matmul: cuda/matmul.h against loops in double, in float and bf16, and the calls that cuBLASLt (or its emulation)
-// rejects.
+// matmul: cuda/matmul.h against loops in double, in float and bf16; stored algorithms (cuda/matmul_file.h); and the
+// calls that cuBLASLt (or its emulation) rejects.
 //
 //   test_matmul [GROUP]     one group of GROUPS, at the end of this file
 //
@@ -8,6 +8,7 @@
 // name. On the CPU everything is required.
 #include "cuda/gpu.cuh"
 #include "cuda/matmul.h"
+#include "cuda/matmul_file.h"
 
 #include <math.h>
 
@@ -179,9 +180,9 @@ static void test_unaligned(void *) {
     test_odd_layers<bf16>();
 }
 
-static void restart(void *workspace, size_t bytes, bool measure) {
+static void restart(void *workspace, size_t bytes, bool measure, MatmulFile *file = NULL) {
     matmul_end(&matmul);
-    matmul_start(&matmul, workspace, bytes, measure);
+    matmul_start(&matmul, workspace, bytes, file, measure);
 }
 
 // A layer has three kinds of matmuls (with or without a residual is one kind). The same layer again needs no new plans.
@@ -242,6 +243,139 @@ static void test_repeated(void *workspace) {
         matmul_forward(&matmul, out.device, inp.device, weight.device, (const bf16 *)NULL, {65, 96, 200}, stream);
         CHECK(memcmp(out.download().data(), first.data(), first.size() * sizeof(bf16)) == 0, "time %d differs", i + 2);
     }
+}
+
+// ---- stored algorithms
+
+static MatmulFile no_choices(void) {
+    MatmulFile file = {};
+    file.device = "a GPU, 80GB";
+    file.workspace = MATMUL_WORKSPACE;
+    return file;
+}
+
+// The result of one matmul, whose plan is then the first.
+static vector<float> bits_with(void *workspace, bool measure, MatmulFile *file) {
+    static Array<float> inp(64 * 96), weight(40 * 96), out(64 * 40);
+    restart(workspace, MATMUL_WORKSPACE, measure, file);
+    out.fill(NAN);
+    matmul_forward(&matmul, out.device, inp.device, weight.device, (const float *)NULL, {64, 96, 40}, stream);
+    return out.download();
+}
+
+// A stored algorithm is used, for exactly its shape, and never measured again.
+static void test_stored_is_used(void *workspace) {
+    vector<float> first = bits_with(workspace, false, NULL);
+    MatmulPlan plan = matmul.plans[0];
+    vector<vector<float>> results;
+    for (int i = 0; i < plan.count; i++) {
+        if (plan.candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        const cublasLtMatmulAlgo_t &algorithm = plan.candidates[i].algo;
+        for (bool measure : {false, true}) {
+            MatmulFile file = no_choices();
+            matmul_file_add(&file, plan.shape, algorithm, 0.5);
+            CHECK(!matmul_rejected(&file), "the library rejects its own algorithm %d", i);
+            results.push_back(bits_with(workspace, measure, &file));
+            CHECK(memcmp(&matmul.plans[0].candidates[0].algo, &algorithm, sizeof algorithm) == 0, "algorithm %d", i);
+            CHECK(file.choices.size() == 1 && file.choices[0].ms == 0.5, "a stored matmul was measured");
+        }
+        CHECK(results[2 * i] == results[2 * i + 1], "algorithm %d: measuring changes the bits", i);
+        LIBRARY_CHECK((results[2 * i] == first) == (i == plan.chosen), "algorithm %d does not show in the bits", i);
+    }
+    auto applies = [&](auto change) {
+        MatmulFile file = no_choices();
+        matmul_file_add(&file, plan.shape, plan.candidates[plan.count - 1].algo, 0.5);
+        change(file.choices[0]);
+        CHECK(matmul_file_applying(&file) == (matmul_file_find(&file, file.choices[0].shape) != NULL), "the count");
+        bits_with(workspace, false, &file);
+        return matmul.plans[0].count == 1;
+    };
+    CHECK(applies([](MatmulChoice &) {}), "a choice does not apply");
+    CHECK(!applies([](MatmulChoice &c) { c.device += "!"; }), "another GPU's applies");
+    CHECK(!applies([](MatmulChoice &c) { c.version++; }), "another version's applies");
+    CHECK(!applies([](MatmulChoice &c) { c.workspace /= 2; }), "one for another workspace applies");
+    CHECK(!applies([](MatmulChoice &c) { c.shape.k++; }), "one for another shape applies");
+    CHECK(!applies([](MatmulChoice &c) { c.shape.alignment[3] /= 2; }), "one for another alignment applies");
+}
+
+static bool is_rejected(MatmulChoice choice, size_t workspace) {
+    MatmulFile file = no_choices();
+    file.workspace = choice.workspace = workspace;
+    file.choices.push_back(choice);
+    return matmul_rejected(&file) == &file.choices[0];
+}
+
+// What the emulation rejects. A GPU's library may accept some of it.
+static void test_stored_is_rejected(const MatmulChoice &choice) {
+    auto with = [&](auto change) {
+        MatmulChoice changed = choice;
+        change(changed);
+        return is_rejected(changed, MATMUL_WORKSPACE);
+    };
+    CHECK(!with([](MatmulChoice &) {}), "the algorithm itself");
+    CHECK(with([](MatmulChoice &c) { memset(&c.algorithm, 0xFF, sizeof c.algorithm); }), "no algorithm");
+    CHECK(with([](MatmulChoice &c) { c.shape.n++; }), "one for other sizes");
+    CHECK(with([](MatmulChoice &c) { c.algorithm.data[2] ^= 1; }), "one for an alignment that does not exist");
+    CHECK(is_rejected(choice, choice.algorithm.data[1] - 1), "one that needs more workspace");
+}
+
+// The bits of a measured run, again without measuring. Measuring fills the file, whose text is read as it was written.
+static void test_stored_by_measuring(void *workspace, MatmulFile *file) {
+    *file = no_choices();
+    vector<float> measured = bits_with(workspace, true, file);
+    test_layer<bf16>(32, 64, 64, 0);
+    CHECK(file->choices.size() == 4 && file->unsaved, "%zu choices", file->choices.size());
+    for (int i = 0; i < matmul.count; i++) CHECK(matmul.plans[i].measured, "plan %d", i);
+    CHECK(bits_with(workspace, false, file) == measured, "the stored algorithms give other bits");
+    file->choices[1].device = "another GPU";
+    file->choices[2].version++;
+    CHECK(matmul_file_applying(file) == 2, "%zu choices apply", matmul_file_applying(file));
+}
+
+static bool parses(const std::string &text, size_t count) {
+    vector<MatmulChoice> choices;
+    Error error = {};
+    if (matmul_file_parse(&choices, "FILE", text, &error)) return choices.size() == count;
+    CHECK(error.code == EXIT_INPUT && strncmp(error.text, "FILE, line ", 11) == 0, "%s", error.text);
+    return false;
+}
+
+// Any damage is found: each byte missing from there on, or changed in one bit, and a line twice.
+static void test_stored_damaged(const MatmulFile &file) {
+    vector<MatmulChoice> choices;
+    Error error;
+    size_t count = file.choices.size();
+    std::string text = matmul_file_text(file.choices);
+    CHECK(matmul_file_parse(&choices, "FILE", text, &error) && matmul_file_text(choices) == text, "%s", text.c_str());
+    for (size_t i = 0; i < choices.size(); i++) CHECK(choices[i].line == (int)i + 2, "line %d", choices[i].line);
+    for (size_t size = 0; size < text.size(); size++) CHECK(!parses(text.substr(0, size), count), "%zu bytes", size);
+    for (size_t i = 0; i < text.size(); i++)
+        for (int bit = 0; bit < 8; bit++) {
+            std::string damaged = text;
+            damaged[i] = (char)(damaged[i] ^ 1 << bit);
+            CHECK(!parses(damaged, count), "byte %zu, bit %d", i, bit);
+        }
+    CHECK(!parses(text + text, 2 * count) && !parses(text + "end\n", count), "more than a file");
+    size_t second = text.find('\n') + 1;
+    CHECK(parses(text.substr(0, second) + text.substr(text.find('\n', second) + 1), count - 1), "one line less");
+    for (size_t size : {(size_t)0, (size_t)1 << 31}) {
+        choices[0].shape.k = size;
+        CHECK(!parses(matmul_file_text(choices), count), "k = %zu", size);
+    }
+}
+
+static void test_stored(void *workspace) {
+    check_group("stored algorithms");
+    MatmulFile file;
+    test_stored_is_used(workspace);
+    bits_with(workspace, false, NULL);
+    MatmulChoice choice = {"", cublasLtGetVersion(), 0, matmul.plans[0].shape, matmul.plans[0].candidates[0].algo, 1,
+                           0};
+    choice.device = no_choices().device;
+    if (!ON_GPU) test_stored_is_rejected(choice);
+    test_stored_by_measuring(workspace, &file);
+    test_stored_damaged(file);
+    restart(workspace, MATMUL_WORKSPACE, false);
 }
 
 // ---- the library: storage orders, batches, bias, and rejected calls
@@ -385,6 +519,7 @@ static const struct {
     {"layers",    test_layers,    false},  {"unaligned", test_unaligned, ON_GPU}, {"plans",    test_plans,    false},
     {"shapes",    test_many,      false},  {"measured",  test_measured,  false},  {"workspace", test_workspace, false},
     {"repeated",  test_repeated,  false},  {"refused",   test_refused,   false},  {"orders",   test_orders,   false},
+    {"stored",    test_stored,    false},
     // clang-format on
 };
 
@@ -394,7 +529,7 @@ int main(int argc, char **argv) {
     program_name = "test_matmul";
     CUDA_CHECK(cudaStreamCreate(&stream));
     CUDA_CHECK(cudaMalloc(&workspace, MATMUL_WORKSPACE));
-    matmul_start(&matmul, workspace, MATMUL_WORKSPACE, false);
+    matmul_start(&matmul, workspace, MATMUL_WORKSPACE, NULL, false);
     for (const auto &group : GROUPS) {
         if (argc > 1 ? strcmp(group.name, argv[1]) != 0 : group.by_name) continue;
         restart(workspace, MATMUL_WORKSPACE, false);
