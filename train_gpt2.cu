@@ -782,8 +782,8 @@ static void await_parameters(Model *m, size_t buckets) {
     for (; m->arriving + buckets > bucket_count(m); m->arriving--) {
         size_t i = bucket_count(m) - m->arriving;
         phase(PHASE_REDUCE);
+        CUDA_CHECK(cudaStreamWaitEvent(stream, m->gathered[i], 0));
         if (i + 1 == bucket_count(m)) collective_join(m->collective, stream);
-        else CUDA_CHECK(cudaStreamWaitEvent(stream, m->gathered[i], 0));
         phase(PHASE_UPDATE);
         round_parameters(m, bucket_start(m, i), bucket_start(m, i + 1), m->updated);
     }
