@@ -29,8 +29,8 @@ enum Copy { AT_ISSUE, AT_WAIT, EITHER };
 // any order that PTX allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
 enum AsyncTime { AT_RANDOM, EARLY, LAST };
 
-// When a block is suspended for others. IN_WAITS: only when it waits for a counter; OFTEN: also whenever it has committed
-// a bulk store or advanced a counter.
+// When a block is suspended for others. IN_WAITS: only when it waits for a counter; OFTEN: also whenever it has
+// committed a bulk store or advanced a counter.
 enum Suspend { IN_WAITS, OFTEN };
 
 // When a stream's work takes place. AT_ONCE: in the call; LATE: only when the host waits for something, and then from

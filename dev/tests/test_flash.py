@@ -409,7 +409,11 @@ KINDS = list(on_both([
          Case("softmax", BF16, 300, 64, B=1, NH=1, documents=True), Case("lssar", BF16, 300, 64, B=1, NH=1)]))
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
+# With lssar's power of 15, bf16's bound is too wide to notice errors in the sums over a row that its gradients need.
+SMALL_POWER = on_both([Case("softplus-l1+post=reweight:1.5", BF16, 130, 48, B=1, NH=1)])
+
+
+@pytest.mark.parametrize("case", [*KINDS, *SMALL_POWER], ids=str)
 def test_kinds(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
