@@ -127,7 +127,7 @@ struct ArrayInBlock {
 struct Worker {
     const Parameters *launch;
     uint3 block;
-    int threads, alive, current;
+    int threads, alive, current, straggler;
     uint64_t ready[BLOCK_THREADS / 64];
     uint64_t random;
     Settings settings;
@@ -135,7 +135,8 @@ struct Worker {
     Warp warps[WARPS];
     // By the race check. If false, the whole block counts as the emulator's own work, which the check ignores.
     bool watched;
-    bool suspended;    // until a counter in global memory has the value that a thread of the block waits for
+    bool suspended;    // until a counter in global memory has the value that a thread of the block waits for,
+    bool gave_way;     // or just for others to run
     void *home;        // the stack from which the block's fibers were entered
     void *home_context, *home_fake_stack;
     const void *home_bottom;
@@ -181,6 +182,8 @@ void set_waiting(Worker &w, unsigned number);
 void set_ready(Worker &w, unsigned number);
 // Lets other threads run until this one is ready and has its turn.
 void take_turns();
+// Under CUDA_ON_CPU_SUSPEND=often, lets other blocks run.
+void give_way();
 char *stack_top(const Worker &w, unsigned number);
 bool is_shared(const Worker &w, const void *p, size_t bytes);
 std::string describe_shared(const Worker &w, const void *p);

@@ -89,7 +89,7 @@ std::string print(const char *format, ...) {
     return text;
 }
 
-static const char *const order_names[] = {"forward", "reverse", "random", "greedy"};
+static const char *const order_names[] = {"forward", "reverse", "random", "greedy", "straggler"};
 
 void die(const char *format, ...) {
     static std::atomic_flag dying;
@@ -194,18 +194,35 @@ static int last_ready_to(const Worker &w, int start) {    // in descending order
     return -1;
 }
 
+static int random_thread(Worker &w) {
+    return (int)(next_random(w.random) % (unsigned)w.threads);
+}
+
+// Any thread but the straggler, for as long as another can run.
+static int next_before_straggler(Worker &w) {
+    while (w.fibers[w.straggler].wait.kind == EXITED) w.straggler = random_thread(w);
+    const unsigned late = (unsigned)w.straggler;
+    const bool ready = w.ready[late / 64] >> late % 64 & 1;
+    set_waiting(w, late);
+    const int next = first_ready_from(w, random_thread(w));
+    if (ready) set_ready(w, late);
+    if (next >= 0) return next;
+    if (next_random(w.random) % 4 == 0) w.straggler = random_thread(w);
+    return ready ? (int)late : -1;
+}
+
 static int next_thread(Worker &w) {
     int after = w.current + 1 < w.threads ? w.current + 1 : 0, before = w.current > 0 ? w.current - 1 : w.threads - 1;
     switch (w.settings.order) {
     case FORWARD: return first_ready_from(w, after);
     case REVERSE: return last_ready_to(w, before);
-    case RANDOM: return first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
+    case RANDOM: return first_ready_from(w, random_thread(w));
+    case STRAGGLER: return next_before_straggler(w);
     default: break;
     }
     int warp = w.current / 32;
     unsigned lanes = (unsigned)(w.ready[warp / 2] >> (warp % 2) * 32);
-    return lanes ? warp * 32 + __builtin_ctz(lanes)
-                 : first_ready_from(w, (int)(next_random(w.random) % (unsigned)w.threads));
+    return lanes ? warp * 32 + __builtin_ctz(lanes) : first_ready_from(w, random_thread(w));
 }
 
 // ---- fibers
@@ -244,13 +261,20 @@ static void deadlock() {
         who_waits_where(0, worker->threads).c_str());
 }
 
-// Leaves the block, whose threads all wait, until run_blocks() comes back to it.
+// Leaves the block until run_blocks() comes back to it.
 static void suspend(Worker &w) {
     Fiber &me = w.fibers[w.current];
     position = NULL;
     w.suspended = true;
     switch_stack(w, &me.stack, w.home, &me.fake_stack, w.home_bottom, w.home_bytes, w.home_context);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(me.fake_stack, NULL, NULL);
+}
+
+void give_way() {
+    Worker &w = *worker;
+    if (w.settings.suspend != OFTEN) return;
+    w.gave_way = true;
+    suspend(w);
 }
 
 // The next thread that can run. If all wait, pending asynchronous work takes place; if there is none, threads may still
@@ -1072,7 +1096,7 @@ void copy_wait(unsigned groups) {
 
 static void enter(Worker &w) {    // returns when the block has ended, or has been suspended
     worker = &w;
-    w.suspended = false;
+    w.suspended = w.gave_way = false;
     Fiber &next = w.fibers[w.current];
     position = &next.position;
     w.home_context = w.watched ? __tsan_get_current_fiber() : NULL;
@@ -1097,6 +1121,7 @@ static void start_block(Worker &w, uint64_t number, bool watched) {
     set_all_ready(w);
     w.home_bottom = NULL;
     w.current = w.settings.order == FORWARD ? w.threads - 1 : 0;
+    if (w.settings.order == STRAGGLER) w.straggler = random_thread(w);
     w.current = next_thread(w);
 }
 
@@ -1179,12 +1204,20 @@ struct Blocks {
         idle.push_back(&w);
     }
 
-    // One of those whose counter has been reached (or that have asynchronous work, if they are the last resort), or
-    // NULL. Call under the lock.
-    Worker *take_suspended(bool (*can_continue)(const Worker &)) {
-        for (size_t i = 0, n = suspended.size(), first = n ? next_random(random) % n : 0; i < n; i++) {
-            Worker *w = suspended[(first + i) % n];
-            if (!can_continue(*w)) continue;
+    static bool can_continue(const Worker &w) {
+        return w.gave_way || async_counter_reached(w);
+    }
+
+    // One of those that can continue (or that have asynchronous work, if they are the last resort), or NULL. Call under
+    // the lock.
+    Worker *take_suspended(bool (*possible)(const Worker &)) {
+        const size_t n = suspended.size();
+        size_t first = n ? next_random(random) % n : 0;
+        // Mostly the latest one, so that earlier ones fall behind.
+        if (n && settings().suspend == OFTEN && next_random(random) % 4) first = n - 1;
+        for (size_t i = 0; i < n; i++) {
+            Worker *w = suspended[(first + n - i) % n];
+            if (!possible(*w)) continue;
             suspended.erase(std::find(suspended.begin(), suspended.end(), w));
             job.suspended.erase(std::find(job.suspended.begin(), job.suspended.end(), w));
             return w;
@@ -1198,8 +1231,11 @@ struct Blocks {
         Worker *w;
         {
             std::lock_guard<Lock> hold(job.lock);
-            w = take_suspended(async_counter_reached);
-            if (!w && job.next < job.blocks && job.resident < settings().resident) {
+            const bool can_start = job.next < job.blocks && job.resident < settings().resident;
+            // Those that gave way take turns with those that have not started.
+            const bool start_now = can_start && settings().suspend == OFTEN && next_random(random) % 2;
+            w = start_now ? NULL : take_suspended(can_continue);
+            if (!w && can_start) {
                 i = job.next++;
                 job.resident++;
             } else if (!w) w = take_suspended(async_has_work);
@@ -1209,13 +1245,13 @@ struct Blocks {
         return w || i != UINT64_MAX;
     }
 
-    // No CPU thread runs a block, so only a suspended one whose counter has been reached can change anything.
+    // No CPU thread runs a block, so only a suspended one that can continue can change anything.
     void check_deadlock() {
         std::lock_guard<Lock> hold(job.lock);
         if (job.idle < job.running || job.suspended.empty()) return;
         if (job.next < job.blocks && job.resident < settings().resident) return;
         for (Worker *w : job.suspended)
-            if (async_counter_reached(*w) || async_has_work(*w)) return;
+            if (can_continue(*w) || async_has_work(*w)) return;
         worker = job.suspended[0];
         position = &worker->fibers[worker->current].position;
         die("DEADLOCK of blocks: %zu wait for counters of others, %llu of %llu have not started "
@@ -1320,7 +1356,7 @@ void run_grid(const Parameters &launch) {
         job.factor = job.blocks - 1;
         job.shift = job.blocks - 1;
     }
-    if (settings().order == RANDOM || settings().order == GREEDY) {
+    if (settings().order >= RANDOM) {
         static const uint64_t primes[] = {1000003, 1000033, 1000037, 1000039};
         uint64_t random = settings().seed;
         do job.factor = primes[next_random(random) % 4];

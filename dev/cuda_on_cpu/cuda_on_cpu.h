@@ -18,9 +18,9 @@
 namespace cuda_on_cpu {
 
 // Which thread runs next when one waits. FORWARD: the next higher number, wrapping around; REVERSE: the next lower;
-// RANDOM: any; GREEDY: the same warp for as long as it can run, then another at random. Blocks start in the
-// corresponding order.
-enum Order { FORWARD, REVERSE, RANDOM, GREEDY };
+// RANDOM: any; GREEDY: the same warp for as long as it can run, then another at random; STRAGGLER: any but one, which
+// runs only when no other can, and now and then a new one is drawn. Blocks start in the corresponding order.
+enum Order { FORWARD, REVERSE, RANDOM, GREEDY, STRAGGLER };
 
 // When a cp.async takes place: at its issue, only in the wait for it, or either, at random.
 enum Copy { AT_ISSUE, AT_WAIT, EITHER };
@@ -28,6 +28,10 @@ enum Copy { AT_ISSUE, AT_WAIT, EITHER };
 // When asynchronous work of hopper_on_cpu.h (TMA, wgmma) takes place. AT_RANDOM: at any time up to the wait for it, in
 // any order that PTX allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
 enum AsyncTime { AT_RANDOM, EARLY, LAST };
+
+// When a block is suspended for others. IN_WAITS: only when it waits for a counter; OFTEN: also whenever it has
+// committed a bulk store or advanced a counter.
+enum Suspend { IN_WAITS, OFTEN };
 
 // When a stream's work takes place. AT_ONCE: in the call; LATE: only when the host waits for something, and then from
 // random streams that can continue, until that is done; ANY_TIME: like LATE, but at random some of it is done earlier,
@@ -39,10 +43,11 @@ enum Streams { AT_ONCE, LATE, ANY_TIME };
 enum MmaSums { SUMS_NEAREST, SUMS_HOPPER };
 
 struct Settings {
-    Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy
+    Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy | straggler
     uint64_t seed;      // CUDA_ON_CPU_SEED      of everything random
     Copy copy;          // CUDA_ON_CPU_COPY      issue | wait | either
     AsyncTime async;    // CUDA_ON_CPU_ASYNC     random | issue | wait
+    Suspend suspend;    // CUDA_ON_CPU_SUSPEND   waiting | often
     Streams streams;    // CUDA_ON_CPU_STREAMS   once | late | any
     MmaSums mma;        // CUDA_ON_CPU_MMA       nearest | hopper
     bool poison;        // CUDA_ON_CPU_POISON    1: shared memory and new device memory are NaNs

@@ -775,18 +775,22 @@ void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, 
     issue(w, a, std::move(c), name, b, SWIZZLE_NONE);
 }
 
+// After a commit, other blocks may run: what was committed has not been written yet for them.
 void bulk_commit() {
-    Unseen unseen;
-    Worker &w = *worker;
-    AsyncThread &me = thread_of(async_of(w), self());
-    if (me.copier) {
-        void *context = self().context;
-        __tsan_switch_to_fiber(me.copier, 1);
-        __tsan_release(&w.meetings->bulk_done[self().number][me.bulk_commits % 16]);
-        __tsan_switch_to_fiber(context, 1);
+    {
+        Unseen unseen;
+        Worker &w = *worker;
+        AsyncThread &me = thread_of(async_of(w), self());
+        if (me.copier) {
+            void *context = self().context;
+            __tsan_switch_to_fiber(me.copier, 1);
+            __tsan_release(&w.meetings->bulk_done[self().number][me.bulk_commits % 16]);
+            __tsan_switch_to_fiber(context, 1);
+        }
+        me.bulk_commits++;
+        me.bulk_uncommitted = false;
     }
-    me.bulk_commits++;
-    me.bulk_uncommitted = false;
+    give_way();
 }
 
 void bulk_wait(unsigned groups, bool read_only, Site site) {
@@ -1384,6 +1388,7 @@ void wait_for_counter(const unsigned *counter, unsigned value, Site site) {
 void add_to_counter(unsigned *counter, unsigned n) {
     if (worker->watched) __tsan_release(counter);
     __atomic_fetch_add(counter, n, __ATOMIC_ACQ_REL);
+    give_way();
 }
 
 // ---- messages

@@ -77,10 +77,11 @@ static uint64_t processors() {
 
 static Settings from_environment() {
     Settings s;
-    s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy"});
+    s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy", "straggler"});
     s.seed = number("CUDA_ON_CPU_SEED", 1);
     s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait", "either"});
     s.async = (AsyncTime)choice("CUDA_ON_CPU_ASYNC", {"random", "issue", "wait"});
+    s.suspend = (Suspend)choice("CUDA_ON_CPU_SUSPEND", {"waiting", "often"});
     s.streams = (Streams)choice("CUDA_ON_CPU_STREAMS", {"once", "late", "any"});
     s.mma = (MmaSums)choice("CUDA_ON_CPU_MMA", {"nearest", "hopper"});
     s.poison = number("CUDA_ON_CPU_POISON", 1) != 0;

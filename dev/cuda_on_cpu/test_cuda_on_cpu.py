@@ -222,7 +222,7 @@ def test_only_watched_blocks_are_checked_for_races(programs):
 
 def test_settings_are_checked(programs):
     for settings, message in [("ORDER=backwards",
-                               "CUDA_ON_CPU_ORDER=backwards is not one of forward, reverse, random, greedy"),
+                               "CUDA_ON_CPU_ORDER=backwards is not one of forward, reverse, random, greedy, straggler"),
                               ("THREADS=two", "CUDA_ON_CPU_THREADS=two is not a whole number")]:
         r = run(programs, "plain", "help", 0, settings)
         assert r.returncode != 0 and message in r.stderr

@@ -508,7 +508,17 @@ static void wrong_leading_offset_without_swizzle(bool defect) {
 
 enum { ORDERED_BLOCKS = 8 };
 
-enum OrderedDefect { ORDERED, NO_WAIT_FOR_COUNTER, NO_ADVANCE, READ_WAIT_ONLY, LAUNCH_ORDER, TICKETS };
+enum OrderedDefect {
+    ORDERED,
+    NO_WAIT_FOR_COUNTER,
+    NO_ADVANCE,
+    READ_WAIT_ONLY,
+    // From here on, a block ends when it has added its numbers, so few blocks run at a time.
+    LAUNCH_ORDER,
+    TICKETS,
+    TICKETS_NO_WAIT,
+    TICKETS_READ_WAIT_ONLY
+};
 
 KERNEL void ordered_kernel(float *sum, unsigned *turn, unsigned *ticket, const float *x, int defect) {
     SHARED_ARRAY(float4, memory, 16);
@@ -524,10 +534,10 @@ KERNEL void ordered_kernel(float *sum, unsigned *turn, unsigned *ticket, const f
     fence_proxy_async();
     __syncthreads();
     if (threadIdx.x != 0) return;
-    if (defect != NO_WAIT_FOR_COUNTER) wait_for_counter(turn, block);
+    if (defect != NO_WAIT_FOR_COUNTER && defect != TICKETS_NO_WAIT) wait_for_counter(turn, block);
     bulk_reduce_add(sum, tile, 256);
     bulk_commit();
-    if (defect == READ_WAIT_ONLY) bulk_wait_read<0>();
+    if (defect == READ_WAIT_ONLY || defect == TICKETS_READ_WAIT_ONLY) bulk_wait_read<0>();
     else bulk_wait<0>();
     if (defect != NO_ADVANCE) add_to_counter(turn, 1);
     if (defect < LAUNCH_ORDER) wait_for_counter(turn, gridDim.x);    // all blocks have to be resident
@@ -536,8 +546,7 @@ KERNEL void ordered_kernel(float *sum, unsigned *turn, unsigned *ticket, const f
 static void ordered(int defect) {
     std::vector<float> x(ORDERED_BLOCKS * 64), expected(64, 0.0f);
     for (size_t i = 0; i < x.size(); i++) {
-        const float LARGE[] = {0, 1e8f, -1e8f, 0, 1e8f, -1e8f, 0, 0};    // sums depend on the order
-        x[i] = LARGE[i / 64] != 0 ? LARGE[i / 64] : 1.5f + 0.5f * (float)(i % 3);
+        x[i] = 1.0f / (float)(i + 1);    // rounding makes the sums depend on the order
         expected[i % 64] += x[i];
     }
     Device<float> dx(x), sum(std::vector<float>(64, 0.0f));
@@ -563,6 +572,49 @@ static void waits_for_a_block_not_resident(bool defect) {
 }
 static void order_of_launch(bool defect) {    // not guaranteed, unlike that of tickets
     ordered(defect ? LAUNCH_ORDER : TICKETS);
+}
+static void tickets_without_wait(bool defect) {
+    ordered(defect ? TICKETS_NO_WAIT : TICKETS);
+}
+static void tickets_before_writes(bool defect) {
+    ordered(defect ? TICKETS_READ_WAIT_ONLY : TICKETS);
+}
+
+// ---- a warp hands rows over to another: one lane arrives for all
+
+enum { HANDOVERS = 20 };
+
+KERNEL void handover_kernel(float *out, bool defect) {
+    SHARED_ARRAY(float, row, 32);
+    SHARED_ARRAY(Mbarrier, full, 1);
+    SHARED_ARRAY(Mbarrier, empty, 1);
+    const int lane = (int)threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 1);
+        mbarrier_init(empty, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    for (int i = 0; i < HANDOVERS; i++) {
+        if (threadIdx.x < 32) {
+            mbarrier_wait(empty, (unsigned)(i + 1) % 2);
+            row[lane] = (float)(32 * i + lane);
+            if (!defect) __syncwarp();
+            if (lane == 0) mbarrier_arrive(full);
+        } else {
+            mbarrier_wait(full, (unsigned)i % 2);
+            out[32 * i + lane] = row[lane];
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty);
+        }
+    }
+}
+
+static void missing_syncwarp_before_arrival(bool defect) {
+    Device<float> out(32 * HANDOVERS);
+    launch(handover_kernel, 1, dim3(64), 0, NULL, out.p, defect);
+    std::vector<float> got = out.host();
+    for (size_t i = 0; i < got.size(); i++) CHECK(got[i] == (float)i, "%zu is %g", i, got[i]);
 }
 
 // ---- tensor maps that CUDA refuses
@@ -641,7 +693,8 @@ PIPELINE_DEFECTS(X)
 #define CASES(X) \
     PIPELINE_DEFECTS(X) \
     X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(missing_counter_wait) X(counter_not_advanced) \
-    X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(map_stride) X(map_address) \
+    X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
+    X(tickets_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
     X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation)
 
 int main(int argc, char **argv) {

@@ -120,6 +120,9 @@ FOUND = {
     "waits_for_a_block_not_resident": (r"DEADLOCK of blocks: 7 wait .*, 1 of 8 have not started", "plain", ANY),
     "order_of_launch": (r"DEADLOCK of blocks: 2 wait .*, 6 of 8 have not started", "plain",
                         ["ORDER=reverse RESIDENT=2"]),
+    "tickets_without_wait": (WRONG, "plain", ["SUSPEND=often THREADS=1"]),
+    "tickets_before_writes": (WRONG, "plain", ["SUSPEND=often ASYNC=wait THREADS=1"]),
+    "missing_syncwarp_before_arrival": (WRONG + "|" + DEADLOCK, "plain", ["ORDER=straggler ASYNC=issue"]),
     "map_stride": (r"cuTensorMapEncodeTiled: the stride of dimension 1, 130 bytes", "plain", [DEFAULT]),
     "map_address": (r"cuTensorMapEncodeTiled: the global address .* is not aligned to 16", "plain", [DEFAULT]),
     "map_row_longer_than_swizzle": (r"cuTensorMapEncodeTiled: the box's rows have 256 bytes", "plain", [DEFAULT]),
@@ -129,8 +132,9 @@ FOUND = {
 }
 
 SETTINGS = [f"ORDER={order} ASYNC={when} SEED={seed}" for order, when, seed in itertools.product(
-    ("forward", "reverse", "random", "greedy"), ("random", "issue", "wait"), (1, 2))]
-SOME = ["", "ORDER=reverse ASYNC=wait MMA=hopper", "ORDER=random ASYNC=random SEED=7", "ORDER=greedy ASYNC=issue"]
+    ("forward", "reverse", "random", "greedy", "straggler"), ("random", "issue", "wait"), (1, 2))]
+SOME = ["", "ORDER=reverse ASYNC=wait MMA=hopper", "ORDER=random ASYNC=random SEED=7", "ORDER=greedy ASYNC=issue",
+        "ORDER=straggler ASYNC=wait SUSPEND=often"]
 
 
 def test_every_defect_is_listed(programs):

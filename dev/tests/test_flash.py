@@ -409,7 +409,11 @@ KINDS = list(on_both([
          Case("softmax", BF16, 300, 64, B=1, NH=1, documents=True), Case("lssar", BF16, 300, 64, B=1, NH=1)]))
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
+# With lssar's power of 15, bf16's bound is too wide to notice errors in the sums over a row that its gradients need.
+SMALL_POWER = on_both([Case("softplus-l1+post=reweight:1.5", BF16, 130, 48, B=1, NH=1)])
+
+
+@pytest.mark.parametrize("case", [*KINDS, *SMALL_POWER], ids=str)
 def test_kinds(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
@@ -472,13 +476,16 @@ def test_sums_in_any_order(flash, flash_with, case):
 
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_fixed_order_of_sums(flash, flash_with, case):
-    """Blocks that start in any order, few at a time or all at once, add to dq in the same order."""
+    """Blocks that start in any order, few at a time or all at once, add to dq in the same order, also if other blocks
+    run at every place where they signal, or if single threads fall behind."""
     x = inputs(case)
     fixed = by_flash(flash, case, *x)
-    for order, resident, asynchronous in (("random", "132", "random"), ("reverse", "2", "wait"),
-                                          ("forward", "1", "issue")):
-        other = flash_with(ORDER=order, RESIDENT=resident, ASYNC=asynchronous, SEED="5", THREADS="4")
-        assert same(by_flash(other, case, *x), fixed), order
+    for settings in ({"ORDER": "random", "ASYNC": "random", "THREADS": "4"},
+                     {"ORDER": "reverse", "ASYNC": "wait", "THREADS": "4", "RESIDENT": "2"},
+                     {"ORDER": "forward", "ASYNC": "issue", "THREADS": "4", "RESIDENT": "1"},
+                     {"ORDER": "straggler", "ASYNC": "issue", "THREADS": "1"},
+                     {"ORDER": "forward", "ASYNC": "wait", "THREADS": "1", "SUSPEND": "often"}):
+        assert same(by_flash(flash_with(SEED="5", **settings), case, *x), fixed), settings
 
 
 def test_the_last_rows_alone(flash):
