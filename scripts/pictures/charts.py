@@ -97,24 +97,20 @@ def positive_axis(axes, values, wide=8):
 
 
 def mark_trained(axes, series, end=math.inf):
-    """A dashed line at each training length up to `end`. If the lengths differ, each mark names its series, and a note
-    at the right edge names those that were trained beyond `end`."""
+    """A dashed line at each training length up to `end`. If the lengths differ, returns the lines that say below the
+    axis which series has which length, otherwise ""."""
     owners = {}
     for s in series:
         owners.setdefault(s.L, []).append(s.label)
-
-    def say(text, x, coordinates):
-        axes.annotate(textwrap.fill(text, 44), (x, 0.98), (-3, 0), xycoords=coordinates, textcoords="offset points",
-                      rotation=90, ha="right", va="top", fontsize=8, alpha=MUTED, zorder=5)
-    several = len(owners) > 1
-    named = {L: f"{L:,}" + f": {'; '.join(labels)}" * several for L, labels in sorted(owners.items())}
-    for L, text in named.items():
+    for L in sorted(owners):
         if L <= end:
             axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-            say(f"trained at {text}", L, ("data", "axes fraction"))
-    beyond = [text for L, text in named.items() if L > end]
-    if beyond and several:
-        say(f"trained beyond this axis, at {'; '.join(beyond)}", 1, "axes fraction")
+            axes.annotate(f"trained at {L:,}" + ", see below" * (len(owners) > 1), (L, 0.98), (-3, 0),
+                          xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="right",
+                          va="top", fontsize=8, alpha=MUTED, zorder=5)
+    lines = [f"trained at {L:,}{', beyond this axis' * (L > end)}: {'; '.join(labels)}"
+             for L, labels in sorted(owners.items())]
+    return "".join("\n" + textwrap.fill(line, 60) for line in lines) if len(owners) > 1 else ""
 
 
 def layer_axis(axes, layers):
