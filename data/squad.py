@@ -71,7 +71,7 @@ def first_answer(question, where):
 def questions(file):
     """(context, question, answer) of every question in a file, in order."""
     try:
-        whole = json.loads(sources.decode(b"".join(sources.chunks(file))))
+        whole = json.loads(sources.decode(b"".join(sources.chunks(file))).removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         raise DataError(INPUT, f"{file.name}: not valid JSON: {sources.first_line(error)}.") from None
     for a, article in enumerate(member(whole, "data", list, file.name)):
@@ -127,17 +127,24 @@ def report(writer, max_tokens):
 
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "squad", 0.0, marks=False)
-    parser.add_argument("--json", nargs="+", metavar="FILE",
+    parser.add_argument("--json", nargs="+", action="extend", metavar="FILE",
                         help="files to train on, such as train-v2.0.json, instead of a download")
-    parser.add_argument("--val-json", nargs="+", metavar="FILE", default=[],
-                        help="files to validate on, such as dev-v2.0.json; --val-fraction takes a part of the "
-                             "paragraphs instead")
-    parser.add_argument("--version", choices=("2.0", "1.1"), default="2.0", help="the version to download")
+    parser.add_argument("--val-json", nargs="+", action="extend", metavar="FILE",
+                        help="files to validate on, such as dev-v2.0.json, with --json; --val-fraction takes a part of "
+                             "the paragraphs instead")
+    parser.add_argument("--version", choices=("2.0", "1.1"),
+                        help="the version to download (default 2.0), without --json")
     parser.add_argument("--max-tokens", type=shards.count, default=1024,
                         help="longest example, without the end-of-text after its answer: the trainer's --seq-len")
     args = parser.parse_args()
+    if args.val_json and not args.json:
+        parser.error("--val-json without --json: a download has a validation file of its own. To use your own files, "
+                     "pass those to train on with --json, too; to use the download, drop --val-json")
+    if args.version and args.json:
+        parser.error("--version with --json: --version chooses a download, and the version of your own files is read "
+                     "from them. Drop --version, or drop --json to download")
     if not args.json:
-        parts = (URL.format(part, args.version) for part in ("train", "dev"))
+        parts = (URL.format(part, args.version or "2.0") for part in ("train", "dev"))
         args.json, args.val_json = ([sources.download(url, "--json")] for url in parts)
     files, val_files = (sources.local_files(paths) if paths else [] for paths in (args.json, args.val_json))
     tokenizer = vocabulary.load(args.tokenizer)

@@ -145,7 +145,9 @@ def number(x, sign=False):
 
 
 def spread_text(numbers, every=None):
-    """The mean, with the deviation over `every` number of the row (default: these) and how many they are."""
+    """The mean of some seeds' numbers. With several seeds in `every` number of the row (default: these), also their
+    deviation and how many they are: of the same numbers as "mean ± deviation (seeds)", and of others, whose mean is
+    another one, as "mean (seeds: mean ± deviation)"."""
     numbers = list(numbers)
     every = numbers if every is None else list(every)
     if not numbers:
@@ -153,8 +155,10 @@ def spread_text(numbers, every=None):
     bad = sum(map(math.isinf, every))
     if bad:
         return "diverged" if len(every) == 1 else f"diverged ({bad} of {len(every)})"
-    text = number(statistics.fmean(numbers))
-    return f"{text} ± {deviation(every):.4f} ({len(every)})" if len(every) > 1 else text
+    text, spread = number(statistics.fmean(numbers)), f"{deviation(every):.4f}"
+    if len(every) > len(numbers):
+        return f"{text} ({len(every)} seeds: {number(statistics.fmean(every))} ± {spread})"
+    return f"{text} ± {spread} ({len(every)})" if len(every) > 1 else text
 
 
 def sides_of(plan, claim):
@@ -712,8 +716,8 @@ def sections(plan, failed):
         note = ("The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
                 "seeds. Below twice the spread, a claim is undecided; with one seed, there is no verdict.")
         yield "Claims", [claims_table(plan)], [], [note]
-    note = ("Numbers of rows are means over the seeds that all of them have. Where a row has more seeds, ± is the "
-            "standard deviation over all of these, and their number follows. Differences and ranks compare rows seed "
+    note = ("Numbers of rows are means over the seeds that all of them have. Where a row has more seeds, the mean and "
+            "the standard deviation over all of these follow in parentheses. Differences and ranks compare rows seed "
             "by seed.")
     several = any(len(row.seeds) > 1 for row in grid.rows.values())
     yield "Training", training_tables(plan), ["curves", "final", "scalars"], [note] * several

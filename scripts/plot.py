@@ -26,6 +26,10 @@ class Refused(Exception):
     """A run that cannot be plotted; the text says why and what to do."""
 
 
+class NoStep(Refused):
+    """A run that has not finished its first step."""
+
+
 # ---------------------------------------------------------------- reading
 
 def read_metrics(run):
@@ -45,7 +49,7 @@ def read_metrics(run):
             raise Refused(f"{path}: line {number}: expected a JSON object with step and tokens, found {line[:60]!r}. "
                           "Remove the line, or resume the run, which rewrites the file.")
     if not lines:
-        raise Refused(f"{path}: no complete line yet. The trainer writes the first one after its first step.")
+        raise NoStep(f"{path}: no complete line yet. The trainer writes the first one after its first step.")
     return lines
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import plot
 from pictures import attention, charts, page, results, tasks
+from pictures.results import shown
 
 # Flags that say nothing about the result.
 SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "graphs", "matmuls"}
@@ -37,14 +38,35 @@ def duration(seconds):
     return f"{seconds / size:.1f} {name}"
 
 
-def shown(value):
-    """A flag's value as it is typed."""
-    if isinstance(value, bool):
-        return str(int(value))
-    return "–" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+# ---------------------------------------------------------------- flags
+
+def flag_tables(names, arguments, same, others, made=()):
+    """The flags that differ, and the rows `made` and all other flags folded away under the title "All other OTHERS".
+    arguments: for each of `names` its flags; same: those that are never compared."""
+    keys = dict.fromkeys(key for flags in arguments for key in flags)
+    rows = {key: [f"--{key}", *(shown(flags.get(key)) for flags in arguments)] for key in keys}
+    differ = results.differing(arguments, same)
+    folded = [*made, *(row for key, row in rows.items() if key not in differ)]
+    wrap = {(i, j): "wrap text" if i >= 0 else "text"
+            for i in range(-1, len(folded) + len(keys)) for j in range(1, len(names) + 1)}
+    out = ""
+    if differ:
+        out += "<h3>Flags that differ</h3>\n" + page.table(["", *names], [rows[key] for key in differ], wrap)
+    if folded:
+        title = f"All other {others}" if differ else others.capitalize()
+        out += f"<details><summary>{title}</summary>\n{page.table(['', *names], folded, wrap)}</details>\n"
+    return out
 
 
 # ---------------------------------------------------------------- runs
+
+def has_step(folder):
+    """Has this run finished a step?"""
+    try:
+        return (Path(folder) / "metrics.jsonl").exists() and bool(plot.read_metrics(folder))
+    except plot.NoStep:
+        return False
+
 
 def last_normalizer(run):
     """The normalizer that a run has now, according to its lineage, or else its flags."""
@@ -59,7 +81,10 @@ def shape_of(arguments):
 
 
 def summary_row(folder, name, run):
-    lines, arguments = plot.read_metrics(folder), run.get("arguments", {})
+    arguments = run.get("arguments", {})
+    if not has_step(folder):
+        return [name, last_normalizer(run), shape_of(arguments), "no step yet", *[""] * (len(SUMMARY) - 4)]
+    lines = plot.read_metrics(folder)
     finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)]
               for key in ("loss", "val_loss", "grad_norm")}
     clip = arguments.get("grad-clip") or math.inf
@@ -75,19 +100,11 @@ SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "loss", "validation"
 
 
 def configuration(names, runs):
-    """The flags: those that differ, and the others folded away."""
+    """The flags, and what the runs were made with."""
     arguments = [dict(run.get("arguments", {})) for run in runs]
     for flags in arguments:
         if flags.get("init-from"):      # the default of --model did not apply
             flags["model"] = None
-    keys = dict.fromkeys(key for flags in arguments for key in flags)
-    rows = {key: [f"--{key}", *(shown(flags.get(key)) for flags in arguments)] for key in keys}
-    differ = [key for key in keys if len(set(rows[key][1:])) > 1 and key not in SAME]
-    wrap = {(i, j): "wrap text" if i >= 0 else "text" for i in range(-1, len(keys)) for j in range(1, len(names) + 1)}
-    out = ""
-    if differ:
-        out += "<h3>Flags that differ</h3>\n" + page.table(["", *names], [rows[key] for key in differ], wrap)
-    rest = [key for key in keys if key not in differ]
     made = [["version, commit", *(f"{run.get('version', '?')}, {run.get('commit', '?')}" for run in runs)],
             ["program", *(str(run.get("program", "?")) for run in runs)],
             ["ranks", *(str(run.get("processes", "?")) for run in runs)]]
@@ -95,10 +112,7 @@ def configuration(names, runs):
         texts = [run.get("data", {}).get(which) for run in runs]
         made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} files" if data
                                         else "–" for data in texts)])
-    wrap |= {(i, j): "wrap text" for i in range(len(made) + len(rest)) for j in range(1, len(names) + 1)}
-    name = "All other flags, versions and data" if differ else "Flags, versions and data"
-    table = page.table(["", *names], [*made, *(rows[key] for key in rest)], wrap)
-    return out + f"<details><summary>{name}</summary>\n{table}</details>\n"
+    return flag_tables(names, arguments, SAME, "flags, versions and data", made)
 
 
 def lineage(names, runs):
@@ -153,10 +167,14 @@ def about_runs(folders, colors):
               zip(names, runs, plot.run_colors(len(folders)))]
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
+    found = [("Runs", page.table(SUMMARY, rows, left) + configuration(names, runs) + lineage(names, runs))]
+    started = [each for each in zip(folders, names, chosen) if has_step(each[0])]
+    if not started:
+        return found
+    folders, names, chosen = zip(*started)
     drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, chosen)]
     legend = page.legend([(name, color, "-") for name, color in zip(names, chosen)])
-    found = [("Runs", page.table(SUMMARY, rows, left) + configuration(names, runs) + lineage(names, runs)),
-             ("Training", legend + page.panels(drawn, "training"))]
+    found.append(("Training", legend + page.panels(drawn, "training")))
     scalars = scalar_panels(folders, names)
     if scalars:
         about = "<p>Lines: means over the heads of a layer; bands: from the least to the largest head.</p>\n"
@@ -166,26 +184,28 @@ def about_runs(folders, colors):
 
 # ---------------------------------------------------------------- evaluations
 
-def length_table(series, key, digits, largest=False):
-    """A row for each series, a column for each length; the best of a column is marked, and where lengths go beyond the
-    one trained at."""
+def length_table(series, key, digits, largest=False, more=None):
+    """A row for each series, a column for each length; the best of a column, the least number or with `largest` the
+    largest one, is marked, and where lengths go beyond the one trained at. more: {title: texts} of further columns
+    before those of the lengths."""
+    more = {"trained at": [f"{s.L:,}" for s in series]} | (more or {})
     lengths = sorted({int(row["seq_len"]) for s in series for row in s.rows})
     cells = {(i, int(row["seq_len"])): results.number(row[key]) for i, s in enumerate(series) for row in s.rows}
-    rows = [[s.label, f"{s.L:,}", *(digits(cells[i, T]) if (i, T) in cells else "" for T in lengths)]
-            for i, s in enumerate(series)]
-    classes = {}
-    for j, T in enumerate(lengths, 2):
+    rows = [[s.label, *(texts[i] for texts in more.values()),
+             *(digits(cells[i, T]) if (i, T) in cells else "" for T in lengths)] for i, s in enumerate(series)]
+    classes, first = {}, 1 + len(more)
+    for j, T in enumerate(lengths, first):
         column = {i: cells[i, T] for i in range(len(series)) if math.isfinite(cells.get((i, T), math.nan))}
         best = (max if largest else min)(column.values(), default=None)
         for i, value in column.items():
             if value == best and len(set(column.values())) > 1:
                 classes[i, j] = "best"
     if len({s.L for s in series}) == 1:
-        beyond = next((j for j, T in enumerate(lengths, 2) if T > series[0].L), None)
+        beyond = next((j for j, T in enumerate(lengths, first) if T > series[0].L), None)
         if beyond:
             for i in range(-1, len(series)):
                 classes[i, beyond] = (classes.get((i, beyond), "") + " beyond").strip()
-    return page.table(["", "trained at", *(f"{T:,}" for T in lengths)], rows, classes)
+    return page.table(["", *more, *(f"{T:,}" for T in lengths)], rows, classes)
 
 
 def about_losses(series):
@@ -195,14 +215,21 @@ def about_losses(series):
 
 
 def about_positions(series):
-    return ("<p>The running mean over positions from t/1.12 to 1.12 t. "
+    return (f"<p>The running mean over positions from t/{tasks.WINDOW:g} to {tasks.WINDOW:g} t. "
             "Behind a single curve: the loss at each position.</p>\n"
             + page.legend(charts.legend_of(series)) + page.panels(tasks.position_panels(series), "positions"))
 
 
+def needles(s):
+    """How many needles a series has at each length."""
+    counts = [len(row["trials"]) for row in s.rows]
+    return " to ".join(dict.fromkeys(f"{count:,}" for count in (min(counts), max(counts))))
+
+
 def about_needles(series):
     return ("<h3>Needles found, mean over depths</h3>\n"
-            + length_table(series, "right", lambda x: f"{100 * x:.1f} %", largest=True)
+            + length_table(series, "right", lambda x: f"{100 * x:.1f} %", largest=True,
+                           more={"needles per length": [needles(s) for s in series]})
             + "<h3>By depth, percent</h3>\n" + page.panels(tasks.found_panels(series), "found")
             + page.legend(charts.legend_of(series)) + page.panels(tasks.head_panels(series), "heads")
             + "<h3>The best needle score of each trial, ranked</h3>\n"
@@ -256,21 +283,23 @@ def read_evaluations(folders):
 
 
 def settings(series):
-    """What all series of a section have in common, and where they are from."""
-    common = results.label(series)
-    folders = ", ".join(f"<code>{escape(str(folder))}</code>" for folder in dict.fromkeys(s.folder for s in series))
+    """What all series of a section have in common, where they are from, and how they were made."""
+    common, flags = results.label(series), results.flags_of(series)
+    folders = ", ".join(f"<code>{escape(str(folder))}</code>" for folder in flags)
     about = f"{escape(common)}. " if common else f"{escape(series[0].full_name)}. " if len(series) == 1 else ""
-    return f'<p class="muted">{about}From {folders}.</p>\n'
+    return (f'<p class="muted">{about}From {folders}.</p>\n'
+            + flag_tables(plot.names(flags), flags.values(), results.SHOWN_ANYWAY, "flags"))
 
 
 # ---------------------------------------------------------------- the page
 
 def report(folders, title):
-    runs = [folder for folder in folders if (Path(folder) / "metrics.jsonl").exists()]
+    runs = [folder for folder in folders
+            if any((Path(folder) / name).exists() for name in ("run.json", "metrics.jsonl"))]
     evaluations = [folder for folder in folders if (Path(folder) / "eval.json").exists()]
     for folder in folders:
         if folder not in runs and folder not in evaluations:
-            raise plot.Refused(f"{folder}: neither a run (metrics.jsonl) nor an evaluation (eval.json).")
+            raise plot.Refused(f"{folder}: neither a run (run.json, metrics.jsonl) nor an evaluation (eval.json).")
     found, colors = read_evaluations(evaluations)
     sections = about_runs(runs, colors) if runs else []
     for task, series in found.items():
@@ -289,6 +318,13 @@ def main():
                         help="the page (default report.html)")
     parser.add_argument("--title", help="the page's title (default: the folders' names)")
     options = parser.parse_args()
+    if options.out.is_dir():
+        parser.error(f"--out {options.out}: this is a folder; expected a file, such as {options.out / 'report.html'}")
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: cannot create the folder {options.out.parent} ({error.strerror}). Pass a "
+                     "path in a folder that can be written")
     try:
         title = options.title or ", ".join(dict.fromkeys(plot.names(options.folders)))
         options.out.write_text(report(list(dict.fromkeys(options.folders)), title))

@@ -8,6 +8,7 @@ runs lm_eval and writes lm_eval.json again. PYTHON is an interpreter that has lm
 import hashlib
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -173,6 +174,16 @@ def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
         path = write_questions(tmp_path / f"{name}.jsonl", [(question,)])
         found.append(evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"][0])
     assert found[0] == found[1] and found[0]["acc_stderr"] is None      # of one question
+
+
+def test_the_questions_of_the_documentation(model_of, tmp_path):
+    """doc/evaluation.md shows a line of each format."""
+    text = (Path(__file__).resolve().parents[2] / "doc/evaluation.md").read_text()
+    lines = re.search(r"```json\n(\{\"activity_label.*?)```", text, re.S)[1].splitlines()
+    assert ["endings" in line for line in lines] == [True, False]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines) + "\n")
+    _, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", tmp_path / "q.jsonl")
+    assert result["results"][0]["questions"] == 2
 
 
 def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):

@@ -330,6 +330,22 @@ def test_what_is_kept_of_other_tasks():
     assert grid_parts.other_values(report) == {"sum": {"plain": 0.5, "end-of-text": 1.5, "mean": 1.0}}
 
 
+def test_only_the_other_normalizers_rows_are_kept():
+    """An evaluation with `attn` also has rows under the checkpoint's own normalizer."""
+    def report(**rows):
+        return {"models": [{"lineage": [{"event": "attn-switch", "from": "softmax", "attn": "ssmax"}]}],
+                "results": [{"attn": attn} | row for attn, row in rows.items()]}
+    assert grid_parts.other_values(report(softmax={"seq_len": 8, "right": 0.1, "depths": [{"depth": 10, "right": 0.1}]},
+                                          ssmax={"seq_len": 8, "right": 0.9, "depths": [{"depth": 10, "right": 0.9}]})
+                                   )["right"] == {"8": 0.9, "mean": 0.9, "8 at 10 %": 0.9}
+    attention = {attn: {"leading_end_of_text": False, "layers": [{"heads": [{"sum": x}]}]}
+                 for attn, x in (("softmax", 1.0), ("ssmax", 0.5))}
+    assert grid_parts.other_values(report(**attention)) == {"sum": {"plain": 0.5, "mean": 0.5}}
+    assert grid_parts.other_values(report(softmax={"acc": 0.2}, ssmax={"acc": 0.6})) == {"acc": {"mean": 0.6}}
+    losses = {attn: {"seq_len": 8, "loss": x, "all_zero_rows": 0.0} for attn, x in (("ssmax", 3.0), ("softmax", 4.0))}
+    assert grid_parts.loss_values(report(**losses))["loss"] == {"8": 3.0}
+
+
 # ---------------------------------------------------------------- claims
 
 def judged(tmp_path, monkeypatch, ours, values, more="", seeds=(1, 2, 3), diverged=()):
@@ -443,8 +459,10 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
     plan = reported(tmp_path, UNEVEN, head='sort = "loss"')
     table, = grid_report.training_tables(plan)
     assert [row[:4] for row in table.rows] == [
-        ["1. lssa", "4.9800", "-0.0200", "4.98"], ["2. softmax", "5.0000 ± 0.5292 (3)", "+0.0000", "5"],
-        ["3. ssmax", "4.9900 ± 0.4899 (3)", "+0.0633 ± 0.0635 (3)", "4.99"], ["4. exp", "diverged", "", ""]]
+        ["1. lssa", "4.9800", "-0.0200", "4.98"],
+        ["2. softmax", "5.0000 (3 seeds: 4.6000 ± 0.5292)", "+0.0000", "5"],
+        ["3. ssmax", "4.9900 (3 seeds: 4.6633 ± 0.4899)", "+0.0633 ± 0.0635 (3)", "4.99"],
+        ["4. exp", "diverged", "", ""]]
     axes = grid_report.final_picture(plan).axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([-0.02, 0, 0.19 / 3, 0])
     assert [text.get_text() for text in axes.texts] == [" 4.980", " 5.000", " 4.990", " diverged"]
@@ -482,8 +500,8 @@ def test_a_grid_without_a_seed_in_common_shows_first_seeds(tmp_path):
 def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
     plan = reported(tmp_path, UNEVEN)
     rows = {row[0]: row[1:] for table in grid_report.eval_tables(plan, plan.grid.evals) for row in table.rows}
-    assert rows == {"softmax": ["6.0000 ± 0.5292 (3)"] * 3, "ssmax": ["5.9900 ± 0.4899 (3)"] * 3,
-                    "lssa": ["5.9800"] * 3, "exp": ["diverged"] * 3}
+    assert rows == {"softmax": ["6.0000 (3 seeds: 5.6000 ± 0.5292)"] * 3,
+                    "ssmax": ["5.9900 (3 seeds: 5.6633 ± 0.4899)"] * 3, "lssa": ["5.9800"] * 3, "exp": ["diverged"] * 3}
     axes, = grid_report.lengths_picture(plan, "lengths", plan.grid.evals).axes
     assert axes.get_title(loc="left") == "B", "softmax is dashed there, and has no panel of its own"
     drawn = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) == 3}

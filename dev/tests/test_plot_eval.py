@@ -29,10 +29,10 @@ LAYERS, HEADS, L = 2, 3, 64
 # ---------------------------------------------------------------- data
 
 def write(folder, task, rows, models=(("a", "softmax"),), **arguments):
-    """An eval.json; models: (name, its own normalizer)."""
+    """An eval.json; models: (name, its own normalizer) and, unless it is L, the training length."""
     folder.mkdir(parents=True, exist_ok=True)
-    described = [{"name": name, "checkpoint": f"/runs/{name}", "attn": attn, "trained_seq_len": L}
-                 for name, attn in models]
+    described = [{"name": name, "checkpoint": f"/runs/{name}", "attn": attn, "trained_seq_len": (*length, L)[0]}
+                 for name, attn, *length in models]
     (folder / "eval.json").write_text(json.dumps({"task": task, "files": [], "arguments": arguments,
                                                   "models": described, "results": rows}))
     return folder
@@ -231,6 +231,35 @@ def test_the_first_positions_do_not_flatten_the_rest(tmp_path):
     rows[0]["loss_by_position"] = [50.0] * 4 + [3.0 + t / 1020 for t in range(1020)]
     axes = panel(figures(write(tmp_path, "positions", rows))["positions"], "Loss")
     assert axes.get_ylim()[1] < 5 and "axis truncated: earlier ones reach 50.00" in axes.get_xlabel()
+
+
+def test_what_the_axis_of_losses_leaves_out(tmp_path):
+    """Early positions may lie above the axis, below it, or both."""
+    for early, said in (([0.5] * 4, "earlier ones fall to 0.50)"), ([9.0] * 4, "earlier ones reach 9.00)"),
+                        ([9.0, 9.0, 0.5, 0.5], "earlier ones reach 9.00 and fall to 0.50)"), ([3.5] * 4, None)):
+        rows = position_rows(1024)
+        rows[0]["loss_by_position"] = early + [3.0 + t / 1020 for t in range(1020)]
+        axes = panel(figures(write(tmp_path, "positions", rows))["positions"], "Loss")
+        assert axes.get_xlabel() == "position" + (f" (axis truncated: {said}" if said else "")
+
+
+def test_marks_of_different_training_lengths_name_their_models(tmp_path):
+    """Otherwise a mark would seem to be about every curve beside it."""
+    models = [("a", "softmax", 128), ("b", "softmax", 32), ("c", "softmax", 32)]
+    positions = [row | {"model": name} for name, *_ in models for row in position_rows(100)]
+    axes = panel(figures(write(tmp_path / "p", "positions", positions, models))["positions"], "Loss")
+    assert texts(axes) == ["trained at 32, see below"]
+    assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b; c", "trained at 128, beyond this axis: a"]
+    assert [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2] == [32]
+    axes = panel(figures(write(tmp_path / "l", "loss", loss_rows("a") + loss_rows("b"), models[:2]))["lengths"], "Loss")
+    assert texts(axes) == ["trained at 32, see below", "trained at 128, see below"]
+    assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b", "trained at 128: a"]
+
+
+def test_the_stated_window_of_the_running_mean(tmp_path):
+    said = "from t/1.12 to 1.12 t"
+    assert said in (ROOT / "doc/reports.md").read_text() and tasks.WINDOW == 1.12
+    assert said in report.report([str(folder_of("positions", tmp_path))], "t")
 
 
 # ---------------------------------------------------------------- needle
@@ -500,6 +529,13 @@ def test_learned_scalars(tmp_path):
     assert n[-1] == pytest.approx(4 * L) and scale[4].get_ydata() == pytest.approx(1.2 * np.log(n) - 1.1)
 
 
+def test_the_legend_of_scales_covers_no_line(tmp_path):
+    figure = figures(write(tmp_path, "scores", score_rows(), [("a", "ssmax-bias")]))["scores"]
+    figure.draw_without_rendering()
+    axes = panel(figure, "Scale × √d")
+    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+
+
 def test_pn_and_its_fit(tmp_path):
     row = score_rows()[0] | {"attn_pn": [0.25 * math.log(n) + 0.5 for n in range(1, L + 1)]}
     figure = figures(write(tmp_path, "scores", [row], [("a", "ssmax-pn")]))["scores"]
@@ -548,6 +584,24 @@ def test_labels_are_what_differs(tmp_path):
     assert labels(write(tmp_path / "z", "loss", loss_rows())) == ["a, softmax"]
 
 
+def test_labels_are_the_flags_that_differ(tmp_path):
+    """One or two flags with short values; otherwise the folders."""
+    def labels_with(*each, **more):
+        return labels(*(write(tmp_path / f"e{i}", "loss", loss_rows(), seed=1, out=f"e{i}", threads=i, **flags | more)
+                        for i, flags in enumerate(each)))
+    ntk, none = {"rope-scaling": "ntk"}, {"rope-scaling": None}
+    assert labels_with(none, ntk) == ["without --rope-scaling", "--rope-scaling ntk"]
+    assert labels_with({"rope-theta": 0}, {"rope-theta": 500000}) == ["without --rope-theta", "--rope-theta 500000"]
+    assert labels_with({"doc-mask": False}, {"doc-mask": True}) == ["without --doc-mask", "--doc-mask"]
+    assert labels_with(ntk | {"samples": 2}, none | {"samples": 3}) == ["--rope-scaling ntk, --samples 2",
+                                                                        "without --rope-scaling, --samples 3"]
+    folders = ["e0", "e1"]
+    assert labels_with({}, {}) == folders, "only the folders differ"
+    assert labels_with({"data": "a" * 60}, {"data": "b" * 60}) == folders, "too long"
+    assert labels_with({"x": 1, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}) == folders, "too many"
+    assert labels_with(ntk, none, none) == [*folders, "e2"], "they do not tell all apart"
+
+
 def test_several_folders_in_one_picture(tmp_path):
     folders = [write(tmp_path / name, "needle", [row | {"model": name} for row in needle_rows()], [(name, "softmax")])
                for name in "ab"]
@@ -591,7 +645,7 @@ def test_broken_files_are_named(name, tmp_path):
 def test_folders_without_results_and_different_tasks(tmp_path):
     (tmp_path / "empty").mkdir()
     for script, said in (("plot_eval.py", "eval.json: No such file"),
-                         ("report.py", "neither a run (metrics.jsonl) nor an evaluation")):
+                         ("report.py", "neither a run (run.json, metrics.jsonl) nor an evaluation (eval.json)")):
         result = command(script, tmp_path / "empty", *(["--out", tmp_path / "x.html"] if script == "report.py" else []))
         assert result.returncode == 3 and said in result.stderr and "Traceback" not in result.stderr
     result = command("plot_eval.py", folder_of("loss", tmp_path / "a"), folder_of("needle", tmp_path / "b"),
@@ -727,7 +781,7 @@ def test_the_reports_tables(whole_report):
     assert losses_found[1:] == [["softmax", "64", "3.0000", "3.1250", "3.2500"],
                                 ["ssmax (untrained)", "64", "3.1000", "3.2250", "3.3500"]]
     assert rows_of(whole_report, "<h3>Perplexity</h3>")[1][2] == f"{math.exp(3):.5g}"
-    assert rows_of(whole_report, "Needles found, mean over depths")[1][2:] == ["50.0 %", "50.0 %"]
+    assert rows_of(whole_report, "Needles found, mean over depths")[1][2:] == ["4", "50.0 %", "50.0 %"]
     assert rows_of(whole_report, ">Multiple choice</h2>")[1] == ["a, softmax", "3", "0.3333 ± 0.0500",
                                                                  "0.6667 ± 0.0500"]
 
@@ -736,6 +790,67 @@ def test_the_best_of_a_column_is_marked(whole_report):
     table = re.search(r"<table>.*?</table>", whole_report[whole_report.index("<h3>Loss, nats"):], re.S)[0]
     softmax, ssmax = re.findall(r"<tr>(.*?)</tr>", table.partition("<tbody>")[2], re.S)
     assert softmax.count("best") == 3 and ssmax.count("best") == 0 and softmax.count("beyond") == 1
+
+
+def best_cells(text, heading):
+    """The texts of the marked cells of the first table after a heading."""
+    table = re.search(r"<table>.*?</table>", text[text.index(heading):], re.S)[0]
+    return re.findall(r"<td class='best[^>]*>(.*?)</td>", table)
+
+
+def test_the_best_of_losses_is_the_least_and_of_needles_the_largest(tmp_path):
+    losses = loss_rows() + loss_rows(attn="ssmax", start=2.5)
+    found = [row | {"right": right} for rows, right in ((needle_rows(), 0.25), (needle_rows(attn="ssmax"), 0.75))
+             for row in rows]
+    text = report.report([str(write(tmp_path / "l", "loss", losses)), str(write(tmp_path / "n", "needle", found))], "t")
+    assert best_cells(text, "<h3>Loss, nats per token</h3>") == ["2.5000", "2.6250", "2.7500"]
+    assert best_cells(text, "<h3>Perplexity</h3>") == [f"{math.exp(x):.5g}" for x in (2.5, 2.625, 2.75)]
+    assert best_cells(text, "Needles found, mean over depths") == ["75.0 %", "75.0 %"]
+
+
+def test_the_flags_of_evaluations(tmp_path):
+    """Those that differ come first; all others are folded away."""
+    common = {"model": "a", "samples": 2, "seed": 7, "picture": True, "rope-theta": 0}
+    folders = [str(write(tmp_path / name, "needle", needle_rows(), **common | {"rope-scaling": scaling, "out": name}))
+               for name, scaling in (("plain", None), ("ntk", "ntk"))]
+    text = report.report(folders, "t")
+    assert rows_of(text, "Flags that differ") == [["", "plain", "ntk"], ["--rope-scaling", "–", "ntk"]]
+    others = {row[0]: row[1:] for row in rows_of(text, "<summary>All other flags</summary>")[1:]}
+    assert others["--seed"] == ["7", "7"] and others["--out"] == ["plain", "ntk"]
+    assert others["--rope-theta"] == ["–", "–"] and "--rope-scaling" not in others
+    head, *rows = rows_of(text, "Needles found, mean over depths")
+    assert head[:3] == ["", "trained at", "needles per length"]
+    assert [row[:3] for row in rows] == [["without --rope-scaling", "64", "4"], ["--rope-scaling ntk", "64", "4"]]
+    text = report.report(folders[:1], "t")
+    assert "Flags that differ" not in text and ["--seed", "7"] in rows_of(text, "<summary>Flags</summary>")
+
+
+@pytest.mark.parametrize("metrics", [None, "", '{"step": 1, "tok'])
+def test_a_run_without_a_step_is_reported(tmp_path, metrics):
+    started, empty = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=1e-3)
+    (empty / "metrics.jsonl").unlink()
+    if metrics is not None:
+        (empty / "metrics.jsonl").write_text(metrics)
+    text = report.report([str(started), str(empty)], "t")
+    head, _, row = rows_of(text, ">Runs</h2>")
+    assert dict(zip(head, row))["steps"] == "no step yet" and len(row) == len(head) and row[:3] == ["b", "ssmax", "15M"]
+    assert rows_of(text, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
+    legend = re.search(r'<ul class="legend">.*?</ul>', text, re.S)[0]
+    assert 'id="training"' in text and re.findall(r"([^>]+)</li>", legend) == ["a"]
+    alone = report.report([str(empty)], "t")
+    assert "no step yet" in alone and "--lr" in alone and 'id="training"' not in alone
+
+
+def test_where_the_report_goes(tmp_path, monkeypatch):
+    """A folder that is missing is created. What cannot be written is refused before anything is drawn."""
+    run_folder = make_run(tmp_path / "a")
+    assert command("report.py", run_folder, "--out", tmp_path / "new/er/r.html").returncode == 0
+    assert (tmp_path / "new/er/r.html").exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(report, "report", lambda *_: pytest.fail("drawn"))
+    for out, said in (tmp_path, "this is a folder; expected a file"), (tmp_path / "file/r.html", "cannot create"):
+        result = command("report.py", run_folder, "--out", out)
+        assert result.returncode == 2 and f"--out {out}: {said}" in " ".join(result.stderr.split())
 
 
 def test_a_run_alone_is_reported(tmp_path):

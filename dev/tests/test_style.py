@@ -18,6 +18,8 @@ def tracked(*patterns):
 
 SOURCES = tracked("*.c", "*.h", "*.cu", "*.cuh", "*.cpp")
 PYTHON = tracked("*.py")
+MARKDOWN = tracked("*.md")
+EXEMPT = ("|", "#", "![", "[![", "<!--")     # a table's row, a heading, an image, a comment
 
 
 def test_format():
@@ -29,7 +31,8 @@ def test_format():
 
 def test_columns():
     """clang-format breaks neither comments nor strings. In C, a message that is printed as one line may be longer, and
-    so may the rows of a table, between clang-format off and on or in a macro. Nothing in Python may be longer."""
+    so may the rows of a table, between clang-format off and on or in a macro. Nothing in Python may be longer. In
+    Markdown, only what cannot be broken may be."""
     long = []
     for path in [*SOURCES, *PYTHON]:
         table = False
@@ -38,7 +41,31 @@ def test_columns():
             spared = path in SOURCES and (table or line.rstrip().endswith("\\") or '"' in line)
             if len(line) > 120 and not spared:
                 long.append(f"{path}:{number}: {len(line)} columns")
-    assert len(PYTHON) > 90 and not long, "\n".join(long)
+    for path in MARKDOWN:
+        long += [f"{path}:{number}: {len(line)} columns" for number, line in prose((ROOT / path).read_text())
+                 if len(line) > 120]
+    assert len(PYTHON) > 90 and len(MARKDOWN) > 15 and not long, "\n".join(long)
+
+
+def prose(text):
+    """(number, line) of a Markdown text's prose: all but tables, code blocks, headings, images and lines with a URL
+    that would be long alone."""
+    code = indented = empty = False
+    for number, line in enumerate(text.splitlines(), 1):
+        bare = line.strip().removeprefix("- ")
+        indented = (indented or empty) and line.startswith("    ")
+        empty = not bare
+        if bare.startswith("```"):
+            code = not code
+        elif not (code or indented or bare.startswith(EXEMPT) or re.search(r"://\S{60,}", line)):
+            yield number, line
+
+
+def test_prose_is_told_from_the_rest():
+    text = ("# H\n\nOne\n| t |\n  | t |\n![i](u)\n```\ncode\n```\n- Two\n  ```sh\n  code\n  ```\n"
+            "Three http://a.b\n\n    code\n    code\n")
+    found = [line for _, line in prose(text + "\n- see http://" + "x" * 60) if line]
+    assert found == ["One", "- Two", "Three http://a.b"]
 
 
 def test_editorconfig():

@@ -2,6 +2,7 @@
 import io
 import math
 import re
+import textwrap
 from dataclasses import dataclass
 from html import escape
 from typing import Callable
@@ -95,12 +96,21 @@ def positive_axis(axes, values, wide=8):
     axis.set_major_formatter(plain if max(values) < 1e7 else ticker.LogFormatterSciNotation())
 
 
-def mark_trained(axes, lengths):
-    """A dashed line at each training length."""
-    for L in sorted(set(lengths)):
-        axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-        axes.annotate(f"trained at {L:,}", (L, 0.98), (-3, 0), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8, alpha=MUTED, zorder=5)
+def mark_trained(axes, series, end=math.inf):
+    """A dashed line at each training length up to `end`. If the lengths differ, returns the lines that say below the
+    axis which series has which length, otherwise ""."""
+    owners = {}
+    for s in series:
+        owners.setdefault(s.L, []).append(s.label)
+    for L in sorted(owners):
+        if L <= end:
+            axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+            axes.annotate(f"trained at {L:,}" + ", see below" * (len(owners) > 1), (L, 0.98), (-3, 0),
+                          xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="right",
+                          va="top", fontsize=8, alpha=MUTED, zorder=5)
+    lines = [f"trained at {L:,}{', beyond this axis' * (L > end)}: {'; '.join(labels)}"
+             for L, labels in sorted(owners.items())]
+    return "".join("\n" + textwrap.fill(line, 60) for line in lines) if len(owners) > 1 else ""
 
 
 def layer_axis(axes, layers):

@@ -10,6 +10,9 @@ from plot import Refused, names
 
 TASKS = ("loss", "positions", "needle", "attention", "scores", "choice")
 
+# Flags of eval_gpt2 that do not affect the results, or that a page shows anyway.
+SHOWN_ANYWAY = {"task", "model", "attn", "out", "picture", "threads"}
+
 
 @dataclass
 class Series:
@@ -96,7 +99,49 @@ def mean(arrays, axis=0):
     return np.where(count > 0, np.nansum(np.where(np.isfinite(x), x, 0.0), axis) / np.maximum(count, 1), np.nan)
 
 
+# ---------------------------------------------------------------- flags
+
+def shown(value):
+    """A flag's value as it is typed."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return "–" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def flags_of(series):
+    """{folder: {flag: value}}. A flag that was not given has its default, or None for the checkpoint's own value."""
+    return {s.folder: {key: None if (key, value) == ("rope-theta", 0) else value for key, value in s.arguments.items()}
+            for s in series}
+
+
+def differing(arguments, same):
+    """The flags whose values differ, in order, but for those in `same`. arguments: dicts of flags."""
+    keys = dict.fromkeys(key for flags in arguments for key in flags)
+    return [key for key in keys if key not in same and len({shown(flags.get(key)) for flags in arguments}) > 1]
+
+
 # ---------------------------------------------------------------- labels
+
+MOST_FLAGS, LONGEST_FLAG = 2, 40    # in a label
+
+
+def flag_text(key, value):
+    if value is None or value is False:
+        return f"without --{key}"
+    return f"--{key}" if value is True else f"--{key} {shown(value)}"
+
+
+def labels_of_folders(series):
+    """{folder: what tells its evaluation apart from the others}: the flags if they do so in a few words, otherwise the
+    folder."""
+    found = flags_of(series)
+    keys = differing(found.values(), SHOWN_ANYWAY)
+    by_flags = {folder: [flag_text(key, flags.get(key)) for key in keys] for folder, flags in found.items()}
+    short = len(keys) <= MOST_FLAGS and all(len(text) <= LONGEST_FLAG for texts in by_flags.values() for text in texts)
+    if short and len(set(map(tuple, by_flags.values()))) == len(by_flags):
+        return {folder: join(texts) for folder, texts in by_flags.items()}
+    return dict(zip(found, names(found)))
+
 
 def join(texts):
     """A model that is named after its normalizer is named once."""
@@ -105,8 +150,8 @@ def join(texts):
 
 def label(series):
     """Labels the series by what differs: the models, their normalizers and, where these do not tell them apart, the
-    folders. Returns what all have in common."""
-    folders = dict(zip(dict.fromkeys(s.folder for s in series), names(dict.fromkeys(s.folder for s in series))))
+    flags of the evaluations or their folders. Returns what all have in common."""
+    folders = labels_of_folders(series)
     parts = [(folders[s.folder], s.model, s.normalizer) for s in series]
     varies = [len({part[i] for part in parts}) > 1 for i in range(3)]
     if len({part[1:] for part in parts}) == len(parts):

@@ -32,9 +32,9 @@ def draw_by_length(axes, series, key):
         lengths += x
         values += y
     charts.positive_axis(axes, values)
-    charts.mark_trained(axes, {s.L for s in series})
-    charts.length_axis(axes, lengths,
-                       "tokens per sequence" + ("" if all(map(math.isfinite, values)) else " (x: not finite)"))
+    owners = charts.mark_trained(axes, series)
+    charts.length_axis(axes, lengths, "tokens per sequence"
+                       + ("" if all(map(math.isfinite, values)) else " (x: not finite)") + owners)
 
 
 def length_panels(series):
@@ -85,10 +85,12 @@ def draw_positions(axes, rows, T, between):
                   marker="." if len(y) < 40 else None, rasterized=len(y) > 1000)
     for s, y in rows:
         axes.plot(np.arange(1, len(y) + 1), smooth(y), color=s.color, linestyle=s.dash, linewidth=1.7, label=s.label)
-    charts.mark_trained(axes, {s.L for s, _ in rows if s.L <= T})
-    above = [x for _, y in rows for x in smooth(y) if x > between[1]]
+    owners = charts.mark_trained(axes, [s for s, _ in rows], T)
+    drawn = np.concatenate([smooth(y) for _, y in rows])
+    cut = [f"reach {drawn[drawn > between[1]].max():.2f}"] if (drawn > between[1]).any() else []
+    cut += [f"fall to {drawn[drawn < between[0]].min():.2f}"] if (drawn < between[0]).any() else []
     charts.length_axis(axes, [*charts.powers_of_two(T), T],
-                       "position" + (f" (axis truncated: earlier ones reach {max(above):.2f})" if above else ""))
+                       "position" + (f" (axis truncated: earlier ones {' and '.join(cut)})" if cut else "") + owners)
     axes.set_xlim(0.9, max(T, 2) * 1.05)
     axes.set(ylim=between, ylabel="nats per token")
 
@@ -262,11 +264,12 @@ def draw_scales(axes, s, ab):
                       label=f"layer {layer}" if head == 0 else None)
     axes.axhline(1, color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     axes.annotate("softmax", (1, 1), (2, 3), textcoords="offset points", fontsize=8, alpha=charts.MUTED)
-    charts.mark_trained(axes, [s.L])
+    charts.mark_trained(axes, [s])
     charts.length_axis(axes, charts.powers_of_two(4 * s.L), "n (visible keys)")
     shown = sorted({0, (len(ab) - 1) // 2, len(ab) - 1})
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend([handles[i] for i in shown], [labels[i] for i in shown], loc="lower right", fontsize=8, frameon=False)
+    axes.legend([handles[i] for i in shown], [labels[i] for i in shown], loc="upper left", bbox_to_anchor=(1, 1),
+                fontsize=8, frameon=False)      # beside the axes: inside, it would cover lines
 
 
 def score_panels(series):
