@@ -10,9 +10,9 @@
 //
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
 // statistics, parameter gradients, AdamW's moments and master weights are float32. Everything runs on one stream,
-// except the sums over ranks. The host only queues a step: loss, norm and clip factor stay on the device, and the host
-// reads them once it has queued the first batch of the next step. It queues most of a micro-batch as CUDA graphs.
-// Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
+// except what is exchanged between ranks. The host only queues a step: loss, norm and clip factor stay on the device,
+// and the host reads them once it has queued the first batch of the next step. It queues most of a micro-batch as CUDA
+// graphs. Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
 // vocabulary of V tokens (VP when padded).
 
 #include "cuda/gpu.cuh"
@@ -1182,13 +1182,16 @@ static void step_end(Model *m) {
     m->unread = true;
 }
 
-// Waits until the device has finished the newest step, including its update, and makes the stream wait for all
-// parameters. Ends the program if the step's numbers are not finite.
+// Waits until the device has finished the newest step, including its update. Ends the program if the step's numbers are
+// not finite. Unless the next batch's forward pass waits for the parameters that arrive, the host does: what follows
+// may be work of one rank alone, which the others would not wait for.
 static void read_step(Run *run, Model *m) {
+    bool arriving = m->arriving > 0;
     await_parameters(m, bucket_count(m));
     collective_wait(m->collective, m->reported);
     m->unread = false;
     run_check_step(run, m->report->numbers.loss, m->report->numbers.norm);
+    if (arriving) collective_synchronize(m->collective, stream);
     run_step_done(run, m->reported_rows, m->report->all_zero_rows);
 }
 

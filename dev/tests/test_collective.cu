@@ -140,6 +140,34 @@ static void check_sums(size_t n, bool in_bf16) {
     expect(right, "the sum of sums", n);
 }
 
+// A stream that waits for the events of several gathers sees what each of them has brought.
+static void check_records(void) {
+    const size_t n = 3000;
+    vector<CollectivePart> parts = make_parts(n, process.size);
+    vector<float> mine(n, NAN), expected(n);
+    cudaEvent_t events[2];
+    size_t first = parts.size() / 2, cut = parts[first].from;
+    for (const CollectivePart &part : parts) {
+        for (size_t i = part.from; i < part.from + part.floats; i++) {
+            expected[i] = (float)(part.owner + 1);
+            if (part.owner == process.rank) mine[i] = expected[i];
+        }
+    }
+    Array x(mine), copy(vector<float>(n, NAN));
+    for (cudaEvent_t &event : events) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    collective_gather_parts(collective, x.device, parts.data(), first, stream);
+    collective_record(collective, events[0]);
+    collective_gather_parts(collective, x.device, parts.data() + first, parts.size() - first, stream);
+    collective_record(collective, events[1]);
+    CUDA_CHECK(cudaStreamWaitEvent(stream, events[0], 0));
+    CUDA_CHECK(cudaMemcpyAsync(copy.device, x.device, cut * sizeof(float), cudaMemcpyDeviceToDevice, stream));
+    CUDA_CHECK(cudaStreamWaitEvent(stream, events[1], 0));
+    CUDA_CHECK(cudaMemcpyAsync(copy.device + cut, x.device + cut, (n - cut) * sizeof(float), cudaMemcpyDeviceToDevice,
+                               stream));
+    expect(memcmp(copy.read().data(), expected.data(), n * sizeof(float)) == 0, "what the events announce", n);
+    for (cudaEvent_t event : events) CUDA_CHECK(cudaEventDestroy(event));
+}
+
 // The sum is ordered with the stream's own work before and after it.
 static void check_order(void) {
     const size_t n = 3000;
@@ -190,6 +218,7 @@ static void work_sums(bool in_bf16) {
     collective_use(collective, wire);
     for (size_t n : lengths) check_sums(n, in_bf16 && process.size > 1);
     check_order();
+    check_records();
     check_doubles();
     process_barrier();
     if (wire) CUDA_CHECK(cudaFree(wire));

@@ -175,6 +175,8 @@ def launches(text):
 
 # name: ranks, launches of graphs by each in six steps of 80 tokens, flags. A micro-batch is launched as a graph from
 # the second of its kind on; with sums over ranks, the last one as 1 graph and 1 for each of 2 layers or gated units.
+# With ZeRO-1, after a step without a pause, the forward pass is 1 graph and 1 for each layer more: steps 2 and 6 of
+# "zero" are of this kind, and 2, 3 and 5 of "zero, arriving".
 GRAPHS = {
     "plain": (1, 5, []),
     "micro-batches": (1, 5 + 17, ["--batch", 1, "--grad-clip", 0.5]),
@@ -189,6 +191,8 @@ GRAPHS = {
     "two ranks": (2, 3 * 5, ["--batch", 2]),
     "zero": (2, 3 * 5, ["--batch", 2, "--zero", 1, "--dtype", "bf16", "--reduce-dtype", "bf16"]),
     "zero, gau": (2, 3 * 5, ["--batch", 2, "--zero", 1, "--model", GAU]),
+    "zero, arriving": (2, 6 + 3 + 6 + 3, ["--batch", 2, "--zero", 1, "--dtype", "bf16", "--stochastic-rounding",
+                                          "--val-every", 6, "--sample-every", 5]),
 }
 
 
@@ -574,6 +578,16 @@ def test_several_ranks(cuda, data, tmp_path, processes, flags):
         assert header == other
         a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
         assert np.linalg.norm(a - b) <= (3e-2 if loose else 1e-4) * np.linalg.norm(a)
+
+
+def test_zero_with_fewer_windows_of_validation_than_ranks(cuda, data, tmp_path):
+    """The rank without a window does not wait for the weights that arrive at the other."""
+    found = []
+    for zero in (0, 1):
+        train(data, *SMALL, "--batch", 2, "--steps", 3, "--zero", zero, "--val-data", data / "d_val_000000.bin",
+              "--val-every", 1, "--val-tokens", 20, "--out", tmp_path / str(zero), program=cuda, processes=2)
+        found.append(metrics(tmp_path / str(zero), ["loss", "val_loss"]))
+    np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), rtol=1e-5)
 
 
 def test_zero_gives_whole_tensors_to_ranks(cuda, data, tmp_path):
