@@ -84,6 +84,7 @@ static void work_show(void) {
 // Runs steps until a stop. Then rank 0 takes longer to save than the grace period after a dead rank.
 static void work_stop(void) {
     process_catch_signals();
+    process_barrier();    // a signal would end a rank that does not catch it yet
     if (process.rank == 0) {
         printf("started\n");
         fflush(stdout);
