@@ -88,7 +88,7 @@ TESTS_OF = (
     *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without"))
       for file in ("scripts/pictures/", "scripts/report.py")),
     ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
-    ("eval_gpt2.cu", pytest_of("eval_gpt2cu_on_cpu", "test_eval_cuda",
+    ("eval_gpt2.cu", pytest_of("eval_gpt2 eval_gpt2cu_on_cpu", "test_eval_cuda",
                                "-k", "fp32 and ssmax and (mask or needle) or haystack")),
     ("dev/bench/gpu_", pytest_of("eval_gpt2", "test_gpu_check", "-k", "verdict or bound or evaluator or is_timed")),
     ("", TESTS),
@@ -113,7 +113,7 @@ def mutations():
 def build(tree, target):
     """Builds; returns None, or the compiler's first error."""
     made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2",
-                           target], cwd=tree, capture_output=True, text=True)
+                           *target.split()], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
 

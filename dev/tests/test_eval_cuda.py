@@ -115,6 +115,19 @@ def test_same_results(task, name, dtype, models, tmp_path):
         np.testing.assert_allclose(np.load(path), np.load(tmp_path / "cuda" / path.name), atol=MAP_BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("attn", ["relu2-T", "relu2-n+norm=T2", "sigmoid+offset=-logT"])
+def test_haystack_where_weights_depend_on_T(attn, models, tmp_path):
+    """T is each row's own length so far. Early rows of a model of two layers, with large weights, show it."""
+    data, found = models("ssmax-pn")["data"], []
+    model = tiny.train(data, tmp_path, "--model", f"layers=2,heads=1,channels=16,ffn=16,vocab={VOCAB}", "--attn", attn,
+                       "--lr", 0.3, "--warmup", 0, steps=1)[0]
+    for program in (tiny.BIN / "eval_gpt2", cuda_program("eval_gpt2cu")):
+        tiny.run(program, "--model", model, "--data", f"{data}/*_val_*.bin", "--task", "needle", "--samples", 2,
+                 "--seq-lens", 200, "--depths", 10, "--max-new-tokens", 3, "--picture", 0, "--out", tmp_path / "out")
+        found.append(json.loads((tmp_path / "out/eval.json").read_text())["results"][0]["trials"])
+    assert max(differences(*found)) < (1e-4,)
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("attn", ["ssmax", "relu2-T", "relu2-n+norm=T2", "sigmoid+offset=-logT"])
 def test_prompts_of_one_haystack(attn, models, tmp_path):
