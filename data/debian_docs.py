@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Collects prose from the documentation in Debian packages, cleaned and without duplicates, and converts it to shards.
 
     python data/debian_docs.py                                   downloads the packages with apt-get

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts FineWeb or FineWeb-Edu, web text filtered for pretraining, to shards.
 
     python data/fineweb.py --version 10B                         streams it from the Hugging Face hub

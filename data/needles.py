@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Copies a dataset, with a needle in some of its training sequences, so that a small model learns to find one.
 
     python data/needles.py data/docs --seq-len 128 --digits 3 --out data/docs-needles
@@ -26,7 +25,7 @@ import numpy as np
 
 import shards
 import vocabulary
-from shards import DATA, HEADER_BYTES, INPUT, MAGIC, USAGE, DataError
+from shards import DATA, INPUT, USAGE, DataError
 
 # eval/needle.c has the same texts, and encodes them in the same pieces.
 NEEDLE, NUMBER, NEEDLE_END = "\nThe special magic {city} number is:", " {digits}.", "\n"
@@ -35,14 +34,6 @@ QUESTION = "\nWhat is the special magic {city} number? The special magic {city} 
 
 def cities():
     return (DATA / "cities.txt").read_text().splitlines()
-
-
-def read_shard(path):
-    data = path.read_bytes()
-    header = np.frombuffer(data[:HEADER_BYTES], "<i4")
-    if len(header) < 256 or header[0] != MAGIC or len(data) != HEADER_BYTES + 2 * int(header[2]):
-        raise DataError(INPUT, f"{path}: expected a complete shard of 16-bit tokens. Make the dataset again.")
-    return np.frombuffer(data[HEADER_BYTES:], "<u2")
 
 
 def source_shards(folder, split):
@@ -78,7 +69,7 @@ def with_needles(tokens, first, args, tokenizer, draw, names):
     facts = [(draw.choice(names), number(draw, args.digits), draw.random()) for _ in places]
     texts = [text.format(city=city, digits=digits) for city, digits, _ in facts
              for text in (NEEDLE, NUMBER, NEEDLE_END, QUESTION)]
-    pieces = tokenizer.encode_batch(texts)
+    pieces = tokenizer.encode_inside(texts)
     out = tokens.copy()
     for i, (at, (city, _, depth)) in enumerate(zip(places, facts)):
         head, digits, end, question = pieces[4 * i:4 * i + 4]
@@ -131,7 +122,7 @@ def main():
         return
     names, start, needles = cities(), 0, 0
     for path in train:
-        tokens = read_shard(path)
+        tokens = shards.read_shard(path)
         draw = random.Random(f"{args.seed} {start}")
         changed, count = with_needles(tokens, -start % args.seq_len, args, tokenizer, draw, names)
         shards.write_shard(args.out / path.name, changed)

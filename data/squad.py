@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts SQuAD, questions about paragraphs of Wikipedia, to shards with masks, for fine-tuning ([SSMax] Appendix C).
 
     python data/squad.py                                         downloads version 2.0
@@ -57,8 +56,10 @@ class Example:
 def member(value, key, kind, where):
     found = value.get(key) if isinstance(value, dict) else None
     if not isinstance(found, kind):
-        raise DataError(INPUT, f"{where}: expected {key!r}, {'a text' if kind is str else 'an array'}, found "
-                               f"{shards.shorten(found)}.\n  It is not a file of SQuAD, version 1.1 or 2.0.")
+        whole = "" if isinstance(value, dict) else "an object with "
+        found = shards.shorten(value if whole else found)
+        raise DataError(INPUT, f"{where}: expected {whole}{key!r}, {'a text' if kind is str else 'an array'}, found "
+                               f"{found}.\n  It is not a file of SQuAD, version 1.1 or 2.0.")
     return sources.without_surrogates(found).strip() if kind is str else found
 
 
@@ -100,7 +101,7 @@ def encoder(tokenizer, max_tokens):
 
     def encode(batch):
         prompts = tokenizer.encode_batch([prompt(example.context, example.question) for example in batch])
-        answers = tokenizer.encode_batch([" " + example.answer for example in batch])
+        answers = tokenizer.encode_inside([" " + example.answer for example in batch])
         return [document(*each) for each in zip(batch, prompts, answers)]
 
     def document(example, before, answer):

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts text to shards: files and folders of plain text, JSONL, JSON and Parquet, also compressed as .zst or .gz.
 
     python data/text.py FILE_OR_FOLDER... --out data/mine

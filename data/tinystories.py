@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts TinyStories, short stories in words that small children know, to shards, with a vocabulary trained on them.
 
     python data/tinystories.py                                   from the Hugging Face hub

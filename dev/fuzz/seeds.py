@@ -73,7 +73,11 @@ def config_seeds():
         yield json.dumps({**llama, "rope_parameters": None, "rope_scaling": rope}).encode()
     yield json.dumps({**grouped, "head_dim": 48, "rms_norm_eps": 1e-3}).encode()
     yield json.dumps({**grouped, "model_type": "qwen3", "max_window_layers": 4, "use_sliding_window": False}).encode()
-    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True,
+    yield json.dumps({**grouped, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768}).encode()
+    yield json.dumps({**grouped, "model_type": "mistral", "sliding_window": 4096}).encode()
+    yield json.dumps({**grouped, "model_type": "mistral", "sliding_window": 4}).encode()
+    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "qkv_bias": True,
+                      "softmax_model_type": "mistral",
                       "attention_normalizer": {"name": "ssmax", "seq_len": 64}}).encode()
 
 
@@ -101,12 +105,32 @@ def shards_seeds():
     yield shard(20240520, 1, -1, b"")
     yield shard(20240520, 2, 20, tokens)
     yield shard(20240520, 1, 20, b"\xff\xff" * 20)
+    wide = struct.pack("<12I", *[50256, 1, 2, 3, 50256, 7, 8, 9, 10, 11, 12, 13])
+    yield shard(20240801, 7, 12, wide)
+    yield shard(20240801, 1, 12, wide)
+    yield shard(20240801, 7, 12, b"\xff" * 48)
     for mask in (shard(20240521, 1, 20, bytes([0, 1] * 10)), shard(20240521, 1, 19, bytes(19)),
                  shard(20240521, 1, 20, b"\2" * 20)):
         yield b"m" + struct.pack("<H", 1064) + shard(20240520, 1, 20, tokens) + mask
 
 
-def tokenizer_seeds():
+def toml_seeds():
+    yield b'train-data = "a*.bin" # x\nseq-len = [64, 128,\n 256 ]\nlr = 6e-4\r\nresume = true\nout = \'x\'\n'
+    yield from (b'a = "\\u00e9\\U0001F600\\n\\\\"', b"[table]\na = 1", b"a.b = 1", b'a = """x"""', b"a = 2026-11-23",
+                b"a = {b = 1}", b'a = ["b"]', b"a = [1,\n", b'a = "', b"a=1 2")
+
+
+def compact(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+           r"|\s+(?!\S)|\s+")
+PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"},
+                                               {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]}
+
+
+def byte_level_seeds():
     printable = [b for b in range(256) if 0x21 <= b <= 0x7E or (0xA1 <= b and b != 0xAD)]
     others = [b for b in range(256) if b not in printable]
     alphabet = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -114,10 +138,10 @@ def tokenizer_seeds():
     vocab = {**{alphabet[b]: b for b in range(256)}, **{joint: 256 + i for i, joint in enumerate(joints)}}
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
+    end = {"id": 256 + len(joints), "content": "<|endoftext|>"}
+    whole = {"added_tokens": [end], "normalizer": None, "pre_tokenizer": level}
     for merges in (["h e", "t he", "\u0120 the", "\u0120 t", "1 2"], [["h", "e"], ["1", "2"]], ["h e", "h e"], [7], []):
-        whole = {"added_tokens": [{"id": 256 + len(joints), "content": "<|endoftext|>"}], "normalizer": None,
-                 "pre_tokenizer": level, "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
-        yield json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+        yield compact({**whole, "model": {"type": "BPE", "vocab": vocab, "merges": merges}})
     # as in SmolLM2: digits alone, special tokens first, and no token for some bytes
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|> \u00e9",
              *(alphabet[b] for b in range(256) if b not in (4, 6, 0x27, 0xF1)), *joints]
@@ -125,13 +149,56 @@ def tokenizer_seeds():
     for unknown in (None, "<|endoftext|>"):
         model = {"type": "BPE", "unk_token": unknown, "vocab": {name: i for i, name in enumerate(names)},
                  "merges": ["h e", "t he", "1 2"]}
-        yield json.dumps({"added_tokens": added, "normalizer": None, "pre_tokenizer": digits, "model": model},
-                         ensure_ascii=False, separators=(",", ":")).encode()
+        yield compact({"added_tokens": added, "normalizer": None, "pre_tokenizer": digits, "model": model})
+    # as in Llama 3 and Qwen3: other words, NFC, words that are not merged, tokens that are found in text
+    model = {"type": "BPE", "vocab": vocab, "merges": ["h e"], "ignore_merges": True}
+    plain = {"id": end["id"] + 1, "content": "then", "special": False, "normalized": False}
+    for numbers, normalizer in (("{1,3}", None), ("", {"type": "NFC"})):
+        split = {"type": "Split", "pattern": {"Regex": PATTERN % numbers}, "behavior": "Isolated", "invert": False}
+        words = {"type": "Sequence", "pretokenizers": [split, level | {"use_regex": False}]}
+        yield compact({"added_tokens": [end, plain], "normalizer": normalizer, "pre_tokenizer": words, "model": model})
+
+
+def fallback_seeds():
+    """As in Llama 2: characters, with byte fallback."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", "t", "h", "e", "he", "the",
+             "\u2581the", "e\u2581"]
+    for merges in (["h e", "t he", "\u2581 the"], ["h e", "e \u2581"]):
+        model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": merges,
+                 "byte_fallback": True, "unk_token": "<unk>"}
+        whole = {"added_tokens": [{"id": 1, "content": "<s>"}], "model": model, "normalizer": None}
+        yield compact({**whole, "normalizer": PREPEND, "pre_tokenizer": None})
+        for scheme in ("always", "first", "never"):
+            yield compact({**whole, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "split": False,
+                                                      "prepend_scheme": scheme}})
+
+
+def chat_seeds():
+    chatml = ("{% if messages[0]['role'] != 'system' %}"
+              "{{ '<|im_start|>system\\nYou\\'re kind.<|im_end|>\\n' }}{% endif %}"
+              "{{ '<|im_start|>system\n' + message['content'] + '<|im_end|>' }}")
+    zephyr = "{{ '<|user|>\\n' + message['content'] + eos_token }}"
+    for template in (chatml, zephyr, "'<|start_header_id|>' + message['role']", "[INST]", 7,
+                     [{"name": "rag", "template": zephyr}, {"name": "default", "template": chatml}]):
+        yield compact({"chat_template": template})
+    yield b"{}"
+
+
+def words_seeds():
+    for text in ("it's IT'S 'll\u017f  12345 a1b\n\n  b \u2581c.\r\n", "e\u0301\u0323 \u1112\u1161\u11ab \ufb2c \u0344",
+                 "\u00c5\u212b \uac01 q\u0307\u0323 \U0001d15e"):
+        yield text.encode()
+        yield text.encode("utf-16-le")
+
+
+def tokenizer_seeds():
+    yield from byte_level_seeds()
+    yield from fallback_seeds()
 
 
 SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,
          "fuzz_config": config_seeds, "fuzz_normalizer": normalizer_seeds, "fuzz_shards": shards_seeds,
-         "fuzz_tokenizer": tokenizer_seeds}
+         "fuzz_tokenizer": tokenizer_seeds, "fuzz_words": words_seeds, "fuzz_chat": chat_seeds, "fuzz_toml": toml_seeds}
 
 for name, seeds in SEEDS.items():
     folder = pathlib.Path(sys.argv[1]) / name

@@ -126,6 +126,18 @@ static void replace(const char *from, const char *to) {
 #define BYTE_LEVEL "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}"
 #define DIGITS "{\"type\":\"Digits\",\"individual_digits\":true}"
 #define SEQUENCE(parts) "{\"type\":\"Sequence\",\"pretokenizers\":[" parts "]}"
+#define NO_REGEX "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false}"
+#define SPLIT(numbers)                                                                                       \
+    "{\"type\":\"Split\",\"behavior\":\"Isolated\",\"invert\":false,\"pattern\":{\"Regex\":\""                \
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\\\r\\\\n\\\\p{L}\\\\p{N}]?\\\\p{L}+|" numbers                              \
+    "| ?[^\\\\s\\\\p{L}\\\\p{N}]+[\\\\r\\\\n]*|\\\\s*[\\\\r\\\\n]+|\\\\s+(?!\\\\S)|\\\\s+\"}}"
+
+#define LINE "\xE2\x96\x81"    // U+2581
+#define PREPEND                                                                                                        \
+    "{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Prepend\",\"prepend\":\"" LINE "\"},"                           \
+    "{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},\"content\":\"" LINE "\"}]}"
+#define METASPACE(scheme)                                                                                              \
+    "{\"type\":\"Metaspace\",\"replacement\":\"" LINE "\",\"prepend_scheme\":\"" scheme "\",\"split\":false}"
 
 static void test_digits(void) {
     check_group("digits as words");
@@ -156,6 +168,45 @@ static void test_digits(void) {
     tokenizer_close(t);
 }
 
+// Opens a vocabulary whose tokens tell where words end: "11", ".\n", "\n\n", "\n " and "'S" are merged within one.
+static Tokenizer *open_words(const char *words, const char *ignore_merges) {
+    make_json(default_merges, "<|endoftext|>", -1);
+    replace(BYTE_LEVEL, words);
+    replace("\"normalizer\":null", "\"normalizer\":{\"type\":\"NFC\"}");
+    replace("\"id\":263", "\"id\":270");
+    replace("\"type\":\"BPE\"", ignore_merges);
+    replace("\"b c\"",
+            "\"1 1\",\". \xC4\x8A\",\"\xC4\x8A \xC4\x8A\",\"\xC4\x8A \xC4\xA0\",\"' S\",\"\xC3\x83 \xC2\xA9\",\"b c\"");
+    replace("\"bc\":258", "\"bc\":258,\"11\":263,\".\xC4\x8A\":264,\"\xC4\x8A\xC4\x8A\":265,\"'S\":266,"
+                          "\"\xC3\x83\xC2\xA9\":267,\"whole\":268,\"\xC4\x8A\xC4\xA0\":269");
+    write_text(json, strlen(json));
+    Error error;
+    Tokenizer *t = tokenizer_open(path, &error);
+    CHECK(t, "%s", error.text);
+    return t;
+}
+
+static void test_llama3(void) {
+    check_group("Llama 3's and Qwen's words, NFC, whole words");
+    Tokenizer *t = open_words(SEQUENCE(SPLIT("\\\\p{N}{1,3}") "," NO_REGEX), "\"type\":\"BPE\",\"ignore_merges\":true");
+    if (!t) { return; }
+    ENCODES(t, "1111", 263, '1', '1');                               // a number has three digits at most
+    ENCODES(t, "a.\na", 'a', 264, 'a');                              // newlines belong to the signs before them
+    ENCODES(t, "a \n\n  a", 'a', ' ', 265, ' ', 260);                // spaces up to the last newline
+    ENCODES(t, "a'Sa", 'a', 266, 'a');                               // a contraction in any case
+    ENCODES(t, "a\n  a", 'a', '\n', ' ', 260);                       // and not beyond it
+    ENCODES(t, "'\xC5\xBFwhole", '\'', 0xC5, 0xBF, 268);             // the long s is an s, after which a word begins
+    ENCODES(t, "\tab", '\t', 259);                                   // any sign may lead a word
+    ENCODES(t, "e\xCC\x81", 267);                                    // composed
+    ENCODES(t, "e\xCC\x85\xCC\x81", 'e', 0xCC, 0x85, 0xCC, 0x81);    // an accent of the same class lies between
+    ENCODES(t, "whole wholes", 268, ' ', 'w', 'h', 'o', 'l', 'e', 's');
+    tokenizer_close(t);
+    if (!(t = open_words(SEQUENCE(SPLIT("\\\\p{N}") "," NO_REGEX), "\"type\":\"BPE\""))) { return; }
+    ENCODES(t, "11", '1', '1');
+    ENCODES(t, "whole", 'w', 'h', 'o', 'l', 'e');
+    tokenizer_close(t);
+}
+
 static void test_special(void) {
     check_group("special tokens, and bytes without a token");
     make_json(default_merges, "<|endoftext|>", 'A');
@@ -176,6 +227,85 @@ static void test_special(void) {
     ENCODES(t, "aAab", 256, 'b');    // A is dropped; the special token with this name does not take its place
     ENCODES(t, "<pad \xC3\xA9>", '<', 'p', 'a', 'd', ' ', 0xC3, 0xA9, '>');
     CHECK(tokenizer_encode(t, "AA", 2, NULL, 0) == 0, "only dropped bytes");
+    tokenizer_close(t);
+}
+
+// ---- tokens of characters, with byte fallback
+
+// A vocabulary like Llama 2's: <unk>, <s>, </s>, the bytes, then U+2581 for a space, a, b and what is merged.
+static void make_fallback(const char *normalizer, const char *words, const char *more) {
+    char *at = json + sprintf(json,
+                              "{\"added_tokens\":[{\"id\":1,\"content\":\"<s>\"}],\"normalizer\":%s,"
+                              "\"pre_tokenizer\":%s,\"model\":{\"type\":\"BPE\",\"byte_fallback\":true,"
+                              "\"vocab\":{\"<unk>\":0,\"<s>\":1,\"</s>\":2,",
+                              normalizer, words);
+    for (int b = 0; b < 256; b++) { at += sprintf(at, "\"<0x%02X>\":%d,", b, 3 + b); }
+    sprintf(at,
+            "\"" LINE "\":259,\"a\":260,\"b\":261,\"ab\":262,\"" LINE "ab\":263,\"" LINE LINE "\":264,\"\xC3\xA9\":265"
+            "%s},\"merges\":[\"a b\",\"" LINE " ab\",\"" LINE " " LINE "\"%s]}}",
+            more[0] ? ",\"b" LINE "\":266" : "", more);
+    write_text(json, strlen(json));
+}
+
+static void test_fallback(void) {
+    check_group("characters with byte fallback");
+    Error error;
+    int32_t ids[8];
+    make_fallback(PREPEND, "null", "");
+    Tokenizer *t = tokenizer_open(path, &error);
+    CHECK(t, "%s", error.text);
+    if (!t) { return; }
+    CHECK(tokenizer_vocab(t) == 266 && tokenizer_end_of_text(t) == 1 && tokenizer_adds_space(t), "vocabulary");
+    ENCODES(t, "ab ab", 263, 263);
+    ENCODES(t, " ab", 259, 263);    // a space is put in front even of one
+    ENCODES(t, "  ab", 264, 263);
+    ENCODES(t, LINE "b", 264, 261);                                  // the sign that stands for a space is one
+    ENCODES(t, "\xC3\xA9\xC3\xA8", 259, 265, 3 + 0xC3, 3 + 0xA8);    // a character with a token, and one without
+    ENCODES(t, "b\n<s>", 259, 261, 3 + '\n', 3 + '<', 3 + 's', 3 + '>');
+    ENCODES(t, "\xFF", 259, 3 + 0xEF, 3 + 0xBF, 3 + 0xBD);
+    CHECK(tokenizer_encode_at(t, INSIDE, "ab", 2, ids, 8) == 1 && ids[0] == 262, "no space within a text");
+    CHECK(tokenizer_encode_at(t, AFTER_SPECIAL, "ab", 2, ids, 8) == 1 && ids[0] == 263, "a space after a token");
+    CHECK(tokenizer_encode(t, "", 0, NULL, 0) == 0, "no text, no space");
+    size_t length;
+    const char *bytes = tokenizer_token(t, 263, &length);
+    CHECK(length == 3 && !memcmp(bytes, " ab", 3), "the bytes of a token with a space");
+    bytes = tokenizer_token(t, 3 + '\n', &length);
+    CHECK(length == 1 && *bytes == '\n', "the byte of a byte's token");
+    tokenizer_close(t);
+    make_fallback("null", METASPACE("first"), "");
+    if (!(t = tokenizer_open(path, &error))) {
+        CHECK(t, "%s", error.text);
+        return;
+    }
+    ENCODES(t, " ab", 263);    // one is there
+    ENCODES(t, "ab", 263);
+    CHECK(tokenizer_encode_at(t, AFTER_SPECIAL, "ab", 2, ids, 8) == 1 && ids[0] == 262, "no space after a token");
+    tokenizer_close(t);
+    make_fallback("null", METASPACE("never"), ",\"b " LINE "\"");
+    if (!(t = tokenizer_open(path, &error))) {
+        CHECK(t, "%s", error.text);
+        return;
+    }
+    ENCODES(t, "b b", 266, 261);    // a merge across the start of a word
+    CHECK(!tokenizer_adds_space(t), "no space in front");
+    tokenizer_close(t);
+}
+
+static void test_added(void) {
+    check_group("added tokens that are not special");
+    make_json(default_merges, "<|endoftext|>", -1);
+    replace("}],\"normalizer\"",
+            "},{\"id\":264,\"content\":\"cab\",\"special\":false,\"normalized\":false},"
+            "{\"id\":265,\"content\":\"ca\",\"special\":false,\"normalized\":false},"
+            "{\"id\":266,\"content\":\"bb\",\"special\":true,\"normalized\":false}],\"normalizer\"");
+    write_text(json, strlen(json));
+    Error error;
+    Tokenizer *t = tokenizer_open(path, &error);
+    CHECK(t, "%s", error.text);
+    if (!t) { return; }
+    ENCODES(t, "ccab caa", 'c', 264, ' ', 265, 'a');    // the longest, and the first
+    ENCODES(t, "bbc", 'b', 258);                        // a special token's name is text
+    CHECK(tokenizer_special(t, "ca") == -1 && tokenizer_special(t, "bb") == 266, "which are special");
     tokenizer_close(t);
 }
 
@@ -221,18 +351,21 @@ static void test_refuse(void) {
     check_group("files that must be rejected");
     const char *const rows[][3] = {
         {"\"BPE\"", "\"Unigram\"", "model.type"},
-        {"\"normalizer\":null", "\"normalizer\":{\"type\":\"NFC\"}", "no normalizer"},
-        {"\"ByteLevel\"", "\"Whitespace\"", "ByteLevel"},
-        {"\"add_prefix_space\":false", "\"add_prefix_space\":true", "add_prefix_space"},
-        {"\"use_regex\":true", "\"use_regex\":false", "use_regex"},
-        {BYTE_LEVEL, SEQUENCE("{\"type\":\"Digits\",\"individual_digits\":false}," BYTE_LEVEL),
-         "individual_digits true"},
-        {BYTE_LEVEL, SEQUENCE("{\"type\":\"Punctuation\"}," BYTE_LEVEL), "Digits"},
-        {BYTE_LEVEL, SEQUENCE(BYTE_LEVEL "," DIGITS), "Digits"},
-        {BYTE_LEVEL, SEQUENCE(DIGITS "," DIGITS "," BYTE_LEVEL), "Digits"},
-        {BYTE_LEVEL, SEQUENCE(DIGITS), "Digits"},
-        {BYTE_LEVEL, "{\"type\":\"Sequence\",\"pretokenizers\":7}", "Digits"},
-        {BYTE_LEVEL, SEQUENCE(DIGITS ",{\"type\":\"ByteLevel\",\"use_regex\":false}"), "use_regex"},
+        {"\"normalizer\":null", "\"normalizer\":{\"type\":\"NFD\"}", "normalizer \"NFC\" or none"},
+        {"\"ByteLevel\"", "\"Whitespace\"", "found pre_tokenizer {\"type\":\"Whitespace\""},
+        {"\"add_prefix_space\":false", "\"add_prefix_space\":true", "pre_tokenizer like"},
+        {"\"use_regex\":true", "\"use_regex\":false", "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE("{\"type\":\"Digits\",\"individual_digits\":false}," BYTE_LEVEL), "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE("{\"type\":\"Punctuation\"}," BYTE_LEVEL), "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE(BYTE_LEVEL "," DIGITS), "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE(DIGITS "," DIGITS "," BYTE_LEVEL), "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE(DIGITS), "pre_tokenizer like"},
+        {BYTE_LEVEL, "{\"type\":\"Sequence\",\"pretokenizers\":7}", "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE(DIGITS ",{\"type\":\"ByteLevel\",\"use_regex\":false}"), "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE(SPLIT("\\\\p{N}{1,4}") "," NO_REGEX), "{1,4}"},
+        {BYTE_LEVEL, SEQUENCE(SPLIT("\\\\p{N}{1,3}") "," BYTE_LEVEL), "pre_tokenizer like"},
+        {BYTE_LEVEL, SEQUENCE(SPLIT("\\\\p{N}{1,3}")), "pre_tokenizer like"},
+        {"\"type\":\"BPE\"", "\"type\":\"BPE\",\"byte_fallback\":true", "Llama 2"},
         {"\"merges\"", "\"marges\"", "model.merges"},
         {"\"vocab\"", "\"vocap\"", "model.vocab"},
         {"\"bc\":258", "\"bc\":1e300", "whole number"},
@@ -305,6 +438,9 @@ int main(void) {
     close(handle);
     test_encode();
     test_digits();
+    test_llama3();
+    test_fallback();
+    test_added();
     test_special();
     test_long_words();
     test_damage();

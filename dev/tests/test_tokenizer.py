@@ -14,9 +14,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "dev")]
+import nfc_tables
 import shakespeare
 import tokenizer_classes
 import vocabulary
+
+
+SOURCES = "chat", "tokenizer", "tokenizer_json", "pretokenize", "nfc", "utf8", "json", "file", "error"
 
 
 class Error(ctypes.Structure):
@@ -25,20 +29,23 @@ class Error(ctypes.Structure):
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """runtime/tokenizer.c as a shared library."""
+    """The tokenizer as a shared library."""
     path = tmp_path_factory.mktemp("library") / "tokenizer.so"
-    sources = [ROOT / "runtime" / f"{name}.c" for name in ("tokenizer", "json", "file", "error")]
+    sources = [ROOT / "runtime" / f"{name}.c" for name in SOURCES]
     subprocess.run([*os.environ.get("CC", "gcc").split(), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}",
                     "-o", path, *sources, "-lcjson", "-lxxhash"], check=True)
     c = ctypes.CDLL(str(path))
     c.tokenizer_open.restype = ctypes.c_void_p
     c.tokenizer_encode.restype = ctypes.c_size_t
     c.tokenizer_encode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
+    c.tokenizer_encode_at.restype = ctypes.c_size_t
+    c.tokenizer_encode_at.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p,
+                                      ctypes.c_size_t]
     c.tokenizer_token.restype = ctypes.c_void_p
     c.tokenizer_token.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_size_t)]
     c.tokenizer_special.restype = ctypes.c_int32
     c.tokenizer_special.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    for name in ("tokenizer_vocab", "tokenizer_end_of_text", "tokenizer_close"):
+    for name in ("tokenizer_vocab", "tokenizer_end_of_text", "tokenizer_adds_space", "tokenizer_close"):
         getattr(c, name).argtypes = [ctypes.c_void_p]
     return c
 
@@ -52,6 +59,10 @@ class CTokenizer:
     def encode(self, data):
         ids = np.empty(3 * len(data) + 1, np.int32)
         return ids[:self.c.tokenizer_encode(self.handle, data, len(data), ids.ctypes.data, len(ids))]
+
+    def encode_at(self, place, data):
+        ids = np.empty(3 * len(data) + 1, np.int32)
+        return ids[:self.c.tokenizer_encode_at(self.handle, place, data, len(data), ids.ctypes.data, len(ids))]
 
     def token(self, index):
         length = ctypes.c_size_t()
@@ -278,3 +289,7 @@ def test_transformers_reads_the_files(gpt2, tiktoken_gpt2, tmp_path):
 
 def test_character_classes_are_tiktokens():
     assert (ROOT / "runtime" / "tokenizer_classes.h").read_text() == tokenizer_classes.header()
+
+
+def test_nfc_tables_are_the_librarys():
+    assert (ROOT / "runtime" / "nfc_tables.h").read_text() == nfc_tables.header()

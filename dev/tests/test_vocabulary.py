@@ -61,6 +61,41 @@ def changed(whole, **change):
     return whole
 
 
+def without(whole, name):
+    """A copy without a name in model.vocab."""
+    whole = copy.deepcopy(whole)
+    whole["model"]["vocab"] |= {"(no byte)": whole["model"]["vocab"].pop(name)}
+    return whole
+
+
+def split_words(pattern, behavior="isolated"):
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior), byte_level()])
+
+
+def llama2_normalizer():
+    return normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+def fallback(words=None, normalizer=None, across=True):
+    """BPE on characters with byte fallback, as Llama 2's, and with tokens of several words if `across`."""
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = llama2_normalizer()
+    learned.pre_tokenizer = None if across else pre_tokenizers.Metaspace()
+    learned.train_from_iterator(sentences(100), trainers.BpeTrainer(vocab_size=VOCAB, show_progress=False))
+    model = json.loads(learned.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    model |= {"vocab": {name: i for i, name in enumerate(names)}, "unk_token": "<unk>", "fuse_unk": True,
+              "byte_fallback": True}
+    tokenizer = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "normalizer": None, "model": model,
+                                               "pre_tokenizer": None, "post_processor": None, "decoder": None}))
+    if words:
+        tokenizer.pre_tokenizer = words
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(names[:3])
+    return json.loads(tokenizer.to_str())
+
+
 def tokenizer_files():
     """{name: (tokenizer.json, whether the C programs can use it)}. The `tokenizers` library can open each."""
     plain = bpe()
@@ -70,6 +105,7 @@ def tokenizer_files():
     missing = next(letter for letter in "JQXZ" if letter not in some["model"]["vocab"])
     by_length = sorted(vocab, key=lambda name: vocab[name])
     digits = pre_tokenizers.Digits(individual_digits=True)
+    llama2 = fallback(normalizer=llama2_normalizer())
     files = {
         "ours": (plain, True),
         "merges as text": (changed(plain, model__merges=[" ".join(pair) for pair in merges]), True),
@@ -105,15 +141,46 @@ def tokenizer_files():
         "no words": (bpe(byte_level()), False),
         "whitespace": (bpe(pre_tokenizers.Whitespace()), False),
         "metaspace": (bpe(pre_tokenizers.Metaspace()), False),
-        "NFC": (bpe(normalizer=normalizers.NFC()), False),
+        "NFC": (bpe(normalizer=normalizers.NFC()), True),
+        "NFKC": (bpe(normalizer=normalizers.NFKC()), False),
+        "Llama 3's words": (bpe(split_words(vocabulary.PATTERNS[0])), True),
+        "Qwen's words": (bpe(split_words(vocabulary.PATTERNS[1]), normalizer=normalizers.NFC()), True),
+        "Llama 3's words, removed": (bpe(split_words(vocabulary.PATTERNS[0], "removed")), False),
+        "Llama 3's words, and ByteLevel's": (
+            bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(vocabulary.PATTERNS[0]), "isolated"),
+                                         pre_tokenizers.ByteLevel(add_prefix_space=False)])), False),
+        "Llama 2": (llama2, True),
+        "Llama 2, no merges across spaces": (fallback(normalizer=llama2_normalizer(), across=False), True),
+        "metaspace first": (fallback(pre_tokenizers.Metaspace(prepend_scheme="first", split=False)), True),
+        "metaspace always": (fallback(pre_tokenizers.Metaspace(prepend_scheme="always", split=False)), True),
+        "metaspace never": (fallback(pre_tokenizers.Metaspace(prepend_scheme="never", split=False)), True),
+        "metaspace, split": (fallback(pre_tokenizers.Metaspace(prepend_scheme="first", split=True)), False),
+        "metaspace of another sign": (
+            fallback(pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first", split=False)), False),
+        "byte fallback, no spaces": (fallback(), False),
+        "byte fallback, both": (
+            fallback(pre_tokenizers.Metaspace(prepend_scheme="first", split=False), llama2_normalizer()), False),
+        "byte fallback, whole words": (
+            changed(llama2, model__ignore_merges=True), False),
+        "byte fallback, a byte missing": (without(llama2, "<0x41>"), False),
+        "byte fallback, a space in a name": (
+            changed(llama2, model__vocab=llama2["model"]["vocab"] | {"a b": 5000}), False),
         "dropout": (changed(plain, model__dropout=0.1), False),
         "no dropout, as a number": (changed(plain, model__dropout=0.0), False),
         "byte fallback": (changed(plain, model__byte_fallback=True), False),
-        "ignore merges": (changed(plain, model__ignore_merges=True), False),
+        "ignore merges": (changed(plain, model__ignore_merges=True, model__merges=merges[:40]), True),
         "several at once": (
             changed(bpe(byte_level(), normalizer=normalizers.Lowercase()), model__ignore_merges=True), False),
         "not special": (
-            changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "  ", "special": False}]), False),
+            changed(plain, added_tokens=[special, *(special | {"id": VOCAB + i, "content": name, "special": False} for
+                                                    i, name in enumerate(("  ", "cat", "<|end", "at d", "catch")))]),
+            True),
+        "not special, normalized": (
+            changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "  ", "special": False,
+                                                             "normalized": True}]), False),
+        "not special, a word alone": (
+            changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "cat", "special": False,
+                                                             "single_word": True}]), False),
         "some bytes alone": (bpe(alphabet=False), True),
         "a name outside the alphabet": (
             changed(plain, model__vocab=vocab | {"a b": VOCAB}, added_tokens=[special | {"id": VOCAB}]), False),
@@ -171,11 +238,13 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     if name == "added tokens with other ids":
         return
     assert vocab.value == 1 + max(known.get_vocab().values())
-    assert end.value == (-1 if name == "no end of text" else known.token_to_id("<|endoftext|>"))
+    ends = [known.token_to_id(token) for token in vocabulary.DOCUMENT_TOKENS]
+    assert end.value == next((i for i in ends if i is not None), -1)
     if usable:
         tokenizer, c = vocabulary.load_json(path), CTokenizer(library, path)
         texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   ",
-                 "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4"]
+                 "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4", "", " ", "▁the", " the", "  ▁ x",
+                 "catcher cat  dat do<|endoftext|>cat", "e\u0301\u0323 \uFB2C", "<s> the</s><0x41>"]
         assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
 
 
@@ -193,7 +262,8 @@ def encode(tokenizer, folder):
     return folder / "out", result.stderr
 
 
-@pytest.mark.parametrize("name", ["ours", "digits", "split", "unigram", "not special"])
+@pytest.mark.parametrize("name", ["ours", "digits", "split", "unigram", "not special, normalized",
+                                  "Llama 2"])
 def test_training_on_shards_of_any_tokenizer(name, tmp_path):
     """The script says so before it encodes. The trainer warns once, shows samples as ids, and stores the tokenizer in
     the checkpoint for transformers."""
@@ -207,7 +277,7 @@ def test_training_on_shards_of_any_tokenizer(name, tmp_path):
     assert usable or all(word.isdigit() for word in sample.split()), sample
     folder = checkpoint(tmp_path / "out", 2)
     config = json.loads((folder / "config.json").read_text())
-    end = Tokenizer.from_file(str(data / "tokenizer.json")).token_to_id("<|endoftext|>")
+    end = vocabulary.load_json(data).end_of_text
     assert (config["vocab_size"], config["eos_token_id"]) == (size, end)
     assert (folder / "tokenizer.json").read_bytes() == (data / "tokenizer.json").read_bytes()
     train(data, "--out", tmp_path / "out", "--resume", "--steps", 3, model=False)

