@@ -8,6 +8,8 @@
 #include <omp.h>
 #include <string.h>
 
+#include "attention/l2.h"
+
 // Query rows per block. Each row needs its scores for all visible keys, which makes BLOCK · T numbers per thread.
 enum { BLOCK = 64 };
 
@@ -584,7 +586,7 @@ static Row block_row(AttentionShape shape, Scalars scalars, const Head *head, Ro
                      size_t *hidden) {
     size_t t = block.from + r, first = first_key(head, t), end = shape.past + t + 1;
     *hidden = first - block.low;
-    return row_at(&shape, scalars, head->h, end - first, shape.cached ? end : shape.T);
+    return row_at(&shape, scalars, head->h, end - first, shape.cached ? end : key_count(shape));
 }
 
 static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
@@ -599,6 +601,14 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
 static size_t visible_end(RowBlock at, size_t r) {
     size_t end = at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
     return end < at.end ? end : at.end;
+}
+
+// x (rows,width) as a left input, and zeros in the rest of its last 32 rows. Anything else there would be multiplied,
+// too, and processors take a hundred times as long for subnormal numbers.
+static void left_rows(Tiles tiles, real *out, const real *x, size_t ld, size_t rows, size_t width) {
+    size_t step = tiles_row(tiles, width);
+    tiles_left(tiles, out, as_stored(x, ld), rows, width);
+    memset((char *)out + rows * step, 0, (tiled(rows) - rows) * step);
 }
 
 // out (rows,keys) = left (rows,width) · packed (width,keys), where keys are visible
@@ -710,7 +720,7 @@ static void block_scores(const Head *head, const AttentionInput *in, AttentionSh
     size_t HS = shape.HS, ld = row_step(key_count(shape));
     const real *q = head->q + at.from * in->q.row;
     if (head->group->packed_k) {
-        tiles_left(tiles_of(in), part.q, as_stored(q, in->q.row), at.rows, HS);
+        left_rows(tiles_of(in), part.q, q, in->q.row, at.rows, HS);
         tiled_scores(tiles_of(in), part.scores, ld, part.q, head->group->packed_k, HS, at, share);
         return;
     }
@@ -836,7 +846,7 @@ static uint64_t chunks_forward(real *out, real *stats, const Head *head, const A
         rows[r] = (ChunkRow){.sum = 0};
         rows[r].row = block_row(shape, scalars, head, at, r, &rows[r].hidden);
     }
-    tiles_left(tiles, part.q, as_stored(head->q + at.from * in->q.row, in->q.row), at.rows, HS);
+    left_rows(tiles, part.q, head->q + at.from * in->q.row, in->q.row, at.rows, HS);
     for (; at.begin < at.keys; at.begin += CHUNK_KEYS) {
         at.end = at.keys - at.begin < CHUNK_KEYS ? at.keys : at.begin + CHUNK_KEYS;
         tiled_scores(tiles, part.scores, ld, part.q, head->group->packed_k, HS, at, false);
@@ -868,6 +878,62 @@ static uint64_t head_chunks_forward(real *out, real *stats, const Head *head, co
     return all_zero;
 }
 
+// ---- the forward pass one query at a time, for decoding: to pack all keys for a few queries would take longer
+
+enum { FEW_QUERIES = 4 };
+
+bool attention_of_few(AttentionShape shape) {
+    return shape.past > 0 && shape.T <= FEW_QUERIES;
+}
+
+// out (VS) = attention of q (HS) over the keys that the row sees, divided by their norms if `unit_keys`. k, v: p is the
+// first of them   weights (n): scratch. Returns false if the row is all-zero.
+static bool query_forward(real *out, const real *q, ConstView k, ConstView v, bool unit_keys, Row *row,
+                          AttentionShape shape, real *weights) {
+    bool weight;
+    size_t n = (size_t)row->at.n;
+    for (size_t j = 0; j < n; j++) {
+        const real *key = k.p + j * k.row;
+        real sum = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t c = 0; c < shape.HS; c++) sum += q[c] * key[c];
+        weights[j] = unit_keys ? sum * l2_inverse(key, shape.HS) : sum;
+    }
+    real factor = row_forward(shape.normalizer, weights, row, &weight);
+    memset(out, 0, shape.VS * sizeof *out);
+    for (size_t j = 0; j < n; j++) {
+        real a = weights[j] * factor;
+        #pragma omp simd
+        for (size_t c = 0; c < shape.VS; c++) out[c] += a * v.p[j * v.row + c];
+    }
+    return weight;
+}
+
+static ConstView keys_from(ConstView all, const Group *group, size_t keys, size_t first) {
+    return (ConstView){all.p + group_offset(group, keys, all.row, all.head) + first * all.row, all.row, all.head};
+}
+
+static uint64_t queries_forward(real *out, real *stats, const AttentionInput *in, Scalars scalars, AttentionShape shape,
+                                real *scratch) {
+    size_t group_heads = shape.NH / shape.NKV, keys = key_count(shape);
+    uint64_t all_zero = 0;
+    #pragma omp parallel for schedule(static) reduction(+ : all_zero)
+    for (size_t i = 0; i < shape.B * shape.NH; i++) {
+        Group group = group_of(shape, i / group_heads);
+        Head head = head_of(shape, in, &group, i % group_heads);
+        real *weights = part_of(shape, scratch, omp_get_thread_num()).scores;
+        for (size_t t = 0; t < shape.T; t++) {
+            size_t first = first_key(&head, t), hidden;
+            Row row = block_row(shape, scalars, &head, (RowBlock){.from = t, .low = first}, 0, &hidden);
+            all_zero += !query_forward(out + head.out + t * shape.NH * shape.VS, head.q + t * in->q.row,
+                                       keys_from(in->k, &group, keys, first), keys_from(in->v, &group, keys, first),
+                                       in->unit_keys, &row, shape, weights);
+            row_keep(&row, stats + (head.rows + t) * ROW_STATS);
+        }
+    }
+    return all_zero;
+}
+
 void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
                        AttentionRows at) {
     size_t group_heads = shape.NH / shape.NKV, keys = shape.past + at.from + at.rows;
@@ -892,6 +958,7 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
 
 uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,
                            real *scratch) {
+    if (attention_of_few(shape)) return queries_forward(out, stats, &in, scalars, shape, scratch);
     bool each = groups_in_parallel(shape, omp_get_max_threads());
     uint64_t all_zero = 0;
     #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (each)
@@ -923,7 +990,7 @@ typedef struct {
 // of the same rounded dout as dA: in a row of one weight, the two cancel.
 static void block_row_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars,
                                AttentionShape shape, Part part, size_t r, real *buffers) {
-    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T), hidden;
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape)), hidden;
     const real *out = pass->out + head->out + (at.from + r) * step,
                *dout = pass->dout + head->out + (at.from + r) * step;
     real *g_row = pass->g + (head->rows + at.from + r) * ROW_GRADS;
@@ -945,7 +1012,7 @@ static void block_row_backward(const Backward *pass, const Head *head, RowBlock 
 // input, and both as pairs of rows.
 static void block_backward(const Backward *pass, const Head *head, RowBlock at, Scalars scalars, AttentionShape shape,
                            Part part, bool share) {
-    size_t ld = row_step(shape.T), keys = tiled(at.keys);
+    size_t ld = row_step(key_count(shape)), keys = tiled(at.keys);
     Tiles tiles = tiles_of(pass->in);
     #pragma omp parallel for schedule(static) if (share)
     for (size_t pair = 0; pair < tiled(at.rows); pair += 2) {
@@ -968,7 +1035,8 @@ static void block_backward(const Backward *pass, const Head *head, RowBlock at, 
 // `add`: dk and dv already contain the sums of the group's previous blocks of rows.
 static void block_grads(const Backward *pass, const Head *head, RowBlock at, AttentionShape shape, Part part, bool add,
                         bool share) {
-    size_t HS = shape.HS, VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T), dq_step = pass->d.q.row;
+    size_t HS = shape.HS, VS = shape.VS, step = shape.NH * VS, dq_step = pass->d.q.row;
+    size_t keys = key_count(shape), ld = row_step(keys);
     const AttentionInput *in = pass->in;
     const Group *group = head->group;
     const real *q = head->q + at.from * in->q.row, *dout = pass->dout + head->out + at.from * step;
@@ -979,8 +1047,8 @@ static void block_grads(const Backward *pass, const Head *head, RowBlock at, Att
         tiles_left(tiles, part.dout_transposed, transposed(dout, step), VS, at.rows);
         tiled_sums(tiles, group->dv, part.dout_transposed, VS, tiles_in_place(tiles, part.scores, ld), at, add, share);
         tiled_sums(tiles, group->dk, part.q_transposed, HS, tiles_in_place(tiles, part.dscores, ld), at, add, share);
-        tiled_output(tiles, part.sums, left_of(tiles, part.rounded, part.dscores, ld), group->packed_kt, shape.T, HS,
-                     at, share);
+        tiled_output(tiles, part.sums, left_of(tiles, part.rounded, part.dscores, ld), group->packed_kt, keys, HS, at,
+                     share);
         scale_rows(dq, dq_step, NULL, part.sums, at.rows, HS);
         return;
     }
@@ -994,11 +1062,11 @@ static void block_grads(const Backward *pass, const Head *head, RowBlock at, Att
 // part.dscores (rows,keys) = dout · v of a block of rows
 static void block_dscores(const Backward *pass, const Head *head, AttentionShape shape, Part part, RowBlock at,
                           bool share) {
-    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(shape.T);
+    size_t VS = shape.VS, step = shape.NH * VS, ld = row_step(key_count(shape));
     const AttentionInput *in = pass->in;
     const real *dout = pass->dout + head->out + at.from * step;
     if (head->group->packed_vt) {
-        tiles_left(tiles_of(in), part.dout, as_stored(dout, step), at.rows, VS);
+        left_rows(tiles_of(in), part.dout, dout, step, at.rows, VS);
         tiled_scores(tiles_of(in), part.dscores, ld, part.dout, head->group->packed_vt, VS, at, share);
         return;
     }
@@ -1015,8 +1083,9 @@ static void head_backward(const Backward *pass, const Head *head, Scalars scalar
     // dv.
     if (head->first && !add) {
         bool tiles = tiles_of(pass->in);
-        memset(group->dk, 0, (tiles ? packed_scratch(shape.T, shape.HS) : shape.T * shape.HS) * sizeof(real));
-        memset(group->dv, 0, (tiles ? packed_scratch(shape.T, shape.VS) : shape.T * shape.VS) * sizeof(real));
+        size_t keys = key_count(shape);
+        memset(group->dk, 0, (tiles ? packed_scratch(keys, shape.HS) : keys * shape.HS) * sizeof(real));
+        memset(group->dv, 0, (tiles ? packed_scratch(keys, shape.VS) : keys * shape.VS) * sizeof(real));
     }
     size_t last = (shape.T - 1) / BLOCK * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
@@ -1030,25 +1099,25 @@ static void head_backward(const Backward *pass, const Head *head, Scalars scalar
 }
 
 static void group_backward(const Backward *pass, size_t i, Scalars scalars, AttentionShape shape, bool share) {
-    size_t T = shape.T, HS = shape.HS, VS = shape.VS;
+    size_t keys = key_count(shape), HS = shape.HS, VS = shape.VS;
     Group group = group_of(shape, i);
     Tiles tiles = tiles_of(pass->in);
     if (tiles) pack_keys(&group, pass->in, shape, pass->scratch, true);
     else copy_in_keys(&group, pass->in, shape, pass->scratch);
     if (!tiles) {
-        group.dk = sum_in(pass->d.k, &group, HS, T, group.dk);
-        group.dv = sum_in(pass->d.v, &group, VS, T, group.dv);
+        group.dk = sum_in(pass->d.k, &group, HS, keys, group.dk);
+        group.dv = sum_in(pass->d.v, &group, VS, keys, group.dv);
     }
     for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
         Head head = head_of(shape, pass->in, &group, j);
         head_backward(pass, &head, scalars, shape, share, j > 0);
     }
     if (tiles) {
-        copy_out_tiles(pass->d.k, &group, group.dk, HS, T);
-        copy_out_tiles(pass->d.v, &group, group.dv, VS, T);
+        copy_out_tiles(pass->d.k, &group, group.dk, HS, keys);
+        copy_out_tiles(pass->d.v, &group, group.dv, VS, keys);
     } else {
-        copy_out(pass->d.k, &group, group.dk, HS, T);
-        copy_out(pass->d.v, &group, group.dv, VS, T);
+        copy_out(pass->d.k, &group, group.dk, HS, keys);
+        copy_out(pass->d.v, &group, group.dv, VS, keys);
     }
 }
 
@@ -1061,8 +1130,8 @@ static void scalars_backward(ScalarGrads grads, const real *g, const int32_t *fi
         size_t h = i % shape.NH, b = i / shape.NH;
         double sums[SCALAR_COUNT] = {0};
         for (size_t t = 0; t < shape.T; t++) {
-            size_t n = t + 1 - (first ? (size_t)first[b * shape.T + t] : 0);
-            RowPlace at = row_place(scalars, h, (int)n, (int)shape.T, shape.L, (int)shape.HS);
+            size_t n = shape.past + t + 1 - (first ? (size_t)first[b * shape.T + t] : 0);
+            RowPlace at = row_place(scalars, h, (int)n, (int)key_count(shape), shape.L, (int)shape.HS);
             const real *g_row = g + (i * shape.T + t) * ROW_GRADS;
             for (int x = 0; x < SCALAR_COUNT; x++) {
                 if (!grads.of[x]) continue;
@@ -1094,20 +1163,6 @@ void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *do
 
 bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, Scalars scalars,
                    AttentionShape shape, real *scratch) {
-    bool weight;
-    for (size_t j = 0; j < n; j++) {
-        real sum = 0;
-        #pragma omp simd reduction(+ : sum)
-        for (size_t c = 0; c < shape.HS; c++) sum += q[c] * k.p[j * k.row + c];
-        scratch[j] = sum;
-    }
     Row row = row_at(&shape, scalars, h, n, shape.T);
-    real factor = row_forward(shape.normalizer, scratch, &row, &weight);
-    memset(out, 0, shape.VS * sizeof *out);
-    for (size_t j = 0; j < n; j++) {
-        real a = scratch[j] * factor;
-        #pragma omp simd
-        for (size_t c = 0; c < shape.VS; c++) out[c] += a * v.p[j * v.row + c];
-    }
-    return weight;
+    return query_forward(out, q, k, v, false, &row, shape, scratch);
 }

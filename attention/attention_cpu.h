@@ -19,8 +19,8 @@ typedef struct {
     const Normalizer *normalizer;
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
-    // For decoding with a cache; forward only, B = 1. The T queries follow `past` earlier positions: query t is at
-    // position past + t, k and v have past + T rows, and the normalizer's T is each row's own length so far.
+    // The T queries follow `past` earlier positions: query t is at position past + t, and each sequence of k and v has
+    // past + T rows, the normalizer's T. For decoding, cached: that T is each row's own length so far; forward only.
     bool cached;
     size_t past;
 } AttentionShape;
@@ -46,6 +46,7 @@ typedef struct {
     // For the matmuls; may be NULL. If mm->tiles are those of bfloat16, all matmuls read rounded inputs: q, k, v, dout,
     // the weights and the gradients of the scores. Sums, statistics and everything between matmuls stay float32.
     const Gemm *mm;
+    bool unit_keys;    // divide k by its norms; only where attention_of_few()
 } AttentionInput;
 
 typedef struct {
@@ -63,8 +64,11 @@ enum { ROW_STATS = 4 };    // statistics that the forward pass keeps per row
 // normalizer.
 size_t attention_scratch(AttentionShape shape, int threads);
 
+// Few queries after earlier positions: attention_forward() goes through the keys for each query, and copies nothing.
+bool attention_of_few(AttentionShape shape);
+
 // out[b,t,h] = sum_{first <= j <= t} A_tj v_j, where the normalizer computes A from s_tj = q_t · k_j. The caller
-// applies qk=l2.
+// applies qk=l2, or to k has it applied by in.unit_keys.
 //   out (B,T,NH,VS) written      stats (B,NH,T,ROW_STATS) written
 // Returns the number of all-zero rows (all f are 0, or a sum in post is 0), whose output is 0. Source:
 // attention/normalizer.h.

@@ -394,7 +394,6 @@ DEVICE void backward90_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS>
     issue_by_columns(c.dk[0], c.dz, tiles.q + offset);
     wgmma_commit();
     wgmma_wait<0>(c.dv[0], c.dk[0]);
-    __syncwarp();    // all lanes have read their rows' numbers, too
     ring_release(tiles.barriers->queries, step);
 }
 

@@ -3,7 +3,7 @@ units.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-The checkpoints that need this file contain it; it depends on nothing else of the project. "attention_normalizer" in
+The checkpoints that need this file contain it; it needs nothing else of the project. "attention_normalizer" in
 config.json defines the normalizer as a sequence of five choices. For the query at position i, n = i + 1 keys are
 visible; d is the head size, L the length with which the model was trained ("seq_len"), and T the length of the text so
 far:
@@ -17,12 +17,14 @@ far:
 The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 has output 0. Learned scalars: s (attn_scale), b
 (attn_bias) and sink (attn_sink) for each layer and head, and p (attn_pn) for the whole model. With padding, n counts
 only the visible keys that are not padding. Attention uses plain T x T arrays, because this code is meant to be readable
-and correct, not fast. With "block": "gau" each layer is a gated attention unit, which replaces attention and the
+and correct, not fast. Where the package attn_c is installed, its fused attention computes the same numbers, except with
+output_attentions. With "block": "gau" each layer is a gated attention unit, which replaces attention and the
 feed-forward layer.
 
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with
 Re-weighting Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max,
 not Softmax"; l1+sink gpt-oss, arXiv 2508.10925; floorlog Llama 4; expm1 with rectify softpick, arXiv 2504.20966."""
+import functools
 import math
 import re
 
@@ -32,15 +34,23 @@ from torch.nn import functional as F
 from transformers import DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+try:
+    import attn_c
+except ImportError:
+    attn_c = None
+
 STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 
 
 class AttnGPTConfig(LlamaConfig):
-    """The keys of LlamaConfig, including those of grouped-query attention, and two more. attention_normalizer has name,
-    seq_len, the six keys of the five stages, and fixed and block where they apply; qk_norm is true for an RMSNorm over
-    each head's q and k before RoPE."""
+    """The keys of LlamaConfig, including those of grouped-query attention, and a few more. attention_normalizer has
+    name, seq_len, the six keys of the five stages, and fixed and block where they apply; qk_norm is true for an RMSNorm
+    over each head's q and k before RoPE, qkv_bias if the projections to q, k and v have biases.
+    final_logit_softcapping is c in c tanh(logits / c)."""
     model_type = "attn_gpt"
     qk_norm: bool = False
+    qkv_bias: bool = False
+    final_logit_softcapping: float | None = None
 
     def validate(self):
         """Replaces LlamaConfig's check, which requires that heads divide hidden_size even if head_dim is given. See
@@ -219,6 +229,40 @@ def attention(q, k, v, visible, normalizer, scalars):
     return A @ v, A
 
 
+# ---- The same by attn_c
+
+def padding_before(attention_mask):
+    """The number of padding tokens before each text (B), or None if there is padding elsewhere."""
+    seen = attention_mask.bool()
+    elsewhere = not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any()
+    return None if elsewhere else (~seen).sum(-1, dtype=torch.int32)
+
+
+def fused_attention(q, k, v, start, normalizer, scalars):
+    """attention() with None in place of A. start: padding_before(), or None without padding."""
+    text = "softmax" + "".join(f"+{stage}={normalizer[stage]}" for stage in STAGES)
+    return attn_c.attention(q, k, v, text, seq_len=normalizer["seq_len"], scalars=scalars or None, start=start), None
+
+
+def is_fused(config, x):
+    """Can attn_c compute attention for x?"""
+    width = config.intermediate_size if config.attention_normalizer.get("block") else config.head_dim
+    return attn_c is not None and attn_c.supports(x, config.head_dim, width)
+
+
+def attention_for(config, x, past, attention_mask, weights):
+    """attention() or fused_attention(), as a function of q, k, v, normalizer and scalars, for x (B, T, C) after `past`
+    other tokens."""
+    start = None if attention_mask is None or torch.compiler.is_compiling() else padding_before(attention_mask)
+    if is_fused(config, x) and weights is None and (attention_mask is None) == (start is None):
+        return functools.partial(fused_attention, start=start)
+    at, keys = (torch.arange(first, past + x.shape[1], device=x.device) for first in (past, 0))
+    visible = (keys <= at[:, None])[None, None]
+    if attention_mask is not None:
+        visible = visible & attention_mask[:, None, None].bool()
+    return functools.partial(attention, visible=visible)
+
+
 # ---- The layers
 
 class RMSNorm(nn.Module):
@@ -290,14 +334,13 @@ class Normalized(nn.Module):
         self.layer, self.normalizer, self.rope_parameters = layer, config.attention_normalizer, config.rope_parameters
         add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
-    def attend(self, q, k, v, positions, visible, cache, weights, of_model):
-        angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"],
-                                  visible[:, 0, -1].sum(-1))
+    def attend(self, q, k, v, positions, lengths, compute, cache, weights, of_model):
+        angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], lengths)
         q, k = rope(q, positions, *angles), rope(k, positions, *angles)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
-        out, A = attention(q, k, v, visible, self.normalizer, of_model | of_heads)
+        out, A = compute(q, k, v, normalizer=self.normalizer, scalars=of_model | of_heads)
         if weights is not None:
             weights.append(A)
         return out
@@ -308,7 +351,7 @@ class Attention(Normalized):
         super().__init__(config, layer)
         C, self.head_dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, n * self.head_dim, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, n * self.head_dim, bias=config.qkv_bias)
                                                  for n in (heads, kv_heads, kv_heads))
         self.o_proj = Output(heads * self.head_dim, C, bias=False)
         self.q_norm, self.k_norm = (RMSNorm(config, self.head_dim) if config.qk_norm else nn.Identity() for _ in "qk")
@@ -413,7 +456,7 @@ def check_config(config):
     if block not in (None, "gau"):
         raise ValueError(f"config.json: attention_normalizer: unknown block {block!r}")
     unit = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128,
-            "intermediate_size": 2 * config.hidden_size, "qk_norm": False}
+            "intermediate_size": 2 * config.hidden_size, "qk_norm": False, "qkv_bias": False}
     wrong = [f"{key} is {getattr(config, key)}, not {value}"
              for key, value in unit.items() if getattr(config, key) != value]
     if block and wrong:
@@ -468,19 +511,21 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
         past = 0 if cache is None else int(cache.get_seq_length())
-        at, keys = torch.arange(past, past + T, device=x.device), torch.arange(past + T, device=x.device)
-        positions = at[None] if position_ids is None else position_ids
-        visible = (keys <= at[:, None])[None, None]
+        positions = torch.arange(past, past + T, device=x.device)[None] if position_ids is None else position_ids
+        lengths = torch.full((1,), past + T, device=x.device)
         if attention_mask is not None:
             if attention_mask.shape != (B, past + T):
                 raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found "
                                  f"{tuple(attention_mask.shape)}")
-            visible = visible & attention_mask[:, None, None].bool()
+            lengths = attention_mask.bool().sum(-1)
         weights = [] if (self.config.output_attentions if output_attentions is None else output_attentions) else None
-        x = self.model(x, positions, visible, cache, weights)
+        compute = attention_for(self.config, x, past, attention_mask, weights)
+        x = self.model(x, positions, lengths, compute, cache, weights)
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         logits = self.lm_head(x[:, logits_to_keep])
+        if cap := self.config.final_logit_softcapping:
+            logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "runtime/error.h"
-#include "runtime/options.h"
+#include "runtime/spelling.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 

@@ -20,6 +20,7 @@ typedef REAL real;
 #define real_sqrt sqrtf
 #define real_floor floorf
 #define real_sigmoid(x) (1 / (1 + expf(-(x))))
+#define real_tanh tanhf
 #define real_pow01 powf
 #define real_normal_cdf(z, gauss) normcdff(z)
 #define REAL_MIN FLT_MIN
@@ -35,6 +36,7 @@ typedef REAL real;
 #define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
 #define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // only for x in [0, 1]
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
+#define real_tanh(x)   BY_TYPE(x, vec_tanh, tanh)(x)
 #define real_normal_cdf(z, gauss) BY_TYPE(z, vec_normal_cdf, double_normal_cdf)(z, gauss)
 
 static inline double double_sigmoid(double x) {

@@ -10,7 +10,13 @@
 #include <unistd.h>
 #endif
 
-enum { LANES = TILE / 2 };    // of a vector: half the columns of a strip
+enum { LANES = TILE / 2 };    // half the columns of a strip: as many float32 as AVX-512's registers hold
+
+#ifdef __AVX512F__
+enum { NATIVE = 16 };    // float32 in a register
+#else
+enum { NATIVE = 8 };
+#endif
 
 const char *tiles_name(Tiles tiles) {
     static const char *const names[] = {"none", "float32", "loops", "AVX512-BF16", "AMX"};
@@ -89,29 +95,36 @@ static void take_pairs(uint32_t *out, Matrix x, size_t second, size_t n) {
     for (size_t i = 0; i < n; i++) out[i] = (uint32_t)x.bf16[i] | (uint32_t)x.bf16[second + i] << 16;
 }
 
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(sizeof(uint32_t))));
+typedef uint32_t Words __attribute__((vector_size(NATIVE * sizeof(uint32_t)), aligned(sizeof(uint32_t))));
 
-// to (16,16) = the transpose of from (16,16). In each of four rounds, rows whose numbers differ in one bit exchange the
-// halves in which the columns differ in the same bit.
-static void transpose(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step) {
-    Words x[LANES];
-    for (size_t i = 0; i < LANES; i++) x[i] = *(const Words *)(from + i * from_step);
+// to = the transpose of from, both squares of a register's width. In each round, rows whose numbers differ in one bit
+// exchange the halves in which the columns differ in the same bit.
+static inline void transpose_square(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step) {
+    Words x[NATIVE];
+    for (size_t i = 0; i < NATIVE; i++) x[i] = *(const Words *)(from + i * from_step);
     #pragma GCC unroll 4
-    for (uint32_t bit = 1; bit < LANES; bit *= 2) {
+    for (uint32_t bit = 1; bit < NATIVE; bit *= 2) {
         Words lower, upper;
-        for (uint32_t j = 0; j < LANES; j++) {
-            lower[j] = j & bit ? LANES + j - bit : j;
-            upper[j] = j & bit ? LANES + j : j + bit;
+        for (uint32_t j = 0; j < NATIVE; j++) {
+            lower[j] = j & bit ? NATIVE + j - bit : j;
+            upper[j] = j & bit ? NATIVE + j : j + bit;
         }
         #pragma GCC unroll 16
-        for (uint32_t i = 0; i < LANES; i++) {
+        for (uint32_t i = 0; i < NATIVE; i++) {
             if (i & bit) continue;
             Words first = x[i], second = x[i | bit];
             x[i] = __builtin_shuffle(first, second, lower);
             x[i | bit] = __builtin_shuffle(first, second, upper);
         }
     }
-    for (size_t i = 0; i < LANES; i++) *(Words *)(to + i * to_step) = x[i];
+    for (size_t i = 0; i < NATIVE; i++) *(Words *)(to + i * to_step) = x[i];
+}
+
+// to (16,16) = the transpose of from (16,16)
+static void transpose(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step) {
+    for (size_t row = 0; row < LANES; row += NATIVE)
+        for (size_t column = 0; column < LANES; column += NATIVE)
+            transpose_square(to + row * to_step + column, to_step, from + column * from_step + row, from_step);
 }
 
 // to (16,16) = the transpose of from (rows,columns), and zeros in the rest
@@ -227,16 +240,17 @@ void tiles_pair(Tiles tiles, float *first, const float *second, size_t n) {
 
 // ---- C = A · B
 
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+typedef float Vector __attribute__((vector_size(NATIVE * sizeof(float)), aligned(sizeof(float))));
 
 static inline Vector *vector_at(float *x, size_t i) {
-    return (Vector *)(x + i * LANES);
+    return (Vector *)(x + i * NATIVE);
 }
 
-// 8 rows at a time: 16 vectors of sums, two of B, and a number of A in all lanes of another.
-static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t ldb, size_t k,
-                            bool add) {
-    enum { ROWS = 8 };
+// Two vectors of columns and a number of rows at a time: vectors of sums (16 of AVX-512's 32 registers, 8 of AVX2's
+// 16), two of B, and a number of A in all lanes of another.
+static inline void multiply_columns(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t ldb,
+                                    size_t k, bool add) {
+    enum { ROWS = NATIVE / 2 };
     for (size_t row = 0; row < TILE; row += ROWS, a += ROWS * lda, c += ROWS * ldc) {
         Vector sum[ROWS][2] = {{{0}}};
         if (add) {
@@ -258,6 +272,12 @@ static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, co
             *vector_at(c + r * ldc, 1) = sum[r][1];
         }
     }
+}
+
+static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t ldb, size_t k,
+                            bool add) {
+    for (size_t column = 0; column < TILE; column += 2 * NATIVE)
+        multiply_columns(c + column, ldc, a, lda, b + column, ldb, k, add);
 }
 
 // In bfloat16, the instructions multiply pairs: numbers 2p and 2p + 1 of a row of A by the same two of a column of B.
@@ -387,8 +407,8 @@ Tiles tiles_available(bool bf16) {
 #ifdef __AVX512BF16__
     if (bf16) return TILES_AVX512;
 #endif
-#ifdef __AVX512F__
-    return TILES_FLOAT;    // processors with fewer registers spill the sums
+#ifdef __AVX2__
+    return TILES_FLOAT;
 #else
     return TILES_NONE;
 #endif

@@ -40,7 +40,7 @@ typedef enum {
 
 enum { TILE = 32 };
 
-// The fastest that this processor and this build have; TILES_NONE where a library's matmul is faster.
+// The fastest that this processor and this build have; TILES_NONE without AVX2.
 Tiles tiles_available(bool bf16);
 
 const char *tiles_name(Tiles tiles);

@@ -14,6 +14,7 @@
 #include "attention/attention_cpu.h"
 #include "runtime/error.h"
 #include "runtime/random.h"
+#include "runtime/subnormal.h"
 
 static double now(void) {
     struct timespec t;
@@ -52,6 +53,7 @@ int main(int argc, char **argv) {
     Normalizer normalizer;
     char message[1024];
     program_name = "attention_cpu";
+    flush_subnormals();
     if (argc != 7 && argc != 8) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS [bf16].");
     if (!normalizer_parse(&normalizer, argv[1], message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
     size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
@@ -80,7 +82,8 @@ int main(int argc, char **argv) {
     if (normalizer.qk.kind == QK_L2) normalize(qkv, 3 * rows, HS);
     Gemm mm;
     gemm_start(&mm, bf16);
-    AttentionInput in = {{qkv, row, HS}, {qkv + NH * HS, row, HS}, {qkv + 2 * NH * HS, row, HS}, NULL, &mm};
+    AttentionInput in = {
+        .q = {qkv, row, HS}, .k = {qkv + NH * HS, row, HS}, .v = {qkv + 2 * NH * HS, row, HS}, .mm = &mm};
     AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {

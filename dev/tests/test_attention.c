@@ -5,7 +5,11 @@
 
 #include <math.h>
 #include <omp.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
+#include "attention/l2.h"
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
 #include "runtime/error.h"
@@ -30,7 +34,7 @@ static bool reads_length(const Normalizer *n) {
 
 // ---- a case: inputs, outputs and gradients of one shape, each followed by a guard
 
-enum { GUARD = 64, ARRAYS = 10 + 2 * SCALAR_COUNT };
+enum { GUARD = 64, ARRAYS = 13 + 2 * SCALAR_COUNT };
 static const float GUARD_VALUE = -12345.5f;
 
 typedef struct {
@@ -116,7 +120,8 @@ static ConstView const_view(const Case *c, float *p, size_t width) {
 
 static AttentionInput inputs(const Case *c) {
     size_t HS = c->shape.HS, VS = c->shape.VS;
-    return (AttentionInput){const_view(c, c->q, HS), const_view(c, c->k, HS), const_view(c, c->v, VS), NULL, c->mm};
+    return (AttentionInput){
+        .q = const_view(c, c->q, HS), .k = const_view(c, c->k, HS), .v = const_view(c, c->v, VS), .mm = c->mm};
 }
 
 static uint64_t forward(Case *c) {
@@ -131,14 +136,19 @@ static void backward(Case *c) {
     attention_backward(d, c->scalar_grads, c->dout, c->out, c->stats, inputs(c), c->scalars, c->shape, c->scratch);
 }
 
-// Row n (keys 1..n) of head h of the first sample, from the case's q, k and v.
-static bool row(Case *c, float *out, size_t h, size_t n) {
+// Row n (keys 1..n, without the first `hidden`) of head h of the first sample, from the case's q, k and v.
+static bool row_after(Case *c, float *out, size_t h, size_t n, size_t hidden) {
     size_t T = c->shape.T, HS = c->shape.HS, VS = c->shape.VS;
     c->shape.normalizer = &c->normalizer;
     AttentionShape shape = c->shape;
     shape.T = n;
-    return attention_row(out, c->q + (h * T + n - 1) * HS, (ConstView){c->k + h * T * HS, HS, 0},
-                         (ConstView){c->v + h * T * VS, VS, 0}, n, h, c->scalars, shape, c->scratch);
+    return attention_row(out, c->q + (h * T + n - 1) * HS, (ConstView){c->k + (h * T + hidden) * HS, HS, 0},
+                         (ConstView){c->v + (h * T + hidden) * VS, VS, 0}, n - hidden, h, c->scalars, shape,
+                         c->scratch);
+}
+
+static bool row(Case *c, float *out, size_t h, size_t n) {
+    return row_after(c, out, h, n, 0);
 }
 
 // Frees the case, and reports writes past the end of an array.
@@ -639,7 +649,7 @@ static void check_documents(const char *text) {
         d += i == STARTS[d + 1];
         first[i] = (int32_t)(STARTS[d] % T);
     }
-    AttentionInput in = {{all.q, W, HS}, {all.k, W, HS}, {all.v, W, HS}, first, NULL};
+    AttentionInput in = {.q = {all.q, W, HS}, .k = {all.k, W, HS}, .v = {all.v, W, HS}, .first = first};
     AttentionInputGrads d = {{all.dq, W, HS}, {all.dk, W, HS}, {all.dv, W, HS}};
     all.shape.normalizer = &all.normalizer;
     one.shape.normalizer = &one.normalizer;
@@ -647,7 +657,7 @@ static void check_documents(const char *text) {
     attention_backward(d, all.scalar_grads, all.dout, all.out, all.stats, in, all.scalars, all.shape, all.scratch);
     for (size_t i = 0; i + 1 < COUNT(STARTS); i++) {
         size_t from = STARTS[i] * W, n = STARTS[i + 1] * W - from;
-        AttentionInput part = {{one.q + from, W, HS}, {one.k + from, W, HS}, {one.v + from, W, HS}, NULL, NULL};
+        AttentionInput part = {.q = {one.q + from, W, HS}, .k = {one.k + from, W, HS}, .v = {one.v + from, W, HS}};
         AttentionInputGrads dpart = {{one.dq + from, W, HS}, {one.dk + from, W, HS}, {one.dv + from, W, HS}};
         one.shape.B = 1;
         one.shape.T = n / W;
@@ -679,16 +689,18 @@ static void round_inputs(float *x, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] = bf16_to_float(bf16_from_float(x[i]));
 }
 
-// The rows in three calls, each after the keys of the previous ones, as when a prompt fills a cache, equal those of
-// attention_row().
-static void check_spans_of(const char *text, Tiles tiles, size_t T, double tolerance) {
+// The rows in several calls, each after the keys of the previous ones, as when a prompt fills a cache and a few tokens
+// follow, equal those of attention_row(). From key `document` on, the earlier keys are hidden.
+static void check_spans_of(const char *text, Tiles tiles, size_t T, size_t document, double tolerance) {
     enum { NH = 4 };
-    const size_t ENDS[] = {1, T / 2 - 5, T};
+    const size_t ENDS[] = {1, 5, T / 2 - 5, T - 3, T - 2, T};
     const Gemm mm = {.tiles = tiles};
+    int32_t first[2000];
     Case c = case_new(text, 1, NH, 6, 5, T, 2);
     round_inputs(c.q, c.keys);
     round_inputs(c.k, c.keys);
     round_inputs(c.v, c.values);
+    for (size_t t = 0; t < T; t++) first[t] = t < document ? 0 : (int32_t)document;
     AttentionShape shape = c.shape;
     shape.normalizer = &c.normalizer;
     shape.cached = true;
@@ -697,6 +709,7 @@ static void check_spans_of(const char *text, Tiles tiles, size_t T, double toler
     for (size_t i = 0, from = 0; i < COUNT(ENDS); from = ENDS[i++]) {
         AttentionInput span = inputs(&c);
         span.q.p += from * span.q.row;
+        span.first = first + from;
         span.mm = &mm;
         shape.past = from;
         shape.T = ENDS[i] - from;
@@ -705,17 +718,57 @@ static void check_spans_of(const char *text, Tiles tiles, size_t T, double toler
     double off = 0;
     for (size_t t = 0; t < T; t++)
         for (size_t h = 0; h < NH; h++) {
-            row(&c, one, h, t + 1);
+            row_after(&c, one, h, t + 1, (size_t)first[t]);
             off = fmax(off, difference(c.out + (t * NH + h) * shape.VS, one, shape.VS));
         }
-    CHECK(off < tolerance, "%s, tiles %s: rows after cached keys are off by %.3g", text, tiles_name(tiles), off);
+    CHECK(off < tolerance, "%s, tiles %s, document at %zu: rows after cached keys are off by %.3g", text,
+          tiles_name(tiles), document, off);
     case_free(&c);
 }
 
 static void check_spans(const char *text) {
-    check_spans_of(text, TILES_NONE, 150, 3e-5);
-    for (Tiles tiles = TILES_FLOAT; is_there(tiles); tiles++)
-        check_spans_of(text, tiles, 150, tiles_are_bf16(tiles) ? 4e-2 : 3e-5);
+    for (size_t document = 0; document < 150; document += 40) {
+        check_spans_of(text, TILES_NONE, 150, document, 3e-5);
+        for (Tiles tiles = TILES_FLOAT; is_there(tiles); tiles++)
+            check_spans_of(text, tiles, 150, document, tiles_are_bf16(tiles) ? 4e-2 : 3e-5);
+    }
+}
+
+// The last queries of two sequences, alone after their keys, give the numbers that they give in the full pass.
+static void check_last_queries(const char *text) {
+    enum { B = 2, NH = 4, NKV = 2, HS = 8, T = 40, LAST = 3, W = NH * HS };
+    Case c = case_new(text, B, NH, HS, HS, T, 1);
+    AttentionInput in = {.q = {c.q, W, HS}, .k = {c.k, NKV * HS, HS}, .v = {c.v, NKV * HS, HS}};
+    float *q = floats(&c, B * LAST * W), *out = floats(&c, B * LAST * W),
+          *stats = floats(&c, B * NH * LAST * ROW_STATS);
+    c.shape.normalizer = &c.normalizer;
+    c.shape.NKV = NKV;
+    attention_forward(c.out, c.stats, in, c.scalars, c.shape, c.scratch);
+    for (size_t b = 0; b < B; b++) memcpy(q + b * LAST * W, c.q + ((b + 1) * T - LAST) * W, LAST * W * sizeof *q);
+    in.q.p = q;
+    c.shape.T = LAST;
+    c.shape.past = T - LAST;
+    attention_forward(out, stats, in, c.scalars, c.shape, c.scratch);
+    double off = 0, of_stats = 0;
+    for (size_t b = 0; b < B; b++)
+        off = fmax(off, difference(out + b * LAST * W, c.out + ((b + 1) * T - LAST) * W, LAST * W));
+    for (size_t i = 0; i < B * NH; i++) {
+        const float *expected = c.stats + ((i + 1) * T - LAST) * ROW_STATS;
+        of_stats = fmax(of_stats, difference(stats + i * LAST * ROW_STATS, expected, LAST * ROW_STATS));
+    }
+    CHECK(off < 1e-5 && of_stats < 1e-5, "%s: out is off by %.3g, statistics by %.3g", text, off, of_stats);
+    for (size_t t = 0; t < B * T * NKV; t++) {
+        float inverse = l2_inverse(c.k + t * HS, HS);
+        for (size_t i = 0; i < HS; i++) c.k[t * HS + i] *= inverse * (float)(1 + t % 3);
+    }
+    in.unit_keys = true;
+    attention_forward(c.dout, stats, in, c.scalars, c.shape, c.scratch);
+    for (size_t t = 0; t < B * T * NKV; t++)
+        for (size_t i = 0; i < HS; i++) c.k[t * HS + i] /= (float)(1 + t % 3);
+    in.unit_keys = false;
+    attention_forward(out, stats, in, c.scalars, c.shape, c.scratch);
+    CHECK(difference(c.dout, out, B * LAST * W) < 1e-5, "%s: keys divided by their norms: out is off", text);
+    case_free(&c);
 }
 
 // attention_weights() gives the A that the forward pass multiplies with v, and ln Z.
@@ -830,13 +883,50 @@ static void test_chunks(void) {
     for (size_t i = 0; i < COUNT(TEXTS); i++) {
         check_tiled(TEXTS[i], TILES_FLOAT, 1, 1100);
         if (tiles_available(true) > TILES_LOOPS) check_tiled(TEXTS[i], tiles_available(true), 1, 1100);
-        check_spans_of(TEXTS[i], TILES_FLOAT, 1400, 3e-5);
+        check_spans_of(TEXTS[i], TILES_FLOAT, 1400, 0, 3e-5);
     }
 }
 
+// Runs a pass with scratch full of subnormal numbers. Did the processor read one?
+static bool reads_scratch(Case *c, void pass(Case *)) {
+#ifdef __SSE__
+    enum { READ = 2, RESULTS_TO_ZERO = 0x8000 };    // of subnormal numbers
+    size_t n = attention_scratch(c->shape, omp_get_max_threads());
+    unsigned before = _mm_getcsr();
+    for (size_t i = 0; i < n; i++) c->scratch[i] = 1e-40f;
+    _mm_setcsr((before & ~(unsigned)READ) | RESULTS_TO_ZERO);
+    pass(c);
+    bool read = _mm_getcsr() & READ;
+    _mm_setcsr(before);
+    return read;
+#else
+    pass(c);
+    return false;
+#endif
+}
+
+static void forward_pass(Case *c) {
+    forward(c);
+}
+
+// What lies in the scratch beyond the rows of a block is not multiplied: a subnormal number takes a hundred times as
+// long.
+static void check_scratch(const char *text) {
+    const Gemm mm = {.tiles = TILES_FLOAT};
+    Case c = case_new(text, 1, 2, 6, 5, 40, 1);
+    c.mm = is_there(TILES_FLOAT) ? &mm : NULL;
+    CHECK(!reads_scratch(&c, forward_pass), "%s: the forward pass computes with what it finds in the scratch", text);
+    CHECK(!reads_scratch(&c, backward), "%s: the backward pass computes with what it finds in the scratch", text);
+    case_free(&c);
+}
+
 static void test_independence(void) {
+    check_group("no pass computes with what it finds in the scratch");
+    each_normalizer(check_scratch);
+
     check_group("rows after cached keys equal single rows");
     each_normalizer(check_spans);
+    each_normalizer(check_last_queries);
     check_group("matmuls of tiles agree with those of a library");
     each_normalizer(check_each_tiles);
     test_chunks();

@@ -18,6 +18,7 @@ typedef double (*Exact)(double x, double p);
     }
 LOOP(exp_loop, vec_exp(x[i]))
 LOOP(sigmoid_loop, vec_sigmoid(x[i]))
+LOOP(tanh_loop, vec_tanh(x[i]))
 LOOP(log_loop, vec_log(x[i]))
 LOOP(log1p_loop, vec_log1p01(x[i]))
 LOOP(pow01_loop, vec_pow01(x[i], p))
@@ -37,6 +38,9 @@ static double exp_exact(double x, double p) {
 }
 static double sigmoid_exact(double x, double p) {
     return (void)p, 1 / (1 + exp(-x));
+}
+static double tanh_exact(double x, double p) {
+    return (void)p, tanh(x);
 }
 static double log_exact(double x, double p) {
     return (void)p, log(x);
@@ -114,7 +118,7 @@ static int rises(Loop f, float p, float from, float to, int n) {
 }
 
 static void test_exp(void) {
-    check_group("exp and sigmoid");
+    check_group("exp, sigmoid and tanh");
     WITHIN(1e-7, exp_loop, exp_exact, 0, 0.0f, 88.722f, 251, 0);
     WITHIN(1e-7, exp_loop, exp_exact, 0, -0.0f, -87.336f, 251, 0);
     EQUAL(exp_loop, 0.0f, 0, 1.0f);
@@ -131,6 +135,13 @@ static void test_exp(void) {
     EQUAL(sigmoid_loop, -INFINITY, 0, 0.0f);
     EQUAL(sigmoid_loop, INFINITY, 0, 1.0f);
     check_nan(sigmoid_loop, "sigmoid");
+    WITHIN(3e-7, tanh_loop, tanh_exact, 0, FLT_MIN, 100.0f, 251, 0);
+    WITHIN(3e-7, tanh_loop, tanh_exact, 0, -FLT_MIN, -100.0f, 251, 0);
+    WITHIN(3e-7, tanh_loop, tanh_exact, 0, 0.5f, 0.75f, 1, 0);
+    EQUAL(tanh_loop, 0.0f, 0, 0.0f);
+    EQUAL(tanh_loop, INFINITY, 0, 1.0f);
+    EQUAL(tanh_loop, -INFINITY, 0, -1.0f);
+    check_nan(tanh_loop, "tanh");
 }
 
 static void test_log(void) {

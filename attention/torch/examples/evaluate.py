@@ -1,0 +1,34 @@
+"""Evaluates a model of transformers with lm_eval (pip install lm_eval) after switching its normalizer.
+
+    python evaluate.py MODEL TASK[,TASK] [--attn softmax1] [--limit 100] [--include FOLDER]
+
+MODEL is a folder or a name on the hub whose attention uses transformers' AttentionInterface; --include is a folder with
+task files of your own."""
+import argparse
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attn_c.transformers
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("tasks", type=lambda text: text.split(","))
+    parser.add_argument("--attn", default="softmax1")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--include")
+    options = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(options.model)
+    model.set_attn_implementation(attn_c.transformers.register(options.attn))
+    wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(options.model))
+    results = lm_eval.simple_evaluate(wrapped, tasks=options.tasks, limit=options.limit,
+                                      task_manager=TaskManager(include_path=options.include))
+    print(lm_eval.utils.make_table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Pretrains a small Llama of transformers under any normalizer, with Hugging Face's Trainer.
+
+    python pretrain.py FILE.txt OUT [--attn ssmax] [--steps 200] [--seq-len 128]
+
+The tokens are the text's bytes. Needs transformers and accelerate. OUT can be loaded with load() below, which attaches
+the learned scalars before it reads their values."""
+import argparse
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import attn_c.transformers
+
+
+class Windows(torch.utils.data.Dataset):
+    """A text's bytes in windows of T tokens."""
+
+    def __init__(self, text, T):
+        if len(text) < T:
+            raise SystemExit(f"expected a text of at least --seq-len {T} bytes, found {len(text)}")
+        self.rows = torch.frombuffer(bytearray(text[:len(text) // T * T]), dtype=torch.uint8).view(-1, T)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        tokens = self.rows[i].long()
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def read(path):
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SystemExit(f"{path}: expected a text: {error.strerror}")
+
+
+def new_model(attn, T):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+                                         num_attention_heads=4, max_position_embeddings=T, tie_word_embeddings=True,
+                                         bos_token_id=None, eos_token_id=None))
+    attn_c.transformers.attach(model, attn, seq_len=T)
+    return model
+
+
+def load(folder, attn):
+    config = LlamaConfig.from_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    attn_c.transformers.attach(model, attn, config.max_position_embeddings)
+    lacking, unknown = model.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=False)
+    if unknown or set(lacking) - {"lm_head.weight"}:        # the output projection is the embedding
+        raise ValueError(f"{folder}: expected a model under {attn}; missing {lacking}, unknown {unknown}")
+    return model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("out")
+    parser.add_argument("--attn", default="ssmax")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seq-len", type=int, default=128)
+    options = parser.parse_args()
+    windows = Windows(read(options.text), options.seq_len)
+    torch.manual_seed(0)
+    model = new_model(options.attn, options.seq_len)
+    arguments = TrainingArguments(options.out, max_steps=options.steps, per_device_train_batch_size=8,
+                                  learning_rate=2e-3, warmup_steps=options.steps // 10, logging_steps=10,
+                                  save_strategy="no", report_to="none", seed=0)
+    trainer = Trainer(model, arguments, train_dataset=windows)
+    trainer.train()
+    trainer.save_model(options.out)
+    for name, scalar in model.named_parameters():
+        if "normalizer." in name:
+            print(name, scalar.tolist())
+
+
+if __name__ == "__main__":
+    main()

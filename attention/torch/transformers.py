@@ -1,0 +1,171 @@
+"""Importing this registers each of attn.c's normalizers with transformers, as an attention implementation
+"attn_c:NAME" and the mask that it needs:
+
+    import attn_c.transformers
+    model.set_attn_implementation("attn_c:softmax1")
+
+register() adds normalizers with overrides, attach() gives a model learned scalars."""
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from . import PRESETS, Normalizer, attention
+from .library import scalar_names
+
+# What models pass to their attention that would change the result, unless it has one of these values.
+NEUTRAL = {"dropout": (0, 0.0, None), "output_attentions": (False, None)}
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")
+OTHER = "use another attn_implementation for this model"
+
+
+def reject(name, found, remedy):
+    raise ValueError(f"attn_c: {name} is not supported, found {found}; {remedy}")
+
+
+def reject_window(window, tokens):
+    reject("a sliding window shorter than the text", f"sliding_window={window} for {tokens} tokens",
+           f"pass at most {window} tokens, or {OTHER}")
+
+
+def check_arguments(module, keys, sliding_window=None, is_causal=None, **arguments):
+    """keys: how many there are. A module that is not causal has an attribute that says so; its calls may not."""
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        reject("attention that is not causal", f"is_causal=False in {type(module).__name__}", OTHER)
+    if sliding_window is not None and sliding_window < keys:
+        reject_window(sliding_window, keys)
+    for name in UNSUPPORTED:
+        if arguments.get(name) is not None:
+            reject(name, describe(arguments[name]), OTHER)
+    for name, neutral in NEUTRAL.items():
+        if name in arguments and arguments[name] not in neutral:
+            reject(name, arguments[name], f"set it to {neutral[0]}, or {OTHER}")
+
+
+def describe(value):
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+# ---- the mask
+
+def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
+         attention_mask=None, local_size=None, **_):
+    """The number of padding tokens at the beginning of each sequence (B), or None if there are none. local_size: of a
+    sliding window, which hides nothing from a text that is not longer."""
+    parts = mask_names(mask_function)
+    if "sliding_window_overlay" in parts:
+        if kv_offset + kv_length > local_size:
+            reject_window(local_size, kv_offset + kv_length)
+        parts.remove("sliding_window_overlay")
+    if parts:
+        reject("a mask other than a causal one with padding", " and ".join(parts),
+               f"{OTHER}. Under torch.compile, transformers takes sequences for packed unless attention_mask or a "
+               "cache is passed")
+    if kv_offset != 0 or isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_length:
+        reject("a cache whose length is fixed", f"{kv_length} keys for {q_length} queries from position {q_offset} on",
+               "use transformers' DynamicCache")
+    if attention_mask is None:
+        return None
+    seen = attention_mask[:, :kv_length].bool()
+    if torch.compiler.is_compiling():
+        torch._assert_async((texts_in(seen) <= 1).all(), "attn_c: expected an attention_mask with padding at the "
+                            "beginning or the end, found padding between tokens")
+    elif seen.all():
+        return None
+    else:
+        check_padding(seen)
+    # A sequence with padding at its end sees it only from there, so only padding at the beginning counts.
+    return seen.int().argmax(-1).int()
+
+
+def mask_names(function):
+    """The names of the functions of which a mask is made, without the causal one."""
+    if function is causal_mask_function:
+        return []
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts = [x for contents in held if isinstance(contents, tuple) for x in contents if callable(x)]
+    return [name for part in parts for name in mask_names(part)] if parts else [function.__qualname__.split(".")[0]]
+
+
+def texts_in(seen):
+    """How many runs of tokens without padding each sequence has."""
+    return (torch.diff(seen.int(), dim=-1) == 1).sum(-1) + seen[:, 0]
+
+
+def check_padding(seen):
+    """Each sequence must be padding, then tokens, then padding."""
+    holes = (texts_in(seen) > 1).nonzero().flatten().tolist()
+    if holes:
+        reject("an attention_mask with padding between tokens", f"it in sequences {holes}",
+               "pad at the beginning or the end")
+
+
+# ---- attention
+
+def registered(normalizer):
+    """The attention function of a normalizer, as transformers calls it."""
+
+    def forward(module, query, key, value, attention_mask, scaling=None, **arguments):
+        check_arguments(module, key.shape[2], **arguments)
+        if attention_mask is not None and attention_mask.ndim != 1:
+            reject("a prepared mask", describe(attention_mask), "pass attention_mask as (batch, tokens), 0 for padding")
+        own = getattr(module, "normalizer", None)
+        if isinstance(own, Normalizer):
+            if own.normalizer != normalizer:
+                raise ValueError(f"attn_c: this layer has the scalars of {own.normalizer}, but attn_implementation is "
+                                 f"attn_c:{normalizer}; attach() the normalizer to use, or detach()")
+            out = own(query, key, value, start=attention_mask, scaling=scaling)
+        else:
+            out = attention(query, key, value, normalizer, seq_len=trained_length(module), start=attention_mask,
+                            scaling=scaling)
+        return out.transpose(1, 2), None
+
+    return forward
+
+
+def trained_length(module):
+    config = getattr(module, "config", None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def register(normalizer):
+    """Registers a normalizer, such as "softmax+post=reweight:3", and returns the name of its implementation."""
+    scalar_names(normalizer)        # or an error for a name that is not one
+    attention_name = f"attn_c:{normalizer}"
+    AttentionInterface.register(attention_name, registered(normalizer))
+    AttentionMaskInterface.register(attention_name, mask)
+    return attention_name
+
+
+for preset in PRESETS:
+    register(preset)
+
+
+# ---- learned scalars
+
+def attention_layers(model):
+    """The modules that call attention functions."""
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "q_proj")
+              and hasattr(module, "o_proj")]
+    if not layers:
+        raise ValueError(f"attn_c: {type(model).__name__}: expected attention layers with q_proj, o_proj and "
+                         "layer_idx, found none; give each attention module a Normalizer as `normalizer`")
+    return layers
+
+
+def attach(model, normalizer, seq_len):
+    """Gives each attention layer of a model a Normalizer, `self_attn.normalizer`, whose scalars are trained and saved
+    with the model, and selects the implementation. p of scale=pn is one parameter for the whole model."""
+    layers = attention_layers(model)
+    for layer in layers:
+        weight = next(layer.parameters())
+        layer.normalizer = Normalizer(normalizer, layer.config.num_attention_heads, seq_len, device=weight.device)
+        if "attn_pn" in layer.normalizer.names:
+            layer.normalizer.attn_pn = layers[0].normalizer.attn_pn
+    model.set_attn_implementation(register(normalizer))
+
+
+def detach(model):
+    """Removes the scalars of attach()."""
+    for layer in attention_layers(model):
+        if isinstance(getattr(layer, "normalizer", None), Normalizer):
+            del layer.normalizer

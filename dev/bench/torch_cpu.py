@@ -1,0 +1,185 @@
+"""attn_c's attention through PyTorch, on the CPU, beside PyTorch's own ways to compute the same values.
+
+    .venv/bin/python dev/bench/torch_cpu.py [--lengths 1024] [--attn softmax,ssmax,lssar] [--rounds 3] [--seconds 0.5]
+        [--level v3] [--json F]
+
+In milliseconds, forward and backward: attn_c by attention(), in eager mode; the C function alone
+(build/bench/attention_cpu); scaled_dot_product_attention for softmax, and otherwise torch.compile of the formula in
+dev/reference/model.py. Forward alone: attn_c and FlexAttention, which on CPUs has no backward pass, for the normalizers
+that only scale softmax's scores. float32, 12 heads of 64, the same number of threads; one sequence, or as many as make
+1,024 tokens. Each round measures every variant once. A time is the median of the rounds, a ratio the median of the
+rounds' ratios. The last lines are what a call costs that has almost nothing to compute, in microseconds over the call
+of the C function by ctypes. --level selects a library for other processors."""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "build/python"), str(ROOT / "dev/reference"), str(ROOT / "dev/bench")]
+import attention_cpu        # noqa: E402
+from attention_cpu import HEADS, SIZE, sequences        # noqa: E402
+
+
+def inputs_for(name, T):
+    import torch
+    from attn_c import Normalizer
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(sequences(T), T, HEADS, SIZE).transpose(1, 2) for _ in range(4))
+    return Normalizer(name, HEADS, T), [x.requires_grad_() for x in (q, k, v)], dout
+
+
+def attn_c_step(name, T):
+    """A function that runs forward and backward once and returns the milliseconds of both."""
+    import torch
+    norm, inputs, dout = inputs_for(name, T)
+    wanted = [*inputs, *(p for p in norm.parameters() if p.requires_grad)]
+
+    def step():
+        start = time.perf_counter()
+        out = norm(*inputs)
+        between = time.perf_counter()
+        torch.autograd.grad(out, wanted, dout)
+        return 1000 * (between - start), 1000 * (time.perf_counter() - between)
+    return step
+
+
+def flex_step(name, T):
+    """The same for FlexAttention's forward pass, or None if it is not just softmax with other scores."""
+    import model as reference
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    normalizer = reference.parse_normalizer(name)
+    if (normalizer.qk, normalizer.phi, normalizer.norm, normalizer.post) != ("none", "exp", "l1", "none"):
+        return None
+    inputs = [x.detach() for x in inputs_for(name, T)[1]]
+    scalars = reference.scalars_at_start(normalizer, HEADS, T, torch.float32)
+    n = torch.arange(1, T + 1.0)[:, None]
+    scale = torch.as_tensor(reference.scale_of_row(normalizer.scale, n, SIZE, T, scalars)) * torch.ones(HEADS, T, 1)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def step():
+        start = time.perf_counter()
+        compiled(*inputs, score_mod=lambda s, b, h, i, j: s * scale[h, i, 0], block_mask=mask, scale=1.0)
+        return 1000 * (time.perf_counter() - start), 0
+    return step
+
+
+VARIANTS = {"attn_c": attn_c_step, "PyTorch": attention_cpu.torch_step, "Flex": flex_step}
+
+
+def rate(variant, name, T, seconds, level):
+    """Medians of forward and backward, in a process of its own; None if the variant cannot compute it."""
+    code = f"""
+import sys, statistics, time; sys.path.insert(0, {str(ROOT / "dev/bench")!r}); import torch_cpu as bench
+bench.use({level!r}); step = bench.VARIANTS[{variant!r}]({name!r}, {T})
+if not step: sys.exit()
+step(); step(); runs, start = [], time.time()
+while len(runs) < 3 or time.time() - start < {seconds}: runs.append(step())
+print(statistics.median(r[0] for r in runs), statistics.median(r[1] for r in runs))"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if result.returncode:
+        print(f"{name} T={T}: {variant}: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    return [float(x) for x in result.stdout.split()] or None
+
+
+def use(level):
+    """As many threads as the other variants have, and the library for a level of processors."""
+    import torch
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
+    if level:
+        from attn_c import library, ops
+        ops.library_for = lambda dtype: library.load(level)
+
+
+def measure(names, lengths, rounds, seconds, level):
+    """{(name, T): [{variant: (forward, backward)} of each round]}"""
+    found = {}
+    for round_ in range(rounds):
+        for T in lengths:
+            for name in names if round_ % 2 == 0 else reversed(names):
+                here = {variant: rate(variant, name, T, seconds, level) for variant in VARIANTS}
+                here["C"] = attention_cpu.ours(name, T, seconds)[:2]
+                found.setdefault((name, T), []).append(here)
+                print(f"round {round_ + 1}: T={T} {name:22} " + "  ".join(
+                    f"{variant} {sum(ms):.2f} ms" for variant, ms in here.items() if ms), flush=True)
+    return found
+
+
+def median(rounds, value):
+    values = [value(here) for here in rounds if value(here) is not None]
+    return statistics.median(values) if values else None
+
+
+def row(name, T, rounds):
+    both = lambda variant: lambda here: sum(here[variant]) if here[variant] else None
+    over = lambda a, b: lambda here: both(a)(here) / both(b)(here) if here[a] and here[b] else None
+    return {"name": name, "T": T, "attn_c": median(rounds, both("attn_c")), "C": median(rounds, both("C")),
+            "PyTorch": median(rounds, both("PyTorch")), "C/attn_c": median(rounds, over("C", "attn_c")),
+            "PyTorch/attn_c": median(rounds, over("PyTorch", "attn_c")),
+            "attn_c forward": median(rounds, lambda here: here["attn_c"][0]),
+            "Flex forward": median(rounds, both("Flex"))}
+
+
+def print_table(rows):
+    print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for r in rows:
+        print("| " + " | ".join(f"{x:.2f}" if isinstance(x, float) else str("" if x is None else x)
+                                for x in r.values()) + " |")
+
+
+def microseconds(function, calls=2000):
+    best = float("inf")
+    for _ in range(7):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return 1e6 * best
+
+
+def overhead():
+    """{how: microseconds of a forward pass over the C function's}, with 8 tokens and one head of 16."""
+    import torch
+    from attn_c import attention, ops
+    x = torch.randn(1, 1, 8, 16)
+    q, _, _, _, scalars, plan = ops.prepare(x, x, x, None, None, "softmax", None, None)
+    arrays = [torch.empty(n) for n in (128, 32, plan.scratch)]
+    where = [q.data_ptr()] * 3 + [None, scalars.data_ptr(), *(a.data_ptr() for a in arrays)]
+    for _ in range(5000):
+        plan.forward(plan.pointer, *where)
+    of_c = microseconds(lambda: plan.forward(plan.pointer, *where))
+    found = {"without a gradient": microseconds(lambda: attention(x, x, x, "softmax")) - of_c}
+    x.requires_grad_()
+    return found | {"with a gradient": microseconds(lambda: attention(x, x, x, "softmax")) - of_c}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="1024")
+    parser.add_argument("--attn", default="softmax,ssmax,softmax1,softmax-recentered-l1,lssa,lssar")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
+    parser.add_argument("--level", help="v3, v4 or bf16: the library for these processors; default: the best")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
+    names, lengths = options.attn.split(","), [int(T) for T in options.lengths.split(",")]
+    found = measure(names, lengths, options.rounds, options.seconds, options.level)
+    rows = [row(name, T, found[name, T]) for T in lengths for name in names]
+    print_table(rows)
+    print()
+    for how, us in overhead().items():
+        print(f"a forward pass {how}: {us:.1f} us over the C function")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,445 @@
+"""attn_c in models: through transformers' attention interface, in the modeling file of our checkpoints, against the
+trainer, and installed from a wheel."""
+import os
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, data, model_of, modeling, pair        # noqa: F401
+from tiny import END_OF_TEXT, ROOT, T, VOCAB, train
+from trainer import losses
+
+sys.path.insert(0, str(ROOT / "dev/reference"))
+import model as reference       # noqa: E402
+from transformers import (AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, Gemma2Config,     # noqa: E402
+                          Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          WhisperConfig, WhisperModel)
+
+torch.set_num_threads(1)
+
+
+# ---- transformers' interface
+
+@pytest.fixture(scope="session")
+def interface(attn_c):
+    import attn_c.transformers
+    return attn_c.transformers
+
+
+def make_llama(**change):
+    torch.manual_seed(2)
+    return LlamaForCausalLM(LlamaConfig(**dict(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=0, eos_token_id=None)
+        | change)).eval()
+
+
+TOKENS = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+PADDED = torch.ones(2, 12, dtype=torch.long).index_fill_(1, torch.arange(5), 0)
+PADDED[0] = 1
+
+
+def test_softmax_is_transformers_own(interface):
+    model = make_llama()
+    with torch.no_grad():
+        own = model(TOKENS).logits
+        model.set_attn_implementation("attn_c:softmax")
+        assert (model(TOKENS).logits - own).abs().max() < 1e-5 * own.abs().max()
+
+
+@pytest.mark.parametrize("name", [*reference.PRESETS, "softmax+post=reweight:3"])
+def test_padding_and_cache(interface, name):
+    """Generation after padding equals generation without it, and cached decoding equals whole passes, but for the
+    normalizers that depend on the length of the whole text."""
+    model = make_llama()
+    model.set_attn_implementation(interface.register(name) if "+" in name else f"attn_c:{name}")
+    how = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        padded = model.generate(TOKENS, attention_mask=PADDED, **how)[1, 5:]
+        alone = model.generate(TOKENS[1:, 5:], attention_mask=PADDED[1:, 5:], **how)[0]
+        assert torch.equal(padded, alone)
+        mask = torch.cat([PADDED, torch.ones_like(PADDED)], 1)[:, :19]
+        whole = model(torch.cat([TOKENS, TOKENS], 1)[:, :19], attention_mask=mask).logits[1, 5:]
+        unpadded = model(torch.cat([TOKENS, TOKENS], 1)[1:, 5:19]).logits[0]
+        assert (whole - unpadded).abs().max() < 2e-5 * whole.abs().max()
+        if reference.parse_normalizer(name).norm != "T":
+            steps = model(alone[None, :-1]).logits[0].argmax(-1)
+            assert torch.equal(steps[6:], alone[7:])
+
+
+def test_compiled(interface):
+    model = make_llama()
+    model.set_attn_implementation("attn_c:lssar")
+    with torch.no_grad():
+        expected = model(TOKENS, attention_mask=PADDED, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True)
+        found = compiled(TOKENS, attention_mask=PADDED, use_cache=False).logits
+        assert (found - expected)[PADDED.bool()].abs().max() < 1e-5 * expected.abs().max()
+        with pytest.raises(RuntimeError, match="padding between tokens"):
+            compiled(TOKENS, attention_mask=PADDED.index_fill(1, torch.tensor(8), 0), use_cache=False)
+
+
+def test_attached_scalars(interface):
+    """They are trained, saved and shared as the names say; without them s keeps its initial value."""
+    model = make_llama()
+    interface.attach(model, "ssmax-pn", seq_len=64)
+    names = {name.removeprefix("model.layers.") for name, _ in model.named_parameters() if "attn_" in name}
+    assert names == {"0.self_attn.normalizer.attn_pn",
+                     *(f"{i}.self_attn.normalizer.{name}" for i in (0, 1) for name in ("attn_scale", "attn_bias"))}
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "attn_" in name)
+    with pytest.raises(ValueError, match="the scalars of ssmax-pn"):
+        model.set_attn_implementation("attn_c:ssmax")
+        model(TOKENS)
+    interface.detach(model)
+    start = model(TOKENS).logits
+    interface.attach(model, "ssmax", seq_len=64)
+    assert torch.equal(model(TOKENS).logits, start)
+
+
+def test_padding_at_the_end(interface):
+    """Nothing before it sees it."""
+    model, mask = make_llama(), PADDED.flip(1)
+    with torch.no_grad():
+        own = model(TOKENS, attention_mask=mask).logits
+        model.set_attn_implementation("attn_c:softmax")
+        found = model(TOKENS, attention_mask=mask).logits
+    assert (found - own)[mask.bool()].abs().max() < 1e-5 * own.abs().max()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_scaling_is_honored(interface, attached):
+    model = make_llama()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.9
+    with torch.no_grad():
+        own = model(TOKENS).logits
+        if attached:
+            interface.attach(model, "softmax", seq_len=64)
+        else:
+            model.set_attn_implementation("attn_c:softmax")
+        assert (model(TOKENS).logits - own).abs().max() < 1e-5 * own.abs().max()
+
+
+def call(**arguments):
+    """A call as a model makes it."""
+    def run(interface):
+        x = torch.zeros(1, 2, 4, 8)
+        interface.registered("softmax")(torch.nn.Module(), x, x, x, arguments.pop("mask", None), **arguments)
+    return run
+
+
+def sliding(interface):
+    config = MistralConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                           num_attention_heads=4, sliding_window=4, attn_implementation="attn_c:softmax")
+    MistralForCausalLM(config)(TOKENS)
+
+
+def gemma(config, **change):
+    return config(**dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+                         num_attention_heads=4, num_key_value_heads=2, sliding_window=16, query_pre_attn_scalar=8,
+                         pad_token_id=0, layer_types=["sliding_attention", "full_attention"]) | change)
+
+
+@pytest.mark.parametrize("config", [
+    gemma(Gemma3TextConfig), gemma(Gemma2Config, attn_logit_softcapping=None),
+    MistralConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, sliding_window=16, pad_token_id=0)], ids=lambda c: c.model_type)
+def test_a_sliding_window_as_long_as_the_text(interface, config):
+    """It changes nothing, so models compute, generate, and stop with a message where it begins to matter."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    how = dict(do_sample=False, eos_token_id=None, attention_mask=PADDED)
+    with torch.no_grad():
+        logits, text = model(TOKENS, attention_mask=PADDED).logits, model.generate(TOKENS, max_new_tokens=5, **how)
+        model.set_attn_implementation("attn_c:softmax")
+        found = model(TOKENS, attention_mask=PADDED).logits
+        assert (found - logits)[PADDED.bool()].abs().max() < 1e-5 * logits.abs().max()
+        assert torch.equal(model.generate(TOKENS, max_new_tokens=5, **how), text)
+        assert model(TOKENS.repeat(1, 2)[:, :16]).logits.isfinite().all()
+        for run in (lambda: model(TOKENS.repeat(1, 2)[:, :17]),
+                    lambda: model.generate(TOKENS, max_new_tokens=6, **how)):
+            with pytest.raises(ValueError, match="sliding_window=16 for 17 tokens; pass at most 16 tokens"):
+                run()
+
+
+def softcap(interface):
+    model = AutoModelForCausalLM.from_config(gemma(Gemma2Config))
+    model.set_attn_implementation("attn_c:softmax")
+    model(TOKENS)
+
+
+def vision(interface):
+    config = CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                              image_size=16, patch_size=4, attn_implementation="attn_c:softmax")
+    CLIPVisionModel(config)(torch.zeros(1, 3, 16, 16))
+
+
+def speech(interface):
+    config = WhisperConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+                           decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=20,
+                           num_mel_bins=8, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=1,
+                           attn_implementation="attn_c:softmax")
+    WhisperModel(config)(torch.zeros(2, 8, 40), decoder_input_ids=TOKENS)
+
+
+def forward(**arguments):
+    def run(interface):
+        model = make_llama(attn_implementation="attn_c:softmax")
+        return model(TOKENS, **arguments)
+    return run
+
+
+def static_cache(interface):
+    model = make_llama(attn_implementation="attn_c:softmax")
+    model.generate(TOKENS, max_new_tokens=3, cache_implementation="static", pad_token_id=0)
+
+
+REJECTED = {
+    "a sliding window shorter than the text is not supported, found sliding_window=3 for 4 tokens; pass at most 3":
+        call(sliding_window=3),
+    "softcap is not supported, found 30.0": call(softcap=30.0),
+    "s_aux is not supported, found a tensor": call(s_aux=torch.zeros(2)),
+    "attention that is not causal is not supported, found is_causal=False in Module; use another":
+        call(is_causal=False),
+    "a prepared mask is not supported, found a tensor": call(mask=torch.zeros(1, 1, 4, 4)),
+    "found sliding_window=4 for 12 tokens": sliding,
+    "softcap is not supported, found 50.0; use another attn_implementation for this model": softcap,
+    "dropout is not supported, found 0.2; set it to 0, or use another": call(dropout=0.2),
+    "output_attentions is not supported, found True": call(output_attentions=True),
+    "prepared mask": forward(attention_mask=torch.zeros(2, 1, 12, 12)),
+    "packed_sequence_mask_function": forward(position_ids=torch.arange(6).repeat(2, 2), use_cache=False),
+    r"padding between tokens is not supported, found it in sequences \[1\]":
+        forward(attention_mask=torch.tensor([[1] * 12, [1] * 5 + [0] * 3 + [1] * 4])),
+    "a cache whose length is fixed": static_cache,
+}
+
+
+def test_an_unknown_name_is_not_registered(interface):
+    with pytest.raises(ValueError, match="Did you mean ssmax"):
+        interface.register("ssmx")
+
+
+@pytest.mark.parametrize("message", REJECTED)
+def test_rejected_by_name(interface, message):
+    with pytest.raises(ValueError, match=message):
+        REJECTED[message](interface)
+
+
+@pytest.mark.parametrize("model", [vision, speech])
+def test_modules_that_are_not_causal(interface, model):
+    """Their calls do not say so, only their attribute."""
+    with pytest.raises(ValueError, match="not causal is not supported, found is_causal=False in (CLIP|Whisper)Att"):
+        model(interface)
+
+
+# ---- the modeling file
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_modeling_file_gives_the_same_numbers(modeling, attn_c, monkeypatch, block, name):      # noqa: F811
+    """With attn_c and without: logits, gradients, padding, and parts with a cache."""
+    model, _ = pair(modeling, name, L=24, block=block, **({} if block == "gau" else dict(heads=4, kv_heads=2)))
+    masks = torch.ones_like(IDS), torch.ones_like(IDS).index_fill_(1, torch.arange(4), 0)
+
+    def everything():
+        calls.clear()
+        model.zero_grad()
+        found = [model(IDS, attention_mask=mask).logits[:, 4:] for mask in masks]
+        sum(x.square().sum() for x in found).backward()
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+        first = model(IDS[:, :15], use_cache=True)
+        return [x.detach().clone() for x in [
+            *found, model(IDS[:, 15:], past_key_values=first.past_key_values, use_cache=True).logits]], len(calls)
+
+    calls = []
+    fused = modeling.fused_attention
+    monkeypatch.setattr(modeling, "fused_attention", lambda *a, **k: calls.append(1) or fused(*a, **k))
+    monkeypatch.setattr(modeling, "attn_c", None)
+    plain, count = everything()
+    assert count == 0
+    monkeypatch.setattr(modeling, "attn_c", attn_c)
+    ours, count = everything()
+    assert count == 4 * model.config.num_hidden_layers
+    for a, b in zip(ours, plain, strict=True):
+        assert (a - b).norm() <= 1e-10 * max(b.norm(), 0.1)
+
+
+def test_other_padding_falls_back(modeling, attn_c, monkeypatch):      # noqa: F811
+    monkeypatch.setattr(modeling, "attn_c", attn_c)
+    config, x = pair(modeling, "softmax", L=24)[0].config, torch.zeros(2, 5, 8)
+    name = lambda *arguments: modeling.attention_for(config, x, 0, *arguments).func.__name__
+    ones = torch.ones(2, 5)
+    assert name(None, None) == name(ones, None) == "fused_attention"
+    assert name(None, []) == name(ones.index_fill(1, torch.tensor(4), 0), None) == "attention"
+    assert name(ones.index_fill(1, torch.tensor(2), 0), None) == "attention"
+
+
+# ---- the trainer
+
+def batches(folder, steps, rows):
+    """The trainer's batches without --shuffle: rows of T tokens one after the other, and their next tokens."""
+    tokens = torch.frombuffer(bytearray((folder / "t_train_000001.bin").read_bytes()[1024:]), dtype=torch.uint16).long()
+    for first in range(0, steps * rows * T, rows * T):
+        part = tokens[first:first + rows * T + 1]
+        yield part[:-1].view(rows, T), part[1:].view(rows, T)
+
+
+@pytest.mark.parametrize("name", ["ssmax", "lssar"])
+def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):       # noqa: F811
+    """The same weights, batches and AdamW: the loss of each step agrees to 1e-4. (At a learning rate of 1e-3, rounding
+    errors grow so fast under lssar that float32 and float64 differ by 1e-3.)"""
+    start = model_of("llama", name)
+    flags = ["--lr", 3e-4, "--warmup", 0, "--schedule", "constant", "--weight-decay", 0, "--grad-clip", 0]
+    train(data, tmp_path / "ours", "--init-from", start, *flags, "--shuffle", 0, steps=50)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, trust_remote_code=True)
+    optimizer, found = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0), []
+    assert sys.modules[type(model).__module__].attn_c is attn_c
+    for inputs, targets in batches(data, 50, 8):
+        loss = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        found.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    expected = losses(tmp_path / "ours")
+    assert len(expected) == 50 and abs(expected - found).max() < 1e-4 and expected[-1] < expected[0]
+
+
+# ---- the wheel
+
+def test_wheel(attn_c, tmp_path):
+    """pip builds it without the trainer's libraries, and it works where it is installed."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    environment = dict(os.environ, TORCH_CUDA="0", WERROR="1")
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT], check=True,
+                   env=environment)
+    [wheel] = tmp_path.glob("attn_c-*-py3-none-linux_x86_64.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("attn_c/")}
+    python = {f"attn_c/{file.name}" for file in (ROOT / "attention/torch").glob("*.py")}
+    assert names == python | {f"attn_c/attn_c_{level}.so" for level in ("v3", "v4", "bf16", "double")}
+    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+    code = ("import torch, attn_c; x = torch.ones(1, 1, 2, 8); "
+            "print(attn_c.__file__, attn_c.attention(x, x, x, 'lssar'))")
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path,
+                             env=dict(os.environ, PYTHONPATH=str(tmp_path / "site"))).stdout
+    assert printed.startswith(f"{tmp_path}/site/attn_c/__init__.py tensor([[[[1.")
+
+
+def test_editable_installations_are_refused(tmp_path):
+    run = subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target",
+                          tmp_path, "-e", ROOT], capture_output=True, text=True)
+    assert run.returncode != 0 and "found an editable installation" in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("family, sizes", [
+    ("gpt2", dict(n_embd=32, n_layer=1, n_head=4)),
+    ("gpt_neox", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)),
+    ("phi3", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+                  intermediate_size=48, pad_token_id=0))])
+def test_fused_projections_switch_but_cannot_be_attached(family, sizes, interface):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(family, vocab_size=64, initializer_range=0.5, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        before = model.eval()(ids).logits
+        with pytest.raises(ValueError, match="expected attention layers with q_proj, o_proj"):
+            interface.attach(model, "ssmax", seq_len=16)
+        assert torch.equal(model(ids).logits, before)
+        for name, same in (("softmax", True), ("softmax1", False)):
+            model.set_attn_implementation(f"attn_c:{name}")
+            assert ((model(ids).logits - before).abs().max() < 1e-4) == same
+
+
+# ---- the examples
+
+EXAMPLES = ROOT / "attention/torch/examples"
+
+
+def example(name, *words):
+    where = os.pathsep.join([str(ROOT / "build/python"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, EXAMPLES / name, *map(str, words)], capture_output=True, text=True,
+                          timeout=300, env=dict(os.environ, PYTHONPATH=where, OMP_NUM_THREADS="1"))
+
+
+def refused(name, *words):
+    """The one message with which an example ends."""
+    run = example(name, *words)
+    assert run.returncode != 0 and not run.stdout and run.stderr.count("\n") == 1, run.stderr
+    return run.stderr
+
+
+def test_pretraining_example(attn_c, tmp_path, monkeypatch):
+    """The loss falls, the scalars are trained and saved, and the model loads again."""
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 300)
+    (tmp_path / "short").write_bytes(b"the quick brown")
+    assert "at least --seq-len 32 bytes, found 15" in refused("pretrain.py", tmp_path / "short", tmp_path / "out",
+                                                              "--seq-len", 32)
+    assert refused("pretrain.py", tmp_path / "none", tmp_path / "out") == (
+        f"{tmp_path}/none: expected a text: No such file or directory\n")
+    assert not (tmp_path / "out").exists()
+    run = example("pretrain.py", tmp_path / "text", tmp_path / "out", "--steps", 20, "--seq-len", 32)
+    assert run.returncode == 0, run.stderr
+    found = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", run.stdout)]
+    assert len(found) == 2 and found[1] < found[0] - 0.3, run.stdout
+    assert "self_attn.normalizer.attn_scale" in run.stdout
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import pretrain
+    model = pretrain.load(tmp_path / "out", "ssmax")
+    printed = [float(x) for x in re.search(r"layers\.0\.\S+ \[(.*)\]", run.stdout)[1].split(",")]
+    assert model.model.layers[0].self_attn.normalizer.attn_scale.tolist() == pytest.approx(printed, abs=1e-6)
+    with pytest.raises(ValueError, match="expected a model under softmax-sink"):
+        pretrain.load(tmp_path / "out", "softmax-sink")
+
+
+def test_plotting_example(attn_c, tmp_path, monkeypatch):
+    draw = torch.Generator().manual_seed(1)
+    qk = {name: torch.randn(2, 20, 8, generator=draw) for name in "qk"}
+    torch.save(qk, tmp_path / "qk.pt")
+    run = example("plot_weights.py", tmp_path / "qk.pt", tmp_path / "w.png", "--row", 12)
+    assert run.returncode == 0 and (tmp_path / "w.png").stat().st_size > 20000, run.stderr
+    assert "expected a query from 0 to 19, found 20" in refused("plot_weights.py", tmp_path / "qk.pt",
+                                                                tmp_path / "w.png", "--row", 20)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import plot_weights
+    scores = qk["q"][0] @ qk["k"][0].T / 8**0.5
+    expected = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    assert (plot_weights.weights(qk["q"][0], qk["k"][0], "softmax") - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("given", [None, b"text", [torch.ones(2, 2)] * 2, {"q": torch.ones(2, 2)},
+                                   {"q": [[1.0]], "k": [[1.0]]}, {"q": torch.ones(2), "k": torch.ones(2)},
+                                   {"q": torch.ones(0, 2, 2), "k": torch.ones(0, 2, 2)}],
+                         ids=["no file", "text", "a list", "no k", "lists", "vectors", "no heads"])
+def test_plotting_what_is_no_q_and_k(given, attn_c, tmp_path):
+    path = tmp_path / "qk.pt"
+    if isinstance(given, bytes):
+        path.write_bytes(given)
+    elif given:
+        torch.save(given, path)
+    assert refused("plot_weights.py", path, tmp_path / "w.png").startswith(f"{path}: expected ")
+
+
+def test_evaluation_example(attn_c, tmp_path):
+    """A task of multiple choice out of a file, where lm_eval is installed."""
+    pytest.importorskip("lm_eval")
+    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = {word: i for i, word in enumerate("[UNK] the cat dog sat ran on mat".split())}
+    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", eos_token="[UNK]").save_pretrained(tmp_path / "m")
+    make_llama(eos_token_id=0).save_pretrained(tmp_path / "m")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/rows.jsonl").write_text('{"q": "the cat", "c": ["sat", "ran"], "a": 0}\n' * 3)
+    (tmp_path / "t/cats.yaml").write_text(
+        f"task: cats\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path}/t/rows.jsonl}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\n"
+        "doc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n")
+    run = example("evaluate.py", tmp_path / "m", "cats", "--attn", "lssar", "--include", tmp_path / "t")
+    assert run.returncode == 0 and "cats" in run.stdout and "acc" in run.stdout, run.stderr[-2000:]
