@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Runs a program on N ranks with mpirun, on one machine or several, with the options that multithreaded ranks need.
 #
-#   scripts/launch.sh N program flags...
+#   scripts/launch.sh [--restart R] N program flags...
 #   scripts/launch.sh 4 ./train_gpt2 --train-data "data/*_train_*.bin" ...
 #   scripts/launch.sh 8 ./train_gpt2cu ...      one rank per GPU
 #
+#   --restart R          if a rank dies, start the job again with --resume, up to R times; but not after Ctrl-C or
+#                        SIGTERM, nor if a restart cannot help: exit codes 0, 2 to 5, 7 and 75 (doc/training.md)
+#   PAUSE=5              seconds before a restart
 #   HOSTFILE=file        Open MPI's hostfile (one line per machine: name slots=K); without it all ranks run here
 #   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks
 #   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
@@ -16,18 +19,28 @@
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 
-usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh N program flags..." >&2; exit 2; }
+usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh [--restart R] N program flags..." >&2; exit 2; }
 
+restarts=0
+if [[ ${1:-} == --restart=* ]]; then set -- --restart "${1#*=}" "${@:2}"; fi
+if [ "${1:-}" = --restart ]; then
+    restarts=${2:-}
+    [[ $restarts =~ ^(0|[1-9][0-9]{0,5})$ ]] || usage "--restart \"$restarts\": expected the number of restarts, 0 or more."
+    shift 2
+fi
+[[ ! ${1:-} =~ ^[0-9]+$ || ${2:-} != --* ]] || usage "$2: expected a program after the number of ranks; --restart R comes before it."
+[[ ${PAUSE:-5} =~ ^[0-9]+(\.[0-9]+)?$ ]] || usage "PAUSE=$PAUSE: expected a number of seconds."
 [ $# -ge 2 ] || usage "expected a number of ranks and a program, found $# arguments."
 processes=$1
 shift
 [[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of ranks, 1 or more."
 command -v "$1" > /dev/null || usage "$1: not found or not executable. Build it with make or make train_gpt2cu."
+[[ $restarts == 0 || " $* " =~ \ --(out|config)[\ =] ]] || usage "--restart needs --out, the run folder from which a restart resumes."
 
-[ "$processes" -gt 1 ] || exec "$@"    # one rank needs no MPI
+[ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ] || exec "$@"    # one rank needs no MPI
 
 read -ra mpirun <<< "${MPIRUN:-mpirun}"
-if ! command -v "${mpirun[0]}" > /dev/null; then
+if [ "$processes" -gt 1 ] && ! command -v "${mpirun[0]}" > /dev/null; then
     echo "launch.sh: ${mpirun[0]} is not installed, but $processes ranks need it." >&2
     echo "  On Debian: apt install openmpi-bin libopenmpi-dev, then run make again. A single rank works without it." >&2
     exit 2
@@ -75,13 +88,6 @@ watch_errors() {
         [[ $line != *"no heartbeat from rank "* ]] || kill -ALRM $$
     done
 }
-if [ "$machines" -gt 1 ]; then
-    exec {errors}> >(watch_errors)
-    watcher=$!
-else
-    exec {errors}>&2
-fi
-
 job=
 vanished=
 clients=    # mpirun's children, which may outlive it and would hold our output open
@@ -93,11 +99,12 @@ on_vanished() {
 }
 trap on_vanished ALRM
 
-"${together[@]}" setsid "${mpirun[@]}" "${flags[@]}" "$@" <&0 2>&$errors {errors}>&- &
-job=$!
-exec {errors}>&-
 signal=USR1
-stop() { kill "-$signal" "$job" 2> /dev/null || true; }
+stopped=    # a stop was asked for
+stop() {
+    stopped=1
+    [ -z "$job" ] || kill "-$signal" "$job" 2> /dev/null || true
+}
 trap stop TERM
 # Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
 # comes a second later ends the job at once.
@@ -109,15 +116,54 @@ interrupt() {
     stop
 }
 trap interrupt INT
-while :; do
-    status=0
-    wait "$job" 2> /dev/null || status=$?
-    kill -0 "$job" 2> /dev/null || break    # a signal interrupts wait while the job still runs
+
+# Waits for a process, whatever signals arrive. Sets status.
+wait_for() {
+    while :; do
+        status=0
+        wait "$1" 2> /dev/null || status=$?
+        kill -0 "$1" 2> /dev/null || break    # a signal interrupts wait while the process still runs
+    done
+}
+
+# Runs the job once. Sets status to its exit code.
+run_job() {
+    if [ "$machines" -gt 1 ]; then
+        exec {errors}> >(watch_errors)
+        watcher=$!
+    else
+        exec {errors}>&2
+    fi
+    "${together[@]}" setsid "$@" <&0 2>&$errors {errors}>&- &
+    job=$!
+    exec {errors}>&-
+    [ -z "$stopped" ] || stop    # it was asked for before there was a job
+    wait_for "$job"
+    job=
+    if [ -n "$vanished" ]; then
+        kill "$vanished" 2> /dev/null || true
+        kill -KILL $clients 2> /dev/null || true
+        vanished=
+        status=6
+    elif [ -n "$watcher" ]; then
+        wait "$watcher" || true
+    fi
+}
+
+can_help() { case $1 in 0 | 2 | 3 | 4 | 5 | 7 | 75) return 1 ;; esac; }
+
+command=("$@")
+[ "$processes" -eq 1 ] || command=("${mpirun[@]}" "${flags[@]}" "$@")
+run_job "${command[@]}"
+for ((restart = 1; restart <= restarts; restart++)); do
+    [ -z "$stopped" ] && can_help "$status" || break
+    echo "launch.sh: the job ended with exit code $status. Restart $restart of $restarts follows in ${PAUSE:-5} s." >&2
+    sleep "${PAUSE:-5}" > /dev/null 2>&1 &
+    wait $! || kill $! 2> /dev/null || true    # a stop ends the pause
+    [ -z "$stopped" ] || break
+    run_job "${command[@]}" --resume
 done
-if [ -n "$vanished" ]; then
-    kill "$vanished" 2> /dev/null || true
-    kill -KILL $clients 2> /dev/null || true
-    exit 6
+if [ "$restarts" -gt 0 ] && [ -z "$stopped" ] && can_help "$status"; then
+    echo "launch.sh: the job ended with exit code $status after restart $restarts, the limit of --restart." >&2
 fi
-[ -z "$watcher" ] || wait "$watcher" || true
 exit "$status"

@@ -2,7 +2,10 @@
 
     python scripts/plot.py out/a                                out/a/loss.png
     python scripts/plot.py out/a out/b --out both.png
+    python scripts/plot.py out/* --seeds --out mean.png         mean and range over runs that differ in their seeds
+    python scripts/plot.py out/a out/b --baseline out/a --out difference.png
     python scripts/plot.py out/a --scalars                      out/a/scalars.png: the learned s, b, sink and p_n
+    python scripts/plot.py out/a --heads                        out/a/heads.png: those of every head, in all checkpoints
     python scripts/plot.py out/* --tensorboard /tmp/events      then: tensorboard --logdir /tmp/events
 
 A run is a folder with the trainer's metrics.jsonl; a run in progress can be plotted at any time. A dashed line marks a
@@ -16,6 +19,8 @@ import re
 import struct
 import sys
 from pathlib import Path
+
+import events
 
 TOKEN_UNITS = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "))
 TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
@@ -40,17 +45,22 @@ def read_metrics(run):
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a run folder, the trainer's --out.")
     whole = text[:text.rfind(b"\n") + 1]
-    lines = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            lines.append(json.loads(line))
-            lines[-1]["step"], lines[-1]["tokens"]
-        except (ValueError, KeyError, TypeError):
-            raise Refused(f"{path}: line {number}: expected a JSON object with step and tokens, found {line[:60]!r}. "
-                          "Remove the line, or resume the run, which rewrites the file.")
+    lines = [parse_line(path, number, line) for number, line in enumerate(whole.splitlines(), 1)]
     if not lines:
         raise NoStep(f"{path}: no complete line yet. The trainer writes the first one after its first step.")
     return lines
+
+
+def parse_line(path, number, line):
+    """A complete line of metrics.jsonl as a dict."""
+    try:
+        found = json.loads(line)
+        found["step"], found["tokens"]
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"{path}: line {number}: expected a JSON object with step and tokens, found "
+                      f"{line[:60].decode(errors='replace')!r}. Remove the line, or resume the run, which rewrites the "
+                      "file.")
+    return found
 
 
 def column(lines, key):
@@ -66,6 +76,11 @@ def seconds(lines):
         total += 0.0 if math.isnan(ms) else ms / 1e3
         out.append(total)
     return out
+
+
+def began(run, lines):
+    """When the run would have begun if it had done nothing but these steps until the last change of metrics.jsonl."""
+    return (Path(run) / "metrics.jsonl").stat().st_mtime - seconds(lines)[-1]
 
 
 def names(runs):
@@ -443,67 +458,15 @@ def scalars_picture(runs):
 
 
 # ---------------------------------------------------------------- TensorBoard
-# An event file is a sequence of records: uint64 length, masked CRC-32C of the length, the bytes, masked CRC-32C of the
-# bytes (little-endian). The bytes are protobuf messages: Event {wall_time 1: double, step 2: int64, file_version 3:
-# string, summary 5}, Summary {value 1, repeated}, Value {tag 1: string, simple_value 2: float}.
-
-def crc32c_table():
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-CRC32C = crc32c_table()
-
-
-def masked_crc32c(data):
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ CRC32C[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def record(data):
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
-
-
-def varint(value):
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out + bytes([value]))
-
-
-def field(number, data):
-    """A length-delimited protobuf field."""
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def event(wall_time, step, scalars):
-    summary = b"".join(field(1, field(1, tag.encode()) + b"\x15" + struct.pack("<f", value)) for tag, value in scalars)
-    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + varint(step) + field(5, summary)
-
 
 def write_events(run, folder):
-    """Writes one event file with the run's SCALARS into the folder, replacing an earlier one. Times are counted back
-    from the last change of metrics.jsonl."""
+    """Writes one event file with the run's SCALARS into the folder, replacing an earlier one."""
     lines = read_metrics(run)
-    elapsed = seconds(lines)
-    began = (Path(run) / "metrics.jsonl").stat().st_mtime - elapsed[-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "events.out.tfevents.0.metrics"
     partial = folder / "partial"
-    with open(partial, "wb") as file:
-        file.write(record(b"\x09" + struct.pack("<d", began) + field(3, b"brain.Event:2")))
-        for line, time in zip(lines, elapsed):
-            scalars = [(key, float(line[key])) for key in SCALARS if line.get(key) is not None]
-            file.write(record(event(began + time, line["step"], scalars)))
+    with events.EventFile(partial, began(run, lines)) as file:
+        for line, time in zip(lines, seconds(lines)):
+            file.write(line["step"], time, {key: line[key] for key in SCALARS if line.get(key) is not None})
+    path = folder / "events.out.tfevents.0.metrics"
     os.replace(partial, path)
     return path
 
@@ -519,6 +482,16 @@ def wrong_format(path):
     return None
 
 
+def chosen(options):
+    """The figure that the flags ask for, and its file's default name."""
+    from pictures import runs
+    if options.heads:
+        return runs.heads(options.runs[0]), "heads.png"
+    if options.seeds or options.baseline:
+        return runs.comparison(options.runs, options.seeds, options.baseline), "comparison.png"
+    return (scalars_picture(options.runs), "scalars.png") if options.scalars else (picture(options.runs), "loss.png")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
@@ -526,11 +499,21 @@ def main():
                         help="the picture, .png, .svg or .pdf (default: loss.png or scalars.png in the run folder)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--scalars", action="store_true", help="plot the normalizer's learned s, b, sink and p_n")
+    what.add_argument("--heads", action="store_true", help="plot the learned s, b and sink of every head of one run")
+    what.add_argument("--seeds", action="store_true",
+                      help="draw runs that differ only in their seeds as one curve: the mean, and a band for the range")
+    parser.add_argument("--baseline", metavar="RUN",
+                        help="also plot the differences to this run, one of those to plot; of runs with the same seed "
+                             "under --seeds")
     what.add_argument("--tensorboard", metavar="DIR", type=Path,
                       help="write an event file for each run to DIR/NAME instead")
     options = parser.parse_args()
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
         parser.error("to plot several runs in one picture, pass --out FILE")
+    if options.baseline and (options.scalars or options.heads or options.tensorboard):
+        parser.error("--baseline compares losses: omit --scalars, --heads and --tensorboard")
+    if options.heads and len(options.runs) > 1:
+        parser.error("--heads plots one run")
     wrong = options.out and wrong_format(options.out)
     if wrong:
         parser.error(wrong)
@@ -539,9 +522,9 @@ def main():
             for run, name in zip(options.runs, names(options.runs)):
                 print(write_events(run, options.tensorboard / name.strip("/")))
         else:
-            draw, name = (scalars_picture, "scalars.png") if options.scalars else (picture, "loss.png")
+            figure, name = chosen(options)
             out = options.out or str(Path(options.runs[0]) / name)
-            draw(options.runs).savefig(out, dpi=110)
+            figure.savefig(out, dpi=110)
             print(out)
     except (Refused, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
@@ -550,4 +533,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import plot     # under this name, as the modules of pictures/ know it
+    sys.exit(plot.main())

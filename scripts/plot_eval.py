@@ -2,6 +2,7 @@
 
     python scripts/plot_eval.py out/a/eval                           the pictures beside its eval.json
     python scripts/plot_eval.py out/a/eval out/b/eval --out ab.png   both in one; further pictures are ab-NAME.png
+    python scripts/plot_eval.py out/a/eval out/b/eval --baseline out/a/eval --out difference.png    b's losses less a's
 
 A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides
 what is drawn:
@@ -41,16 +42,33 @@ def read(folders):
     return series, common or (series[0].full_name if len(series) == 1 else "")
 
 
+def subtract(series, baseline):
+    """The series of other folders, with losses less those of the baseline's first series; and a title."""
+    base = next((s for s in series if s.folder.resolve() == Path(baseline).resolve()), None)
+    if not base:
+        raise plot.Refused(f"--baseline {baseline}: expected one of the folders to plot.")
+    if base.task not in ("loss", "positions"):
+        raise plot.Refused(f"--baseline: {baseline} has the task {base.task}. Only losses are compared: loss, "
+                           "positions.")
+    found = [results.less(s, base) for s in series if s.folder.resolve() != base.folder.resolve()]
+    if not found:
+        raise plot.Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further folders.")
+    title = f"difference to {base.label}" + ", perplexity as a ratio" * (base.task == "loss")
+    return found, f"{found[0].label}: {title}" if len(found) == 1 else title
+
+
 def pictures(folders):
     """The pictures of one or several folders as [Picture]."""
     series, title = read(folders)
     return DRAW[series[0].task](series, title)
 
 
-def write(folders, out):
+def write(folders, out, baseline=None):
     """Writes all pictures and returns their paths. Only with --out do several folders' pictures have a name."""
     plt, paths = plot.pyplot(), []
     series, title = read(folders)
+    if baseline:
+        series, title = subtract(series, baseline)
     for i, picture in enumerate(DRAW[series[0].task](series, title)):
         path = Path(folders[0]) / f"{picture.name}.png"
         if out:
@@ -89,6 +107,8 @@ def main():
     parser.add_argument("--out", metavar="FILE",
                         help="the first picture, .png, .svg or .pdf (default: in the folder, named after what it "
                              "shows)")
+    parser.add_argument("--baseline", metavar="FOLDER",
+                        help="plot losses as differences to those of this folder, one of those to plot")
     options = parser.parse_args()
     if len(options.folders) > 1 and not options.out:
         parser.error("to plot several folders in one picture, pass --out FILE")
@@ -96,7 +116,7 @@ def main():
     if wrong:
         parser.error(wrong)
     try:
-        for path in write(options.folders, options.out):
+        for path in write(options.folders, options.out, options.baseline):
             print(path)
     except (plot.Refused, OSError) as error:
         print(f"plot_eval.py: {error}", file=sys.stderr)

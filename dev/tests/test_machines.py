@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import machines
+from jobs import alive, descendants, line_count, ranks_of, wait_for
 from trainer import (LAUNCH, TRAIN, checkpoint, command, cuda_program, environment, losses, make_data, metrics, steps,
                      tokens, train, write_shard)
 
@@ -30,42 +31,6 @@ def data(tmp_path_factory):
     return folder
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition, what, timeout=60):
-    end = time.time() + timeout
-    while not condition():
-        assert time.time() < end, f"not within {timeout} s: {what}"
-        time.sleep(0.05)
-
-
-def descendants(pid):
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if alive(pid) else []:
-        found += [int(child), *descendants(int(child))]
-    return found
-
-
-def ranks_of(job):
-    """{rank: process} of a job on this machine."""
-    ranks = {}
-    for pid in descendants(job.pid):
-        rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-        if rank:
-            ranks[int(rank[1])] = pid
-    return ranks
-
-
-def line_count(out):
-    path = Path(out) / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 class Job:
     """A run of several ranks in the background. No process outlives the test, however it ends."""
 
@@ -79,7 +44,7 @@ class Job:
     def __enter__(self):
         wait_for(lambda: steps(self.out) or self.process.poll() is not None, "a checkpoint", 120)
         assert self.process.poll() is None, self.process.communicate()[0]
-        self.ranks = ranks_of(self.process)
+        self.ranks = ranks_of(self.process.pid)
         self.all = descendants(self.process.pid)
         assert sorted(self.ranks) == [0, 1]
         return self

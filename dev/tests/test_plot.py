@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import events  # noqa: E402
 import plot  # noqa: E402
+from pictures import runs  # noqa: E402
+from event_files import crc32c, events_of, unmask  # noqa: E402
 from trainer import TRAIN, make_data, read_header, train  # noqa: E402
 
 
@@ -332,6 +335,98 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     assert result.returncode == 3 and f"{path}: expected a safetensors file" in result.stderr
 
 
+# ---------------------------------------------------------------- means over seeds, differences, heads
+
+def make_seeded(folder, seed, attn, offset, steps=100):
+    """A run whose losses are those of make_run() plus an offset, with the flags of a real one."""
+    run = make_run(folder, 0)
+    with open(run / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step + offset}
+            if step % 10 == 0:
+                line["val_loss"] = 3.5 + 8 / step + offset
+            file.write(json.dumps(line) + "\n")
+    arguments = {"seed": seed, "attn": attn, "lr": 1e-3, "out": str(run), "steps": 100}
+    (run / "run.json").write_text(json.dumps({"arguments": arguments}))
+    return run
+
+
+@pytest.fixture
+def seeded(tmp_path):
+    """Three seeds of softmax, 0.0, 0.1 and 0.2 above make_run(), and two of ssmax, 0.3 and 0.5 below those."""
+    return [*(make_seeded(tmp_path / f"a{i}", i, "softmax", i / 10) for i in range(3)),
+            make_seeded(tmp_path / "b0", 0, "ssmax", -0.3), make_seeded(tmp_path / "b2", 2, "ssmax", 0.2 - 0.5, 80)]
+
+
+def labels(figure):
+    return [text.get_text() for text in figure.legends[0].texts]
+
+
+def test_means_over_seeds_and_differences_of_pairs(seeded):
+    """Differences are those of runs with the same seed, at the steps that both have."""
+    figure = runs.comparison(seeded, True, seeded[1])
+    loss, val, loss_less, val_less = figure.axes
+    assert labels(figure) == ["--attn softmax, 3 seeds: validation 3.6800 ± 0.1000",
+                              "--attn ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414"]
+    assert list(val.lines[0].get_ydata()) == pytest.approx([3.6 + 8 / step for step in range(10, 101, 10)])
+    assert list(val.lines[1].get_xdata()) == pytest.approx([5.12 * i for i in range(1, 9)])
+    assert list(val_less.lines[0].get_ydata()) == pytest.approx([-0.4] * 8)
+    assert list(loss_less.lines[0].get_ydata()) == pytest.approx([-0.4] * 80)
+    band = val_less.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.min() == pytest.approx(-0.5) and band.max() == pytest.approx(-0.3)
+    assert val_less.get_title(loc="left") == "Validation loss, difference to --attn softmax"
+    assert list(val_less.lines[-1].get_ydata()) == [0, 0], "the baseline"
+
+
+def test_differences_of_single_runs(seeded):
+    figure = runs.comparison([seeded[0], seeded[3]], False, seeded[0])
+    assert labels(figure) == ["a0: validation 3.5800", "b0: validation 3.2800, difference -0.3000"]
+    assert not figure.axes[1].collections, "no band"
+    assert len(runs.comparison(seeded, False, None).axes) == 2
+
+
+def test_a_run_without_a_finite_loss(tmp_path, seeded):
+    """It diverged in its first step."""
+    path = make_seeded(tmp_path / "diverged", 3, "relu-l1", 0)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (path / "metrics.jsonl").write_text("".join(json.dumps({key: value for key, value in line.items()
+                                                            if key != "val_loss"} | {"loss": None}) + "\n"
+                                                for line in lines))
+    figure = runs.comparison([seeded[0], path], False, seeded[0])
+    assert labels(figure)[1].endswith("diverged: loss none is finite")
+
+
+def test_comparisons_that_cannot_be_drawn(tmp_path, seeded):
+    def refused(message, *words):
+        result = command(*words, "--out", tmp_path / "x.png")
+        assert result.returncode in (2, 3) and message in result.stderr and not (tmp_path / "x.png").exists()
+    twin = make_seeded(tmp_path / "twin", 0, "softmax", 0)
+    refused("expects runs with the same flags to have different seeds", seeded[0], twin, "--seeds")
+    refused("expected one of the runs to plot", *seeded[:2], "--baseline", twin)
+    refused("nothing to compare it with", *seeded[:3], "--seeds", "--baseline", seeded[0])
+    other = make_seeded(tmp_path / "other", 9, "lssa", 0)
+    refused("have no seed in common", *seeded, other, "--seeds", "--baseline", seeded[0])
+    refused("--baseline compares losses", seeded[0], "--scalars", "--baseline", seeded[0])
+    refused("--heads plots one run", *seeded, "--heads")
+    refused("no learned scalars in its checkpoints", seeded[0], "--heads")
+
+
+def test_every_head_of_every_checkpoint(tmp_path):
+    """Each line is a head's s in the checkpoints after the switch; the points on the right are the newest ones."""
+    run = make_switched(tmp_path / "run", tmp_path, "--ckpt-every", 1, "--keep", 0)
+    assert command(run, "--heads").returncode == 0 and (run / "heads.png").exists()
+    figure = runs.heads(str(run))
+    over, by_layer = figure.axes[:2]
+    assert over.get_title(loc="left")[:2] == "s " and len(figure.axes) == 4
+    for layer, head in itertools.product(range(2), range(2)):
+        found = [dict(read_floats(run / f"ckpt/step-{step:08d}/model.safetensors"))
+                 [f"model.layers.{layer}.self_attn.attn_scale"][head] for step in (7, 8)]
+        line = over.lines[2 * layer + head]
+        assert list(line.get_ydata()) == pytest.approx(found) and list(line.get_xdata()) == [7 * 32, 8 * 32]
+        assert by_layer.lines[2 * layer].get_ydata()[head] == pytest.approx(found[1])
+    assert [text.get_text() for text in over.texts] == ["softmax → ssmax-bias"]
+
+
 def test_scalars_and_event_files_exclude_each_other(tmp_path):
     result = command(make_scalars(tmp_path / "a"), "--scalars", "--tensorboard", tmp_path / "events")
     assert result.returncode == 2 and "not allowed with" in result.stderr and not (tmp_path / "events").exists()
@@ -339,57 +434,8 @@ def test_scalars_and_event_files_exclude_each_other(tmp_path):
 
 # ---------------------------------------------------------------- event files
 
-def crc32c(data):
-    """CRC-32C computed bit by bit from the polynomial, without the table that plot.py uses."""
-    crc = 0xFFFFFFFF
-    for bit in (byte >> i & 1 for byte in data for i in range(8)):
-        crc = crc >> 1 ^ (0x82F63B78 if (crc ^ bit) & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
-def unmask(masked):
-    rotated = (masked - 0xA282EAD8) & 0xFFFFFFFF
-    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
-
-
-def records(data):
-    while data:
-        length, length_crc = struct.unpack("<QI", data[:12])
-        body, crc = data[12:12 + length], struct.unpack("<I", data[12 + length:16 + length])[0]
-        assert unmask(length_crc) == crc32c(data[:8]) and unmask(crc) == crc32c(body)
-        yield body
-        data = data[16 + length:]
-
-
-def fields(message):
-    """A protobuf message as (number, value) pairs: varints as int, doubles and floats as float, the rest as bytes."""
-    at = 0
-
-    def varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte, at = message[at], at + 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        key = varint()
-        if key & 7 == 0:
-            yield key >> 3, varint()
-        else:
-            size = {1: 8, 5: 4}.get(key & 7) or varint()
-            value = message[at:at + size]
-            assert len(value) == size
-            at += size
-            kind = {1: "<d", 5: "<f"}.get(key & 7)
-            yield key >> 3, struct.unpack(kind, value)[0] if kind else value
-
-
 def test_event_files_record_by_record(tmp_path):
-    assert crc32c(b"123456789") == 0xE3069283 and unmask(plot.masked_crc32c(b"123456789")) == 0xE3069283
+    assert crc32c(b"123456789") == 0xE3069283 and unmask(events.masked_crc32c(b"123456789")) == 0xE3069283
     run = make_run(tmp_path / "a", 300, tail='{"step": 301, "tokens": 9, "loss": null}\n')
     assert command(run, "--tensorboard", tmp_path / "events").returncode == 0
     again = command(run, "--tensorboard", tmp_path / "events")
@@ -397,12 +443,10 @@ def test_event_files_record_by_record(tmp_path):
     path, = (tmp_path / "events" / "a").iterdir()
     assert "tfevents" in path.name and again.stdout.strip() == str(path)
 
-    first, *rest = [dict(fields(body)) for body in records(path.read_bytes())]
-    assert first[3] == b"brain.Event:2"
-    assert [event[2] for event in rest] == list(range(1, 302))
-    assert rest[299][1] - rest[0][1] == pytest.approx(149.5, abs=1e-3)
-    scalars = [{value[1].decode(): value[2] for value in (dict(fields(v)) for _, v in fields(event[5]))}
-               for event in rest]
+    rest = events_of(path)
+    assert [event.step for event in rest] == list(range(1, 302))
+    assert rest[299].time - rest[0].time == pytest.approx(149.5, abs=1e-3)
+    scalars = [event.scalars for event in rest]
     assert scalars[0] == pytest.approx({"loss": 11.0, "lr": 6e-4, "grad_norm": 2.0, "tok_per_s": 1024.0, "mfu": 0.5})
     assert scalars[99]["val_loss"] == pytest.approx(3.58) and "val_loss" not in scalars[100]
     assert scalars[300] == {}

@@ -226,6 +226,37 @@ def test_short_sequences_come_first(tmp_path):
     assert [panel.title.split()[-2] for panel in picture.panels] == ["64", "512"]
 
 
+def test_differences_to_a_baseline(tmp_path):
+    """Of losses by position and by length, at the lengths that both have."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    write(folders[0], "positions", position_rows(256) + position_rows(32))
+    rows = position_rows(256, "ssmax")
+    rows[0]["loss_by_position"] = [x + 0.5 for x in rows[0]["loss_by_position"]]
+    write(folders[1], "positions", rows, (("a", "ssmax"),))
+    series, title = plot_eval.subtract(plot_eval.read(folders)[0], folders[0])
+    assert title == "ssmax: difference to softmax" and len(series) == 1 and len(series[0].rows) == 1
+    assert series[0].rows[0]["loss_by_position"] == pytest.approx([0.5] * 256)
+    write(folders[0], "loss", loss_rows())
+    write(folders[1], "loss", loss_rows(attn="ssmax", start=2.75), (("a", "ssmax"),))
+    series, title = plot_eval.subtract(plot_eval.read(folders)[0], folders[0])
+    assert title == "ssmax: difference to softmax, perplexity as a ratio"
+    assert [row["loss"] for row in series[0].rows] == pytest.approx([-0.25] * 3)
+    assert [row["perplexity"] for row in series[0].rows] == pytest.approx([math.exp(-0.25)] * 3)
+    plot_eval.write(folders, tmp_path / "out.png", folders[0])
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_baselines_that_cannot_be_subtracted(tmp_path):
+    a, b, c = (write(tmp_path / name, "loss", loss_rows(lengths=lengths))
+               for name, lengths in (("a", (16,)), ("b", (32,)), ("c", (16, 32))))
+    needles = write(tmp_path / "n", "needle", needle_rows())
+    for folders, base, message in (([a, c], b, "expected one of the folders to plot"),
+                                   ([a], a, "nothing to compare it with"), ([a, b], a, "no length in common"),
+                                   ([needles], needles, "has the task needle. Only losses are compared")):
+        with pytest.raises(plot.Refused, match=message):
+            plot_eval.subtract(plot_eval.read(folders)[0], base)
+
+
 def test_the_first_positions_do_not_flatten_the_rest(tmp_path):
     rows = position_rows(1024)
     rows[0]["loss_by_position"] = [50.0] * 4 + [3.0 + t / 1020 for t in range(1020)]

@@ -1,4 +1,5 @@
 """Reads eval.json, which doc/evaluation.md describes, as series: the rows of one model under one normalizer."""
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -97,6 +98,25 @@ def mean(arrays, axis=0):
     x = np.asarray(arrays, float)
     count = np.isfinite(x).sum(axis)
     return np.where(count > 0, np.nansum(np.where(np.isfinite(x), x, 0.0), axis) / np.maximum(count, 1), np.nan)
+
+
+def less(series, base):
+    """The series with its losses less those of the baseline, at the lengths that both have. Ratios of perplexities
+    take the place of perplexities."""
+    below, rows = {int(row["seq_len"]): row for row in base.rows}, []
+    for row in series.rows:
+        other = below.get(int(row["seq_len"]))
+        if not other:
+            continue
+        changed = dict(row)
+        if "loss_by_position" in row:
+            changed["loss_by_position"] = list(numbers(row["loss_by_position"]) - numbers(other["loss_by_position"]))
+        if "perplexity" in row:
+            changed["perplexity"] = number(row["perplexity"]) / number(other["perplexity"])
+        rows.append(changed | {"loss": number(row["loss"]) - number(other["loss"])})
+    if not rows:
+        raise Refused(f"{series.folder} and the baseline {base.folder} have no length in common (--seq-lens).")
+    return dataclasses.replace(series, rows=rows)
 
 
 # ---------------------------------------------------------------- flags

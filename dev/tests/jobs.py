@@ -1,0 +1,46 @@
+"""Shared by tests of jobs that run in the background: their processes, and how far they are."""
+import contextlib
+import re
+import time
+from pathlib import Path
+
+from trainer import TRAIN
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, what, timeout=60):
+    end = time.time() + timeout
+    while not condition():
+        assert time.time() < end, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    found = []
+    with contextlib.suppress(OSError):      # it has just ended
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+def ranks_of(pid):
+    """{rank: process} of the job that a launch.sh has started on this machine."""
+    ranks = {}
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):      # it has just ended
+            environment = Path(f"/proc/{child}/environ").read_bytes()
+            rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", environment)
+            if rank or Path(f"/proc/{child}/exe").resolve() == TRAIN.resolve():
+                ranks[int(rank[1]) if rank else 0] = child
+    return ranks
+
+
+def line_count(out):
+    path = Path(out) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -1,0 +1,123 @@
+"""scripts/launch.sh --restart: a job whose rank is killed ends with the same bits as one that never died; what is not
+restarted."""
+import os
+import signal
+import subprocess
+
+import pytest
+
+import machines
+from jobs import line_count, ranks_of, wait_for
+from trainer import LAUNCH, assert_same_run, command, environment, train
+
+STEPS = 1500
+FLAGS = ["--steps", STEPS, "--ckpt-every", 50, "--batch", 2, "--lr", 0.0005]
+
+
+class Restarting:
+    """A job under --restart in the background."""
+
+    def __init__(self, data, out, restarts, ranks, pause=0.2):
+        words = command(data, *FLAGS, "--out", out)
+        self.out = out
+        self.process = subprocess.Popen([str(LAUNCH), "--restart", str(restarts), str(ranks), *words],
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                        text=True, env=environment(PAUSE=str(pause)), cwd="/",
+                                        preexec_fn=machines.end_with_parent)
+
+    def reach(self, lines):
+        """Waits until so many steps are in the metrics, and returns the processes of the ranks."""
+        wait_for(lambda: line_count(self.out) >= lines or self.process.poll() is not None, f"{lines} steps", 120)
+        assert self.process.poll() is None, self.process.communicate()[0]
+        return ranks_of(self.process.pid)
+
+    def end(self, code):
+        text = self.process.communicate(timeout=120)[0]
+        assert self.process.returncode == code, f"exit code {self.process.returncode}, expected {code}\n{text[-3000:]}"
+        return text
+
+
+@pytest.mark.parametrize("ranks, victims", [(1, [0]), (2, [1]), (2, [0, 1])], ids=str)
+def test_killed_ranks(data, tmp_path, ranks, victims):
+    """After kill -9 of one rank, or of one after the other, the run ends as if nothing had happened."""
+    train(data, *FLAGS, "--out", tmp_path / "whole", processes=ranks)
+    job = Restarting(data, tmp_path / "out", 3, ranks)
+    for i, victim in enumerate(victims):
+        processes = job.reach(150 + 400 * i)
+        assert sorted(processes) == list(range(ranks))
+        os.kill(processes[victim], signal.SIGKILL)
+        wait_for(lambda: ranks_of(job.process.pid).get(victim) != processes[victim], "the end of the rank")
+    text = job.end(0)
+    for i in range(len(victims)):
+        assert f"launch.sh: the job ended with exit code 137. Restart {i + 1} of 3 follows in 0.2 s." in text
+    assert text.count("launch.sh: ") == len(victims) and text.count("\nresumes at step ") == len(victims)
+    assert_same_run(tmp_path / "whole", tmp_path / "out", STEPS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_is_not_restarted(data, tmp_path, ranks, number):
+    job = Restarting(data, tmp_path / "out", 3, ranks)
+    job.reach(50)
+    job.process.send_signal(number)
+    text = job.end(75)
+    assert "launch.sh: " not in text and "stopped by a signal at step" in text
+
+
+def test_a_stop_between_a_death_and_the_restart(data, tmp_path):
+    job = Restarting(data, tmp_path / "out", 3, 1, pause=60)
+    os.kill(job.reach(50)[0], signal.SIGKILL)
+    for line in job.process.stdout:
+        if "Restart 1 of 3 follows in 60 s" in line:
+            break
+    job.process.send_signal(signal.SIGTERM)
+    assert "resumes" not in job.end(137)
+
+
+def failing(tmp_path, *codes):
+    """A program that ends with these exit codes, one after the other, and prints its flags."""
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\ncd {tmp_path}\necho . >> count\necho "flags $*"\n'
+                       f'set -- {" ".join(map(str, codes))}\nshift $(($(wc -l < count) - 1))\nexit $1\n')
+    program.chmod(0o755)
+    return program
+
+
+def launch(*words, code):
+    result = subprocess.run([str(LAUNCH), *map(str, words)], capture_output=True, text=True, env=environment(PAUSE="0"))
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 7, 75])
+def test_codes_that_a_restart_cannot_help(tmp_path, code):
+    text = launch("--restart", 2, 1, failing(tmp_path, code), "--out", "x", code=code)
+    assert text == "flags --out x\n"
+
+
+@pytest.mark.parametrize("code", [1, 6, 134, 139])
+def test_other_codes_restart_up_to_the_limit(tmp_path, code):
+    text = launch("--restart", 2, 1, failing(tmp_path, code, code, code, 0), "--out", "x", code=code)
+    assert text.count("flags --out x\n") == 1 and text.count("flags --out x --resume\n") == 2
+    assert f"ended with exit code {code}. Restart 2 of 2" in text
+    assert f"ended with exit code {code} after restart 2, the limit of --restart." in text
+
+
+def test_the_last_code_counts(tmp_path):
+    assert "Restart 1 of 9" in launch("--restart", 9, 1, failing(tmp_path, 139, 5), "--out=x", code=5)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--restart"], '--restart "": expected the number of restarts'),
+    (["--restart", "many", 2, "true", "--out", "x"], '--restart "many": expected the number of restarts, 0 or more.'),
+    (["--restart", 2, 2, "true"], "--restart needs --out"),
+    (["--restart", 2, 2], "expected a number of ranks and a program, found 1 arguments."),
+    (["--restart", 2, 0, "true"], '"0": expected a number of ranks, 1 or more.'),
+    (["--restart", 2, 2, "./nope"], "./nope: not found or not executable."),
+    (["--restart", 2, "true", "--out", "x"], '"true": expected a number of ranks'),
+    (["--restart=many", 2, "true", "--out", "x"], '--restart "many": expected the number of restarts'),
+    ([2, "--restart", 3, "true", "--out", "x"], "--restart: expected a program after the number of ranks"),
+])
+def test_wrong_usage(words, message):
+    text = launch(*words, code=2)
+    assert message in text and "Usage: scripts/launch.sh [--restart R] N program flags..." in text

@@ -1,0 +1,275 @@
+"""scripts/to_gguf.py: transformers loads what it writes with the same logits and the same tokens, and what llama.cpp
+would compute differently is rejected."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import byte_text
+import vocabularies
+import vocabulary
+from eval_models import write_model
+from safetensors.torch import load_file, save_file
+from test_chat import SMOLLM2
+from tiny import ROOT, build, sentences
+
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=259, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=258)
+IDS = torch.tensor([[256, 1, 77, 200, 13, 97, 97, 258, 3]])
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def convert(folder, out, *flags, code=0):
+    result = subprocess.run([sys.executable, ROOT / "scripts/to_gguf.py", folder, "--out", out, *flags],
+                            capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    return result.stdout, result.stderr
+
+
+def logits(folder, **how):
+    from transformers import AutoModelForCausalLM
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    build()
+    return byte_text.write_text(tmp_path_factory.mktemp("data") / "text")
+
+
+def llama_of_ours(data, folder, shape="llama"):
+    write_model(folder, data, shape, "softmax", 64)
+    return folder
+
+
+def grouped(data, folder):
+    return llama_of_ours(data, folder, "grouped")
+
+
+def of_transformers(model_type, **more):
+    def make(data, folder):
+        from transformers import AutoConfig, AutoModelForCausalLM
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(model_type, **SIZES | more, initializer_range=0.3)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:                                   # gains and biases that are not all alike
+                torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+        model.save_pretrained(folder, max_shard_size="40KB")
+        return folder
+    return make
+
+
+# Loading Qwen3, transformers takes its default size of a head, 128, from no matter what file.
+MODELS = {"ours": llama_of_ours, "ours, grouped": grouped, "llama": of_transformers("llama", rope_theta=500000.0),
+          "qwen2": of_transformers("qwen2", tie_word_embeddings=True), "qwen3": of_transformers("qwen3", head_dim=128),
+          "mistral": of_transformers("mistral", sliding_window=None)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_logits(name, data, tmp_path):
+    folder = MODELS[name](data, tmp_path / "model")
+    output, _ = convert(folder, tmp_path / "out.gguf")
+    assert "out.gguf" in output
+    expected, found = logits(folder), logits(tmp_path, gguf_file="out.gguf")
+    assert expected.abs().max() > 0.1 and not (found - expected).abs().max() > 1e-6
+    convert(folder, tmp_path / "half.gguf", "--dtype", "f16")
+    error = (logits(tmp_path, gguf_file="half.gguf") - expected).abs().max() / expected.abs().max()
+    assert 0 < error < 0.02
+    assert (tmp_path / "half.gguf").stat().st_size < (tmp_path / "out.gguf").stat().st_size
+
+
+def test_a_mistral_in_a_folder_of_that_name(data, tmp_path):
+    """transformers would take the name for an architecture. Given a config of a Mistral, it loads no GGUF."""
+    from transformers import AutoConfig
+    folder = MODELS["mistral"](data, tmp_path / "mistral")
+    convert(folder, tmp_path / "out.gguf")
+    assert not (logits(tmp_path, gguf_file="out.gguf") - logits(folder)).abs().max() > 1e-6
+    with pytest.raises(NotImplementedError, match="mistral"):
+        logits(tmp_path, gguf_file="out.gguf", config=AutoConfig.from_pretrained(folder))
+
+
+def rope_metadata(path):
+    """What the file says about RoPE's scaling, and the divisors of its frequencies."""
+    import gguf
+    reader = gguf.GGUFReader(path)
+    found = {key.split(".scaling.")[1]: field.contents() for key, field in reader.fields.items() if ".scaling." in key}
+    return found, [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
+
+
+# The scaling, and what is written of it. transformers reads none of it, but takes it from a config that it is given.
+SCALED = {"llama3": ("llama", LLAMA3, {}), "linear": ("qwen2", LINEAR, {"type": "linear", "factor": 4.0}),
+          "yarn": ("qwen3", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16})}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rope(name, data, tmp_path):
+    from transformers import AutoConfig
+    family, rope, expected = SCALED[name]
+    folder = of_transformers(family, rope_parameters=rope)(data, tmp_path / "model")
+    convert(folder, tmp_path / "out.gguf")
+    found, divisors = rope_metadata(tmp_path / "out.gguf")
+    assert found == expected and len(divisors) == (name == "llama3")
+    config = AutoConfig.from_pretrained(folder)
+    same = logits(folder)
+    assert not (logits(tmp_path, gguf_file="out.gguf", config=config) - same).abs().max() > 1e-6
+    if family == "llama":
+        assert (logits(tmp_path, gguf_file="out.gguf") - same).abs().max() > 0.1      # the page says so
+    for divisor in divisors:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        plain = rope["rope_theta"] ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+        scaled, amplitude = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        assert amplitude == 1 and torch.tensor(divisor).double() == pytest.approx(plain / scaled, rel=1e-6)
+        assert divisor.min() == 1 and divisor.max() == 8 and len(set(divisor.tolist())) > 2
+
+
+def test_a_run(data, tmp_path):
+    """Its newest checkpoint is taken."""
+    folder = llama_of_ours(data, tmp_path / "run/ckpt/step-00000010")
+    os.rename(tmp_path / "run/ckpt/step-00000010-run", tmp_path / "unused")
+    convert(folder, tmp_path / "a.gguf")
+    convert(tmp_path / "run", tmp_path / "b.gguf")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def with_tokenizer(name, data, folder):
+    """A Llama of ours with this tokenizer; "own": trained on a little text. Its vocabulary has five tokens more."""
+    llama_of_ours(data, folder)
+    path = folder / "tokenizer.json"
+    vocabulary.train(sentences(200), 300, path) if name == "own" else vocabularies.write(name, path)
+    whole = json.loads(path.read_text())
+    size = 1 + 5 + max(*whole["model"]["vocab"].values(), *(token["id"] for token in whole["added_tokens"]))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = torch.ones(size, config["hidden_size"])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name, pre", [("own", "gpt-2"), ("llama3", "llama-bpe"), ("qwen", "qwen2"),
+                                       ("mistral", None), ("mistral-never", None)])
+def test_the_tokenizer(name, pre, data, tmp_path):
+    """Its metadata, one by one: llama.cpp knows more kinds of splitting than transformers reads from a GGUF."""
+    import gguf
+    folder = with_tokenizer(name, data, tmp_path / "model")
+    whole, config = (json.loads((folder / file).read_text()) for file in ("tokenizer.json", "config.json"))
+    size = config["vocab_size"]
+    settings = {"chat_template": SMOLLM2, "add_bos_token": True, "bos_token": {"content": "<s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert(folder, tmp_path / "out.gguf")
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+
+    def get(key):
+        return reader.fields[f"tokenizer.{key}"].contents() if f"tokenizer.{key}" in reader.fields else None
+
+    names, kinds = get("ggml.tokens"), get("ggml.token_type")
+    assert len(names) == len(kinds) == size and names[-1] == f"[PAD{size - 1}]" and kinds[-1] == 5
+    vocab = whole["model"]["vocab"]
+    assert all(names[i] == text for text, i in vocab.items())
+    assert all(names[token["id"]] == token["content"] and kinds[token["id"]] in ((2, 3) if token["special"] else (4,))
+               for token in whole["added_tokens"])
+    assert get("ggml.pre") == pre and get("chat_template") == SMOLLM2 and get("ggml.add_bos_token") is True
+    assert get("ggml.eos_token_id") == config["eos_token_id"]
+    assert get("ggml.add_space_prefix") == {"mistral": True, "mistral-never": False}.get(name)
+    if "mistral" in name:
+        assert get("ggml.model") == "llama" and kinds[:4] == [2, 3, 3, 6] and names[3] == "<0x00>"
+        # The order of the scores is that of Mistral's own, which a tokenizer.json does not have.
+        made, own = {left + right for left, right in whole["model"]["merges"]}, {}
+        for score, (text, value, _) in zip(get("ggml.scores"), vocabularies.pieces()):
+            if text in made:
+                own.setdefault(value, []).append(score)
+        groups = [own[value] for value in sorted(own, reverse=True)]
+        assert len(groups) > 25000 and all(min(one) > max(two) for one, two in zip(groups, groups[1:]))
+    else:
+        assert get("ggml.model") == "gpt2"
+        assert get("ggml.merges") == [" ".join(pair) for pair in whole["model"]["merges"]]
+
+
+WRONG = {
+    "ssmax": ({"attention_normalizer": {"name": "ssmax"}}, ["ssmax", "softmax alone"]),
+    "gau": ({"attention_normalizer": {"name": "softmax", "block": "gau"}}, ["gated attention units"]),
+    "another family": ({"model_type": "gpt2"}, ["'gpt2'", "qwen3"]),
+    "a cap": ({"model_type": "attn_gpt", "final_logit_softcapping": 30.0}, ["capped"]),
+    "a window": ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window", "only full attention"]),
+    "another activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+    "an unknown key": ({"residual_multiplier": 2.0}, ["residual_multiplier"]),
+    "a lost tensor": ({"num_hidden_layers": 3}, ["model.layers.2."]),
+    "no object": ([], ["model_type is None"]),
+    "theta by length": ({"rope_parameters": {"rope_type": "dynamic", "factor": 1.0}},
+                               ["RoPE is scaled (dynamic)", "llama.cpp has linear, yarn, llama3"]),
+    "a Qwen2 with large heads": ({"model_type": "qwen2", "head_dim": 64}, ["heads have 64 channels", "in a qwen2"]),
+    "a scaled Qwen2": ({"model_type": "qwen2", "rope_parameters": LLAMA3},
+                       ["RoPE is scaled (llama3)", "does not have in a qwen2"]),
+    "a scaling without its numbers": ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, ["low_freq_factor"]),
+    "no objects": ({"rope_parameters": 5, "attention_normalizer": "softmax"},
+                   ["rope_parameters", "expected an object"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_llama_cpp_would_compute_differently(name, data, tmp_path):
+    change, parts = WRONG[name]
+    folder = llama_of_ours(data, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change if change else change))
+    _, errors = convert(folder, tmp_path / "out.gguf", code=3)
+    assert str(folder) in errors and all(part in errors for part in parts)
+    assert not list(tmp_path.glob("out.gguf*"))
+
+
+def test_damage(data, tmp_path):
+    folder = llama_of_ours(data, tmp_path / "model")
+    assert "no such folder" in convert(tmp_path / "nowhere", tmp_path / "out.gguf", code=2)[1]
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(b"\xff" * 40)
+    assert "model.safetensors" in convert(folder, tmp_path / "out.gguf", code=3)[1]
+    (folder / "model.safetensors").write_bytes(weights)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(whole | {"pre_tokenizer": {"type": "Whitespace"}}))
+    assert "cannot be written as GGUF" in convert(folder, tmp_path / "out.gguf", code=3)[1]
+    (folder / "tokenizer.json").write_text(json.dumps(whole))       # of single bytes
+    assert "no merges, without which llama.cpp loads no vocabulary" in convert(folder, tmp_path / "out.gguf")[1]
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer" in convert(folder, tmp_path / "out.gguf")[1]
+    shutil.copy(ROOT / "LICENSE", folder / "config.json")
+    assert "config.json" in convert(folder, tmp_path / "out.gguf", code=3)[1]
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value, data, tmp_path):
+    folder = llama_of_ours(data, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _, errors = convert(folder, tmp_path / "out.gguf", code=3)
+    assert "model.norm.weight contains a NaN or an infinity" in errors and not list(tmp_path.glob("out.gguf*"))
+
+
+def test_out_is_not_a_file(data, tmp_path):
+    folder = llama_of_ours(data, tmp_path / "model")
+    assert "is not a file" in convert(folder, tmp_path, code=2)[1]
+
+
+def test_a_template_that_starts_with_bos(data, tmp_path):
+    """Without add_bos_token, tokenizer.json's post_processor says whether texts start with bos."""
+    import gguf
+    folder = with_tokenizer("own", data, tmp_path / "model")
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    for processor, adds in ((None, False), (template, True),
+                            ({"type": "Sequence", "processors": [whole["decoder"], template]}, True)):
+        (folder / "tokenizer.json").write_text(json.dumps(whole | {"post_processor": processor}))
+        convert(folder, tmp_path / "out.gguf")
+        reader = gguf.GGUFReader(tmp_path / "out.gguf")
+        assert reader.fields["tokenizer.ggml.add_bos_token"].contents() is adds

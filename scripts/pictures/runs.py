@@ -1,0 +1,235 @@
+"""Training runs compared: means and spreads over seeds, differences to a baseline, and the learned scalars of each
+head."""
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import plot
+
+from . import charts, results
+from .charts import Panel, Picture
+
+# Flags that do not make two runs of a group different experiments.
+OWN = {"seed", "out", "resume", "threads", "rank-timeout", "profile", "keep", "ckpt-every", "sample-every", "dry-run"}
+
+
+@dataclass
+class Run:
+    path: str
+    lines: list
+    arguments: dict
+
+    def values(self, key):
+        """{step: value} where the value is finite."""
+        return {line["step"]: value for line, value in zip(self.lines, plot.column(self.lines, key))
+                if math.isfinite(value)}
+
+    @property
+    def seed(self):
+        return self.arguments.get("seed")
+
+
+@dataclass
+class Group:
+    """Runs that differ in their seeds, or a single run."""
+    name: str
+    runs: list
+    color: object = None
+
+    @property
+    def label(self):
+        return f"{self.name}, {len(self.runs)} seeds" if len(self.runs) > 1 else self.name
+
+
+# ---------------------------------------------------------------- groups
+
+def load(path):
+    return Run(str(path), plot.read_metrics(path), plot.read_json(Path(path) / "run.json").get("arguments", {}))
+
+
+def by_seed(runs):
+    """Groups of runs whose flags differ in nothing but OWN."""
+    found, keys = {}, results.differing([run.arguments for run in runs], OWN)
+    for run in runs:
+        found.setdefault(tuple(results.shown(run.arguments.get(key)) for key in keys), []).append(run)
+    groups = []
+    for together in found.values():
+        if len({run.seed for run in together}) < len(together):
+            raise plot.Refused(f"{together[0].path} and {together[1].path}: --seeds expects runs with the same flags "
+                               "to have different seeds. Plot one of them, or omit --seeds.")
+        name = results.join(results.flag_text(key, together[0].arguments.get(key)) for key in keys)
+        groups.append(Group(name or plot.names([together[0].path])[0], together))
+    return groups
+
+
+def groups_of(paths, seeds):
+    runs = [load(path) for path in paths]
+    groups = by_seed(runs) if seeds else [Group(name, [run]) for name, run in zip(plot.names(paths), runs)]
+    for group, (group.color, _) in zip(groups, charts.colors_of(len(groups))):
+        pass
+    return groups
+
+
+# ---------------------------------------------------------------- curves
+
+def pairs(group, base):
+    """[(run, the baseline's run with its seed)], or with the baseline's only run."""
+    if not base:
+        return [(run, None) for run in group.runs]
+    if len(base.runs) == 1:
+        return [(run, base.runs[0]) for run in group.runs]
+    of_seed = {run.seed: run for run in base.runs}
+    found = [(run, of_seed[run.seed]) for run in group.runs if run.seed in of_seed]
+    if not found:
+        raise plot.Refused(f"{group.name} and the baseline {base.name} have no seed in common: differences are those "
+                           "of runs with the same seed, which read the same data.")
+    return found
+
+
+def curves(group, base, key):
+    """(tokens, an array (runs, steps)) of the steps that all of the group's runs have, less the baseline's."""
+    found = []
+    for run, other in pairs(group, base):
+        values = run.values(key)
+        if other:
+            below = other.values(key)
+            values = {step: value - below[step] for step, value in values.items() if step in below}
+        found.append(values)
+    steps = sorted(set.intersection(*map(set, found)))
+    tokens = {line["step"]: line["tokens"] for line in group.runs[0].lines}
+    return [tokens[step] for step in steps], np.array([[values[step] for step in steps] for values in found])
+
+
+def draw_curves(axes, groups, base, key, unit):
+    """The mean over the seeds, and a band from the least to the largest; the training loss as a running mean."""
+    drawn = []
+    for group in groups:
+        tokens, values = curves(group, base, key)
+        if not tokens:
+            continue
+        if key == "loss":
+            values = np.array([plot.smooth(list(row)) for row in values])
+        x, mean = [token / unit[0] for token in tokens], values.mean(axis=0)
+        axes.plot(x, mean, color=group.color, linewidth=1.6,
+                  marker="o" if key != "loss" or len(x) < 10 else None, markersize=3.5)
+        if len(values) > 1:
+            axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=group.color, alpha=0.18, linewidth=0)
+        switches = plot.read_switches(group.runs[0].path, group.runs[0].lines)
+        plot.draw_switches(axes, [(at / unit[0], text) for at, _, text in switches], [0.7 * c for c in group.color])
+        drawn.append(values[:, len(x) // 20:])
+    if base:
+        axes.axhline(0, color=base.color, linewidth=1.6)
+    limit(axes, drawn, base)
+    if key == "loss" and not base:
+        plot.say_what_is_cut_off(axes, [run.lines for group in groups for run in group.runs])
+    axes.set(xlabel=f"{unit[1]}tokens", ylabel="nats per token")
+    axes.set_xlim(left=0)
+
+
+def limit(axes, drawn, base):
+    """Without the first twentieth, whose fall from ln(vocabulary) would flatten the rest."""
+    values = np.concatenate([*(values.ravel() for values in drawn), [0.0] if base else []])
+    if len(values):
+        margin = 0.05 * (values.max() - values.min()) or 0.5
+        axes.set_ylim(values.min() - margin, values.max() + margin)
+
+
+def last_values(group, base, key):
+    """The last value of each seed; none if no step has one."""
+    tokens, values = curves(group, base, key)
+    if tokens and key == "loss":
+        values = np.array([plot.smooth(list(row)) for row in values])
+    return values[:, -1] if tokens else []
+
+
+def spread(values, sign=""):
+    """Their mean and, of several, the standard deviation."""
+    if not len(values):
+        return "none is finite"
+    return f"{values.mean():{sign}.4f}" + (f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else "")
+
+
+def label_of(group, base):
+    """The group's name, with its last validation loss and the difference to the baseline's."""
+    key, what = ("val_loss", "validation") if len(last_values(group, None, "val_loss")) else ("loss", "loss")
+    text = f"{group.label}: {what} {spread(last_values(group, None, key))}"
+    differences = last_values(group, base, key) if base and group is not base else []
+    return text + (f", difference {spread(differences, '+')}" if len(differences) else "")
+
+
+def find_baseline(groups, paths, baseline):
+    """The group that has the run."""
+    wanted = Path(baseline).resolve()
+    for group in groups:
+        if any(Path(run.path).resolve() == wanted for run in group.runs):
+            return group
+    raise plot.Refused(f"--baseline {baseline}: expected one of the runs to plot, {', '.join(map(str, paths))}.")
+
+
+def comparison(paths, seeds, baseline):
+    """The picture of `plot.py RUN... [--seeds] [--baseline RUN]`."""
+    groups = groups_of(paths, seeds)
+    unit = plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
+    base = find_baseline(groups, paths, baseline) if baseline else None
+    others = [group for group in groups if group is not base]
+    if base and not others:
+        raise plot.Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further runs.")
+    panels = [Panel(title, lambda axes, key=key, of=of, to=to: draw_curves(axes, of, to, key, unit), 6.2, 4.2)
+              for to, of in ((None, groups), *([(base, others)] if base else []))
+              for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))]
+    for panel in panels[2:]:
+        panel.title += f", difference to {base.name}"
+    legend = [(label_of(group, base), group.color, "-") for group in groups]
+    return charts.figure(Picture("comparison", panels, 2, legend, "mean and range over seeds" if seeds else ""))
+
+
+# ---------------------------------------------------------------- the scalars of each head
+
+def head_values(run):
+    """{symbol: (tokens, [array (checkpoints, heads) of each layer])} in the run's checkpoints."""
+    found = {}
+    for path in sorted(Path(run).glob("ckpt/step-*/model.safetensors")):
+        tokens = plot.read_json(path.parent / "state.json").get("tokens")
+        if tokens is None or plot.read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed"):
+            continue
+        for name, x in plot.read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
+            layers = found.setdefault(plot.symbol(name.rpartition(".")[2]), {}).setdefault(tokens, [])
+            layers.append(x)
+    if not found:
+        raise plot.Refused(f"{run}: no learned scalars in its checkpoints. The normalizers ssmax, ssmax-bias, ssmax-pn "
+                           "and softmax-sink learn them; --keep 0 keeps all checkpoints.")
+    return {name: (list(steps), [np.array(layer) for layer in zip(*steps.values())]) for name, steps in found.items()}
+
+
+def draw_heads(axes, tokens, layers, colors, unit, marks):
+    for values, color in zip(layers, colors):
+        axes.plot([token / unit[0] for token in tokens], values, color=color, linewidth=1, alpha=0.8,
+                  marker="." if len(tokens) < 10 else None)
+    plot.draw_switches(axes, [(at / unit[0], text) for at, _, text in marks], "0.3")
+    axes.set_xlabel(f"{unit[1]}tokens")
+    axes.set_xlim(left=0)
+
+
+def draw_newest(axes, layers, colors):
+    for layer, (values, color) in enumerate(zip(layers, colors)):
+        axes.plot([layer] * len(values[-1]), values[-1], "o", color=color, markersize=5, alpha=0.8)
+        axes.plot(layer, values[-1].mean(), "_", color="black", markersize=18)
+    charts.layer_axis(axes, len(layers))
+
+
+def heads(run):
+    """The picture of `plot.py RUN --heads`: each scalar over the steps, and by layer in the newest checkpoint."""
+    from matplotlib import colormaps
+    found, lines = head_values(run), plot.read_metrics(run)
+    unit, marks = plot.unit(lines[-1]["tokens"], plot.TOKEN_UNITS), plot.read_switches(run, lines)
+    panels = []
+    for name in plot.in_order(found):
+        tokens, layers = found[name]
+        colors = [colormaps["viridis"](0.95 * i / max(1, len(layers) - 1)) for i in range(len(layers))]
+        panels += [Panel(f"{name} of every head, in the colors of the layers",
+                         lambda axes, t=tokens, v=layers, c=colors: draw_heads(axes, t, v, c, unit, marks), 7),
+                   Panel(f"{name} of every head by layer, newest checkpoint (line: mean)",
+                         lambda axes, v=layers, c=colors: draw_newest(axes, v, c), 6)]
+    return charts.figure(Picture("heads", panels, 2, [], plot.names([run])[0]))
