@@ -42,12 +42,10 @@ VECTORS := $(shell $(CC) -mprefer-vector-width=512 -E -x c /dev/null >/dev/null 
 
 # ---- flags
 COMMIT  := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
-CFLAGS   = -std=gnu11 $(OPT) -g -march=$(MARCH) $(VECTORS) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra -MMD -MP -I.
+C_FLAGS  = -std=gnu11 $(OPT) -g -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -MMD -MP -I.
+CFLAGS   = $(C_FLAGS) -march=$(MARCH) $(VECTORS)
 LDFLAGS  = -fopenmp
 LDLIBS   = -lcjson -lxxhash -lm
-ifeq ($(WERROR),1)
-  CFLAGS += -Werror
-endif
 ifeq ($(SAN),1)
   SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
   CFLAGS  += $(SANITIZE) -DCHECK_RANGES
@@ -90,7 +88,7 @@ LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c run
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(CJSON)$(XXHASH),11)
-$(if $(filter help clean lacking,$(MAKECMDGOALS)),,$(error cJSON and xxHash are needed: apt-get install libcjson-dev libxxhash-dev, or scripts/setup.sh))
+$(if $(filter help clean lacking attn_c,$(MAKECMDGOALS)),,$(error cJSON and xxHash are needed: apt-get install libcjson-dev libxxhash-dev, or scripts/setup.sh))
 endif
 
 all: $(addprefix $(BIN)/,$(PROGRAMS))
@@ -132,6 +130,48 @@ $(BUILD)/eval/cities.o: data/cities.txt
 $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
 $(BUILD)/run/folder.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
 $(BUILD)/run/folder.o: $(BUILD)/commit
+
+# ---- the PyTorch package (doc/pytorch.md) in $(PACKAGE): Python's files, and a library for each instruction set that
+# attention/torch/library.py selects from. They depend on nothing but libc and libm: OpenMP's functions are those of the
+# runtime that PyTorch has loaded.
+PACKAGE    = $(BUILD)/python/attn_c
+AVX512     = -march=x86-64-v4 $(VECTORS)
+for_v3     = -march=x86-64-v3
+for_v4     = $(AVX512)
+for_bf16   = $(AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
+for_double = -march=x86-64-v3 -DREAL=double
+torch_sources = attention/attention_cpu.c attention/normalizer.c attention/torch/attn_c.c runtime/error.c runtime/spelling.c \
+  runtime/tiles.c $(if $(filter double,$(1)),attention/torch/gemm_double.c,runtime/gemm.c runtime/gemm_tiles.c)
+
+# TORCH_CUDA=1 adds the library for GPUs, which takes many minutes.
+TORCH_CUDA ?= 0
+attn_c: $(patsubst %,$(PACKAGE)/attn_c_%.so,v3 v4 bf16 double $(if $(filter 1,$(TORCH_CUDA)),cuda)) $(patsubst attention/torch/%,$(PACKAGE)/%,$(wildcard attention/torch/*.py))
+
+define torch_rules
+$(PACKAGE)/attn_c_$(1).so: $(patsubst %.c,$(BUILD)/torch/$(1)/%.o,$(call torch_sources,$(1)))
+	@mkdir -p $$(@D)
+	@echo '  LD  $$@'
+	@$(CC) -shared -o $$@ $$^ -lm
+
+$(BUILD)/torch/$(1)/%.o: %.c $(BUILD)/torch/flags
+	@mkdir -p $$(@D)
+	@echo '  CC  $$< $(1)'
+	@$(CC) $$(C_FLAGS) -fPIC -fvisibility=hidden $$(for_$(1)) -c -o $$@ $$<
+endef
+$(foreach level,v3 v4 bf16 double,$(eval $(call torch_rules,$(level))))
+
+$(PACKAGE)/attn_c_cuda.so: $(BUILD)/cuda/attn_c_cuda.so
+	@cp $< $@
+
+# What the library in double takes from runtime/tiles.c is never called, and exists only in float.
+$(BUILD)/torch/double/runtime/%.o: private for_double = -march=x86-64-v3
+
+$(PACKAGE)/%.py: attention/torch/%.py
+	@mkdir -p $(@D)
+	@cp $< $@
+
+$(BUILD)/torch/flags: FORCE
+	$(call record,$(CC) $(C_FLAGS) $(for_bf16))
 
 # ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(BUILD)/on_cpu
 GPUS       ?= 80 90
@@ -175,7 +215,7 @@ MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPI
 compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
 compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
 
-# cu_rules(cuda or on_cpu, suffix of the programs' names, prerequisites, libraries)
+# cu_rules(cuda or on_cpu, suffix of the programs' names, prerequisites, libraries, those of attn_c_cuda.so)
 define cu_rules
 $(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
@@ -190,6 +230,10 @@ $(BUILD)/$(1)/flash.so: $(BUILD)/$(1)/dev/tests/flash_so.o $(FLASH:%=$(BUILD)/$(
 	@echo '  LD  $$@'
 	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(4) $(LDLIBS)
 
+$(BUILD)/$(1)/attn_c_cuda.so: $(BUILD)/$(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
+	@echo '  LD  $$@'
+	@$(CXX) -shared -o $$@ $$^ $(5) -lm
+
 $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
 $(BUILD)/$(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(BUILD)/$(1)/%.o)
 $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a:
@@ -197,8 +241,8 @@ $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a:
 	@rm -f $$@
 	@ar rcs $$@ $$^
 endef
-$(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS)))
-$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic -ldl))
+$(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
+$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic -ldl,-fopenmp -ldl))
 
 $(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
 	@mkdir -p $(@D)
@@ -240,14 +284,15 @@ $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 	@rm -f $@
 	@ar rcs $@ $^
 
-# The objects of the library that flash.so contains, built for a shared library.
-$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/options.o runtime/process.o)
+# The objects of the library that flash.so and attn_c_cuda.so contain, built for a shared library; without MPI, since there is
+# one rank.
+$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/process.o runtime/spelling.o)
 	@ar rcs $@ $^
 
 $(BUILD)/pic/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo '  CC  $<'
-	@$(CC) $(CFLAGS) -fPIC -c -o $@ $<
+	@$(CC) $(filter-out -DUSE_MPI,$(CFLAGS)) -fPIC -c -o $@ $<
 
 $(BUILD)/cuda/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
@@ -318,7 +363,7 @@ lacking:
 clean:
 	rm -rf build train_gpt2 sample_gpt2 eval_gpt2 test_gpt2 $(CU_PROGRAMS:%=%cu) $(CU_PROGRAMS:%=%cu_on_cpu)
 
-.PHONY: all clean help lacking check list_tests test test_c test_on_cpu FORCE
+.PHONY: all attn_c clean help lacking check list_tests test test_c test_on_cpu FORCE
 .SECONDARY:
--include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d cuda/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d)
+-include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d attention/torch/*.d cuda/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d $(BUILD)/torch/*/*/*.d $(BUILD)/torch/*/*/*/*.d)
 -include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

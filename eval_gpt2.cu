@@ -287,6 +287,7 @@ static const float *last_logits(Computer *c, size_t T) {
                        stream);
         rows_to_host(c, c->logits, a->logits, 1, VP, VP);
     });
+    cap_logits(m, c->logits);
     return c->logits;
 }
 

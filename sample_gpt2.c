@@ -1,5 +1,5 @@
-// Generates text from a checkpoint and prints it token by token. The layers and the key-value cache are the trainer's
-// (train_gpt2.c). This file adds prompts, batches of texts, and the output to stdout.
+// Generates text from a checkpoint and prints it token by token, or holds a conversation. The layers and the key-value
+// cache are the trainer's (train_gpt2.c). This file adds prompts, batches of texts, turns, and the output to stdout.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
@@ -7,9 +7,11 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include "run/checkpoint.h"
+#include "runtime/chat.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/random.h"
@@ -20,10 +22,15 @@
 
 typedef enum { SAMPLE_FP32, SAMPLE_BF16 } SampleType;
 
+// What a conversation remembers by default, if the model was trained on longer texts.
+enum { DEFAULT_CONTEXT = 8192 };
+static const char CHATS[] = "auto|raw|chatml|llama3|zephyr";
+
 typedef struct {
-    const char *model, *attn, *ignore_config_key, *prompt, *prompt_file;
-    int64_t max_new_tokens, top_k, seed, num_samples, threads;
-    int dtype;
+    const char *model, *attn, *ignore_config_key, *prompt, *prompt_file, *system;
+    int64_t max_new_tokens, top_k, seed, num_samples, threads, context;
+    int dtype, chat;
+    bool interactive;
     double temperature, top_p;
 } SampleOptions;
 
@@ -59,6 +66,9 @@ typedef struct {
     Text texts[FEW_ROWS];    // the texts that are being generated together
     int32_t *sampled;        // (FEW_ROWS, max_new_tokens)
     Candidate *candidates;
+    const ChatTemplate *chat;    // of a conversation
+    char system[2048];           // its system message; empty: none
+    size_t context, turns;       // the most tokens that it has; how many answers were given in it
     Utf8 utf8;
     size_t current, shown;         // the text that is being printed, and how many of its ids have been
     bool begun;                    // has its prompt been printed?
@@ -93,6 +103,14 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text",
          .help = "maximum number of tokens after a prompt; a text also ends at end-of-text"},
         {"num-samples", OPT_INT, &o->num_samples, 1, 1e6, .arg = "N", .group = "Text", .help = "texts per prompt"},
+        {"interactive", OPT_SWITCH, &o->interactive, .group = "Conversation",
+         .help = "answer each line of stdin; Ctrl-C stops an answer, Ctrl-D ends"},
+        {"chat", OPT_CHOICE, &o->chat, .choices = CHATS, .group = "Conversation",
+         .help = "the chat template; auto: the model's own; raw: continue the text so far"},
+        {"system", OPT_TEXT, &o->system, .arg = "TEXT", .group = "Conversation",
+         .help = "the system message, in place of the template's own"},
+        {"context", OPT_INT, &o->context, 0, MAX_SEQ_LEN, .arg = "N", .group = "Conversation",
+         .help = "tokens of a conversation; 0: the length that the model was trained with, at most 8192"},
         {"temperature", OPT_FLOAT, &o->temperature, 0, 100, .arg = "X", .group = "Sampling",
          .help = "divides the logits; 0: always the most likely token"},
         {"top-k", OPT_INT, &o->top_k, 0, MAX_VOCAB, .arg = "N", .group = "Sampling",
@@ -108,10 +126,18 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     options_parse(
         table, sizeof table / sizeof *table, argc, argv,
         "Usage: sample_gpt2 --model DIR [flags]\n\nPrints each prompt and its continuation to stdout, and the speed to stderr. If there are several texts, a line\n"
-        "\"---- prompt P, sample S\" precedes each.");
+        "\"---- prompt P, sample S\" precedes each. With --interactive, it prints answers alone.");
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
     if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file cannot be used together.");
+    if (o->interactive && (o->prompt || o->prompt_file || o->num_samples > 1))
+        fail(EXIT_USAGE,
+             "--interactive reads from stdin: omit --prompt, --prompt-file and --num-samples, or --interactive.");
+    if (!o->interactive && (o->chat || o->system || o->context))
+        fail(EXIT_USAGE, "--chat, --system and --context need --interactive.");
+    if (o->context && o->context <= o->max_new_tokens)
+        fail(EXIT_USAGE, "--context %lld: expected more than --max-new-tokens, which is %lld.", (long long)o->context,
+             (long long)o->max_new_tokens);
 }
 
 // Reads the model's shape, its normalizer, and the tokenizer, which is the same for all checkpoints of a run.
@@ -135,6 +161,8 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     if (!has_tokenizer) return true;
     if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) {
         if (error->code != EXIT_INPUT || !tokenizer_ids(folder, &vocab, &end_of_text)) return false;
+        if (s->o.interactive)
+            fail(EXIT_INPUT, "%s\n  --interactive needs one that this program supports.", error->text);
         if (!s->prompt_count) warn("%s\n  Prompts and texts are token ids instead.", error->text);
         return true;
     }
@@ -164,11 +192,11 @@ static bool read_ids(Prompt *p, int vocab) {
 // Adds a prompt. `where` names it in messages. The text must remain valid, with a 0 byte somewhere after its end.
 static void add_prompt(Sampler *s, const char *text, size_t length, const char *where, ExitCode code) {
     s->prompts = realloc(s->prompts, (s->prompt_count + 1) * sizeof *s->prompts);
-    int32_t *ids = malloc((3 * length + 1) * sizeof *ids);
+    int32_t *ids = malloc(tokenizer_capacity(length) * sizeof *ids);
     if (!s->prompts || !ids) fail(EXIT_RESOURCE, "%s: out of memory for the prompts.", where);
     Prompt *p = &s->prompts[s->prompt_count++];
     *p = (Prompt){text, length, ids, 0};
-    if (s->tokenizer) p->count = tokenizer_encode(s->tokenizer, text, length, ids, 3 * length);
+    if (s->tokenizer) p->count = tokenizer_encode(s->tokenizer, text, length, ids, tokenizer_capacity(length));
     else if (!read_ids(p, s->model.config.vocab))
         fail(code,
              "%s: expected comma-separated token ids below %d, such as 1,2,3, found \"%.*s\".\n"
@@ -225,6 +253,34 @@ static void read_prompts(Sampler *s) {
 
 // ---- memory and weights
 
+// The template and the length of a conversation.
+static void settle_conversation(Sampler *s, const char *folder) {
+    const SampleOptions *o = &s->o;
+    Error error;
+    char name[16];
+    const char *at = CHATS;
+    for (int i = 0; i < o->chat; i++) at = strchr(at, '|') + 1;
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(at, "|"), at);
+    s->chat = o->chat ? chat_template(name) : chat_template_in(folder, s->system, sizeof s->system, &error);
+    if (!s->chat) fail_with(&error);
+    if (!s->tokenizer)
+        fail(EXIT_INPUT, "%s: expected a tokenizer.json, which --interactive needs, found none.", folder);
+    const char *missing = chat_missing(s->chat, s->tokenizer);
+    if (missing)
+        fail(EXIT_USAGE, "--chat %s: the tokenizer in %s has no special token %s. Use --chat raw, or another template.",
+             s->chat->name, folder, missing);
+    if (o->system && strlen(o->system) >= sizeof s->system)
+        fail(EXIT_USAGE, "--system: expected fewer than %zu bytes, found %zu.", sizeof s->system, strlen(o->system));
+    if (o->system && !*s->chat->system) fail(EXIT_USAGE, "--system: --chat raw has no system message.");
+    if (o->system) strcpy(s->system, o->system);
+    size_t most = (size_t)s->model.config.seq_len;
+    if (o->context) s->context = (size_t)o->context;
+    else s->context = most < DEFAULT_CONTEXT ? most : DEFAULT_CONTEXT;
+    if (s->context <= (size_t)o->max_new_tokens)
+        fail(EXIT_USAGE, "--max-new-tokens %lld: expected fewer than a conversation has tokens, %zu (--context).",
+             (long long)o->max_new_tokens, s->context);
+}
+
 static size_t text_count(const Sampler *s) {
     return s->prompt_count * (size_t)s->o.num_samples;
 }
@@ -233,8 +289,14 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     Model *m = &s->model;
     size_t sequences = text_count(s) < FEW_ROWS ? text_count(s) : FEW_ROWS, longest = 0,
            new_tokens = (size_t)s->o.max_new_tokens;
+    if (s->o.interactive) {
+        settle_conversation(s, folder);
+        sequences = 1;
+        longest = s->context - new_tokens;
+    }
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
+    model_check_length(&m->config, longest + new_tokens);
     if (normalizer_has(&m->config.attn, SCALAR_P) && longest + new_tokens - 1 > (size_t)m->config.seq_len)
         fail(
             EXIT_USAGE,
@@ -267,7 +329,7 @@ static void open_checkpoint(Sampler *s) {
     for (int attempt = 1;; attempt++) {
         if (!checkpoint_find(s->o.model, folder, sizeof folder, &error)) fail_with(&error);
         if (read_config(s, folder, &error)) {
-            if (!s->prompt_count) read_prompts(s);
+            if (!s->prompt_count && !s->o.interactive) read_prompts(s);
             if (load(s, folder, &error)) return;
         }
         if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(folder)) fail_with(&error);
@@ -310,10 +372,15 @@ static void utf8_put(Utf8 *u, unsigned char c) {
     u->have = 0;
 }
 
-static void put_token(Sampler *s, int32_t id) {
+// `first`: it begins a text, so that its first space may be the tokenizer's.
+static void put_token(Sampler *s, int32_t id, bool first) {
     size_t length = 0;
     const char *bytes = s->tokenizer ? tokenizer_token(s->tokenizer, id, &length) : NULL;
     if (!s->tokenizer) printf(",%d", id);
+    if (first && length && *bytes == ' ' && tokenizer_adds_space(s->tokenizer)) {
+        bytes++;
+        length--;
+    }
     for (size_t i = 0; i < length; i++) utf8_put(&s->utf8, (unsigned char)bytes[i]);
 }
 
@@ -334,7 +401,8 @@ static void show(Sampler *s, size_t count) {
             s->begun = true;
             s->shown = 0;
         }
-        for (; s->shown < t->count; s->shown++) put_token(s, t->ids[s->shown]);
+        for (; s->shown < t->count; s->shown++)
+            put_token(s, t->ids[s->shown], !s->shown && !s->prompts[t->prompt].length);
         if (!t->done) break;
         utf8_end(&s->utf8);
         printf("\n");
@@ -405,6 +473,88 @@ static void write_texts(Sampler *s, size_t first, size_t count) {
     }
 }
 
+// ---- a conversation
+
+// Ctrl-C stops an answer. While a line is awaited, it ends the program.
+static volatile sig_atomic_t awaiting_line, interrupted;
+
+static void on_interrupt(int number) {
+    (void)number;
+    if (awaiting_line) _exit(EXIT_DONE);    // everything has been printed
+    interrupted = 1;
+}
+
+// Reads a line without its end. Returns NULL at the end of input. From here to the next call, Ctrl-C stops the answer,
+// and a second one has its usual effect.
+static char *read_line(size_t *length) {
+    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND};
+    char *line = NULL;
+    size_t room = 0;
+    bool asked = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
+    interrupted = 0;
+    awaiting_line = 1;
+    sigaction(SIGINT, &action, NULL);
+    if (asked) fprintf(stderr, "> ");
+    ssize_t count = getline(&line, &room, stdin);
+    awaiting_line = 0;
+    if (count < 0 && asked) fprintf(stderr, "\n");
+    if (count < 0 && ferror(stdin)) fail(EXIT_INPUT, "--interactive: cannot read stdin: %s.", strerror(errno));
+    while (count > 0 && strchr("\r\n", line[count - 1])) count--;
+    *length = count > 0 ? (size_t)count : 0;
+    if (count < 0) free(line);
+    return count < 0 ? NULL : line;
+}
+
+// Prints the answer that follows `logits`, at position `from`. Returns the position after its last token, which is not
+// in the cache if the answer is cut off.
+static size_t answer(Sampler *s, float *logits, size_t from) {
+    const SampleOptions *o = &s->o;
+    size_t at = from, V = (size_t)s->model.config.vocab;
+    int32_t end = chat_end(s->chat, s->tokenizer);
+    while (at < from + (size_t)o->max_new_tokens && !interrupted) {
+        double u = random_uniform((uint64_t)o->seed, s->turns, at);
+        int32_t id = sample_token(logits, s->candidates, V, o->temperature, (size_t)o->top_k, o->top_p, u);
+        if (id == end || model_ends_text(&s->model.config, id)) break;
+        put_token(s, id, at == from && *s->chat->answer);
+        fflush(stdout);
+        decode(&s->decoder, &(DecodeRow){id, 0, at++}, 1);
+        logits = decode_logits(&s->decoder, 0, 1, 0);
+    }
+    utf8_end(&s->utf8);
+    printf("\n");
+    fflush(stdout);
+    s->turns++;
+    return at;
+}
+
+// The tokens of a message, which are to follow `used` others. If they and an answer do not fit, the conversation starts
+// over: *used becomes 0.
+static int32_t *take_turn(const Sampler *s, const char *line, size_t length, size_t *used, size_t *count) {
+    ChatTurn turn = {.first = !*used, .system = *s->system ? s->system : NULL, .text = line, .length = length};
+    size_t room = s->context - (size_t)s->o.max_new_tokens;
+    int32_t *ids = chat_encode(s->chat, s->tokenizer, turn, count);
+    if (*used + *count <= room) return ids;
+    free(ids);
+    if (!*used) {
+        warn("a message of %zu tokens; expected at most %zu. Shorten it, or pass a larger --context.", *count, room);
+        return NULL;
+    }
+    warn("the conversation has reached %zu tokens (--context) and starts over with this message.", s->context);
+    *used = 0;
+    return take_turn(s, line, length, used, count);
+}
+
+static void converse(Sampler *s) {
+    size_t used = 0, length, count;
+    for (char *line; (line = read_line(&length)); free(line)) {
+        int32_t *ids = length ? take_turn(s, line, length, &used, &count) : NULL;
+        if (!ids) continue;
+        size_t last = decode_span(&s->decoder, ids, count, 0, used) - 1;
+        used = answer(s, decode_logits(&s->decoder, last, 1, 0), used + count);
+        free(ids);
+    }
+}
+
 // The first token of each text comes from its prompt's logits.
 static void report_speed(const Sampler *s) {
     size_t decoded = s->sampled_count - text_count(s);
@@ -422,6 +572,7 @@ int main(int argc, char **argv) {
     parse_flags(&s.o, argc, argv);
     start_threads(s.o.threads);
     open_checkpoint(&s);
+    if (s.o.interactive) converse(&s);
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
     if (fflush(stdout) != 0 || ferror(stdout))
@@ -429,6 +580,6 @@ int main(int argc, char **argv) {
     if (s.longest > (size_t)s.model.config.seq_len)
         warn("a text of %zu tokens exceeds the length of %d with which the model was trained.", s.longest,
              s.model.config.seq_len);
-    report_speed(&s);
+    if (!s.o.interactive) report_speed(&s);
     return EXIT_DONE;
 }

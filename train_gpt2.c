@@ -20,6 +20,7 @@
 #include <string.h>
 
 #include "attention/attention_cpu.h"
+#include "attention/l2.h"
 #include "model/model.h"
 #include "model/rope.h"
 #include "run/profile.h"
@@ -28,6 +29,7 @@
 #include "runtime/clock.h"
 #include "runtime/gemm.h"
 #include "runtime/memory.h"
+#include "runtime/muon.h"
 #include "runtime/peak.h"
 #include "runtime/process.h"
 #include "runtime/real.h"
@@ -182,6 +184,30 @@ static void matmul_backward(real *dinp, real *dweight, MatmulInput dout, MatmulI
     gemm_run(weight.mm, OC, C, N, matrix_of(dout, OC, true), matrix_of(inp, C, false), add ? 1 : 0, dweight, C);
 }
 
+// out[n,o] += bias[o]
+//   out (N,OC) added to   bias (OC)
+static void bias_forward(real *out, const real *bias, size_t N, size_t OC) {
+    #pragma omp parallel for schedule(static) if (N > 1)
+    for (size_t n = 0; n < N; n++) {
+        #pragma omp simd
+        for (size_t o = 0; o < OC; o++) out[n * OC + o] += bias[o];
+    }
+}
+
+// dbias[o] += sum_n dout[n,o]. Each thread owns a range of channels and visits all rows in order.
+//   dbias (OC) added to   dout (N,OC)
+static void bias_backward(real *dbias, const real *dout, size_t N, size_t OC) {
+    enum { PART = 64 };
+    #pragma omp parallel for schedule(static)
+    for (size_t from = 0; from < OC; from += PART) {
+        size_t to = from + PART < OC ? from + PART : OC;
+        for (size_t n = 0; n < N; n++) {
+            #pragma omp simd
+            for (size_t o = from; o < to; o++) dbias[o] += dout[n * OC + o];
+        }
+    }
+}
+
 // QK norms: an RMSNorm with a gain over each head of q and k, before RoPE.
 typedef struct {
     size_t N, NH, NKV, HS;
@@ -267,23 +293,6 @@ static void rotate_back(real *dx, const real *dout, const real *cosines, const r
         dx[i] = a * cosines[i] + b * sines[i];
         dx[i + half] = b * cosines[i] - a * sines[i];
     }
-}
-
-// 1/|x|, or 0 if |x|² is below the smallest normal number
-static real l2_inverse(const real *x, size_t HS) {
-    real sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (size_t i = 0; i < HS; i++) sum += x[i] * x[i];
-    return sum < REAL_MIN ? 0 : 1 / real_sqrt(sum);
-}
-
-// dx = (du − u (u · du))/|x|, u = x/|x|, in place: dx holds du on entry.
-static void l2_backward(real *dx, const real *u, real inverse, size_t HS) {
-    real dot = 0;
-    #pragma omp simd reduction(+ : dot)
-    for (size_t i = 0; i < HS; i++) dot += u[i] * dx[i];
-    #pragma omp simd
-    for (size_t i = 0; i < HS; i++) dx[i] = (dx[i] - u[i] * dot) * inverse;
 }
 
 // The stage between the projections of q and k and attention: RoPE, then optionally l2 normalization.
@@ -489,39 +498,77 @@ static void gau_gate_backward(real *datt, real *duvz, const real *dout, const re
     }
 }
 
-// loss[n] = logsumexp(logits[n]) − logits[n,targets[n]]. Unless scale is 0, replaces the logits with their gradient,
-// scale · (softmax − onehot).
+// Soft cap: y[v] = c tanh(x[v]/c), in place
+static void softcap(real *x, size_t n, real c) {
+    #pragma omp simd
+    for (size_t v = 0; v < n; v++) x[v] = c * real_tanh(x[v] / c);
+}
+
+static real largest_of(const real *x, size_t n) {
+    real largest = -INFINITY;
+    #pragma omp simd reduction(max : largest)
+    for (size_t v = 0; v < n; v++) largest = x[v] > largest ? x[v] : largest;
+    return largest;
+}
+
+// Returns the sum of exp(x − largest), which `out` receives unless it is NULL; out may be x.
+static real exp_sum(real *out, const real *x, size_t n, real largest) {
+    real sum = 0;
+    if (out) {
+        #pragma omp simd reduction(+ : sum)
+        for (size_t v = 0; v < n; v++) {
+            out[v] = real_exp(x[v] - largest);
+            sum += out[v];
+        }
+    } else {
+        #pragma omp simd reduction(+ : sum)
+        for (size_t v = 0; v < n; v++) sum += real_exp(x[v] - largest);
+    }
+    return sum;
+}
+
+// A row of logits has VP numbers, of which the first V count.
+typedef struct {
+    size_t V, VP;
+    real softcap;    // c; 0: the logits are not capped
+    real z_loss;     // z
+    real scale;      // of the gradient; 0: losses only
+} CrossEntropy;
+
+// loss[n] = ln Z − y[n,targets[n]], where y are the logits, capped if there is a cap, and Z = sum_v exp(y[n,v]). Unless
+// scale is 0, replaces the logits with the gradient of scale · (loss + z · ln(Z)²). The losses are those without z.
 //   losses (N) written   logits (N,VP) in, gradient out, 0 past V   targets (N)
 //   mask (N) or NULL: rows where it is 0 have no loss and no gradient
-static void crossentropy(real *losses, real *logits, const int32_t *targets, const uint8_t *mask, size_t N, size_t V,
-                         size_t VP, real scale) {
+// Sources: Gemma 2 (arXiv 2408.00118) for the cap; PaLM (arXiv 2204.02311), section 5, for z.
+static void crossentropy(real *losses, real *logits, const int32_t *targets, const uint8_t *mask, size_t N,
+                         CrossEntropy ce) {
+    size_t V = ce.V;
+    real c = ce.softcap, scale = ce.scale;
     #pragma omp parallel for schedule(static)
     for (size_t n = 0; n < N; n++) {
-        real *row = logits + n * VP, largest = -INFINITY, sum = 0;
+        real *row = logits + n * ce.VP;
         losses[n] = 0;
         if (mask && !mask[n]) {
-            if (scale != 0) memset(row, 0, VP * sizeof *row);
+            if (scale != 0) memset(row, 0, ce.VP * sizeof *row);
             continue;
         }
-        real target = row[targets[n]];
-        #pragma omp simd reduction(max : largest)
-        for (size_t v = 0; v < V; v++) largest = row[v] > largest ? row[v] : largest;
-        if (scale == 0) {
-            #pragma omp simd reduction(+ : sum)
-            for (size_t v = 0; v < V; v++) sum += real_exp(row[v] - largest);
+        if (c != 0) softcap(row, V, c);
+        real target = row[targets[n]], largest = largest_of(row, V);
+        real sum = exp_sum(scale != 0 && c == 0 ? row : NULL, row, V, largest), log_Z = real_log(sum) + largest;
+        losses[n] = log_Z - target;
+        if (scale == 0) continue;
+        real factor = scale * (1 + 2 * ce.z_loss * log_Z) / sum, slope = 1;
+        if (c != 0) {    // dy/dx = 1 − (y/c)²
+            slope -= (target / c) * (target / c);
+            #pragma omp simd
+            for (size_t v = 0; v < V; v++)
+                row[v] = factor * real_exp(row[v] - largest) * (1 - (row[v] / c) * (row[v] / c));
         } else {
-            #pragma omp simd reduction(+ : sum)
-            for (size_t v = 0; v < V; v++) {
-                row[v] = real_exp(row[v] - largest);
-                sum += row[v];
-            }
-            real factor = scale / sum;
             #pragma omp simd
             for (size_t v = 0; v < V; v++) row[v] *= factor;
-            row[targets[n]] -= scale;
-            memset(row + V, 0, (VP - V) * sizeof *row);
         }
-        losses[n] = real_log(sum) + largest - target;
+        row[targets[n]] -= scale * slope;
+        memset(row + V, 0, (ce.VP - V) * sizeof *row);
     }
 }
 
@@ -529,6 +576,13 @@ static void crossentropy(real *losses, real *logits, const int32_t *targets, con
 // 2. Model
 
 enum { LOSS_ROWS = 512 };    // rows whose logits are in memory at a time: 103 MB for GPT-2's vocabulary
+
+// For the largest of the matrices (R,C) that Muon updates, S being the smaller of R and C.
+typedef struct {
+    size_t elements;      // R·C
+    real *x;              // (R,C)
+    real *gram, *step;    // (S,S)
+} MuonScratch;
 
 typedef struct {
     ModelConfig config;
@@ -539,6 +593,7 @@ typedef struct {
 
     // If not NULL, replaces the learned p_n of the normalizer: (T) or longer.
     const real *p_n;
+    real z_loss;    // see CrossEntropy
 
     bool doc_mask;     // attention stops at document boundaries
     int32_t *first;    // (B, T) with doc_mask: the first key that each position of the current batch sees
@@ -572,6 +627,7 @@ typedef struct {
     void *matmul_scratch;            // with bf16
     real *cosines, *sines;           // (T, HS/2)
     double *sums;                    // partial sums of the gradient's norm
+    MuonScratch muon;                // with Muon
 
     Gemm mm;
     uint64_t all_zero_rows, rows;    // since they were last reset: all-zero attention rows, all attention rows
@@ -637,16 +693,43 @@ static size_t norm_chunks(const TensorList *list) {
 
 #define FLOATS(n) ((size_t)(n) * sizeof(real))
 
+static size_t larger(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
 // The widest rows that matmuls read: as the first operand (a gradient or an activation), and as the second operand in
 // dweight.
 static size_t widest_first(const ModelConfig *c) {
-    size_t F = (size_t)c->ffn, joined = joined_width(c);
-    return joined > 2 * F ? joined : 2 * F;
+    return larger(joined_width(c), 2 * (size_t)c->ffn);
 }
 
 static size_t widest_second(const ModelConfig *c) {
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, E = output_width(c), widest = C > F ? C : F;
-    return widest > E ? widest : E;
+    return larger(larger((size_t)c->channels, (size_t)c->ffn), output_width(c));
+}
+
+// The most elements of a matmul's first and second operand.
+static size_t largest_first(const Model *m) {
+    size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(&m->config);
+    return larger(larger(N * widest_first(&m->config), logits), m->muon.elements);
+}
+
+static size_t largest_second(const Model *m) {
+    return larger(m->B * m->T * widest_second(&m->config), m->muon.elements);
+}
+
+static void plan_muon(Model *m) {
+    size_t square = 0;
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        size_t side = t->shape[0] < t->shape[1] ? t->shape[0] : t->shape[1];
+        if (t->update != UPDATE_MUON) continue;
+        if (t->elements > m->muon.elements) m->muon.elements = t->elements;
+        if (side * side > square) square = side * side;
+    }
+    if (!square) return;
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.x, FLOATS(m->muon.elements));
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.gram, FLOATS(square));
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.step, FLOATS(square));
 }
 
 static void plan_parameters(Model *m, bool train, bool bf16) {
@@ -655,8 +738,9 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
     if (bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
     if (!train) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, FLOATS(floats));
-    memory_add(&m->plan, "AdamW's moments", (void **)&m->mean, FLOATS(floats));
-    memory_add(&m->plan, "AdamW's moments", (void **)&m->square, FLOATS(floats));
+    memory_add(&m->plan, "optimizer state", (void **)&m->mean, FLOATS(floats));
+    memory_add(&m->plan, "optimizer state", (void **)&m->square, FLOATS(floats));
+    plan_muon(m);
     memory_add(&m->plan, "scratch", (void **)&m->sums, norm_chunks(&m->list) * sizeof(double));
 }
 
@@ -725,18 +809,14 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
                FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
     memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(T * HS / 2));
     memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(T * HS / 2));
-    size_t largest_a = N * widest_first(c) > loss_rows * VP ? N * widest_first(c) : loss_rows * VP;
-    size_t matmul_bytes = gemm_scratch(&m->mm, largest_a, N * widest_second(c));
+    size_t matmul_bytes = gemm_scratch(&m->mm, largest_first(m), largest_second(m));
     if (matmul_bytes) memory_add(&m->plan, "bfloat16 matmul scratch", &m->matmul_scratch, matmul_bytes);
 }
 
 // Call after memory_take().
 static void model_ready(Model *m) {
-    const ModelConfig *c = &m->config;
-    size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(c);
-    size_t largest_a = N * widest_first(c) > logits ? N * widest_first(c) : logits;
-    if (m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, largest_a);
-    rope_table(m->cosines, m->sines, m->T, model_rope(c));
+    if (m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, largest_first(m));
+    rope_table(m->cosines, m->sines, m->T, model_rope(&m->config));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -807,8 +887,11 @@ static AttentionInputGrads unit_views(const ModelConfig *c, Projected of) {
 
 static AttentionInput attention_input(const Model *m, Projected of) {
     AttentionInputGrads at = block_of(m)->views(&m->config, of);
-    return (AttentionInput){
-        {at.q.p, at.q.row, at.q.head}, {at.k.p, at.k.row, at.k.head}, {at.v.p, at.v.row, at.v.head}, m->first, &m->mm};
+    return (AttentionInput){.q = {at.q.p, at.q.row, at.q.head},
+                            .k = {at.k.p, at.k.row, at.k.head},
+                            .v = {at.v.p, at.v.row, at.v.head},
+                            .first = m->first,
+                            .mm = &m->mm};
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
@@ -842,6 +925,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.projected.joined, m->h, weight(m, at->q), N, C, W, false);
+    if (c->qkv_bias) bias_forward(of.projected.joined, m->params + at->q_bias, N, W);
     phase(PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N));
     phase(PHASE_ROPE);
@@ -893,6 +977,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
                          qk_norm_of(m, l, N));
     rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
+    if (c->qkv_bias) bias_backward(grads + at->q_bias, m->djoined, N, W);
     matmul_backward(m->dh, grads + at->q, in_f32(m->djoined), m->h, weight(m, at->q), N, C, W, add);
     phase(PHASE_NORM);
     rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
@@ -971,7 +1056,8 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
 // 0, also computes the gradients of scale times the sum: writes m->dh (N,C), and writes the output projection's
 // gradient, or adds to it if `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
-    size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
+    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    CrossEntropy ce = {(size_t)m->config.vocab, VP, (real)m->config.logit_softcap, m->z_loss, scale};
     WeightMatrix head = weight(m, m->list.head);
     double sum = 0;
     phase(PHASE_CLASSIFIER);
@@ -979,7 +1065,7 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
         MatmulInput h = from_element(m->h, from * C);
         matmul_forward(m->logits, h, head, rows, C, VP, false);
-        crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale);
+        crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, ce);
         if (scale != 0)
             matmul_backward(m->dh + from * C, m->grads + m->list.head, in_f32(m->logits), h, head, rows, C, VP,
                             add || from > 0);
@@ -1083,6 +1169,72 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     }
 }
 
+// Updates the momentum and writes u to x (n). Returns |u|, summed in double over blocks of a fixed size so that it does
+// not depend on the number of threads.
+//   x, momentum (n)   grad (n)   sums: scratch, 1 number per 2^16 elements
+static double muon_momentum(real *x, real *momentum, const real *grad, size_t n, real scale, double *sums) {
+    enum { PIECE = 1 << 16 };
+    const real rest = (real)(1 - MUON_MOMENTUM);
+    size_t pieces = (n + PIECE - 1) / PIECE;
+    #pragma omp parallel for schedule(static) if (pieces > 1)
+    for (size_t p = 0; p < pieces; p++) {
+        size_t to = (p + 1) * PIECE < n ? (p + 1) * PIECE : n;
+        double sum = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t i = p * PIECE; i < to; i++) {
+            real g = grad[i] * scale, m = momentum[i] + rest * (g - momentum[i]);
+            momentum[i] = m;
+            x[i] = m - rest * (m - g);
+            sum += (double)x[i] * x[i];
+        }
+        sums[p] = sum;
+    }
+    double sum = 0;
+    for (size_t p = 0; p < pieces; p++) sum += sums[p];
+    return sqrt(sum);
+}
+
+// z = a x + b y
+//   z, x, y (n); z may be x or y
+static void combine(real *z, double a, const real *x, double b, const real *y, size_t n) {
+    real a_ = (real)a, b_ = (real)b;
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) z[i] = a_ * x[i] + b_ * y[i];
+}
+
+// A round of Newton-Schulz: y = a x + (b A + c A²) x with A = x xᵀ; if R > C, the same for the transposed matrices.
+//   y, x (R,C)
+static void muon_round(const Model *m, real *y, const real *x, size_t R, size_t C) {
+    bool tall = R > C;
+    size_t S = tall ? C : R;
+    real *gram = m->muon.gram, *step = m->muon.step;
+    Matrix X = {x, NULL, C, false}, X_T = {x, NULL, C, true}, A = {gram, NULL, S, false}, B = {step, NULL, S, false};
+    gemm_run(&m->mm, S, S, tall ? R : C, tall ? X_T : X, tall ? X : X_T, 0, gram, S);
+    gemm_run(&m->mm, S, S, S, A, A, 0, step, S);
+    combine(step, MUON_B, gram, MUON_C, step, S * S);
+    combine(y, MUON_A, x, 0, x, R * C);
+    gemm_run(&m->mm, R, C, S, tall ? X : B, tall ? B : X, 1, y, C);
+}
+
+// One step of Muon (runtime/muon.h) for a matrix. The rounds alternate between two buffers, one of which is where AdamW
+// has its second moments.
+static void muon(Model *m, const Tensor *t, real scale, AdamW a) {
+    real *x = m->square + t->offset, *y = m->muon.x, *param = m->params + t->offset;
+    size_t R = t->shape[0], C = t->shape[1], n = t->elements;
+    double norm = muon_momentum(x, m->mean + t->offset, m->grads + t->offset, n, scale, m->sums);
+    combine(x, 1 / fmax(norm, MUON_EPS), x, 0, x, n);
+    for (int i = 0; i < MUON_ROUNDS; i++) {
+        real *from = x;
+        muon_round(m, y, from, R, C);
+        x = y;
+        y = from;
+    }
+    combine(param, 1 - a.lr * a.weight_decay, param, -muon_rate(a.lr, R, C), x, n);
+    if (!m->params_bf16) return;
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) m->params_bf16[t->offset + i] = bf16_from_float((float)param[i]);
+}
+
 // Every gradient is multiplied by `scale`.
 static void model_update(Model *m, double scale, AdamW a) {
     AdamW no_decay = a;
@@ -1097,6 +1249,7 @@ static void model_update(Model *m, double scale, AdamW a) {
                   m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, (real)scale,
                   t->update == UPDATE_ADAMW ? a : no_decay);
             break;
+        case UPDATE_MUON: muon(m, t, (real)scale, a); break;
         }
     }
 }
@@ -1393,9 +1546,10 @@ static void decode_matmul(float *out, const float *inp, WeightMatrix weight, siz
 static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn;
+    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_matmul(d->joined, d->h, weight(m, at->q), count, C, joined_width(&m->config), false);
+    decode_matmul(d->joined, d->h, weight(m, at->q), count, C, W, false);
+    if (m->config.qkv_bias) bias_forward(d->joined, m->params + at->q_bias, count, W);
     decode_attention(d, rows, count, l);
     decode_matmul(d->x, d->att, weight(m, at->o), count, output_width(&m->config), C, true);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm2, count, C, norm_eps(m));
@@ -1446,6 +1600,7 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     float *logits = d->logits + sequence * V;
     rmsnorm_forward(in_f32(d->h), d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
     decode_matmul(logits, d->h, weight(m, m->list.head), count, C, V, false);
+    if (m->config.logit_softcap != 0) softcap(logits, count * V, (float)m->config.logit_softcap);
     return logits;
 }
 
@@ -1489,7 +1644,9 @@ static void describe_matmuls(char *out, size_t size, const Gemm *mm) {
 static void plan_training(Model *m, Decoder *d, const Run *run) {
     bool bf16 = run->o.dtype == TRAIN_BF16;
     m->list = tensors_of(&m->config, run->others, run->other_count);
+    if (run->o.optimizer == OPTIMIZER_MUON) tensors_use_muon(&m->list);
     m->doc_mask = run->o.doc_mask;
+    m->z_loss = (real)run->o.z_loss;
     gemm_start(&m->mm, bf16);
     plan_parameters(m, true, bf16);
     plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T);

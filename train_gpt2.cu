@@ -9,7 +9,7 @@
 //   6. Training     main(), which contains the training loop
 //
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
-// statistics, parameter gradients, AdamW's moments and master weights are float32. Everything runs on one stream,
+// statistics, parameter gradients, the optimizer's state and master weights are float32. Everything runs on one stream,
 // except what is exchanged between ranks. The host only queues a step: loss, norm and clip factor stay on the device,
 // and the host reads them once it has queued the first batch of the next step. It queues most of a micro-batch as CUDA
 // graphs. Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
@@ -27,6 +27,7 @@
 
 #include "attention/flash.h"
 #include "cuda/adamw.cuh"
+#include "cuda/bias.cuh"
 #include "cuda/check.h"
 #include "cuda/classifier.cuh"
 #include "cuda/collective.h"
@@ -36,6 +37,7 @@
 #include "cuda/graphs.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_file.h"
+#include "cuda/muon.cuh"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
 #include "cuda/qk_norm.cuh"
@@ -132,6 +134,7 @@ struct Model {
     bool in_bf16, recompute, zero, deterministic, stochastic;
     bool forward_only;    // no backward pass: no memory for gradients and moments
     const float *p_n;     // if not NULL, replaces the learned p_n of the normalizer: (T) or longer
+    float z_loss;         // see CrossEntropy
     uint64_t seed;
 
     float *params, *grads;    // (list.floats); params are the master weights
@@ -142,9 +145,15 @@ struct Model {
     size_t arriving;
     int64_t updated;          // that step
     CollectivePart *parts;    // (list.count) each tensor with the alignment gap after it, and the rank that updates it
-    float *mean, *square;     // (state_floats) AdamW's moments of the parts that this rank owns, without gaps
+    // The optimizer's state of the tensors that this rank owns, without gaps: AdamW's moments in mean (state_floats)
+    // and square (square_floats), then Muon's momentum in the rest of mean. That of tensor i starts at states[i].
+    float *mean, *square;
+    size_t *states, state_floats, square_floats;
     AdamSegment *segments;    // the trained tensors that this rank owns
-    size_t segment_count, segment_blocks, state_floats;
+    size_t segment_count, segment_blocks;
+    size_t adam_count, adam_blocks;    // the first of them, which AdamW updates
+    MuonScratch muon;                  // with Muon
+    Matmul muon_matmul;
 
     size_t B, T, layer_stats;
     // The first row that a forward pass computes, of its only sequence. The rows before it keep what an earlier pass
@@ -319,6 +328,25 @@ static bool owns(const Model *m, size_t tensor) {
     return m->parts[tensor].owner == process.rank;
 }
 
+static bool by_muon(const Model *m, size_t tensor) {
+    return m->list.tensors[tensor].update == UPDATE_MUON;
+}
+
+// Lays out the state of the tensors that this rank owns: first those of AdamW, then those of Muon.
+static void find_states(Model *m) {
+    m->states = (size_t *)calloc(m->list.count, sizeof *m->states);
+    if (!m->states) fail(EXIT_RESOURCE, "out of memory for the state of %zu tensors.", m->list.count);
+    m->state_floats = 0;
+    for (int muon = 0; muon < 2; muon++) {
+        for (size_t i = 0; i < m->list.count; i++) {
+            if (!owns(m, i) || by_muon(m, i) != (bool)muon) continue;
+            m->states[i] = m->state_floats;
+            m->state_floats += m->parts[i].floats;
+        }
+        if (!muon) m->square_floats = m->state_floats;
+    }
+}
+
 // With --zero 1, each tensor has one owner; otherwise, each rank updates all tensors, as the owner of all.
 static void find_owners(Model *m) {
     size_t count = m->list.count;
@@ -329,8 +357,24 @@ static void find_owners(Model *m) {
         m->parts[i] = {from, to - from, process.rank};
     }
     if (m->zero) collective_assign_owners(m->parts, count, process.size);
-    m->state_floats = 0;
-    for (size_t i = 0; i < count; i++) m->state_floats += owns(m, i) ? m->parts[i].floats : 0;
+    find_states(m);
+}
+
+static void plan_muon(Model *m) {
+    size_t elements = 0, square = 0;
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        size_t side = smaller(t->shape[0], t->shape[1]);
+        if (!by_muon(m, i)) continue;
+        if (t->elements > elements) elements = t->elements;
+        if (side * side > square) square = side * side;
+    }
+    if (!elements) return;
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.x, elements * sizeof(bf16));
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.y, elements * sizeof(bf16));
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.gram, square * sizeof(bf16));
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.step, square * sizeof(bf16));
+    memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.sums, (muon_blocks(elements) + 1) * sizeof(double));
 }
 
 static void plan_parameters(Model *m) {
@@ -343,8 +387,9 @@ static void plan_parameters(Model *m) {
     if (m->forward_only) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
     memory_add(&m->plan, "scratch", (void **)&m->numbers, sizeof *m->numbers);
-    memory_add(&m->plan, "AdamW's moments", (void **)&m->mean, m->state_floats * sizeof(float));
-    memory_add(&m->plan, "AdamW's moments", (void **)&m->square, m->state_floats * sizeof(float));
+    memory_add(&m->plan, "optimizer state", (void **)&m->mean, m->state_floats * sizeof(float));
+    memory_add(&m->plan, "optimizer state", (void **)&m->square, m->square_floats * sizeof(float));
+    plan_muon(m);
     memory_add(&m->plan, "scratch", (void **)&m->segments, m->list.count * sizeof(AdamSegment));
 }
 
@@ -378,6 +423,7 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     need_partials(m, rmsnorm_partials(N, C));
     need_partials(m, embedding_partials(N) * C);
     if (c->qk_norm) need_partials(m, qk_norm_partials(HS));
+    if (c->qkv_bias) need_partials(m, bias_partials(N, joined_width(c)));
     const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
     memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     if (c->qk_norm)
@@ -495,6 +541,7 @@ static void take_model(Model *m) {
     }
     upload_rope_table(m, m->T, model_rope(&m->config));
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->deterministic);
+    if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
 }
@@ -624,6 +671,7 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, {N, C, W}, stream);
+    if (c->qkv_bias) bias_forward(of.projected.joined, m->params + at->q_bias, N, W, stream);
     phase(PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
     phase(PHASE_ROPE);
@@ -678,6 +726,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
                          of.qk_inverse, qk_norm_of(m, l, N), stream);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
+    if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, a->djoined, N, W, stream);
     matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
     phase(PHASE_NORM);
     rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
@@ -755,20 +804,27 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
 template <class X>
 static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N,
                        float scale, bool add) {
-    size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab, VP = padded_vocab(&m->config);
+    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    CrossEntropy ce = {(size_t)m->config.vocab, VP, (float)m->config.logit_softcap, m->z_loss, scale};
     const X *head = weight<X>(m, m->list.head);
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += m->loss_rows) {
         size_t rows = smaller(N - from, m->loss_rows);
         const X *h = a->h + from * C;
         matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, stream);
-        classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, V, VP, scale, stream);
+        classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce, stream);
         if (scale != 0)
             matmul_backward(&m->matmul, a->dh + from * C, m->grads + m->list.head, a->logits, h, head, {rows, C, VP},
                             add || from > 0, stream);
     }
     losses_sum(sum, m->losses, N, stream);
     phase(PHASE_OTHER);
+}
+
+// Caps a row of logits on the host.
+static void cap_logits(const Model *m, float *logits) {
+    float c = (float)m->config.logit_softcap;
+    for (size_t v = 0; v < (size_t)m->config.vocab && c != 0; v++) logits[v] = c * tanhf(logits[v] / c);
 }
 
 // Refreshes the copy that the matmuls read, of the parameters from <= i < to, after anything but this rank's adamw()
@@ -888,21 +944,12 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// Lists what this rank updates: the trained tensors that it owns. `table` has room for list.count rows.
-static size_t find_segments(const Model *m, AdamSegment *table) {
-    size_t count = 0, state = 0;
+// Adds to the table the trained tensors that this rank owns and updates by Muon, or by AdamW. Returns the new count.
+static size_t add_segments(const Model *m, AdamSegment *table, size_t count, bool muon) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (!owns(m, i)) continue;
-        if (tensor_trained(t, &m->config.attn)) {
-            switch (t->update) {
-            case UPDATE_ADAM:
-            case UPDATE_ADAMW:
-                table[count++] = {t->offset, t->offset + t->elements, state, t->update == UPDATE_ADAMW, 0};
-                break;
-            }
-        }
-        state += m->parts[i].floats;
+        if (!owns(m, i) || by_muon(m, i) != muon || !tensor_trained(t, &m->config.attn)) continue;
+        table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->update == UPDATE_ADAMW, 0};
     }
     return count;
 }
@@ -910,7 +957,9 @@ static size_t find_segments(const Model *m, AdamSegment *table) {
 static void upload_segments(Model *m) {
     AdamSegment *table = (AdamSegment *)calloc(m->list.count, sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for the table of tensors.");
-    m->segment_count = find_segments(m, table);
+    m->adam_count = add_segments(m, table, 0, false);
+    m->adam_blocks = segments_ready(table, m->adam_count);
+    m->segment_count = add_segments(m, table, m->adam_count, true);
     m->segment_blocks = segments_ready(table, m->segment_count);
     CUDA_CHECK(cudaMemcpy(m->segments, table, m->segment_count * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
@@ -942,10 +991,24 @@ static void gather_parameters(Model *m, int64_t step) {
     m->updated = step;
 }
 
+static MuonMatrix muon_matrix(const Model *m, size_t tensor) {
+    const Tensor *t = &m->list.tensors[tensor];
+    return {t->shape[0],
+            t->shape[1],
+            t->offset,
+            m->params + t->offset,
+            m->in_bf16 ? m->params_bf16 + t->offset : NULL,
+            m->mean + m->states[tensor],
+            m->grads + t->offset};
+}
+
 // If the step's numbers are not finite, the parameters stay as they are.
 static void model_update(Model *m, AdamW a) {
     AdamArrays arrays = {m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->numbers};
-    adamw(arrays, m->segments, m->segment_count, m->segment_blocks, a, m->stochastic, m->seed, stream);
+    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->stochastic, m->seed, stream);
+    for (size_t i = 0; i < m->list.count; i++)
+        if (owns(m, i) && by_muon(m, i))
+            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->stochastic, m->seed, stream);
     if (m->zero) gather_parameters(m, a.step);
     phase(PHASE_OTHER);
 }
@@ -1010,8 +1073,10 @@ static void plan_more_logits(Model *m, size_t memory) {
 static void plan_training(Model *m, const Run *run) {
     const TrainOptions *o = &run->o;
     m->list = tensors_of(&m->config, run->others, run->other_count);
+    if (o->optimizer == OPTIMIZER_MUON) tensors_use_muon(&m->list);
     m->in_bf16 = o->dtype == TRAIN_BF16;
     m->doc_mask = o->doc_mask;
+    m->z_loss = (float)o->z_loss;
     m->recompute = o->recompute;
     m->zero = o->zero && process.size > 1;
     m->deterministic = o->deterministic;
@@ -1023,8 +1088,8 @@ static void plan_training(Model *m, const Run *run) {
 
     size_t bytes = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
-    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.mean, bytes);
-    memory_add(&m->host_plan, "AdamW's moments, for files", (void **)&m->host.square, bytes);
+    memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.mean, bytes);
+    memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.square, bytes);
     memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
                padded_vocab(&m->config) * sizeof(float));
@@ -1039,7 +1104,7 @@ static void check_device_memory(const Model *m, const Device *device) {
         fail(
             EXIT_RESOURCE,
             "rank %d: this run needs %s of device memory, but only %s of %s is free.\n"
-            "  Reduce --batch or --seq-len, or use --recompute, to save memory for activations; --zero 1 saves memory for AdamW's moments.",
+            "  Reduce --batch or --seq-len, or use --recompute, to save memory for activations; --zero 1 saves memory for the optimizer's state.",
             process.rank, human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
 }
 
@@ -1072,18 +1137,17 @@ static double peak_of(const Model *m, const Device *device) {
 
 // ---- parameters between host and device
 
-// Copies the moments of the tensors that this rank owns: host arrays hold all moments, device arrays only those.
-static void copy_moments(const Model *m, bool to_host) {
-    size_t state = 0;
+// Copies the optimizer's state of the tensors that this rank owns: host arrays hold that of all tensors, device arrays
+// only theirs.
+static void copy_state(const Model *m, bool to_host) {
     for (size_t i = 0; i < m->list.count; i++) {
         const CollectivePart part = m->parts[i];
         if (!owns(m, i)) continue;
-        float *pairs[2][2] = {{m->host.mean + part.from, m->mean + state},
-                              {m->host.square + part.from, m->square + state}};
-        for (auto &pair : pairs)
-            CUDA_CHECK(cudaMemcpy(pair[to_host ? 0 : 1], pair[to_host ? 1 : 0], part.floats * sizeof(float),
+        float *pairs[2][2] = {{m->host.mean + part.from, m->mean + m->states[i]},
+                              {m->host.square + part.from, m->square + m->states[i]}};
+        for (int k = 0; k < (by_muon(m, i) ? 1 : 2); k++)
+            CUDA_CHECK(cudaMemcpy(pairs[k][to_host ? 0 : 1], pairs[k][to_host ? 1 : 0], part.floats * sizeof(float),
                                   cudaMemcpyDefault));
-        state += part.floats;
     }
 }
 
@@ -1091,7 +1155,7 @@ static void copy_moments(const Model *m, bool to_host) {
 static void upload(Model *m, int64_t step) {
     graphs_drop(&m->graphs);    // another normalizer may follow
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
-    copy_moments(m, false);
+    copy_state(m, false);
     upload_segments(m);
     CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
     round_parameters(m, 0, m->list.floats, step);
@@ -1106,7 +1170,7 @@ static void download(Model *m) {
         memset(m->host.mean, 0, bytes);
         memset(m->host.square, 0, bytes);
     }
-    copy_moments(m, true);
+    copy_state(m, true);
     if (!m->zero) return;
     process_sum_float(m->host.mean, m->list.floats);    // each number belongs to one rank; the others add 0
     process_sum_float(m->host.square, m->list.floats);
@@ -1308,6 +1372,7 @@ static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     });
     CUDA_CHECK(cudaStreamSynchronize(stream));
     for (size_t v = 0; m->in_bf16 && v < VP; v++) m->host_logits[v] = bf16_to_float(m->host_logits_bf16[v]);
+    cap_logits(m, m->host_logits);
     return m->host_logits;
 }
 
@@ -1322,6 +1387,7 @@ static int end(Run *run, Model *m) {
     graphs_drop(&m->graphs);
     matmul_file_save(&m->matmul_file);    // what a validation or a sample at the end has measured
     if (m->params) matmul_end(&m->matmul);
+    if (m->muon.x) matmul_end(&m->muon_matmul);
     collective_end(m->collective);
     return run_end(run);
 }

@@ -151,15 +151,14 @@ const MatmulChoice *matmul_rejected(const MatmulFile *file) {
 struct Operands {
     void *D;
     const void *A, *B, *C;
-    float beta;
+    MatmulFactors factors;
 };
 
 static void run_candidate(const Matmul *mm, const MatmulPlan *plan, int candidate, const Operands &x,
                           cudaStream_t stream) {
-    float alpha = 1;
-    CUBLAS_CHECK(cublasLtMatmul(mm->handle, plan->matmul, &alpha, x.B, plan->first, x.A, plan->second, &x.beta, x.C,
-                                plan->out, x.D, plan->out, &plan->candidates[candidate].algo, mm->workspace,
-                                mm->workspace_bytes, stream));
+    CUBLAS_CHECK(cublasLtMatmul(mm->handle, plan->matmul, &x.factors.alpha, x.B, plan->first, x.A, plan->second,
+                                &x.factors.beta, x.C, plan->out, x.D, plan->out, &plan->candidates[candidate].algo,
+                                mm->workspace, mm->workspace_bytes, stream));
 }
 
 // Returns the least time of a few runs in milliseconds, or +inf if the candidate does not support this case.
@@ -201,12 +200,20 @@ static uint32_t alignment_of(const void *p) {
     return bytes;
 }
 
-void matmul_run(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
-                cudaStream_t stream) {
-    Operands x = {D, A, B, C ? C : D, C ? 1.0f : 0.0f};
+static void run_operands(Matmul *mm, MatmulShape shape, const Operands &x, cudaStream_t stream) {
     const void *const matrices[] = {x.A, x.B, x.C, x.D};
     for (int i = 0; i < 4; i++) shape.alignment[i] = alignment_of(matrices[i]);
     MatmulPlan *plan = find_plan(mm, shape);
-    if (mm->measure && !plan->measured && C != D) measure(mm, plan, x, stream);
+    if (mm->measure && !plan->measured && (x.C != x.D || x.factors.beta == 0)) measure(mm, plan, x, stream);
     run_candidate(mm, plan, plan->chosen, x, stream);
+}
+
+void matmul_run(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
+                cudaStream_t stream) {
+    run_operands(mm, shape, {D, A, B, C ? C : D, {1, C ? 1.0f : 0.0f}}, stream);
+}
+
+void matmul_scaled(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
+                   MatmulFactors factors, cudaStream_t stream) {
+    run_operands(mm, shape, {D, A, B, C, factors}, stream);
 }

@@ -87,6 +87,13 @@ bool matmul_same_shape(const MatmulShape &a, const MatmulShape &b);
 void matmul_run(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
                 cudaStream_t stream);
 
+// D = alpha · op(A) · op(B) + beta · C. Otherwise the same; C is not NULL, and not D.
+struct MatmulFactors {
+    float alpha, beta;
+};
+void matmul_scaled(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
+                   MatmulFactors factors, cudaStream_t stream);
+
 static inline cudaDataType matmul_type(const float *) {
     return CUDA_R_32F;
 }

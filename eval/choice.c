@@ -165,8 +165,8 @@ static char *query_of(const cJSON *json, bool hellaswag, Where at) {
 
 static size_t encode(const Eval *e, const char *text, int32_t **ids) {
     size_t length = strlen(text);
-    *ids = array(3 * length + 1, sizeof **ids);
-    return tokenizer_encode(e->tokenizer, text, length, *ids, 3 * length);
+    *ids = array(tokenizer_capacity(length), sizeof **ids);
+    return tokenizer_encode(e->tokenizer, text, length, *ids, tokenizer_capacity(length));
 }
 
 // The tokens of the query and " ending" together; those that the query alone does not have belong to the ending. Spaces

@@ -23,6 +23,7 @@
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/json.h"
+#include "runtime/mixture.h"
 #include "runtime/start.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -100,6 +101,11 @@ static void check_flags(const Eval *e) {
     if (!o->data && o->task != TASK_SCORES && !has_prompts)
         fail(EXIT_USAGE, "--data is missing: name the %s.",
              o->task == TASK_CHOICE ? "JSONL file of questions" : "shards to evaluate on");
+    if (o->data && o->task != TASK_CHOICE && mixture_has_weights(o->data))
+        fail(EXIT_USAGE,
+             "--data %s: weights are for --train-data of the trainers. Remove them to evaluate on all files as one "
+             "text,\n  or evaluate on each source by itself.",
+             o->data);
     if (o->out && !*o->out) fail(EXIT_USAGE, "--out is empty: expected the name of a folder.");
     if (o->save_prompts && !o->out) fail(EXIT_USAGE, "--save-prompts: expected a folder --out for prompts.jsonl.");
     for (size_t i = 0; i < o->depths.count; i++)
@@ -130,7 +136,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
     // clang-format off
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR[,DIR...]", .group = "Model",
-         .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face Llama model"},
+         .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
          .help = "also evaluate under another normalizer, without training; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
@@ -351,6 +357,7 @@ static const Normalizer *normalizer_with_p(const Eval *e) {
 void eval_check(const Eval *e) {
     int L = e->config->seq_len;
     const Normalizer *with_p = normalizer_with_p(e);
+    model_check_length(e->config, e->longest);
     if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
          "%s has p_n for n up to L = %d, but this evaluation asks for %zu.\n"

@@ -109,7 +109,7 @@ static void put_id(Needle *n, int32_t id) {
 static size_t encode(const Needle *n, int32_t *ids, const char *format, const char *word) {
     char text[TEXT];
     int length = snprintf(text, sizeof text, format, word, word);
-    return tokenizer_encode(n->e->tokenizer, text, (size_t)length, ids, TEXT);
+    return tokenizer_encode_at(n->e->tokenizer, INSIDE, text, (size_t)length, ids, TEXT);
 }
 
 static void put_text(Needle *n, const char *format, const char *word) {

@@ -35,9 +35,9 @@ static void read_prompt_file(Observer *o) {
         char *end = memchr(at, '\n', (size_t)(text + size - at)), *next = end ? end + 1 : text + size;
         if (!end) end = text + size;
         if (end > at && end[-1] == '\r') end--;
-        size_t length = (size_t)(end - at);
-        int32_t *ids = array(3 * length, sizeof *ids);
-        size_t count = tokenizer_encode(e->tokenizer, at, length, ids, 3 * length);
+        size_t length = (size_t)(end - at), room = tokenizer_capacity(length);
+        int32_t *ids = array(room, sizeof *ids);
+        size_t count = tokenizer_encode(e->tokenizer, at, length, ids, room);
         if (count == 1)
             fail(EXIT_INPUT,
                  "%s: line %zu: a prompt of a single token; expected at least two.\n"

@@ -15,26 +15,70 @@
 // The model families that we write and read, by their names in transformers.
 typedef struct {
     const char *model_type, *class_name;
+    bool qk_norm, qkv_bias, mistral;    // what every model of the family has
+    // Keys without which transformers assumes a number that does not follow from the others.
+    bool needs_kv_heads, needs_head_dim;
 } Family;
 
-enum { LLAMA, QWEN3, OUR_OWN };
+enum { LLAMA, MISTRAL, QWEN2, QWEN3, OUR_OWN };
 
+// clang-format off
 static const Family FAMILIES[] = {
-    [LLAMA] = {"llama", "LlamaForCausalLM"},
-    [QWEN3] = {"qwen3", "Qwen3ForCausalLM"},
-    [OUR_OWN] = {"attn_gpt", "AttnGPTForCausalLM"},
+    //          model_type, class                  QK norms  biases  Mistral  needs kv_heads, head_dim
+    [LLAMA]   = {"llama",    "LlamaForCausalLM",    false,    false,  false,   false, false},
+    [MISTRAL] = {"mistral",  "MistralForCausalLM",  false,    false,  true,    true,  false},
+    [QWEN2]   = {"qwen2",    "Qwen2ForCausalLM",    false,    true,   false,   true,  false},
+    [QWEN3]   = {"qwen3",    "Qwen3ForCausalLM",    true,     false,  false,   true,  true},
+    [OUR_OWN] = {"attn_gpt", "AttnGPTForCausalLM",  false,    false,  false,   false, false},
 };
+// clang-format on
+
+static const Family NO_FAMILY;
+
+#define SOFTCAP "final_logit_softcapping"           // Gemma 2's key
+#define SOFTMAX_WINDOW "softmax_sliding_window"    // the window that a Mistral has again after a switch back to softmax
+
+enum { MISTRAL_WINDOW = 4096 };    // what transformers assumes without the key sliding_window
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing
 
+// The family of a model with softmax. transformers rejects a Llama whose channels are not divisible by its heads, even
+// if head_dim is given.
+static const Family *family_of(const ModelConfig *config) {
+    for (int i = 0; i < OUR_OWN; i++) {
+        const Family *family = &FAMILIES[i];
+        bool fits = i != LLAMA || config->channels % config->heads == 0;
+        if (fits && family->qk_norm == config->qk_norm && family->qkv_bias == config->qkv_bias &&
+            family->mistral == config->mistral)
+            return family;
+    }
+    return &FAMILIES[OUR_OWN];
+}
+
 bool model_is_plain(const ModelConfig *config) {
     Normalizer softmax;
     char message[256];
-    // transformers rejects a Llama whose channels are not divisible by its heads, even if head_dim is given.
-    bool fits = config->qk_norm || config->channels % config->heads == 0;
-    return block_shapes[config->block].plain && fits &&
+    return block_shapes[config->block].plain && family_of(config) != &FAMILIES[OUR_OWN] && config->logit_softcap == 0 &&
            normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
+}
+
+// Does a Mistral have this window? Not one that was trained on longer sequences under another normalizer, because its
+// attention was full.
+static bool has_window(int window, int seq_len) {
+    return window && window >= seq_len;
+}
+
+// Adds what our own family needs and no other has.
+static void write_own(cJSON *json, const ModelConfig *config) {
+    cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
+    cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
+    cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
+    if (config->qk_norm) cJSON_AddBoolToObject(json, "qk_norm", true);
+    if (config->qkv_bias) cJSON_AddBoolToObject(json, "qkv_bias", true);
+    if (config->mistral) cJSON_AddStringToObject(json, "softmax_model_type", FAMILIES[MISTRAL].model_type);
+    if (config->window) cJSON_AddNumberToObject(json, SOFTMAX_WINDOW, config->window);
+    if (config->logit_softcap != 0) cJSON_AddNumberToObject(json, SOFTCAP, config->logit_softcap);
 }
 
 // Adds RoPE's parameters under the name of transformers 5 and, if they are scaled, also of transformers 4, which would
@@ -52,20 +96,20 @@ static void write_rope(cJSON *json, const ModelConfig *config, bool plain) {
     }
 }
 
+// eos_token_id, as it was read, or end_of_text.
+static void write_ends(cJSON *json, const ModelConfig *config) {
+    if (config->end_count > 1)
+        cJSON_AddItemToObject(json, "eos_token_id", cJSON_CreateIntArray(config->ends, config->end_count));
+    else cJSON_AddNumberToObject(json, "eos_token_id", config->end_count ? config->ends[0] : config->end_of_text);
+}
+
 char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON *json = cJSON_CreateObject(), *attn;
     bool plain = model_is_plain(config);
-    int plain_family = config->qk_norm ? QWEN3 : LLAMA;
-    const Family *family = &FAMILIES[plain ? plain_family : OUR_OWN];
+    const Family *family = plain ? family_of(config) : &FAMILIES[OUR_OWN];
     cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&family->class_name, 1));
     cJSON_AddStringToObject(json, "model_type", family->model_type);
-    if (!plain) {
-        cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
-        cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
-        cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
-        if (config->qk_norm)
-            cJSON_AddBoolToObject(json, "qk_norm", true);    // every Qwen3 has QK norms, so its config has no such key
-    }
+    if (!plain) write_own(json, config);
     cJSON_AddNumberToObject(json, "vocab_size", config->vocab);
     cJSON_AddNumberToObject(json, "hidden_size", config->channels);
     cJSON_AddNumberToObject(json, "intermediate_size", config->ffn);
@@ -79,12 +123,15 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON_AddNumberToObject(json, "rope_theta", config->rope_theta);
     write_rope(json, config, plain);
     cJSON_AddBoolToObject(json, "tie_word_embeddings", config->tied);
-    cJSON_AddBoolToObject(json, "attention_bias", false);
+    if (!config->qkv_bias) cJSON_AddBoolToObject(json, "attention_bias", false);
     cJSON_AddBoolToObject(json, "mlp_bias", false);
+    if (plain && has_window(config->window, config->seq_len))
+        cJSON_AddNumberToObject(json, "sliding_window", config->window);
+    else if (plain && config->mistral) cJSON_AddNullToObject(json, "sliding_window");
     cJSON_AddNumberToObject(json, "attention_dropout", 0);
     cJSON_AddNumberToObject(json, "initializer_range", 0.02);
     cJSON_AddNumberToObject(json, "bos_token_id", config->end_of_text);
-    cJSON_AddNumberToObject(json, "eos_token_id", config->has_turns ? config->end_of_turn : config->end_of_text);
+    write_ends(json, config);
     cJSON_AddBoolToObject(json, "use_cache", true);
     cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
     attn = cJSON_AddObjectToObject(json, "attention_normalizer");
@@ -128,23 +175,24 @@ static const struct {
     const char *key;
     size_t offset;
     int min, max, fallback;
-    const char *why;
 } SIZES[] = {
     // clang-format off
-    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED, ", because our tokens have 16 bits"},
-    {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED, ""},
-    {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED, ""},
-    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED, ""},
-    {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024,      REQUIRED, ""},
-    {"max_position_embeddings", offsetof(ModelConfig, seq_len),  1, INT_MAX,   1024,     ""},
+    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED},
+    {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED},
+    {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED},
+    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED},
+    {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024,      REQUIRED},
+    {"max_position_embeddings", offsetof(ModelConfig, seq_len),  1, INT_MAX,   1024},
     // clang-format on
 };
+
+#define ROTARY_PART "partial_rotary_factor"
 
 // The other keys that we understand. Each has its function below.
 // clang-format off
 static const char *const UNDERSTOOD[] = {
     "model_type", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps",
-    "rope_theta", "rope_parameters", "rope_scaling", "tie_word_embeddings", "eos_token_id", "layer_types",
+    "rope_theta", "rope_parameters", "rope_scaling", ROTARY_PART, "tie_word_embeddings", "eos_token_id", "layer_types",
     "quantization_config", "attention_normalizer",
 };
 // clang-format on
@@ -153,7 +201,8 @@ typedef struct {
     const cJSON *json;
     const char *ignored;    // comma-separated names, or NULL
     ModelConfig *config;
-    bool foreign;    // not one of our families: check only the keys that a Llama also has
+    const Family *family;    // &NO_FAMILY if model_type is missing or not ours
+    bool foreign;            // not one of our families: check only the keys that a Llama also has
     Reasons reasons;
     int ignorable;      // how many of the reasons are unknown keys
     char names[320];    // their names, comma-separated
@@ -206,6 +255,13 @@ static bool says_nothing(const cJSON *item) {
     return cJSON_IsNull(item) || cJSON_IsFalse(item) || empty;
 }
 
+// Notes that --ignore-config-key would remove the newest reason.
+static void add_ignorable(Reader *r, const char *name) {
+    size_t used = strlen(r->names);
+    snprintf(r->names + used, sizeof r->names - used, "%s%s", used ? "," : "", name);
+    r->ignorable++;
+}
+
 // Rejects a key that is neither understood nor harmless. `prefix` names the object that contains it.
 static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
     char name[256];
@@ -213,23 +269,28 @@ static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
     if (says_nothing(item) || is_among(name, r->ignored)) return;
     reasons_add(&r->reasons, "%s is %s: an unknown key, which may change the results", quoted(name).text,
                 value_of(item).text);
-    size_t used = strlen(r->names);
-    snprintf(r->names + used, sizeof r->names - used, "%s%s", used ? "," : "", name);
-    r->ignorable++;
+    add_ignorable(r, name);
 }
 
 // Reads an integer within bounds. Otherwise returns false and records the reason.
-static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max,
-                     const char *why, int *out) {
+static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max, int *out) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
     uint64_t value;
     if (json_u64(item, &value) && value >= (uint64_t)min && value <= (uint64_t)max) {
         *out = (int)value;
         return true;
     }
-    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %d to %d%s", prefix, key,
-                value_of(item).text, min, max, why);
+    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %d to %d", prefix, key, value_of(item).text,
+                min, max);
     return false;
+}
+
+static bool is_own(const Reader *r) {
+    return r->family == &FAMILIES[OUR_OWN];
+}
+
+static bool is_qwen(const Reader *r) {
+    return r->family == &FAMILIES[QWEN2] || r->family == &FAMILIES[QWEN3];
 }
 
 static bool has_type(const Reader *r, const char *name) {
@@ -239,11 +300,15 @@ static bool has_type(const Reader *r, const char *name) {
 
 static void read_type(Reader *r) {
     const cJSON *type = get(r, "model_type");
+    r->family = &NO_FAMILY;
     for (size_t i = 0; i < COUNT(FAMILIES); i++)
-        if (has_type(r, FAMILIES[i].model_type)) return;
+        if (has_type(r, FAMILIES[i].model_type)) r->family = &FAMILIES[i];
+    if (r->family != &NO_FAMILY) return;
     bool gpt2 = has_type(r, "gpt2");
     r->foreign = type != NULL;
-    reasons_add(&r->reasons, "\"model_type\" is %s; expected \"llama\" or \"qwen3\" (or \"attn_gpt\", attn.c's own)%s",
+    reasons_add(&r->reasons,
+                "\"model_type\" is %s; expected \"llama\", \"mistral\", \"qwen2\" or \"qwen3\" (or \"attn_gpt\", "
+                "attn.c's own)%s",
                 value_of(type).text,
                 gpt2 ? "; a GPT-2 has learned positions, LayerNorm, GELU and biases, which a Llama lacks" : "");
 }
@@ -253,8 +318,7 @@ static void read_sizes(Reader *r) {
     for (size_t i = 0; i < COUNT(SIZES); i++) {
         int *size = (int *)((char *)r->config + SIZES[i].offset);
         *size = 0;
-        if (get(r, SIZES[i].key))
-            read_int(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, SIZES[i].why, size);
+        if (get(r, SIZES[i].key)) read_int(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, size);
         else if (SIZES[i].fallback != REQUIRED) *size = SIZES[i].fallback;
         else if (!r->foreign)
             reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key,
@@ -262,23 +326,33 @@ static void read_sizes(Reader *r) {
     }
 }
 
-// A single id or a list of ids, of which the first counts. If the tokenizer in the folder has another id for
-// <|endoftext|>, which is between the documents of shards, then eos_token_id ends the turns of a chat.
+// eos_token_id: an id, or a list of at most MAX_ENDS. Adds nothing without the key, or if it is invalid.
+static void read_ends(Reader *r) {
+    ModelConfig *c = r->config;
+    const cJSON *item = get(r, "eos_token_id"), *one = cJSON_IsArray(item) ? item->child : item;
+    bool valid = true;
+    uint64_t id;
+    while (one && valid) {
+        valid = c->end_count < MAX_ENDS && json_u64(one, &id) && id < (uint64_t)c->vocab;
+        if (valid) c->ends[c->end_count++] = (int)id;
+        one = cJSON_IsArray(item) ? one->next : NULL;
+    }
+    if (!valid)
+        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d, or a list of at most %d",
+                    value_of(item).text, c->vocab - 1, MAX_ENDS);
+}
+
+// If the tokenizer in the folder has another token between the documents of shards than eos_token_id, the latter ends
+// the turns of a chat. Without a tokenizer, its first id is between documents.
 static void read_end_of_text(Reader *r, const char *folder) {
     ModelConfig *c = r->config;
-    const cJSON *item = get(r, "eos_token_id");
-    uint64_t id;
     int tokens, end_of_text;
     if (!c->vocab) return;
-    c->end_of_text = default_end_of_text(c->vocab);
-    if (item && json_u64(cJSON_IsArray(item) ? item->child : item, &id) && id < (uint64_t)c->vocab)
-        c->end_of_text = c->end_of_turn = (int)id;
-    else if (item)
-        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d", value_of(item).text,
-                    c->vocab - 1);
-    if (!tokenizer_ids(folder, &tokens, &end_of_text) || end_of_text < 0 || end_of_text >= c->vocab) return;
-    c->end_of_text = end_of_text;
-    c->has_turns = item && c->end_of_turn != end_of_text;
+    read_ends(r);
+    c->end_of_text = c->end_count ? c->ends[0] : default_end_of_text(c->vocab);
+    if (tokenizer_ids(folder, &tokens, &end_of_text) && end_of_text >= 0 && end_of_text < c->vocab)
+        c->end_of_text = end_of_text;
+    if (c->end_count == 1 && c->ends[0] == c->end_of_text) c->end_count = 0;
 }
 
 static void read_block(Reader *r) {
@@ -316,27 +390,70 @@ static void read_fixed(Reader *r) {
     }
     if (r->config->qk_norm && !fixed.qk_norm)
         reasons_add(&r->reasons, "\"qk_norm\" is true; expected false with block \"%s\"", block->name);
+    if (r->config->qkv_bias && !fixed.qkv_bias)
+        reasons_add(&r->reasons, "\"qkv_bias\" is true; expected false with block \"%s\"", block->name);
 }
 
-// num_key_value_heads and head_dim. A Llama may omit them. Qwen3Config has its own defaults, so a Qwen3 must not.
+// num_key_value_heads and head_dim. Some families may omit them.
 static void read_heads(Reader *r) {
     ModelConfig *c = r->config;
     char message[256];
-    bool qwen3 = has_type(r, FAMILIES[QWEN3].model_type);
     if (!c->heads || !c->channels) return;
-    if (get(r, "num_key_value_heads") || qwen3)
-        read_int(r, r->json, "", "num_key_value_heads", 1, 1024, "", &c->kv_heads);
-    if (get(r, "head_dim") || qwen3) read_int(r, r->json, "", "head_dim", 1, 65536, "", &c->head_dim);
+    if (get(r, "num_key_value_heads") || r->family->needs_kv_heads)
+        read_int(r, r->json, "", "num_key_value_heads", 1, 1024, &c->kv_heads);
+    if (get(r, "head_dim") || r->family->needs_head_dim) read_int(r, r->json, "", "head_dim", 1, 65536, &c->head_dim);
     read_fixed(r);
     if (!model_shape_complete(c, message, sizeof message)) reasons_add(&r->reasons, "%s", message);
 }
 
-// Every Qwen3 has QK norms; for our own model type, "qk_norm" says so.
-static void read_qk_norm(Reader *r) {
-    const cJSON *key = has_type(r, FAMILIES[OUR_OWN].model_type) ? get(r, "qk_norm") : NULL;
-    r->config->qk_norm = has_type(r, FAMILIES[QWEN3].model_type) || cJSON_IsTrue(key);
-    if (key && !cJSON_IsBool(key))
-        reasons_add(&r->reasons, "\"qk_norm\" is %s; expected true or false", value_of(key).text);
+// What every model of the family has; for our own, keys say so.
+static void read_family(Reader *r) {
+    ModelConfig *c = r->config;
+    const struct {
+        const char *key;
+        bool *value, family;
+    } parts[] = {{"qk_norm", &c->qk_norm, r->family->qk_norm}, {"qkv_bias", &c->qkv_bias, r->family->qkv_bias}};
+    for (size_t i = 0; i < COUNT(parts); i++) {
+        const cJSON *key = is_own(r) ? get(r, parts[i].key) : NULL;
+        *parts[i].value = parts[i].family || cJSON_IsTrue(key);
+        if (key && !cJSON_IsBool(key))
+            reasons_add(&r->reasons, "\"%s\" is %s; expected true or false", parts[i].key, value_of(key).text);
+    }
+    const cJSON *type = is_own(r) ? get(r, "softmax_model_type") : NULL;
+    c->mistral = r->family->mistral || cJSON_IsString(type);
+    if (type && !(cJSON_IsString(type) && !strcmp(type->valuestring, FAMILIES[MISTRAL].model_type)))
+        reasons_add(&r->reasons, "\"softmax_model_type\" is %s; expected \"mistral\" or no such key",
+                    value_of(type).text);
+}
+
+// A Mistral attends to its last sliding_window positions. That is full attention unless a sequence is longer.
+static void read_window(Reader *r) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, "sliding_window");
+    const cJSON *used = get(r, "use_sliding_window");
+    int window = MISTRAL_WINDOW;
+    if (is_qwen(r) && used && !cJSON_IsFalse(used))
+        reasons_add(&r->reasons, "\"use_sliding_window\" is %s; only full attention is supported", value_of(used).text);
+    if (is_own(r) && r->config->mistral && get(r, SOFTMAX_WINDOW) &&
+        read_int(r, r->json, "", SOFTMAX_WINDOW, 1, INT_MAX, &window))
+        r->config->window = has_window(window, r->config->seq_len) ? window : 0;
+    if (r->family != &FAMILIES[MISTRAL] || cJSON_IsNull(item) || is_among("sliding_window", r->ignored)) return;
+    if (item && !read_int(r, r->json, "", "sliding_window", 1, INT_MAX, &window)) return;
+    r->config->window = window;
+    if (window >= r->config->seq_len) return;
+    reasons_add(&r->reasons,
+                "\"sliding_window\" is %d%s, but \"max_position_embeddings\" is %d; only full attention is "
+                "supported",
+                window, item ? "" : " by default", r->config->seq_len);
+    add_ignorable(r, "sliding_window");
+}
+
+static void read_softcap(Reader *r) {
+    const cJSON *cap = is_own(r) ? get(r, SOFTCAP) : NULL;
+    if (!cap) return;
+    double c = r->config->logit_softcap = cJSON_IsNumber(cap) ? cap->valuedouble : NAN;
+    if (!(c == 0 || (c >= MIN_SOFTCAP && c <= MAX_SOFTCAP)))
+        reasons_add(&r->reasons, "\"%s\" is %s; expected 0 or a number from %g to %g", SOFTCAP, value_of(cap).text,
+                    MIN_SOFTCAP, MAX_SOFTCAP);
 }
 
 static void read_norm_eps(Reader *r) {
@@ -356,7 +473,7 @@ static void read_layers(Reader *r) {
         reasons_add(&r->reasons, "\"hidden_act\" is %s; expected \"silu\"", value_of(act).text);
     for (size_t i = 0; i < COUNT(biases); i++)
         if (get(r, biases[i]) && !cJSON_IsFalse(get(r, biases[i])))
-            reasons_add(&r->reasons, "\"%s\" is %s; models with biases are not supported", biases[i],
+            reasons_add(&r->reasons, "\"%s\" is %s; only Qwen2's biases, of q, k and v, are supported", biases[i],
                         value_of(get(r, biases[i])).text);
     bool full = !types || cJSON_IsArray(types);
     cJSON_ArrayForEach(type, types) full = full && cJSON_IsString(type) && !strcmp(type->valuestring, "full_attention");
@@ -432,6 +549,13 @@ static void read_rope_number(Reader *r, const cJSON *rope, const char *prefix, c
                     value_of(item).text, number->whole ? "whole " : "", number->min, number->max);
 }
 
+// The part of each head that RoPE rotates. transformers reads it in every family, beside RoPE's parameters or in them.
+static void read_rotary_part(Reader *r, const cJSON *item, const char *prefix) {
+    if (!item || says_nothing(item) || (cJSON_IsNumber(item) && item->valuedouble == 1)) return;
+    reasons_add(&r->reasons, "%s" ROTARY_PART " is %s; only 1 is supported: RoPE rotates whole heads", prefix,
+                value_of(item).text);
+}
+
 static bool is_number_of(RopeKind kind, const char *key) {
     for (size_t n = 0; n < ROPE_NUMBERS && rope_shapes[kind].numbers[n]; n++)
         if (!strcmp(key, rope_shapes[kind].numbers[n]->key)) return true;
@@ -488,7 +612,9 @@ static bool read_rope_object(Reader *r, const char *name, double *theta, RopeSca
         if (!strcmp(item->string, "rope_theta")) read_rope_theta(r, item, prefix, theta);
         else if (is_number_of(scaling->kind, item->string)) continue;
         else if (scaling->kind == ROPE_YARN && read_yarn_constant(r, item, prefix, scaling)) continue;
-        else if (kind != ROPE_KINDS) read_unknown(r, prefix, item);
+        else if (kind == ROPE_KINDS) continue;
+        else if (!strcmp(item->string, ROTARY_PART)) read_rotary_part(r, item, prefix);
+        else read_unknown(r, prefix, item);
     }
     return true;
 }
@@ -500,6 +626,7 @@ static void read_rope(Reader *r) {
     int reasons = r->reasons.count;
     if (outer && !cJSON_IsNumber(outer))
         reasons_add(&r->reasons, "\"rope_theta\" is %s; expected a number", value_of(outer).text);
+    if (!r->foreign) read_rotary_part(r, get(r, ROTARY_PART), "");
     bool newer = read_rope_object(r, "rope_parameters", &theta, scaling);
     if (read_rope_object(r, "rope_scaling", &theta, &older)) {
         if (newer && !rope_scaling_equal(scaling, &older))
@@ -550,7 +677,7 @@ static void read_normalizer(Reader *r) {
     const cJSON *attn = get(r, "attention_normalizer"), *name = cJSON_GetObjectItemCaseSensitive(attn, "name"), *item;
     char message[1024];
     if (!attn) {
-        if (has_type(r, FAMILIES[OUR_OWN].model_type))
+        if (is_own(r))
             reasons_add(&r->reasons, "\"attention_normalizer\" is missing; \"model_type\" \"attn_gpt\" requires it");
         else if (!normalizer_parse(&r->config->attn, "softmax", message, sizeof message))
             reasons_add(&r->reasons, "the file has no attention_normalizer, so it means softmax: %s", message);
@@ -564,7 +691,7 @@ static void read_normalizer(Reader *r) {
         read_stages(r, attn, name->valuestring);
     else reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
     if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))
-        read_int(r, attn, "attention_normalizer.", "seq_len", 1, MAX_SEQ_LEN, "", &r->config->seq_len);
+        read_int(r, attn, "attention_normalizer.", "seq_len", 1, MAX_SEQ_LEN, &r->config->seq_len);
     static const char *const keys[] = {"name", "seq_len", "fixed", "block"};
     cJSON_ArrayForEach(item, attn) if (!is_listed(item->string, keys, COUNT(keys)) &&
                                        !is_listed(item->string, stage_names, STAGE_COUNT))
@@ -572,6 +699,8 @@ static void read_normalizer(Reader *r) {
 }
 
 static void read_rest(Reader *r) {
+    static const char *const OWN[] = {"auto_map", "qk_norm", "qkv_bias", "softmax_model_type", SOFTMAX_WINDOW, SOFTCAP};
+    static const char *const WINDOWS[] = {"use_sliding_window", "sliding_window", "max_window_layers"};
     const cJSON *item;
     cJSON_ArrayForEach(item, r->json) {
         bool known = is_listed(item->string, UNDERSTOOD, COUNT(UNDERSTOOD)) ||
@@ -579,10 +708,9 @@ static void read_rest(Reader *r) {
         for (size_t i = 0; i < COUNT(SIZES); i++) known = known || !strcmp(item->string, SIZES[i].key);
         // auto_map names code next to the weights, which could compute anything. Ours computes what this program
         // computes.
-        bool ours = has_type(r, FAMILIES[OUR_OWN].model_type), qwen3 = has_type(r, FAMILIES[QWEN3].model_type);
-        known = known || (ours && (!strcmp(item->string, "auto_map") || !strcmp(item->string, "qk_norm")));
-        // max_window_layers matters only with use_sliding_window true, which we reject as an unknown key.
-        known = known || (qwen3 && !strcmp(item->string, "max_window_layers"));
+        known = known || (is_own(r) && is_listed(item->string, OWN, COUNT(OWN)));
+        known = known || (r->family == &FAMILIES[MISTRAL] && !strcmp(item->string, "sliding_window"));
+        known = known || (is_qwen(r) && is_listed(item->string, WINDOWS, COUNT(WINDOWS)));
         if (!known) read_unknown(r, "", item);
     }
 }
@@ -594,9 +722,11 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
         snprintf(remedy, sizeof remedy,
                  "If the model computes the same without %s, load it with --ignore-config-key %s.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
-    else if (has_type(r, FAMILIES[OUR_OWN].model_type))
+    else if (is_own(r))
         snprintf(remedy, sizeof remedy, "This is attn.c's own model_type; doc/checkpoints.md describes its keys.");
-    else snprintf(remedy, sizeof remedy, "Only plain Llama and Qwen3 models are supported; see doc/checkpoints.md.");
+    else
+        snprintf(remedy, sizeof remedy,
+                 "Only plain Llama, Mistral, Qwen2 and Qwen3 models are supported; see doc/checkpoints.md.");
     return error_set(error, EXIT_INPUT, "%s: this model cannot be loaded:%s\n  %s", path,
                      reasons_text(&r->reasons).text, remedy);
 }
@@ -635,9 +765,11 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_sizes(&r);
         read_end_of_text(&r, folder);
         read_block(&r);
-        read_qk_norm(&r);
+        read_family(&r);
+        read_window(&r);
         read_heads(&r);
         read_norm_eps(&r);
+        read_softcap(&r);
         read_layers(&r);
         read_files(&r);
         read_adapter(&r, folder);

@@ -56,6 +56,13 @@ static bool parse_switch(bool *out, const char *name, const char *value, Error *
     return true;
 }
 
+static bool parse_bias(bool *out, const char *value, Error *error) {
+    if (strcmp(value, "none") != 0 && strcmp(value, "qkv") != 0)
+        return error_set(error, EXIT_USAGE, "--model: bias=%s: expected none or qkv.", value);
+    *out = value[0] == 'q';
+    return true;
+}
+
 static bool parse_norm_eps(double *out, const char *value, Error *error) {
     char *end;
     double eps = strtod(value, &end);
@@ -73,6 +80,7 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
     bool whole = end && *end == 0;
     if (!strcmp(word, "tied")) return parse_switch(&config->tied, word, equals ? equals : "", error);
     if (!strcmp(word, "qk_norm")) return parse_switch(&config->qk_norm, word, equals ? equals : "", error);
+    if (!strcmp(word, "bias")) return parse_bias(&config->qkv_bias, equals ? equals : "", error);
     if (!strcmp(word, "norm_eps")) return parse_norm_eps(&config->norm_eps, equals ? equals : "", error);
     if (!strcmp(word, "block")) {
         for (config->block = 0; config->block < BLOCK_COUNT; config->block++)
@@ -89,12 +97,13 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         return true;
     }
     static const char *const words =
-        "124M|162M|15M|layers|heads|kv_heads|head_dim|channels|ffn|vocab|tied|qk_norm|norm_eps|block";
+        "124M|162M|15M|layers|heads|kv_heads|head_dim|channels|ffn|vocab|tied|qk_norm|bias|norm_eps|block";
     char near[96];
     nearest_word(words, word, near, sizeof near);
     return error_set(error, EXIT_USAGE,
                      "--model: unknown model or key '%s'.%s Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
-                     "head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, norm_eps=, block=llama|gau.",
+                     "head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, bias=none|qkv, norm_eps=, "
+                     "block=llama|gau.",
                      word, near);
 }
 
@@ -110,7 +119,7 @@ static bool is_fixed(const BlockShape *block, size_t offset) {
 static bool make_block(ModelConfig *config, const char *text, bool preset, const bool *given, Error *error) {
     const BlockShape *block = &block_shapes[config->block];
     const char *invalid = NULL;
-    bool qk_norm = config->qk_norm;
+    bool qk_norm = config->qk_norm, qkv_bias = config->qkv_bias;
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         bool fixed = is_fixed(block, KEYS[i].offset);
         if (given[i] && fixed) invalid = KEYS[i].name;
@@ -120,6 +129,7 @@ static bool make_block(ModelConfig *config, const char *text, bool preset, const
     }
     if (block->fix) block->fix(config);
     if (config->qk_norm != qk_norm) invalid = "qk_norm";
+    if (config->qkv_bias != qkv_bias) invalid = "bias";
     if (invalid)
         return error_set(error, EXIT_USAGE, "--model: %s= is invalid with block=%s, %s.", invalid, block->name,
                          block->fixed);
@@ -162,7 +172,8 @@ size_t joined_width(const ModelConfig *config) {
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
     return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->kv_heads == b->kv_heads &&
            a->head_dim == b->head_dim && a->channels == b->channels && a->ffn == b->ffn && a->vocab == b->vocab &&
-           a->tied == b->tied && a->qk_norm == b->qk_norm && (float)a->norm_eps == (float)b->norm_eps;
+           a->tied == b->tied && a->qk_norm == b->qk_norm && a->qkv_bias == b->qkv_bias &&
+           (float)a->norm_eps == (float)b->norm_eps;
 }
 
 // Omits keys that have their default values.
@@ -198,6 +209,14 @@ bool model_shape_complete(ModelConfig *config, char *message, size_t size) {
     return false;
 }
 
+void model_check_length(const ModelConfig *config, size_t T) {
+    if (!model_is_plain(config) || !config->window || T <= (size_t)config->window) return;
+    fail(EXIT_USAGE,
+         "sequences of %zu tokens exceed this model's sliding window of %d; only full attention is supported.\n"
+         "  Use at most %d tokens.",
+         T, config->window, config->window);
+}
+
 bool model_gives_vocab(const char *text) {
     return !strncmp(text, "vocab=", 6) || strstr(text, ",vocab=");
 }
@@ -212,7 +231,9 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     config->kv_heads = config->head_dim = 0;    // their defaults follow from heads and channels
     config->vocab = 50257;
     config->tied = true;
-    config->qk_norm = false;
+    config->qk_norm = config->qkv_bias = config->mistral = false;
+    config->window = 0;
+    config->logit_softcap = 0;
     config->norm_eps = DEFAULT_NORM_EPS;
     config->rope_theta = DEFAULT_ROPE_THETA;
     config->rope_scaling = (RopeScaling){.kind = ROPE_NONE};
@@ -240,7 +261,12 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors
 
-typedef enum { NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, QK_GAIN, Q_WIDTH, KV_WIDTH, LENGTH } Dimension;
+// clang-format off
+typedef enum {
+    NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, Q_WIDTH, KV_WIDTH, LENGTH,
+    QK_GAIN, Q_BIAS, KV_BIAS,    // 0 if the model has no such tensor
+} Dimension;
+// clang-format on
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
 // One row per tensor. `joined`: follows the previous tensor without a gap, so that one matmul serves both. START_SCALAR
@@ -269,6 +295,9 @@ static const Row LLAMA_ROWS[] = {
     {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(q)},
     {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(k)},
     {"self_attn.v_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(v)},
+    {"self_attn.q_proj.bias",           Q_BIAS,   NONE,     START_ZERO,     UPDATE_ADAM,  false, IN_LAYER(q_bias)},
+    {"self_attn.k_proj.bias",           KV_BIAS,  NONE,     START_ZERO,     UPDATE_ADAM,  true,  IN_LAYER(k_bias)},
+    {"self_attn.v_proj.bias",           KV_BIAS,  NONE,     START_ZERO,     UPDATE_ADAM,  true,  IN_LAYER(v_bias)},
     {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(q_norm)},
     {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(k_norm)},
     {"self_attn.",                      NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LAYER(scalar)},
@@ -320,8 +349,8 @@ static void layer_text(const ModelConfig *c, const char *shared, char *out, size
     char heads[80] = "", head_dim[32] = "";
     if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%d", c->kv_heads);
     if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%d", c->head_dim);
-    snprintf(out, size, "layers=%d,heads=%d%s%s,channels=%d,ffn=%d%s%s", c->layers, c->heads, heads, head_dim,
-             c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "");
+    snprintf(out, size, "layers=%d,heads=%d%s%s,channels=%d,ffn=%d%s%s%s", c->layers, c->heads, heads, head_dim,
+             c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "", c->qkv_bias ? ",bias=qkv" : "");
 }
 
 static const char *plural(int count) {
@@ -332,15 +361,16 @@ static void layer_describe(const ModelConfig *c, char *out, size_t size) {
     char shared[48] = "";
     if (c->kv_heads != c->heads)
         snprintf(shared, sizeof shared, " with %d key-value head%s", c->kv_heads, plural(c->kv_heads));
-    snprintf(out, size, "%d layer%s, %d head%s of %zu%s, %d channels, ffn %d%s", c->layers, plural(c->layers), c->heads,
-             plural(c->heads), head_size(c), shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "");
+    snprintf(out, size, "%d layer%s, %d head%s of %zu%s, %d channels, ffn %d%s%s", c->layers, plural(c->layers),
+             c->heads, plural(c->heads), head_size(c), shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "",
+             c->qkv_bias ? ", biases of q, k and v" : "");
 }
 
 static void unit_fix(ModelConfig *c) {
     c->heads = c->kv_heads = 1;
     c->head_dim = GAU_HEAD;
     c->ffn = 2 * c->channels;
-    c->qk_norm = false;
+    c->qk_norm = c->qkv_bias = false;
 }
 
 static void unit_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
@@ -385,7 +415,9 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     case VOCAB: return (size_t)config->vocab;
     case HEADS: return (size_t)config->heads;
     case HEAD_DIM: return head_size(config);
-    case QK_GAIN: return config->qk_norm ? head_size(config) : 0;    // 0: the model has no such tensor
+    case QK_GAIN: return config->qk_norm ? head_size(config) : 0;
+    case Q_BIAS: return config->qkv_bias ? query_width(config) : 0;
+    case KV_BIAS: return config->qkv_bias ? key_width(config) : 0;
     case Q_WIDTH: return query_width(config);
     case KV_WIDTH: return key_width(config);
     case LENGTH: return (size_t)config->seq_len;
@@ -426,6 +458,7 @@ static void add(const Listing *to, const Row *row, Scalar scalar, const char *pr
     snprintf(t->name, sizeof t->name, "%s%s%s", prefix, row->name, scalar == SCALAR_NONE ? "" : scalar_names[scalar]);
     t->elements = t->shape[0] * t->shape[1];
     t->update = row->update;
+    t->hidden = row->cols != NONE && row->rows != VOCAB;
     set_start(t, to->config, row->start);
     if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;    // 64 bytes
     t->offset = list->floats;
@@ -477,6 +510,11 @@ void tensors_free(TensorList *list) {
     free(list->tensors);
     free(list->layers);
     *list = (TensorList){0};
+}
+
+void tensors_use_muon(TensorList *list) {
+    for (size_t i = 0; i < list->count; i++)
+        if (list->tensors[i].hidden) list->tensors[i].update = UPDATE_MUON;
 }
 
 bool tensor_exists(const Tensor *tensor, const Normalizer *attn) {

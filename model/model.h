@@ -20,12 +20,16 @@ extern "C" {
 #define DEFAULT_NORM_EPS 1e-5
 #define MIN_NORM_EPS 1e-12
 #define MAX_NORM_EPS 0.1
+#define MIN_SOFTCAP 0.1    // no token can be more than e^0.2 times as likely as another: less leaves nothing to learn
+#define MAX_SOFTCAP 1e6
 
-enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 65536 };    // shards store a token in 16 bits
+enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 1 << 20 };
 
 // A layer is either rmsnorm, attention with RoPE, rmsnorm and SwiGLU, or rmsnorm and a gated attention unit. Two gated
 // units replace one Llama layer.
 typedef enum { BLOCK_LLAMA, BLOCK_GAU, BLOCK_COUNT } Block;
+
+enum { MAX_ENDS = 8 };
 
 enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 
@@ -34,17 +38,21 @@ enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 typedef struct {
     Block block;
     int layers, heads, channels, ffn, vocab;
-    int kv_heads;       // each serves heads/kv_heads consecutive query heads
-    int head_dim;       // the size of a head's q, k and v; channels/heads by default
-    bool qk_norm;       // an RMSNorm with a gain over each head's q and k, before RoPE (as in Qwen3)
-    bool tied;          // the output projection shares the embedding's weights
-    double norm_eps;    // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
+    int kv_heads;            // each serves heads/kv_heads consecutive query heads
+    int head_dim;            // the size of a head's q, k and v; channels/heads by default
+    bool qk_norm;            // an RMSNorm with a gain over each head's q and k, before RoPE (as in Qwen3)
+    bool qkv_bias;           // the projections to q, k and v have biases (as in Qwen2)
+    bool tied;               // the output projection shares the embedding's weights
+    bool mistral;            // a Mistral, which computes what a Llama computes, and is saved as one
+    int window;              // its sliding window, which no sequence may exceed under softmax; 0: none
+    double logit_softcap;    // c in c·tanh(logits/c), as in Gemma 2; 0: the logits are not capped
+    double norm_eps;         // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
     RopeScaling rope_scaling;
     int seq_len;        // L, the training length
     int end_of_text;    // the token between documents
-    bool has_turns;     // does another token, end_of_turn, end a generated text as well (a chat model's <|im_end|>)?
-    int end_of_turn;
+    // What else ends a generated text: eos_token_id, unless that is end_of_text alone (a chat model's <|im_end|>).
+    int ends[MAX_ENDS], end_count;
     Normalizer attn;
 } ModelConfig;
 
@@ -69,9 +77,9 @@ typedef struct {
 
 extern const BlockShape block_shapes[BLOCK_COUNT];
 
-// Parses --model: a preset, key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, tied,
-// vocab, block), or a preset followed by keys. Sets the shape, end_of_text and RoPE without scaling, but not seq_len
-// and attn. On failure, returns false with EXIT_USAGE and a message that lists the models and keys.
+// Parses --model: a preset, key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, bias,
+// tied, vocab, block), or a preset followed by keys. Sets the shape, end_of_text and RoPE without scaling, but not
+// seq_len and attn. On failure, returns false with EXIT_USAGE and a message that lists the models and keys.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
 // Does the text of --model set vocab? If not, the vocabulary is a default that the data may replace.
@@ -82,7 +90,9 @@ int default_end_of_text(int vocab);
 
 // Does this token end a generated text?
 static inline bool model_ends_text(const ModelConfig *config, int32_t token) {
-    return token == config->end_of_text || (config->has_turns && token == config->end_of_turn);
+    for (int i = 0; i < config->end_count; i++)
+        if (token == config->ends[i]) return true;
+    return token == config->end_of_text;
 }
 
 // Sets kv_heads and head_dim to their defaults if they are 0. Returns false with a message if the sizes are
@@ -94,6 +104,10 @@ const char *model_text(const ModelConfig *config, char *out, size_t size);
 
 // The layers in words: "12 layers, 12 heads of 64, 768 channels, ffn 2048". Returns out.
 const char *model_description(const ModelConfig *config, char *out, size_t size);
+
+// Ends the program with EXIT_USAGE if sequences of T tokens exceed the sliding window of a model with softmax. Under
+// another normalizer, attention is full.
+void model_check_length(const ModelConfig *config, size_t T);
 
 // Do both have the same shape, norm_eps included?
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b);
@@ -114,9 +128,9 @@ size_t output_width(const ModelConfig *config);    // attention's output, which 
 // The output width of the matmul on a layer's normalized input: q, k and v, or a gated unit's u, v and z.
 size_t joined_width(const ModelConfig *config);
 
-// The update rule of a tensor: Adam, or AdamW (with decoupled weight decay). A rule may need the whole tensor at once:
-// not even ZeRO-1 divides one between ranks.
-typedef enum { UPDATE_ADAM, UPDATE_ADAMW } UpdateRule;
+// The update rule of a tensor: Adam, AdamW (with decoupled weight decay), or Muon (runtime/muon.h). Muon needs the
+// whole tensor at once: not even ZeRO-1 divides one between ranks.
+typedef enum { UPDATE_ADAM, UPDATE_ADAMW, UPDATE_MUON } UpdateRule;
 
 // One tensor of the model. Only the list knows which tensors exist.
 typedef struct {
@@ -126,6 +140,7 @@ typedef struct {
     size_t offset;      // of its first float in an array of all parameters (or gradients, or moments)
     float mean, std;    // of the initial values
     UpdateRule update;
+    bool hidden;      // a layer's matrix: with Muon, it takes the place of AdamW
     Scalar scalar;    // the learned scalar that this tensor is; SCALAR_NONE for all other tensors
 } Tensor;
 
@@ -133,6 +148,7 @@ typedef struct {
     size_t norm1, o, scalar[SCALAR_COUNT];    // in both blocks; WHOLE_MODEL scalars have the same offset in all layers
     size_t q, k, v, norm2, gate, up, down;    // q, k, v are contiguous, and so are gate, up
     size_t q_norm, k_norm;                    // with qk_norm
+    size_t q_bias, k_bias, v_bias;            // contiguous, with qkv_bias
     size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // u, v, z are contiguous
 } LayerOffsets;
 
@@ -152,6 +168,9 @@ size_t padded_vocab(const ModelConfig *config);
 // after a switch.
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
 void tensors_free(TensorList *list);
+
+// --optimizer muon: updates the hidden matrices by Muon.
+void tensors_use_muon(TensorList *list);
 
 // The learned scalars of a layer that exist under attn (in the parameters), and the gradients of those that attn
 // trains. Inline, because the caller determines `real` (runtime/real.h).
@@ -182,18 +201,20 @@ uint64_t model_matmul_parameters(const ModelConfig *config);
 // excludes an untied embedding.
 double model_flops_per_token(const ModelConfig *config, size_t T);
 
-// The text of config.json: LlamaConfig's keys (Qwen3Config's with QK norms) and attention_normalizer. The caller frees
-// it.
+// The text of config.json: the keys of the model's family (see model_is_plain()) and attention_normalizer. The caller
+// frees it.
 char *model_config_json(const ModelConfig *config, bool bf16);
 
-// Reads config.json of our own checkpoints, and of Llama and Qwen3 models from elsewhere that compute what our model
-// computes. Rejects everything else and reports all reasons at once: an unknown model_type, an unsupported value, and
-// every key that is neither understood nor known to be harmless, unless its value is null, false or empty, or `ignored`
-// names it (--ignore-config-key: comma-separated names, or NULL). Warns about ignored names that are not in the file.
+// Reads config.json of our own checkpoints, and of Llama, Mistral, Qwen2 and Qwen3 models from elsewhere that compute
+// what our model computes. Rejects everything else and reports all reasons at once: an unknown model_type, an
+// unsupported value, and every key that is neither understood nor known to be harmless, unless its value is null, false
+// or empty, or `ignored` names it (--ignore-config-key: comma-separated names, or NULL). Warns about ignored names that
+// are not in the file.
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error);
 
-// Is the model saved as a plain Llama (or a Qwen3, with QK norms), which transformers loads without extra code? True
-// for softmax; all others come with a modeling file.
+// Is the model saved as a Llama, Mistral, Qwen2 (with biases) or Qwen3 (with QK norms), which transformers loads
+// without extra code? True for softmax with neither capped logits nor both biases and QK norms; all others come with a
+// modeling file.
 bool model_is_plain(const ModelConfig *config);
 
 #ifdef __cplusplus

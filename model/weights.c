@@ -128,24 +128,51 @@ bool weights_load(const Weights *w, const char *folder, const Normalizer *saved,
     return done;
 }
 
-static bool read_optimizer_row(Safetensors *file, const Tensor *t, const char *suffix, float *out, Error *error) {
-    char name[128];
-    snprintf(name, sizeof name, "%s.%s", t->name, suffix);
-    return safetensors_read(file, name, t->ndim, t->shape, out + t->offset, error);
+// One row per part of optimizer.safetensors: NAME.suffix of the tensors that have it, and where it is in memory.
+typedef struct {
+    const char *suffix;
+    bool (*of)(const Weights *w, const Tensor *t);
+    float *const *data;
+} OptimizerPart;
+
+enum { OPTIMIZER_PARTS = 4 };
+
+static bool by_muon(const Weights *w, const Tensor *t) {
+    (void)w;
+    return t->update == UPDATE_MUON;
+}
+
+static bool by_adam(const Weights *w, const Tensor *t) {
+    return !by_muon(w, t);
+}
+
+static bool has_master(const Weights *w, const Tensor *t) {
+    (void)t;
+    return w->bf16;
+}
+
+static void optimizer_parts(OptimizerPart parts[OPTIMIZER_PARTS], const Weights *w) {
+    parts[0] = (OptimizerPart){"exp_avg", by_adam, &w->mean};
+    parts[1] = (OptimizerPart){"exp_avg_sq", by_adam, &w->square};
+    parts[2] = (OptimizerPart){"momentum", by_muon, &w->mean};
+    parts[3] = (OptimizerPart){"master", has_master, &w->params};
 }
 
 bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) {
-    char path[PATH_MAX];
+    char path[PATH_MAX], name[128];
+    OptimizerPart parts[OPTIMIZER_PARTS];
     snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
     Safetensors *file = safetensors_open(path, error);
     if (!file) return false;
     bool done = true;
-    for (size_t i = 0; done && i < w->list->count; i++) {
+    optimizer_parts(parts, w);
+    for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        if (!tensor_exists(t, &w->config->attn)) continue;
-        done = read_optimizer_row(file, t, "exp_avg", w->mean, error) &&
-               read_optimizer_row(file, t, "exp_avg_sq", w->square, error) &&
-               (!w->bf16 || read_optimizer_row(file, t, "master", w->params, error));
+        for (size_t p = 0; p < OPTIMIZER_PARTS && tensor_exists(t, &w->config->attn); p++) {
+            if (!parts[p].of(w, t)) continue;
+            snprintf(name, sizeof name, "%s.%s", t->name, parts[p].suffix);
+            done = done && safetensors_read(file, name, t->ndim, t->shape, *parts[p].data + t->offset, error);
+        }
     }
     safetensors_close(file);
     return done;
@@ -167,20 +194,20 @@ bool weights_save(const Weights *w, const char *path, FileHash *hash, Error *err
 }
 
 bool weights_save_optimizer(const Weights *w, const char *path, FileHash *hash, Error *error) {
-    const struct {
-        const char *suffix;
-        const float *data;
-    } parts[] = {{"exp_avg", w->mean}, {"exp_avg_sq", w->square}, {"master", w->params}};
-    size_t part_count = w->bf16 ? 3 : 2, count = 0;
-    TensorRow *rows = malloc(w->list->count * part_count * sizeof *rows);
-    char (*names)[128] = malloc(w->list->count * part_count * sizeof *names);
+    OptimizerPart parts[OPTIMIZER_PARTS];
+    size_t most = w->list->count * OPTIMIZER_PARTS, count = 0;
+    TensorRow *rows = malloc(most * sizeof *rows);
+    char (*names)[128] = malloc(most * sizeof *names);
     bool done = rows && names;
+    optimizer_parts(parts, w);
     for (size_t i = 0; done && i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        for (size_t p = 0; p < part_count && tensor_exists(t, &w->config->attn); p++, count++) {
+        for (size_t p = 0; p < OPTIMIZER_PARTS && tensor_exists(t, &w->config->attn); p++) {
+            if (!parts[p].of(w, t)) continue;
             snprintf(names[count], sizeof names[count], "%s.%s", t->name, parts[p].suffix);
             rows[count] =
-                (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data + t->offset};
+                (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, *parts[p].data + t->offset};
+            count++;
         }
     }
     done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error)

@@ -1,4 +1,4 @@
-// A model's parameters on the host and their AdamW moments: initialization, and reading and writing their files.
+// A model's parameters on the host and their optimizer's state: initialization, and reading and writing their files.
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
@@ -12,8 +12,10 @@ extern "C" {
 typedef struct {
     const ModelConfig *config;
     const TensorList *list;
-    float *params;           // list->floats parameters
-    float *mean, *square;    // AdamW's moments, with the same layout; NULL for inference
+    float *params;    // list->floats parameters
+    // The optimizer's state, with the same layout; NULL for inference. AdamW: the moments. Muon: mean is the momentum,
+    // and square is scratch.
+    float *mean, *square;
     // model.safetensors stores bfloat16, and optimizer.safetensors the parameters as float32 master weights.
     bool bf16;
 } Weights;
@@ -41,7 +43,7 @@ bool weights_check(const ModelConfig *config, const char *folder, Error *error);
 // reads the master weights.
 bool weights_load(const Weights *weights, const char *folder, const Normalizer *saved, Error *error);
 
-// Reads the moments, and with bf16 the master weights, from a folder with optimizer.safetensors.
+// Reads the optimizer's state, and with bf16 the master weights, from a folder with optimizer.safetensors.
 bool weights_load_optimizer(const Weights *weights, const char *folder, Error *error);
 
 // Write model.safetensors and optimizer.safetensors to these paths, and return their hashes.

@@ -13,7 +13,7 @@
 static void plan_memory(Run *run) {
     MemoryPlan *plan = run->plan;
     size_t N = (size_t)run->o.batch * run->T;
-    bool masked = shards_masked(run->train) || (run->val && shards_masked(run->val));
+    bool masked = mixture_masked(run->train) || (run->val && shards_masked(run->val));
     run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
     memory_add(plan, "batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
@@ -27,9 +27,16 @@ static void plan_memory(Run *run) {
     }
 }
 
-// A checkpoint's size: weights, two moments, and with bf16 the float32 master weights.
-static double checkpoint_bytes(const ModelConfig *config, bool bf16) {
-    return (double)model_parameters(config) * (bf16 ? 2 + 12 : 4 + 8);
+// A checkpoint's size: weights, with bf16 the float32 master weights, and AdamW's two moments or Muon's momentum.
+static double checkpoint_bytes(const ModelConfig *config, const TrainOptions *o) {
+    TensorList list = tensors_of(config, NULL, 0);
+    double bytes = 0;
+    for (size_t i = 0; i < list.count; i++) {
+        bool muon = o->optimizer == OPTIMIZER_MUON && list.tensors[i].hidden;
+        bytes += (double)list.tensors[i].elements * ((o->dtype == TRAIN_BF16 ? 2 + 4 : 4) + (muon ? 4 : 8));
+    }
+    tensors_free(&list);
+    return bytes;
 }
 
 // What follows a flag's value in a message. The values of a resumed run come from its run.json, so they were given.
@@ -81,14 +88,37 @@ static void print_model(const Run *run) {
                s->step >= run->o.steps ? "; after the last of --steps" : "");
 }
 
+static void print_shards(const Run *run, const Shards *shards) {
+    uint64_t windows = shards_windows(shards);
+    printf("%s tokens in %zu shard%s, %s window%s of %zu", human_grouped(shards_tokens(shards)).text,
+           shards_count(shards), shards_count(shards) == 1 ? "" : "s", human_grouped(windows).text,
+           windows == 1 ? "" : "s", run->T);
+}
+
+static void print_data(const Run *run) {
+    const Mixture *train = run->train;
+    double sequences = (double)run->step_tokens / (double)run->T;
+    if (train->weighted) {
+        printf("data      %zu source%s", train->count, train->count == 1 ? "" : "s");
+    } else {
+        printf("data      ");
+        print_shards(run, train->sources[0].shards);
+        printf(", %.1f steps per epoch", (double)shards_windows(train->sources[0].shards) / sequences);
+    }
+    if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
+    for (const Source *s = train->sources; train->weighted && s < train->sources + train->count; s++) {
+        double share = (double)s->weight / (double)train->period;
+        char percent[32];
+        snprintf(percent, sizeof percent, "%.4g %%", 100 * share);
+        printf("\n  %-8s%s: ", percent, s->globs);
+        print_shards(run, s->shards);
+        printf(", %.2f epochs", share * sequences * (double)run->o.steps / (double)shards_windows(s->shards));
+    }
+}
+
 static void print_work(const Run *run) {
     const TrainOptions *o = &run->o;
-    int64_t windows_per_step = run->step_tokens / (int64_t)run->T;
-    printf("data      %s tokens in %zu shard%s, %s windows of %zu, %.1f steps per epoch",
-           human_grouped(shards_tokens(run->train)).text, shards_count(run->train),
-           shards_count(run->train) == 1 ? "" : "s", human_grouped(shards_windows(run->train)).text, run->T,
-           (double)shards_windows(run->train) / (double)windows_per_step);
-    if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
+    print_data(run);
     printf("\nstep      %s tokens: %lld rank%s x %lld micro-batch%s of %lld x %zu\n",
            human_grouped((uint64_t)run->step_tokens).text, (long long)process.size, process.size == 1 ? "" : "s",
            (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es", (long long)o->batch, run->T);
@@ -102,8 +132,7 @@ static void print_disk(const Run *run) {
     uint64_t free_bytes;
     Error error;
     if (!o->out || !file_free_space(o->out, &free_bytes, &error)) return;
-    double bytes = checkpoint_bytes(run->config, o->dtype == TRAIN_BF16),
-           kept = bytes * (double)(o->keep ? o->keep + 1 : 1);
+    double bytes = checkpoint_bytes(run->config, o), kept = bytes * (double)(o->keep ? o->keep + 1 : 1);
     printf("disk      %s per checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
     if (kept > (double)free_bytes)
         warn("%s: %s free, but the checkpoints kept by --keep %lld need up to %s.", o->out,

@@ -40,7 +40,7 @@ static bool lock_folder(Run *run, bool create, Error *error) {
 }
 
 static bool data_whole(const Run *run, Error *error) {
-    return shards_check_all(run->train, error) && (!run->val || shards_check_all(run->val, error));
+    return mixture_check_all(run->train, error) && (!run->val || shards_check_all(run->val, error));
 }
 
 void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
@@ -50,7 +50,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     start_program(program->name);
     process_hold_signals(argv);
     train_options_init(o, normalizer_flag_help, program->gpus);
-    train_options_parse(o, argc, argv, program->usage);
+    options_parse(o->table, o->count, argc, argv, program->usage);
     if (normalizer_help(o->attn)) exit(EXIT_DONE);
     process_start(&argc, &argv);
     run->heartbeat = heartbeat_start(o->rank_timeout);
@@ -148,7 +148,7 @@ bool run_continues(const Run *run) {
 
 // ---- batches
 
-// Loads window `g` of the data into row `row` of the batch.
+// Loads sequence `g` of the data into row `row` of the batch.
 static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     Error error;
     if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
@@ -160,7 +160,7 @@ static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
 // The number by which a step's loss is divided: tokens, or with masks windows, because each window's mask weights sum
 // to 1.
 static double loss_count(const Run *run) {
-    return shards_masked(run->train) ? (double)(run->step_tokens / (int64_t)run->T) : (double)run->step_tokens;
+    return mixture_masked(run->train) ? (double)(run->step_tokens / (int64_t)run->T) : (double)run->step_tokens;
 }
 
 // Micro-batch i of rank r starts at window (i · ranks + r) · B.
@@ -176,7 +176,11 @@ bool run_batch(Run *run, Batch *batch) {
         run->step_T =
             step_length(run->o.seq_len.values, run->o.seq_len.count, (uint64_t)run->o.seed, (uint64_t)run->step);
     uint64_t first = run->sequence + ((uint64_t)i * (uint64_t)process.size + (uint64_t)process.rank) * B;
-    for (size_t b = 0; b < B; b++) load_window(run, run->train, first + b, b);
+    for (size_t b = 0; b < B; b++) {
+        uint64_t g = first + b;
+        const Source *source = mixture_find(run->train, &g);
+        load_window(run, source->shards, g, b);
+    }
     *batch = (Batch){.inputs = run->inputs,
                      .targets = run->targets,
                      .mask = run->mask,

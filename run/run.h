@@ -30,6 +30,7 @@
 #include "runtime/adamw.h"
 #include "runtime/heartbeat.h"
 #include "runtime/memory.h"
+#include "runtime/mixture.h"
 #include "runtime/sampler.h"
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
@@ -84,7 +85,8 @@ typedef struct {
     char tokenizer_folder[PATH_MAX];     // the folder of its files, which checkpoints copy; "" if there is none
     int tokenizer_vocab, end_of_text;    // of the tokenizer; 0 and -1 if unknown
     const char *vocab_from;              // where the vocabulary size came from, for the printed plan
-    Shards *train, *val;
+    Mixture *train;
+    Shards *val;
     char *train_print, *val_print;    // fingerprints
     cJSON *lineage;
     int lock;    // of the run folder; see folder_lock()

@@ -9,6 +9,7 @@
 #include "run/checkpoint.h"
 #include "run/folder.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/process.h"
 
@@ -122,6 +123,13 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
 
 // ---- the model's shape and tokenizer
 
+// Makes the path of a file that of its folder.
+static void keep_folder(char *path) {
+    char *slash = strrchr(path, '/');
+    if (slash) *slash = 0;
+    else strcpy(path, ".");
+}
+
 static bool folder_has_tokenizer(const char *folder) {
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
@@ -135,10 +143,8 @@ static void open_tokenizer(Run *run, const char *weights) {
     Error error;
     if (run->tokenizer_folder[0] || !run->o.train_data) return;
     // If this fails, opening the shards reports why.
-    if (!shards_first_path(run->o.train_data, beside, sizeof beside)) return;
-    char *slash = strrchr(beside, '/');
-    if (slash) *slash = 0;
-    else strcpy(beside, ".");
+    if (!mixture_first_path(run->o.train_data, beside, sizeof beside)) return;
+    keep_folder(beside);
     const char *folder = folder_has_tokenizer(beside) ? beside : weights;
     if (!folder[0] || !folder_has_tokenizer(folder)) return;
     snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
@@ -164,7 +170,7 @@ static void check_weights_folder(const char *folder) {
              "  Its newest checkpoint is %s.",
              folder, newest);
     fail(EXIT_INPUT,
-         "--init-from %s: expected the folder of a checkpoint or a Hugging Face Llama model, found no config.json.",
+         "--init-from %s: expected the folder of a checkpoint or of a Hugging Face model, found no config.json.",
          folder);
 }
 
@@ -207,6 +213,7 @@ static void settle_loaded(Run *run) {
     run->loaded = config->attn;
     run->vocab_from = " (from the loaded model)";
     if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
+    if (train_options_given(o, "logit-softcap")) config->logit_softcap = o->logit_softcap;
     if (!train_options_given(o, "model")) return;
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
     if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
@@ -262,6 +269,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         if (!model_parse(config, o->model, &error)) fail_with(&error);
         settle_vocabulary(run);
         config->rope_theta = o->rope_theta;
+        config->logit_softcap = o->logit_softcap;
         config->seq_len = (int)run->T;
     }
     if (o->rope_scaling) config->rope_scaling = asked_scaling(o);
@@ -306,22 +314,63 @@ static void settle_batches(Run *run) {
     run->micro_batches = o->total_batch_tokens / together;
 }
 
-static Shards *open_shards(Run *run, const char *glob, bool shuffle, uint64_t min_windows, const char *remedy,
-                           char **print) {
-    ShardsConfig config = {.T = run->T,
-                           .vocab = run->config->vocab,
-                           .end_of_text = run->config->end_of_text,
-                           .seed = (uint64_t)run->o.seed,
-                           .shuffle = shuffle,
-                           .pack = (PackMode)run->o.pack,
-                           .min_windows = min_windows,
-                           .remedy = remedy};
+static ShardsConfig shards_config(const Run *run) {
+    return (ShardsConfig){.T = run->T,
+                          .vocab = run->config->vocab,
+                          .end_of_text = run->config->end_of_text,
+                          .seed = (uint64_t)run->o.seed,
+                          .pack = (PackMode)run->o.pack};
+}
+
+static void open_train(Run *run) {
+    ShardsConfig config = shards_config(run);
     Error error;
-    Shards *shards = shards_open(glob, config, &error);
-    if (!shards) fail_with(&error);
-    *print = shards_fingerprint(shards, &error);
-    if (!*print) fail_with(&error);
-    return shards;
+    config.shuffle = run->o.shuffle;
+    config.min_windows = (uint64_t)(run->step_tokens / (int64_t)run->T);
+    config.remedy = "Add data, or reduce --seq-len, --batch or --total-batch-tokens.";
+    run->train = mixture_open(run->o.train_data, config, &error);
+    run->train_print = run->train ? mixture_fingerprint(run->train, &error) : NULL;
+    if (!run->train_print) fail_with(&error);
+}
+
+// Reads the hash of the tokenizer beside a source's shards. Returns false if there is none.
+static bool tokenizer_beside(const Source *source, char *path, size_t size, FileHash *hash) {
+    char folder[PATH_MAX];
+    Error ignored;
+    if (!shards_first_path(source->globs, folder, sizeof folder)) return false;
+    keep_folder(folder);
+    snprintf(path, size, "%s/%s", folder, tokenizer_files[0]);
+    return folder_has_tokenizer(folder) && file_hash(path, hash, &ignored);
+}
+
+// An id means another token in each tokenizer, so all sources need the same one.
+static void check_same_tokenizer(const Mixture *train) {
+    char first[PATH_MAX + 32], other[PATH_MAX + 32];
+    FileHash wanted, found;
+    if (!tokenizer_beside(&train->sources[0], first, sizeof first, &wanted)) return;
+    for (size_t i = 1; i < train->count; i++)
+        if (tokenizer_beside(&train->sources[i], other, sizeof other, &found) &&
+            !XXH128_isEqual(wanted.xxh3, found.xxh3))
+            fail(EXIT_INPUT,
+                 "%s: differs from %s, but all sources of --train-data need the same tokenizer.\n"
+                 "  Encode their text again with one of them: --tokenizer FOLDER of the scripts in data/.",
+                 other, first);
+}
+
+static void open_val(Run *run) {
+    ShardsConfig config = shards_config(run);
+    Error error;
+    if (!run->o.val_data) return;
+    if (mixture_has_weights(run->o.val_data))
+        fail(EXIT_USAGE,
+             "--val-data %s: only --train-data can have weights.\n"
+             "  Validation reads one stream; to measure the loss of each source, use eval_gpt2 --data.",
+             run->o.val_data);
+    config.min_windows = 1;
+    config.remedy = "Add data, or reduce --seq-len.";
+    run->val = shards_open(run->o.val_data, config, &error);
+    run->val_print = run->val ? shards_fingerprint(run->val, &error) : NULL;
+    if (!run->val_print) fail_with(&error);
 }
 
 // Checks that the tokenizer's ids fit into the model's vocabulary.
@@ -352,6 +401,12 @@ static void check_normalizer(const Run *run, const Normalizer *attn, const char 
              attn->text, L, run->T);
 }
 
+static void check_softcap(double c) {
+    if (c != 0 && c < MIN_SOFTCAP)
+        fail(EXIT_USAGE, "--logit-softcap %g: expected a number from %g to %g, or 0 for no cap.", c, MIN_SOFTCAP,
+             MAX_SOFTCAP);
+}
+
 // Under ntk the angles depend on the length of a sequence, and training has one table of angles, for the longest.
 static void check_rope(const Run *run) {
     const ModelConfig *config = run->config;
@@ -379,6 +434,12 @@ void settle(Run *run) {
     check_normalizer(run, &run->config->attn, "--attn");
     for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
     check_rope(run);
+    check_softcap(o->logit_softcap);
+    if (model_is_plain(run->config) && run->config->window && run->config->seq_len > run->config->window)
+        fail(EXIT_USAGE,
+             "--norm-length %d exceeds this model's sliding window of %d; only full attention is supported.",
+             run->config->seq_len, run->config->window);
+    model_check_length(run->config, run->T);
     settle_batches(run);
     if (!o->train_data && o->resume && !run->resumed && !run->started_over)
         fail(EXIT_USAGE,
@@ -388,10 +449,9 @@ void settle(Run *run) {
     if (!o->train_data)
         fail(EXIT_USAGE, "--train-data is missing: name the shards to train on. data/shakespeare.py creates some.");
     settle_tokenizer(run, weights);
-    run->train = open_shards(run, o->train_data, o->shuffle, (uint64_t)(run->step_tokens / (int64_t)run->T),
-                             "Add data, or reduce --seq-len, --batch or --total-batch-tokens.", &run->train_print);
-    if (o->val_data)
-        run->val = open_shards(run, o->val_data, false, 1, "Add data, or reduce --seq-len.", &run->val_print);
+    open_train(run);
+    check_same_tokenizer(run->train);
+    open_val(run);
     if ((run->resumed || run->started_over) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
                                                 !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);

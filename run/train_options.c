@@ -40,21 +40,22 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = DEFAULTS;
     // clang-format off
     const Option table[] = {
-        {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin'"},
+        {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin', or sources with weights: 'a*.bin:0.7,b*.bin:0.3'"},
         {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "validation shards; without them, no validation"},
         {"shuffle",     OPT_SWITCH, &o->shuffle, .group = "Data", .help = "shuffle the windows by seed and epoch; 0: read them in order"},
         {"pack",        OPT_CHOICE, &o->pack, .choices = "stream|example", .group = "Data", .help = "stream: windows of one stream of tokens; example: one document per row"},
         {"doc-mask",    OPT_SWITCH, &o->doc_mask, .group = "Data", .help = "attention stops at document boundaries: each token sees only its own document"},
         {"seed",        OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Data", .help = "for initial weights, data order and samples"},
 
-        {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, or layers=4,heads=4,channels=128,ffn=352,tied=1, or a name and keys; more keys: vocab=, kv_heads=, head_dim=, norm_eps=, qk_norm=1, block=gau"},
+        {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, or layers=4,heads=4,channels=128,ffn=352,tied=1, or a name and keys; more keys: vocab=, kv_heads=, head_dim=, norm_eps=, qk_norm=1, bias=qkv, block=gau"},
         {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = attn_help,
          .resume_hint = "To change the normalizer of this run, use --attn-switch STEP:NAME."},
         {"attn-switch", OPT_TEXT, &o->attn_switch, .arg = "STEP:NAME", .group = "Model", .help = "switch to another normalizer at this step", .on_resume = true},
         {"norm-length", OPT_INT, &o->norm_length, 0, 1 << 20, .arg = "N", .group = "Model", .help = "L in the normalizers' formulas; 0: the longest --seq-len, or the loaded model's L"},
         {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},
         {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; default: none, or the loaded model's"},
-        {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint or a Hugging Face Llama folder"},
+        {"logit-softcap", OPT_FLOAT, &o->logit_softcap, 0, MAX_SOFTCAP, .arg = "C", .group = "Model", .help = "cap the output logits softly: C tanh(logits/C), 30 in Gemma 2; 0: no cap; default: none, or the loaded model's"},
+        {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint, or in a Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "unknown keys in --init-from's config.json to ignore"},
         {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "data type of matmul inputs; sums and master weights stay float32"},
 
@@ -66,9 +67,11 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"warmup",      OPT_INT, &o->warmup, 0, 1e12, .arg = "N", .group = "Training", .help = "learning-rate warmup steps", .on_resume = true},
         {"schedule",    OPT_CHOICE, &o->schedule, .choices = "constant|cosine|linear|wsd", .group = "Training", .help = "learning-rate schedule; wsd decays over the last fifth of the steps", .on_resume = true},
         {"min-lr-frac", OPT_FLOAT, &o->min_lr_frac, 0, 1, .arg = "X", .group = "Training", .help = "final learning rate as a fraction of --lr", .on_resume = true},
-        {"weight-decay", OPT_FLOAT, &o->weight_decay, 0, 10, .arg = "X", .group = "Training", .help = "AdamW weight decay, applied to matrices only"},
+        {"optimizer",   OPT_CHOICE, &o->optimizer, .choices = "adamw|muon", .group = "Training", .help = "muon: Muon for the layers' matrices, with the learning rate and weight decay of AdamW, and AdamW for all other tensors"},
+        {"weight-decay", OPT_FLOAT, &o->weight_decay, 0, 10, .arg = "X", .group = "Training", .help = "weight decay, applied to matrices only"},
         {"beta1",       OPT_FLOAT, &o->beta1, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW beta1 (first moment)"},
         {"beta2",       OPT_FLOAT, &o->beta2, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW beta2 (second moment)"},
+        {"z-loss",      OPT_FLOAT, &o->z_loss, 0, 100, .arg = "X", .group = "Training", .help = "add X times the mean of ln(Z)^2 to what is minimized, Z being softmax's sum over the vocabulary; 1e-4 is common"},
         {"grad-clip",   OPT_FLOAT, &o->grad_clip, 0, 1e9, .arg = "X", .group = "Training", .help = "maximum gradient norm; 0: no clipping"},
 
         {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder for run.json, metrics.jsonl, samples.txt and ckpt/; without it, nothing is kept", .on_resume = true},
@@ -84,7 +87,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"rank-timeout", OPT_INT, &o->rank_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "end the run after this many seconds without a heartbeat from a rank; 0: never", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything and print the plan; write nothing", .on_resume = true},
 
-        {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: shard AdamW's moments over the ranks (ZeRO-1)", .on_resume = true},
+        {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: shard the optimizer's state over the ranks (ZeRO-1)", .on_resume = true},
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "recompute some activations in the backward pass to save memory", .on_resume = true},
         {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "data type of gradients during the all-reduce", .on_resume = true},
         {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement, and sum attention's gradients in any order", .on_resume = true},
@@ -93,23 +96,12 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "round the weights' bf16 copy stochastically", .on_resume = true},
     };
     // clang-format on
-    o->count = o->count_on_gpus = sizeof table / sizeof *table;
-    while (!gpus && strcmp(table[o->count - 1].group, "GPUs") == 0) o->count--;    // the last group
+    o->count = sizeof table / sizeof *table;
     o->table = malloc(sizeof table);
     if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
     memcpy(o->table, table, sizeof table);
-}
-
-void train_options_parse(TrainOptions *o, int argc, char **argv, const char *usage) {
-    for (int i = 1; i < argc; i++)
-        for (size_t row = o->count; row < o->count_on_gpus; row++) {
-            const char *name = o->table[row].name, *word = argv[i];
-            size_t length = strlen(name);
-            if (strncmp(word, "--", 2) == 0 && strncmp(word + 2, name, length) == 0 &&
-                (word[2 + length] == 0 || word[2 + length] == '='))
-                usage_fail("--%s is only supported by train_gpt2cu, the GPU trainer, not by %s.", name, program_name);
-        }
-    options_parse(o->table, o->count, argc, argv, usage);
+    for (Option *row = o->table; row < o->table + o->count; row++)
+        if (!gpus && strcmp(row->group, "GPUs") == 0) row->only_in = "train_gpt2cu, the GPU trainer";
 }
 
 bool train_options_given(const TrainOptions *options, const char *name) {

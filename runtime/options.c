@@ -9,7 +9,10 @@
 #include <string.h>
 #include <strings.h>
 
+#include "runtime/file.h"
 #include "runtime/process.h"
+#include "runtime/spelling.h"
+#include "runtime/toml.h"
 #include "runtime/version.h"
 
 // cJSON writes 15 digits. Flags are rounded to as many, so a resumed run reads from run.json exactly the value that the
@@ -18,6 +21,7 @@
 #define INT_LIMIT 1e15
 #define HELP_COLUMN 34
 #define HELP_WIDTH 120
+#define CONFIG_LIMIT ((size_t)1 << 20)    // bytes of a --config file
 
 typedef union {
     int64_t integer;
@@ -172,42 +176,18 @@ static void value_text(const Option *o, Value v, char *out, size_t size) {
 // ---- usage errors
 
 // Every rank of a launched run has the same invalid flag, so only rank 0 reports it.
+static _Noreturn void fail_once(Error *error) {
+    if (process_launched_rank() > 0) error->text[0] = 0;
+    fail_with(error);
+}
+
 void usage_fail(const char *format, ...) {
     Error error = {.code = EXIT_USAGE};
     va_list args;
     va_start(args, format);
     vsnprintf(error.text, sizeof error.text, format, args);
     va_end(args);
-    if (process_launched_rank() > 0) error.text[0] = 0;
-    fail_with(&error);
-}
-
-static bool same_letter(char a, char b) {
-    return tolower((unsigned char)a) == tolower((unsigned char)b);
-}
-
-size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
-    size_t rows[3][64];    // for the prefixes of a with i - 2, i - 1 and i letters
-    if (na > 63 || nb > 63) return 64;
-    for (size_t i = 0; i <= na; i++) {
-        size_t *row = rows[i % 3], *before = rows[(i + 2) % 3], *two_before = rows[(i + 1) % 3];
-        row[0] = i;
-        for (size_t j = 1; j <= nb; j++) {
-            row[j] = row[j - 1] + 1;
-            if (i == 0) continue;
-            size_t replaced = before[j - 1] + !same_letter(a[i - 1], b[j - 1]);
-            if (before[j] + 1 < row[j]) row[j] = before[j] + 1;
-            if (replaced < row[j]) row[j] = replaced;
-            bool swapped = i > 1 && j > 1 && same_letter(a[i - 1], b[j - 2]) && same_letter(a[i - 2], b[j - 1]);
-            if (swapped && two_before[j - 2] + 1 < row[j]) row[j] = two_before[j - 2] + 1;
-        }
-    }
-    return rows[na % 3][nb];
-}
-
-bool edit_is_slip(size_t distance, size_t na, size_t nb) {
-    size_t longer = na > nb ? na : nb;
-    return distance <= 1 || distance <= longer / 3;
+    fail_once(&error);
 }
 
 // The distance, but 0 if one word is a prefix of the other (--train for --train-data).
@@ -216,16 +196,16 @@ static size_t unlikeness(const char *a, size_t na, const char *b, size_t nb) {
     return shorter >= 3 && strncasecmp(a, b, shorter) == 0 ? 0 : edit_distance(a, na, b, nb);
 }
 
-// Writes " Did you mean --name?" for the flag that was probably meant, or "".
-static const char *nearest_flag(const Option *table, size_t count, const char *name, size_t length, char *out,
-                                size_t size) {
+// Writes " Did you mean --name?" for the flag that was probably meant, or "". `dashes` precede its name.
+static const char *nearest_flag(const Option *table, size_t count, const char *dashes, const char *name, size_t length,
+                                char *out, size_t size) {
     size_t best = SIZE_MAX;
     out[0] = 0;
     for (size_t i = 0; i < count; i++) {
         size_t other = strlen(table[i].name), d = unlikeness(name, length, table[i].name, other);
-        if (d >= best || !edit_is_slip(d, length, other)) continue;
+        if (table[i].only_in || d >= best || !edit_is_slip(d, length, other)) continue;
         best = d;
-        snprintf(out, size, " Did you mean --%s?", table[i].name);
+        snprintf(out, size, " Did you mean %s%s?", dashes, table[i].name);
     }
     return out;
 }
@@ -249,6 +229,12 @@ static _Noreturn void wrong_value(const Option *o, const char *text) {
     expected(o, want, sizeof want);
     if (o->type != OPT_CHOICE) usage_fail("--%s %s: expected %s, found \"%s\".", o->name, text, want, text);
     usage_fail("--%s %s: expected %s.%s", o->name, text, want, nearest_word(o->choices, text, near, sizeof near));
+}
+
+// `where` and `dashes` precede the flag's name.
+static void reject_elsewhere(const Option *o, const char *where, const char *dashes) {
+    if (o->only_in)
+        usage_fail("%s%s%s is only supported by %s, not by %s.", where, dashes, o->name, o->only_in, program_name);
 }
 
 // ---- help
@@ -292,24 +278,63 @@ static void print_help(const Option *o) {
     print_wrapped(text, column);
 }
 
-static _Noreturn void version(void) {
+static _Noreturn void print_version(void) {
     if (process_launched_rank() <= 0) printf("attn.c " ATTN_C_VERSION " (%s)\n", program_name);
     exit(EXIT_DONE);
 }
 
-static _Noreturn void help(const Option *table, size_t count, const char *usage) {
-    if (process_launched_rank() > 0) exit(EXIT_DONE);
-    printf("attn.c " ATTN_C_VERSION " (%s)\n\n%s\n", program_name, usage);
+static const char *group_of(const Option *o) {
+    return o->group ? o->group : "Flags";
+}
+
+// Prints each row of the table, below the name of its group.
+static void print_groups(const Option *table, size_t count, const char *heading, void (*print)(const Option *)) {
     for (size_t i = 0; i < count; i++) {
-        const char *group = table[i].group ? table[i].group : "Flags";
-        if (i == 0 || strcmp(group, table[i - 1].group ? table[i - 1].group : "Flags") != 0) printf("\n%s\n", group);
-        print_help(&table[i]);
+        if (table[i].only_in) continue;
+        if (i == 0 || strcmp(group_of(&table[i]), group_of(&table[i - 1])) != 0) printf(heading, group_of(&table[i]));
+        print(&table[i]);
     }
-    printf("\nWrite --flag value or --flag=value. A bare switch means 1. If a flag is repeated, the last one wins.\n");
+}
+
+// ---- --print-config
+
+static void print_quoted(const char *text) {
+    putchar('"');
+    for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
+        if (*p == '"' || *p == '\\') printf("\\%c", *p);
+        else if (*p < ' ') printf("\\u%04x", *p);
+        else putchar(*p);
+    }
+    putchar('"');
+}
+
+// Prints `name = value`. Defaults are comments, because some flags have another effect if they are given.
+static void print_entry(const Option *o) {
+    char text[512];
+    Value v = value_get(o);
+    printf("%s%s = ", o->given ? "" : "# ", o->name);
+    if (o->type == OPT_TEXT) {
+        print_quoted(v.text ? v.text : arg_name(o));
+    } else if (o->type == OPT_SWITCH) {
+        printf("%s", v.on ? "true" : "false");
+    } else {
+        const char *open = o->type == OPT_CHOICE ? "\"" : "", *close = open;
+        if (o->type == OPT_INT_LIST) open = "[", close = "]";
+        value_text(o, v, text, sizeof text);
+        printf("%s%s%s", open, text, close);
+    }
+    putchar('\n');
+}
+
+static _Noreturn void print_config(const Option *table, size_t count) {
+    if (process_launched_rank() > 0) exit(EXIT_DONE);
+    printf("# Flags of %s (attn.c " ATTN_C_VERSION "), for --config. Comments are flags that were not given.\n",
+           program_name);
+    print_groups(table, count, "\n# %s\n", print_entry);
     exit(EXIT_DONE);
 }
 
-// ---- the command line
+// ---- flags
 
 Option *options_find(Option *table, size_t count, const char *name) {
     for (size_t i = 0; i < count; i++)
@@ -317,53 +342,183 @@ Option *options_find(Option *table, size_t count, const char *name) {
     return NULL;
 }
 
-static Option *flag_find(Option *table, size_t count, const char *word, size_t length) {
-    char name[64], near[96];
-    snprintf(name, sizeof name, "%.*s", (int)length, word + 2);
-    Option *o = length < sizeof name ? options_find(table, count, name) : NULL;
+static void set_value(Option *o, Value v) {
+    value_set(o, v);
+    o->given = true;
+}
+
+// ---- --config
+
+static const char *const TOML_NAMES[] = {"text in quotes", "a number", "true or false", "a list"};    // by TomlKind
+
+static bool fits_kind(const Option *o, TomlKind kind) {
+    switch (o->type) {
+    case OPT_TEXT:
+    case OPT_CHOICE: return kind == TOML_STRING;
+    case OPT_SWITCH: return kind == TOML_SWITCH;
+    case OPT_INT:
+    case OPT_FLOAT: return kind == TOML_NUMBER;
+    case OPT_INT_LIST: return kind == TOML_NUMBER || kind == TOML_LIST;
+    }
+    return false;
+}
+
+static void expected_entry(const Option *o, char *out, size_t size) {
+    if (o->type == OPT_TEXT) snprintf(out, size, "text in quotes");
+    else if (o->type == OPT_SWITCH) snprintf(out, size, "true or false");
+    else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s, in quotes", o->choices);
+    else expected(o, out, size);
+}
+
+static void set_entry(Option *o, const TomlEntry *entry, const char *where) {
+    char want[256], near[96] = "";
+    const char *text = entry->text;
+    Value v;
+    expected_entry(o, want, sizeof want);
+    if (!fits_kind(o, entry->kind))
+        usage_fail("%s%s: expected %s, found %s.", where, o->name, want, TOML_NAMES[entry->kind]);
+    if (o->type == OPT_SWITCH) text = strcmp(text, "true") == 0 ? "1" : "0";
+    if (!value_read(o, text, &v)) {
+        if (o->type == OPT_CHOICE) nearest_word(o->choices, text, near, sizeof near);
+        usage_fail("%s%s: expected %s, found \"%s\".%s", where, o->name, want, text, near);
+    }
+    if (o->type == OPT_TEXT) {
+        free(o->owned);
+        v.text = o->owned = strdup(text);
+        if (!v.text) fail(EXIT_RESOURCE, "out of memory for the flags.");
+    }
+    set_value(o, v);
+}
+
+// Returns the row that an entry sets. lines: where the file sets each row, or 0.
+static Option *entry_row(Option *table, size_t count, const TomlEntry *entry, int *lines, const char *where) {
+    char near[96];
+    Option *o = options_find(table, count, entry->key);
     if (!o)
-        usage_fail("--%.*s: unknown flag.%s Run `--help` for the full list.", (int)length, word + 2,
-                   nearest_flag(table, count, word + 2, length, near, sizeof near));
+        usage_fail("%s%s: unknown flag.%s Run `--help` for the full list.", where, entry->key,
+                   nearest_flag(table, count, "", entry->key, strlen(entry->key), near, sizeof near));
+    reject_elsewhere(o, where, "");
+    int *line = &lines[o - table];
+    if (*line) usage_fail("%s%s: is set twice; the first time is on line %d.", where, o->name, *line);
+    *line = entry->line;
     return o;
 }
 
-static _Noreturn void stray_word(const Option *table, size_t count, const char *word, const char *before) {
+static void read_config(Option *table, size_t count, const char *path) {
+    Error error;
+    size_t size;
+    char *text = file_read(path, CONFIG_LIMIT, &size, &error), where[600];
+    int *lines = calloc(count, sizeof *lines);
+    TomlEntry entry;
+    if (!text) fail_once(&error);
+    if (!lines) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
+    TomlReader reader = toml_start(path, text);
+    if (strlen(text) < size) error_set(&reader.error, EXIT_INPUT, "%s: contains a 0 byte; expected text.", path);
+    while (!reader.error.text[0] && toml_next(&reader, &entry)) {
+        snprintf(where, sizeof where, "%.512s: line %d: ", path, entry.line);
+        set_entry(entry_row(table, count, &entry, lines, where), &entry, where);
+    }
+    if (reader.error.text[0]) fail_once(&reader.error);
+    free(lines);
+    free(text);
+}
+
+// ---- the command line
+
+enum { CONFIG, PRINT_CONFIG, OWN_COUNT };
+
+typedef struct {
+    Option *table, own[OWN_COUNT];    // own: the flags that every program has
+    size_t count;
+    const char *config;
+    bool print;
+    char **first, **word, **end;    // word: the next word to be read
+} CommandLine;
+
+static void start(CommandLine *c, Option *table, size_t count, int argc, char **argv) {
+    // clang-format off
+    *c = (CommandLine){
+        .table = table, .count = count, .first = argv + 1, .word = argv + 1, .end = argv + argc,
+        .own = {
+            [CONFIG]       = {"config", OPT_TEXT, &c->config, .arg = "FILE", .group = "Configuration", .help = "read flags from this file, as lines flag = value; those on the command line win"},
+            [PRINT_CONFIG] = {"print-config", OPT_SWITCH, &c->print, .group = "Configuration", .help = "print the given flags as such a file, and exit"},
+        }};
+    // clang-format on
+}
+
+static const char *suggestion(const CommandLine *c, const char *name, size_t length, char *out, size_t size) {
+    if (nearest_flag(c->table, c->count, "--", name, length, out, size)[0]) return out;
+    return nearest_flag(c->own, OWN_COUNT, "--", name, length, out, size);
+}
+
+static Option *flag_find(CommandLine *c, const char *word, size_t length) {
+    char name[64], near[96];
+    snprintf(name, sizeof name, "%.*s", (int)length, word + 2);
+    Option *o = length < sizeof name ? options_find(c->table, c->count, name) : NULL;
+    if (!o && length < sizeof name) o = options_find(c->own, OWN_COUNT, name);
+    if (!o)
+        usage_fail("--%.*s: unknown flag.%s Run `--help` for the full list.", (int)length, word + 2,
+                   suggestion(c, word + 2, length, near, sizeof near));
+    reject_elsewhere(o, "", "--");
+    return o;
+}
+
+static _Noreturn void stray_word(const CommandLine *c, const char *word, const char *before) {
     char near[96];
     if (word[0] == '-' && word[1] && word[1] != '-')
         usage_fail("%s: flags start with two dashes.%s Run `--help` for the full list.", word,
-                   nearest_flag(table, count, word + 1, strcspn(word + 1, "="), near, sizeof near));
+                   suggestion(c, word + 1, strcspn(word + 1, "="), near, sizeof near));
     usage_fail("\"%s\": this word does not belong to a flag%s%s.\n"
                "  Write --flag value, and quote values that contain spaces or *.",
                word, before ? "; it follows " : "", before ? before : "");
 }
 
+// Reads the next flag and its value. Returns NULL at the end.
+static Option *next_flag(CommandLine *c, const char **text) {
+    if (c->word == c->end) return NULL;
+    const char *word = *c->word++, *next = c->word < c->end ? *c->word : NULL;
+    if (strncmp(word, "--", 2) != 0 || !word[2]) stray_word(c, word, c->word - 1 > c->first ? c->word[-2] : NULL);
+    size_t length = strcspn(word + 2, "=");
+    Option *o = flag_find(c, word, length);
+    *text = word[2 + length] ? word + 3 + length : NULL;
+    if (!*text && next && strncmp(next, "--", 2) != 0) *text = *c->word++;
+    else if (!*text && o->type == OPT_SWITCH) *text = "1";
+    if (!*text)
+        usage_fail("--%s: its value is missing%s%s. Write --%s %s.", o->name, next ? "; the next word is " : "",
+                   next ? next : "", o->name, arg_name(o));
+    return o;
+}
+
+static _Noreturn void print_help_page(const CommandLine *c, const char *usage) {
+    if (process_launched_rank() > 0) exit(EXIT_DONE);
+    printf("attn.c " ATTN_C_VERSION " (%s)\n\n%s\n", program_name, usage);
+    print_groups(c->table, c->count, "\n%s\n", print_help);
+    print_groups(c->own, OWN_COUNT, "\n%s\n", print_help);
+    printf("\nWrite --flag value or --flag=value. A bare switch means 1. If a flag is repeated, the last one wins.\n");
+    exit(EXIT_DONE);
+}
+
+static bool has_word(const CommandLine *c, const char *word) {
+    for (char **at = c->first; at < c->end; at++)
+        if (strcmp(*at, word) == 0) return true;
+    return false;
+}
+
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage) {
-    for (int i = 1; i < argc; i++)
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) help(table, count, usage);
-    for (int i = 1; i < argc; i++)
-        if (strcmp(argv[i], "--version") == 0) version();
-    for (int i = 1; i < argc; i++) {
-        char *word = argv[i];
-        if (strncmp(word, "--", 2) != 0 || !word[2]) stray_word(table, count, word, i > 1 ? argv[i - 1] : NULL);
-        size_t length = strcspn(word + 2, "=");
-        Option *o = flag_find(table, count, word, length);
-        const char *text = word[2 + length] ? word + 3 + length : NULL;
-        const char *next = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0 ? argv[i + 1] : NULL;
-        if (!text && next) {
-            text = next;
-            i++;
-        } else if (!text && o->type == OPT_SWITCH) {
-            text = "1";
-        }
-        if (!text)
-            usage_fail("--%s: its value is missing%s%s. Write --%s %s.", o->name,
-                       i + 1 < argc ? "; the next word is " : "", i + 1 < argc ? argv[i + 1] : "", o->name,
-                       arg_name(o));
+    CommandLine c;
+    const char *text;
+    start(&c, table, count, argc, argv);
+    if (has_word(&c, "--help") || has_word(&c, "-h")) print_help_page(&c, usage);
+    if (has_word(&c, "--version")) print_version();
+    for (Option *o; (o = next_flag(&c, &text));)
+        if (o == &c.own[CONFIG]) read_config(table, count, text);
+    c.word = c.first;
+    for (Option *o; (o = next_flag(&c, &text));) {
         Value v;
         if (!value_read(o, text, &v)) wrong_value(o, text);
-        value_set(o, v);
-        o->given = true;
+        set_value(o, v);
     }
+    if (c.print) print_config(table, count);
 }
 
 // ---- run.json
@@ -386,7 +541,8 @@ static cJSON *value_json(const Option *o, Value v) {
 char *options_json(const Option *table, size_t count) {
     cJSON *object = cJSON_CreateObject();
     for (size_t i = 0; i < count; i++)
-        cJSON_AddItemToObject(object, table[i].name, value_json(&table[i], value_get(&table[i])));
+        if (!table[i].only_in)
+            cJSON_AddItemToObject(object, table[i].name, value_json(&table[i], value_get(&table[i])));
     char *text = cJSON_Print(object);
     cJSON_Delete(object);
     if (!text) fail(EXIT_RESOURCE, "out of memory while writing the flags as JSON");
@@ -455,10 +611,10 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
     bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "run.json: the saved flags are not a JSON object");
     for (size_t i = 0; ok && i < count; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, table[i].name);
-        if (item) ok = check_row(&table[i], item, &values[i], error);
+        if (item && !table[i].only_in) ok = check_row(&table[i], item, &values[i], error);
     }
     for (size_t i = 0; ok && i < count; i++) {
-        if (table[i].given || !cJSON_GetObjectItemCaseSensitive(object, table[i].name)) continue;
+        if (table[i].given || table[i].only_in || !cJSON_GetObjectItemCaseSensitive(object, table[i].name)) continue;
         if (table[i].type == OPT_TEXT && values[i].text) {
             free(table[i].owned);
             values[i].text = table[i].owned = strdup(values[i].text);

@@ -39,17 +39,22 @@ typedef struct {
     const char *group;          // the heading in --help; rows of a group are consecutive
     const char *help;           // one line that states the unit and the meaning of 0
     unsigned uses;              // for the program's own checks
+    const char *only_in;        // set if this program rejects the flag: the program that has it, for the message
     bool on_resume;             // --resume may change this flag
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
-    bool given;                 // set by the parser if the flag is on the command line
-    char *owned;                // set by options_resume(): owns the memory of an OPT_TEXT value
+    bool given;                 // set by the parser if the flag is on the command line or in a --config file
+    char *owned;                // the memory of an OPT_TEXT value that is not on the command line
 } Option;
 
-// Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins. --help
-// prints the version, `usage` and all flags with their defaults; --version prints the version. Both exit with 0. Any
-// error (unknown flag, missing or invalid value, out of range, NaN, stray word) exits with EXIT_USAGE and suggests the
-// nearest valid name if there is one. Call it before process_start(), so that an invalid flag never starts MPI; under a
-// launcher, only rank 0 prints.
+// Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins. Every
+// program also has these flags:
+//   --config FILE     reads flags from a file of runtime/toml.h; those on the command line win. May be repeated
+//   --print-config    prints the given flags as such a file, and the others as comments, and exits with 0
+//   --help            prints the version, `usage` and all flags with their defaults, and exits with 0
+//   --version         prints the version and exits with 0
+// Any error (unknown flag, missing or invalid value, out of range, NaN, stray word) exits with EXIT_USAGE and suggests
+// the nearest valid name if there is one; a file that cannot be read, with EXIT_INPUT. Call it before process_start(),
+// so that an invalid flag never starts MPI; under a launcher, only rank 0 prints.
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage);
 
 // Reports any other error in the flags: exits with EXIT_USAGE; under a launcher, only rank 0 prints.
@@ -62,20 +67,12 @@ Option *options_find(Option *table, size_t count, const char *name);
 // 4, "seq-len": [64, 128], "dtype": "fp32", ...}. The caller frees it.
 char *options_json(const Option *table, size_t count);
 
-// For --resume. `json` is the output of options_json() when the run started. Flags that are not on the command line
-// take the run's values. A given flag whose value differs from the run's, and that is not `on_resume`, is an error
+// For --resume. `json` is the output of options_json() when the run started. Flags that are not given take the run's
+// values. A given flag whose value differs from the run's, and that is not `on_resume`, is an error
 // (EXIT_USAGE) that states both values; nothing is changed then. Flags that the run does not know keep their values.
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
-// The optimal string alignment distance: the number of insertions, deletions, replacements and swaps of adjacent
-// letters that turn a (na letters) into b (nb letters), ignoring case. Returns 64 if either has more than 63 letters.
-// Used to suggest names in messages.
-size_t edit_distance(const char *a, size_t na, const char *b, size_t nb);
-
 // Writes " Did you mean WORD?" for the one of `words` ("a|b|c") that `text` is probably a typo of, or "". Returns out.
 const char *nearest_word(const char *words, const char *text, char *out, size_t size);
-
-// Could one be a typo of the other at this distance? It may be a third of the longer one's letters, and always 1.
-bool edit_is_slip(size_t distance, size_t na, size_t nb);
 
 #endif

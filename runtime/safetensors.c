@@ -511,11 +511,10 @@ const TensorInfo *safetensors_find(const Safetensors *s, const char *name) {
 
 static uint32_t float_bits_from_f16(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = (uint32_t)(h & 0x7FFF) << 13, bits;
-    float scaled;
-    if (magnitude >= 0x0F800000) return sign | magnitude | 0x7F800000;    // infinity or NaN
-    memcpy(&scaled, &magnitude, 4);
-    scaled *= 0x1p112f;    // changes the exponent's bias from 15 to 127; also correct for subnormal numbers
-    memcpy(&bits, &scaled, 4);
+    float subnormal = (float)(h & 0x7FFF) * 0x1p-24f;
+    if (magnitude >= 0x0F800000) return sign | magnitude | 0x7F800000;                        // infinity or NaN
+    if (magnitude >= 0x00800000) return sign | (magnitude + ((uint32_t)(127 - 15) << 23));    // another bias
+    memcpy(&bits, &subnormal, 4);
     return sign | bits;
 }
 

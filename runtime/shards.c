@@ -18,20 +18,31 @@
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "shards are little-endian and read without conversion");
 
 enum {
-    TOKENS_MAGIC = 20240520,
-    MASK_MAGIC = 20240521,
-    WIDE_MAGIC = 20240801,    // llm.c's shards of 32-bit tokens
     HEADER_BYTES = 256 * 4,
     EDGE_BYTES = 4096,    // bytes at each end of a file that the fingerprint covers
-    CHUNK = 1 << 16,      // tokens per read
+    CHUNK = 1 << 16,      // items per read
     OPEN_FILES = 64       // a dataset may have more shards than a process can keep open
 };
 
 typedef enum { TOKENS, MASK } Kind;
 
 typedef struct {
-    char *path[2];            // by Kind; the mask's path is NULL if there is none
-    uint64_t first, count;    // tokens before this shard in the stream, and tokens in it
+    Kind kind;
+    int32_t magic, version;
+    size_t bytes;    // per item
+} Format;
+
+static const Format FORMATS[] = {
+    {TOKENS, 20240520, 1, 2},    // the first of a kind is the one that messages name
+    {TOKENS, 20240801, 7, 4},    // llm.c's for Llama 3
+    {MASK, 20240521, 1, 1},
+};
+enum { FORMAT_COUNT = sizeof FORMATS / sizeof *FORMATS };
+
+typedef struct {
+    char *path[2];              // by Kind; the mask's path is NULL if there is none
+    const Format *format[2];    // by Kind
+    uint64_t first, count;      // tokens before this shard in the stream, and tokens in it
 } Shard;
 
 typedef struct {
@@ -49,14 +60,11 @@ struct Shards {
         uint64_t id;
         int fd;
     } open[OPEN_FILES];    // id is 2 * shard + kind + 1, or 0 if the slot is free
-    uint16_t chunk[CHUNK];
+    uint32_t chunk[CHUNK];
 };
 
-static size_t item_bytes(Kind kind) {
-    return kind == TOKENS ? 2 : 1;
-}
-static uint64_t file_bytes(Kind kind, uint64_t count) {
-    return HEADER_BYTES + count * item_bytes(kind);
+static uint64_t file_bytes(const Format *format, uint64_t count) {
+    return HEADER_BYTES + count * format->bytes;
 }
 
 // ---- finding the files
@@ -136,22 +144,32 @@ static bool find_files(Shards *s, const char *globs, Error *error) {
 
 // ---- one file: its header, its descriptor, its bytes
 
-static bool check_magic(const char *path, Kind kind, int32_t magic, Error *error) {
-    int32_t want = kind == TOKENS ? TOKENS_MAGIC : MASK_MAGIC;
-    if (magic == want) return true;
-    const char *remedy = "It is not a shard. The scripts in data/ make shards.";
-    if (magic == MASK_MAGIC) remedy = "It is a mask. Give the shard next to it instead.";
-    if (magic == WIDE_MAGIC) remedy = "It holds 32-bit tokens of another tokenizer; only 16-bit tokens are supported.";
-    return error_set(error, EXIT_INPUT, "%s: at offset 0: expected magic number %d of a %s, found %d.\n  %s", path,
-                     want, kind == TOKENS ? "shard" : "mask", magic, remedy);
+static const Format *format_of(int32_t magic) {
+    for (size_t i = 0; i < FORMAT_COUNT; i++)
+        if (FORMATS[i].magic == magic) return &FORMATS[i];
+    return NULL;
 }
 
-static bool check_size(const char *path, Kind kind, int32_t count, uint64_t bytes, Error *error) {
+static bool check_format(const char *path, Kind kind, const int32_t *header, Error *error) {
+    const Format *format = format_of(header[0]);
+    if (!format || format->kind != kind)
+        return error_set(error, EXIT_INPUT, "%s: at offset 0: expected magic number %s, found %d.\n  %s", path,
+                         kind == TOKENS ? "20240520 or 20240801 of a shard" : "20240521 of a mask", header[0],
+                         format && format->kind == MASK ? "It is a mask. Give the shard next to it instead."
+                                                        : "It is not a shard. The scripts in data/ make shards.");
+    if (header[1] == format->version) return true;
+    return error_set(error, EXIT_INPUT,
+                     "%s: at offset 4: expected version %d, found %d.\n"
+                     "  It was made by another program or a newer version. Recreate it with the scripts in data/.",
+                     path, format->version, header[1]);
+}
+
+static bool check_size(const char *path, const Format *format, int32_t count, uint64_t bytes, Error *error) {
     if (count < 0)
         return error_set(error, EXIT_INPUT,
                          "%s: at offset 8: the header's token count is %d. The file is damaged; recreate it.", path,
                          count);
-    uint64_t want = file_bytes(kind, (uint64_t)count);
+    uint64_t want = file_bytes(format, (uint64_t)count);
     if (bytes == want) return true;
     return error_set(error, EXIT_INPUT,
                      "%s: the header promises %s tokens (%s bytes), but the file has %s bytes.\n"
@@ -200,7 +218,7 @@ static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t o
 // Returns the descriptor of shard i's tokens or mask, reopening it if its slot was reused. Returns -1 with *error set
 // on failure.
 static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
-    uint64_t id = 2 * i + kind + 1, bytes, want = file_bytes(kind, s->shards[i].count);
+    uint64_t id = 2 * i + kind + 1, bytes, want = file_bytes(s->shards[i].format[kind], s->shards[i].count);
     size_t slot = id % OPEN_FILES;
     if (s->open[slot].id == id) return s->open[slot].fd;
     if (s->open[slot].id) close(s->open[slot].fd);
@@ -220,8 +238,8 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     return s->open[slot].fd = fd;
 }
 
-// Reads and checks a header. *count is set to its token count.
-static bool check_header(const char *path, Kind kind, uint64_t *count, Error *error) {
+// Reads and checks the header of the shard's tokens or mask. *count is set to its token count.
+static bool check_header(Shard *shard, const char *path, Kind kind, uint64_t *count, Error *error) {
     int32_t header[3];
     uint64_t bytes;
     int fd = open_plain(path, &bytes, error);
@@ -231,13 +249,9 @@ static bool check_header(const char *path, Kind kind, uint64_t *count, Error *er
                                            "%s: expected a header of 1,024 bytes, but the whole file has only %s.\n"
                                            "  It is truncated, or is not a shard.",
                                            path, human_grouped(bytes).text);
-    ok = ok && read_bytes(fd, path, header, sizeof header, 0, error) && check_magic(path, kind, header[0], error);
-    if (ok && header[1] != 1)
-        ok = error_set(error, EXIT_INPUT,
-                       "%s: at offset 4: expected version 1, found %d.\n"
-                       "  It was made by another program or a newer version. Recreate it with the scripts in data/.",
-                       path, header[1]);
-    ok = ok && check_size(path, kind, header[2], bytes, error);
+    ok = ok && read_bytes(fd, path, header, sizeof header, 0, error) && check_format(path, kind, header, error);
+    shard->format[kind] = ok ? format_of(header[0]) : NULL;
+    ok = ok && check_size(path, shard->format[kind], header[2], bytes, error);
     close(fd);
     *count = ok ? (uint64_t)header[2] : 0;
     return ok;
@@ -250,7 +264,7 @@ static bool check_mask(Shard *shard, Error *error) {
     if (!ends_with(shard->path[TOKENS], ".bin")) return true;
     snprintf(path, sizeof path, "%.*s.mask", (int)strlen(shard->path[TOKENS]) - 4, shard->path[TOKENS]);
     if (access(path, F_OK) != 0) return true;
-    if (!check_header(path, MASK, &count, error)) return false;
+    if (!check_header(shard, path, MASK, &count, error)) return false;
     if (count != shard->count)
         return error_set(error, EXIT_INPUT,
                          "%s: at offset 8: the mask has %s tokens, but its shard has %s.\n  Recreate both.", path,
@@ -263,7 +277,8 @@ static bool check_headers(Shards *s, Error *error) {
     for (size_t i = 0; i < s->count; i++) {
         Shard *shard = &s->shards[i];
         shard->first = s->tokens;
-        if (!check_header(shard->path[TOKENS], TOKENS, &shard->count, error) || !check_mask(shard, error)) return false;
+        if (!check_header(shard, shard->path[TOKENS], TOKENS, &shard->count, error) || !check_mask(shard, error))
+            return false;
         s->tokens += shard->count;
         if (i > 0 && !shard->path[MASK] != !s->shards[0].path[MASK])
             return error_set(error, EXIT_INPUT,
@@ -288,36 +303,42 @@ static size_t shard_of(const Shards *s, uint64_t at) {
     return low;
 }
 
-// Reports the first invalid item of a chunk. `at` is the chunk's position in the shard.
-static bool bad_item(const Shards *s, const Shard *shard, Kind kind, size_t n, uint64_t at, Error *error) {
-    const uint8_t *mask = (const uint8_t *)s->chunk;
+// Reports the first item of a chunk that exceeds `limit`. `at` is the chunk's position in the shard.
+static bool bad_item(const Shards *s, const Shard *shard, Kind kind, uint32_t limit, uint64_t at, Error *error) {
     size_t i = 0;
-    while (i < n && (kind == TOKENS ? s->chunk[i] < s->config.vocab : mask[i] <= 1)) i++;
-    uint64_t offset = file_bytes(kind, at + i);
+    while (s->chunk[i] <= limit) i++;
+    uint64_t offset = file_bytes(shard->format[kind], at + i);
     if (kind == MASK)
         return error_set(error, EXIT_INPUT,
-                         "%s: at offset %s: expected 0 or 1, found %d.\n  The mask is damaged. Recreate it.",
-                         shard->path[MASK], human_grouped(offset).text, mask[i]);
+                         "%s: at offset %s: expected 0 or 1, found %u.\n  The mask is damaged. Recreate it.",
+                         shard->path[MASK], human_grouped(offset).text, s->chunk[i]);
     return error_set(
         error, EXIT_INPUT,
-        "%s: at offset %s: found token id %d, expected ids below the vocabulary size, %d.\n"
+        "%s: at offset %s: found token id %u, expected ids below the vocabulary size, %d.\n"
         "  The shard is damaged, or was made with a tokenizer other than the model's. Recreate it with the model's\n"
         "  tokenizer. A new model (no --init-from, no --resume) can have a larger vocabulary: --model vocab=N.",
         shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
 }
 
+// Widens n items of 1 or 2 bytes to 4 in place. They are at the end of the chunk, where each is read before anything
+// is written over it.
+static void widen(uint32_t *chunk, size_t n, size_t bytes) {
+    const uint8_t *at = (const uint8_t *)(chunk + n) - n * bytes;
+    for (size_t k = 0; k < n && bytes == 1; k++) chunk[k] = at[k];
+    for (size_t k = 0; k < n && bytes == 2; k++) chunk[k] = at[2 * k] | (uint32_t)at[2 * k + 1] << 8;
+}
+
 // Reads and checks n <= CHUNK items of one shard into s->chunk.
 static bool read_chunk(Shards *s, size_t i, Kind kind, uint64_t at, size_t n, Error *error) {
+    const Format *format = s->shards[i].format[kind];
     int fd = descriptor(s, i, kind, error);
-    if (fd < 0 || !read_bytes(fd, s->shards[i].path[kind], s->chunk, n * item_bytes(kind), file_bytes(kind, at), error))
+    uint8_t *bytes = (uint8_t *)(s->chunk + n) - n * format->bytes;
+    if (fd < 0 || !read_bytes(fd, s->shards[i].path[kind], bytes, n * format->bytes, file_bytes(format, at), error))
         return false;
-    const uint8_t *mask = (const uint8_t *)s->chunk;
-    int largest = 0, limit = kind == TOKENS ? s->config.vocab - 1 : 1;
-    if (kind == TOKENS)
-        for (size_t k = 0; k < n; k++) largest = s->chunk[k] > largest ? s->chunk[k] : largest;
-    else
-        for (size_t k = 0; k < n; k++) largest = mask[k] > largest ? mask[k] : largest;
-    return largest <= limit || bad_item(s, &s->shards[i], kind, n, at, error);
+    widen(s->chunk, n, format->bytes);
+    uint32_t largest = 0, limit = kind == TOKENS ? (uint32_t)s->config.vocab - 1 : 1;
+    for (size_t k = 0; k < n; k++) largest = s->chunk[k] > largest ? s->chunk[k] : largest;
+    return largest <= limit || bad_item(s, &s->shards[i], kind, limit, at, error);
 }
 
 // Reads tokens (as int32) or mask bytes `first` .. `first + n - 1` of the stream. If `out` is NULL, only checks them.
@@ -327,9 +348,8 @@ static bool read_stream(Shards *s, Kind kind, uint64_t first, size_t n, void *ou
         uint64_t at = first + done - s->shards[i].first;
         if (part > s->shards[i].count - at) part = s->shards[i].count - at;
         if (!read_chunk(s, i, kind, at, part, error)) return false;
-        if (out && kind == MASK) memcpy((uint8_t *)out + done, s->chunk, part);
-        if (out && kind == TOKENS)
-            for (size_t k = 0; k < part; k++) ((int32_t *)out)[done + k] = s->chunk[k];
+        if (out && kind == TOKENS) memcpy((int32_t *)out + done, s->chunk, part * sizeof(int32_t));
+        for (size_t k = 0; out && kind == MASK && k < part; k++) ((uint8_t *)out)[done + k] = (uint8_t)s->chunk[k];
         done += part;
     }
     return true;
@@ -366,7 +386,7 @@ static bool index_documents(Shards *s, Error *error) {
             size_t n = left < CHUNK ? left : CHUNK;
             if (!read_chunk(s, i, TOKENS, at, n, error)) return false;
             for (size_t k = 0; k < n; k++) {
-                if (s->chunk[k] != s->config.end_of_text) continue;
+                if (s->chunk[k] != (uint32_t)s->config.end_of_text) continue;
                 if (start != UINT64_MAX && !add_document(s, start, base + k, error)) return false;
                 start = base + k;
             }
@@ -383,12 +403,15 @@ static bool open_all(Shards *s, const char *globs, Error *error) {
     if (c->pack == PACK_STREAM) s->windows = s->tokens > 0 ? (s->tokens - 1) / c->T : 0;
     uint64_t need = c->min_windows > 1 ? c->min_windows : 1;
     if (s->windows >= need) return true;
-    char size[64];
-    snprintf(size, sizeof size,
-             c->pack == PACK_STREAM ? "windows of %zu + 1 tokens" : "documents (windows of %zu + 1 tokens)", c->T);
-    return error_set(error, EXIT_INPUT, "%s: too little data: %zu file%s, %s tokens, %s %s; at least %s %s needed.%s%s",
-                     globs, s->count, s->count == 1 ? "" : "s", human_grouped(s->tokens).text,
-                     human_grouped(s->windows).text, size, human_grouped(need).text, need == 1 ? "is" : "are",
+    const char *plural = s->windows == 1 ? "" : "s";
+    char what[64];
+    snprintf(what, sizeof what,
+             c->pack == PACK_STREAM ? "window%s of %zu + 1 tokens" : "document%s (windows of %zu + 1 tokens)", plural,
+             c->T);
+    return error_set(error, EXIT_INPUT,
+                     "%s: too little data: %zu file%s, %s token%s, %s %s; at least %s %s needed.%s%s", globs, s->count,
+                     s->count == 1 ? "" : "s", human_grouped(s->tokens).text, s->tokens == 1 ? "" : "s",
+                     human_grouped(s->windows).text, what, human_grouped(need).text, need == 1 ? "is" : "are",
                      c->remedy ? "\n  " : "", c->remedy ? c->remedy : "");
 }
 
@@ -467,7 +490,7 @@ bool shards_check_all(Shards *s, Error *error) {
 static bool hash_file(Shards *s, size_t i, Kind kind, XXH3_state_t *state, Error *error) {
     char edge[HEADER_BYTES + EDGE_BYTES];
     const char *path = s->shards[i].path[kind], *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
-    uint64_t bytes = file_bytes(kind, s->shards[i].count);
+    uint64_t bytes = file_bytes(s->shards[i].format[kind], s->shards[i].count);
     size_t head = bytes < sizeof edge ? bytes : sizeof edge, tail = bytes < EDGE_BYTES ? bytes : EDGE_BYTES;
     int fd = descriptor(s, i, kind, error);
     if (fd < 0 || !read_bytes(fd, path, edge, head, 0, error)) return false;

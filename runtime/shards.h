@@ -1,6 +1,7 @@
 // Token shards, such as `*_train_000001.bin`: a header of 256 little-endian int32 (magic 20240520, version 1, token
-// count, zeros), then the tokens as uint16. A mask is a file of the same name with .mask (magic 20240521) and one byte
-// per token, 1 if the token counts in the loss.
+// count, zeros), then the tokens as uint16; or with magic 20240801 and version 7 as uint32, for vocabularies over
+// 65,536. A dataset may have shards of both kinds. A mask is a file of the same name with .mask (magic 20240521,
+// version 1) and one byte per token, 1 if the token counts in the loss.
 //
 // All shards, sorted by name, form one stream of N tokens. With PACK_STREAM, it has W = (N - 1) / T windows of T + 1
 // tokens; each starts T tokens after the previous one, and a window may span shards. With PACK_EXAMPLE, each of the W

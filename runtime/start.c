@@ -13,6 +13,7 @@
 #include "runtime/error.h"
 #include "runtime/options.h"
 #include "runtime/process.h"
+#include "runtime/subnormal.h"
 
 // The tests pass with 128 KiB (oneDNN 2.6, OpenBLAS 0.3.21, built-in loops); with 64 KiB they end in SIGSEGV.
 #define STACK_NEEDED ((size_t)512 << 10)
@@ -73,6 +74,7 @@ static void check_stack_size(const char *variable) {
 void start_program(const char *name) {
     program_name = name;
     open_standard_descriptors();
+    flush_subnormals();
     signal(SIGXFSZ, SIG_IGN);
     check_stack_limit();
     check_stack_size("OMP_STACKSIZE");

@@ -13,8 +13,9 @@ enum { MAX_THREADS = 1024 };
 
 // Call this first in main(). It sets program_name; opens /dev/null in place of a closed standard input, output or
 // error, because the log would otherwise go to whatever file gets that descriptor; makes writing beyond `ulimit -f`
-// fail with EFBIG instead of ending the process with SIGXFSZ; and raises a stack limit that is too small. If stacks
-// remain too small, which would end in SIGSEGV, it exits with EXIT_RESOURCE or EXIT_USAGE.
+// fail with EFBIG instead of ending the process with SIGXFSZ; counts subnormal numbers as 0, in all threads; and raises
+// a stack limit that is too small. If stacks remain too small, which would end in SIGSEGV, it exits with EXIT_RESOURCE
+// or EXIT_USAGE.
 void start_program(const char *name);
 
 // Call this after parsing the flags and before the first parallel region. Sets the number of threads to `threads` or,

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A model of how the blocks of attention/flash90_backward.cuh follow each other on an H100: what the fixed order of the
 sums in dq costs, and what other orders of the blocks would.
 

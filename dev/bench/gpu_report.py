@@ -5,6 +5,7 @@ section and leaves the others alone.
     python3 dev/bench/gpu_report.py FOLDER begin PART                 until `end`, the part is "unfinished"
     python3 dev/bench/gpu_report.py FOLDER check PART NAME VERDICT SECONDS DETAIL
     python3 dev/bench/gpu_report.py FOLDER passed PART NAME           exit code 0: passed, by this version and device
+    python3 dev/bench/gpu_report.py FOLDER failed PART NAME           exit code 0: failed
     python3 dev/bench/gpu_report.py FOLDER fact PART TEXT...
     python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]          without STATUS, the checks decide
     python3 dev/bench/gpu_report.py FOLDER postpone PART...           there was no time for what is left of these
@@ -55,9 +56,10 @@ BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu*", "dev/tests/*.h", "dev/r
 PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"),
                 "counters": ("dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO), "attention": TIMES_ATTENTION,
                 "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,
-                "evaluation": EVALUATES}
+                "evaluation": EVALUATES, "package": ("dev/bench/torch_gpu.py",)}
 # The functions and lists of scripts/gpu_check.sh that determine what these parts run.
 PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
+                "package": ("test_package", "part_package"),
                 "determinism": ("recipe", "run", "same_runs", "free_run", "part_determinism"),
                 "sanitizer": ("KERNELS", "attention_kinds", "sanitizer_runs", "part_sanitizer", "run_aside")}
 
@@ -143,6 +145,10 @@ class Report:
 
     def passed(self, name, check):
         return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "info")
+                                             for c in self.part(name)["checks"])
+
+    def failed(self, name, check):
+        return self.is_current(name) and any(c["name"] == check and c["verdict"].startswith("FAILED")
                                              for c in self.part(name)["checks"])
 
     def begin(self, name):
@@ -454,8 +460,8 @@ def verdict_of(compare, *words):
 
 
 # How many words follow a verb: at least and at most (None: any number).
-COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (2, 2), "fact": (1, None), "end": (1, 2),
-          "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0),
+COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (2, 2), "failed": (2, 2), "fact": (1, None),
+          "end": (1, 2), "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0),
           "status": (0, None), "version": (1, 1), "curves": (2, None)}
 COMPARISONS = {"same": (2, 2), "close": (3, 3)}
 
@@ -505,8 +511,8 @@ def main():
     if verb in ("state", "version"):
         print(report.state(part) if verb == "state" else version(part))
         return 0
-    if verb == "passed":
-        return 0 if report.passed(part, words[1]) else FAILED
+    if verb in ("passed", "failed"):
+        return 0 if getattr(report, verb)(part, words[1]) else FAILED
     writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone,
                "forget": lambda name: report.parts.pop(name, None),
                "check": lambda part, name, verdict, seconds, detail: (

@@ -134,7 +134,7 @@ def between(marks):
 
 def ceilings(task):
     """This device's ceilings: bytes per second of a large copy (read and written), and FLOP/s of a large bf16 matmul of
-    random numbers."""
+    random numbers. And whether attention's backward pass undoes RoPE here, too."""
     import torch
     size, n = (1 << 20, 256) if DRY else (1 << 31, 8192)
     a, b = (torch.randn(n, n, device=device()).bfloat16() for _ in range(2))
@@ -147,7 +147,8 @@ def ceilings(task):
             call()
             marks.append(mark())
         best[name] = amount / (1e-3 * statistics.median(between(marks)))
-    return best
+    wgmma = not DRY and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("FLASH90") != "0"
+    return best | {"undoes_rope": wgmma}
 
 
 def child(task):
@@ -408,7 +409,7 @@ def part_memory(report, options):
 
 # ---------------------------------------------------------------- where our time goes, and its floors
 
-def floors(model, B, T):
+def floors(model, B, T, undoes_rope):
     """{phase of --profile: (bytes that must move, FLOPs)} of a step in bf16 with N = B·T rows: over all kernels of the
     phase, each input is read once and each output written once. Attention counts two matmuls forward and five backward,
     over the visible half."""
@@ -420,7 +421,7 @@ def floors(model, B, T):
         "embedding": (6 * N * C + 8 * min(N, V) * C, 0),
         "rmsnorm": ((2 * L + 1) * 12 * N * C, 0),    # x in, h out; dh, x, dx in, dx out
         "q, k, v and o matmuls": (0, 6 * L * N * 4 * C * C),
-        "rope": (L * 16 * N * C, 0),                 # q and k in and out, and their gradients
+        "rope": (L * (8 if undoes_rope else 16) * N * C, 0),      # q and k in and out, and their gradients
         "attention": (0, 7 * L * N * (T + 1) * C),
         "feed-forward matmuls": (0, 6 * L * N * 3 * C * F),
         "swiglu": (L * 16 * N * F, 0),               # gate, up in, act out; dact, gate, up in, dgate, dup out
@@ -444,7 +445,7 @@ def phases(report, options):
         gpu_report.add_facts(report, "step", f"no phases: {best['failed']}")
         options.failed += [f"the phases: {best['failed']}"] if best is profile else []
         return False
-    total, least = sum(profile["phases"].values()), floors(model, options.batch, options.length)
+    total, least = sum(profile["phases"].values()), floors(model, options.batch, options.length, best["undoes_rope"])
     rows = []
     for name, ms in profile["phases"].items():
         moved, flops = least.get(name, (0, 0))

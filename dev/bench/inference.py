@@ -1,6 +1,7 @@
 """Evaluation, decoding and prefill of a 124M model on the CPU, next to transformers and to what the machine allows.
 
     .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--json out.json]
+    .venv/bin/python dev/bench/inference.py --cases decoding --model data/smollm2
 
     evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
     decoding     256 tokens after a prompt of one, one text: sample_gpt2 next to transformers' generate(), both with
@@ -8,9 +9,10 @@
     prefill      a prompt of 8,000 tokens: sample_gpt2 next to transformers
 
 Each round runs every measurement once, each in a process of its own, and every second round in the opposite order. A
-figure is the median of the rounds, and a ratio the median of the rounds' own ratios. The weights are random. The floor
-of decoding is the time to read the weights and the cache at the bandwidth of torch.sum() in the same run; that of
-prefill is the time of the matmuls and of causal attention at the best rate of torch.matmul().
+figure is the median of the rounds, and a ratio the median of the rounds' own ratios. The weights are random, unless
+--model names a folder. The floor of decoding is the time to read the weights and the cache at the bandwidth of
+torch.sum() in the same run; that of prefill is the time of the matmuls and of causal attention at the best rate of
+torch.matmul().
 """
 import argparse
 import datetime
@@ -24,11 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu_step import CHANNELS, FFN, LAYERS, PADDED_VOCAB, ROOT, VOCAB, environment, machine, matmul_rate, write_shard
+from cpu_step import ROOT, VOCAB, environment, machine, matmul_rate, write_shard
 
 LONG, PROMPT, NEW = 10240, 8000, 256
-LAYER_WEIGHTS = LAYERS * (4 * CHANNELS * CHANNELS + 3 * CHANNELS * FFN)
-HEAD_WEIGHTS = PADDED_VOCAB * CHANNELS
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -82,12 +82,21 @@ def child(task):
 # ---------------------------------------------------------------- one measurement
 
 class Bench:
-    def __init__(self, folder, threads):
+    def __init__(self, folder, threads, model):
         self.folder, self.threads = Path(folder), threads
+        self.model = Path(model) if model else self.new_model()
+        config = json.loads((self.model / "config.json").read_text())
+        self.layers, C = config["num_hidden_layers"], config["hidden_size"]
+        d = config.get("head_dim") or C // config["num_attention_heads"]
+        self.queries, self.keys = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+        self.layer_weights = self.layers * (2 * C * (self.queries + self.keys) + 3 * C * config["intermediate_size"])
+        self.head_weights = -(-config["vocab_size"] // 128) * 128 * C
+
+    def new_model(self):
         write_shard(self.folder / "random_train_000001.bin", 2 * LONG + 2)
         self.run(ROOT / "train_gpt2", "--train-data", self.folder / "random_train_*.bin", "--model", "124M",
                  "--batch", 1, "--seq-len", 1024, "--steps", 1, "--lr", 0, "--warmup", 0, "--out", self.folder / "run")
-        self.model = next(self.folder.glob("run/ckpt/step-*"))
+        return next(self.folder.glob("run/ckpt/step-*"))
 
     def run(self, *words):
         result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(self.threads))
@@ -127,9 +136,9 @@ class Bench:
     def floor(self, what, dtype):
         """The most tokens per second that the machine allows."""
         if what == "decoding":
-            cache = LAYERS * 2 * CHANNELS * 4 * NEW / 2    # float32, on average
-            return self.torch("bandwidth") / ((LAYER_WEIGHTS + HEAD_WEIGHTS) * BYTES[dtype] + cache)
-        flop = 2 * LAYER_WEIGHTS + LAYERS * 2 * CHANNELS * (PROMPT + 1)
+            cache = self.layers * 2 * self.keys * 4 * NEW / 2    # float32, on average
+            return self.torch("bandwidth") / ((self.layer_weights + self.head_weights) * BYTES[dtype] + cache)
+        flop = 2 * self.layer_weights + self.layers * 2 * self.queries * (PROMPT + 1)
         return 1e9 * self.torch("rate", dtype) / flop
 
 
@@ -177,6 +186,7 @@ def main():
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--model", metavar="DIR", help="a model's folder, for decoding (default: 124M, random weights)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="on each side (default: all cores)")
@@ -185,10 +195,12 @@ def main():
     cases = options.cases.split(",")
     if unknown := set(cases) - set(MEASUREMENTS):
         parser.error(f"--cases: no such case: {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
+    if options.model and cases != ["decoding"]:
+        parser.error("--model: only with --cases decoding")
     subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
                    check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
-        figures = measure(Bench(folder, options.threads), cases, options.rounds)
+        figures = measure(Bench(folder, options.threads, options.model), cases, options.rounds)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
     print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} "
           f"rounds\n{command}\n")

@@ -8,6 +8,7 @@
     python3 dev/bench/step_model.py --ranks 8 --link nvlink --zero    # the sums over ranks, and what overlaps
     python3 dev/bench/step_model.py --markdown                        # the table of doc/performance.md
     python3 dev/bench/step_model.py --scaling                         # the table of doc/gpu.md
+    python3 dev/bench/step_model.py --attention                       # the table of doc/kernels.md
 
 Nothing here is measured. A launch takes
 
@@ -22,8 +23,9 @@ emulation launches in a step.
 import argparse
 import math
 import re
+import textwrap
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,10 +106,17 @@ FLASH90 = {64: {"flash90_forward_kernel": 1056, "flash90_backward_kernel": 3996}
            128: {"flash90_forward_kernel": 2048, "flash90_backward_kernel": 7068}}
 FLASH90_QUERIES = 64        # of a tile of the backward kernel
 
+# What FlashAttention-3 reports for its forward pass by T: causal, heads of 64, 16,384 tokens, H100 SXM (arXiv
+# 2407.08608, Figure 5). FLOP/s, half of the T x T scores counted.
+FLASH3 = {1024: 265e12, 2048: 371e12, 4096: 420e12, 8192: 460e12, 16384: 473e12}
+# The goals for ours, FLOP/s by T: forward, and both passes with --deterministic 0.
+GOALS = {2048: (330e12, None), 16384: (420e12, 400e12)}
+
 # The constants of the kernels' headers.
 LOSS_ROWS = 8192
 RMSNORM_WARPS, RMSNORM_BLOCKS, RMSNORM_SHARED = 8, 528, 96 * 1024
 QK_NORM_BLOCKS, QK_NORM_THREADS = 528, 256
+BIAS_WARPS, BIAS_ROWS = 8, 64
 COLUMN_THREADS = 32
 SEGMENT_PART = 4096
 EMBEDDING_PIECE = 64
@@ -136,6 +145,7 @@ class Model:
     kv_heads: int = 0
     head_dim: int = 0
     qk_norm: int = 0
+    bias: str = "none"          # or qkv
     scalars: int = 0            # learned scalars per head and layer: 1 for ssmax
 
     def __post_init__(self):
@@ -163,6 +173,7 @@ class Model:
         for each layer, then the rest."""
         C, F = self.channels, self.ffn
         layer = [C, self.query * C, self.key * C, self.key * C]
+        layer += [self.query, self.key, self.key] * (self.bias == "qkv")
         layer += [self.head_dim] * 2 * self.qk_norm + [self.heads] * self.scalars
         layer += [C * self.query, C, F * C, F * C, C * F]
         list_ = [(0, self.padded * C)]
@@ -192,7 +203,7 @@ def parse_model(text):
             key, value = word.split("=")
             if key not in Model.__dataclass_fields__:
                 raise SystemExit(f"step_model: {key}=: expected one of {', '.join(Model.__dataclass_fields__)}")
-            values[key] = int(value)
+            values[key] = value if key == "bias" else int(value)
     missing = [key for key in ("layers", "heads", "channels", "ffn") if key not in values]
     if missing:
         raise SystemExit(f"step_model: --model {text}: {missing[0]}= is missing")
@@ -212,6 +223,7 @@ class Run:
     link: str = "nvlink"
     zero: bool = False
     reduce_bytes: int = 4           # of a gradient on the wire: 2 with --reduce-dtype bf16
+    attention_share: float = OVERLAP_SHARE * ATTENTION_SHARE        # on compute capability 9.0
 
     @property
     def N(self):
@@ -280,6 +292,12 @@ def rmsnorm_backward(N, C, add, add_input=True):
             columns_sum("NORM", blocks, C, add)]
 
 
+def bias_backward(N, OC, add):
+    blocks = min(-(-N // BIAS_WARPS), BIAS_ROWS)
+    return [Launch("PROJECTIONS", "bias_backward_kernel", bytes=2 * N * OC + 4 * blocks * OC),
+            columns_sum("PROJECTIONS", blocks, OC, add)]
+
+
 def qk_norm_backward(N, m, add):
     width = 8 if m.head_dim % 8 == 0 else 1
     group = 1
@@ -316,7 +334,7 @@ def flash90(name, run, extra):
     m = run.model
     tiles = run.B * m.heads * visited(run.T, 128, 128) / (128 * 128)
     return Launch("ATTENTION", name, bytes=2 * run.N * m.joined + extra,
-                  cycles=4 * tiles * FLASH90[flash90_head(m)][name], share=OVERLAP_SHARE * ATTENTION_SHARE)
+                  cycles=4 * tiles * FLASH90[flash90_head(m)][name], share=run.attention_share)
 
 
 def flash90_head(m):
@@ -369,7 +387,8 @@ def layer_forward(run):
     C, F = m.channels, m.ffn
     qk = [Launch("NORM", "qk_norm_forward_kernel",
                  bytes=3 * 2 * N * (m.query + m.key) + 4 * N * (m.heads + m.kv_heads))] if m.qk_norm else []
-    return [rmsnorm_forward(N, C), matmul("PROJECTIONS", N, m.joined, C), *qk,
+    bias = [Launch("PROJECTIONS", "bias_forward_kernel", bytes=2 * 2 * N * m.joined)] if m.bias == "qkv" else []
+    return [rmsnorm_forward(N, C), matmul("PROJECTIONS", N, m.joined, C), *bias, *qk,
             rope("rope_forward_kernel", N, T, m), *attention_forward(run),
             matmul("PROJECTIONS", N, C, m.query, add=True),
             rmsnorm_forward(N, C), matmul("FEED_FORWARD", N, 2 * F, C), swiglu_forward(N, F),
@@ -387,7 +406,8 @@ def layer_backward(run, add):
             *matmul_backward("PROJECTIONS", N, m.query, C, add), *attention_backward(run),
             *([] if undoes_rope(run) else [rope("rope_backward_kernel", N, T, m)]),
             *(qk_norm_backward(N, m, add) if m.qk_norm else []),
-            *[rmsnorm_forward(N, C)] * again, *matmul_backward("PROJECTIONS", N, C, m.joined, add),
+            *[rmsnorm_forward(N, C)] * again, *(bias_backward(N, m.joined, add) if m.bias == "qkv" else []),
+            *matmul_backward("PROJECTIONS", N, C, m.joined, add),
             *rmsnorm_backward(N, C, add)]
 
 
@@ -705,8 +725,43 @@ def markdown(run=MARKDOWN):
     head, rows = phase_rows(run)
     seconds = step_seconds(run)
     rows[-1] = [f"**{x}**" if x else "" for x in rows[-1]]
-    return (table(head, rows, markdown=True)
-            + f"\n\nThat is {rate(run.tokens, seconds)} ({1e3 * seconds:.1f} ms for {run.tokens:,} tokens).")
+    share = flash3_share(run.T)
+    slower = step_seconds(replace(run, attention_share=share))
+    text = (f"That is {rate(run.tokens, seconds)} ({1e3 * seconds:.1f} ms for {run.tokens:,} tokens). "
+            f"If attention reaches {100 * share:.0f} % of its clocks instead, as FlashAttention-3's forward pass would "
+            f"at this T, it is {rate(run.tokens, slower)} ({1e3 * slower:.1f} ms).")
+    return table(head, rows, markdown=True) + "\n\n" + textwrap.fill(text, 120)
+
+
+def attention_rates(T, share):
+    """FLOP/s of attention's forward pass, and of both, in 16,384 tokens of the 124M model on an H100."""
+    run = Run(parse_model("124M"), 16384 // T, T, attention_share=share)
+    seconds = [sum(launch.seconds(run.device) for launch in part(run) if launch.name.startswith("flash90_"))
+               for part in (attention_forward, attention_gradients)]
+    forward = 2 * run.B * run.model.heads * T * T * run.model.head_dim
+    return forward / seconds[0], 3.5 * forward / sum(seconds)
+
+
+def flash3_share(T):
+    """The share of our forward kernel's clocks at which it would be as fast as FlashAttention-3."""
+    low, high = 0.01, 1
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if attention_rates(T, middle)[0] < FLASH3[T] else (low, middle)
+    return low
+
+
+def attention():
+    """The table of doc/kernels.md: TFLOP/s of softmax's kernels on an H100, by T."""
+    tera = lambda x: f"{x / 1e12:.0f}" if x else ""
+    rows = []
+    for T in FLASH3:
+        model, flash3 = attention_rates(T, Run.attention_share), attention_rates(T, flash3_share(T))
+        goals = GOALS.get(T, (None, None))
+        rows.append([f"{T:,}", *map(tera, (model[0], flash3[0], goals[0], model[1], flash3[1], goals[1]))])
+    head = ["T", f"forward at {Run.attention_share:.0%}".replace("%", " %"), "as FlashAttention-3", "goal",
+            "both passes", "as FlashAttention-3", "goal"]
+    return table(head, rows, markdown=True)
 
 
 def scaling():
@@ -747,11 +802,12 @@ def main():
     parser.add_argument("--launches", action="store_true", help="a line for each kernel instead of each phase")
     parser.add_argument("--markdown", action="store_true", help="print the table of doc/performance.md")
     parser.add_argument("--scaling", action="store_true", help="print the table of doc/gpu.md")
+    parser.add_argument("--attention", action="store_true", help="print the table of doc/kernels.md")
     o = parser.parse_args()
     run = Run(parse_model(o.model), o.batch, o.seq_len, DEVICES[o.device], o.micro_batches, o.recompute, o.ranks,
               o.link, o.zero, 2 if o.reduce_dtype == "bf16" else 4)
-    if o.markdown or o.scaling:
-        print(markdown(run) if o.markdown else scaling())
+    if o.markdown or o.scaling or o.attention:
+        print(markdown(run) if o.markdown else scaling() if o.scaling else attention())
         return
     measured = None
     if o.profile:

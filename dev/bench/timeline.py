@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """When each part of a step on several GPUs runs: the order and the dependencies come from the program, the times from
 step_model.py.
 

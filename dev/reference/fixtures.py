@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes the fixtures with which the C tests compare (README.md describes them), or checks the stored ones."""
 
 import argparse
@@ -75,7 +74,11 @@ HEAD_MODELS = {
                 (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
     "qk_norm_h4_kv2": (
         "layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,vocab=97,tied=0", 4.8,
-        (("ssmax", 33),))}
+        (("ssmax", 33),)),
+    "bias": ("layers=2,heads=2,channels=64,ffn=112,bias=qkv,vocab=97,tied=1", 4,
+             (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
+    "bias_h4_kv2": ("layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,bias=qkv,"
+                    "vocab=97,tied=0", 3, (("ssmax", 33),))}
 # A high power makes almost every row of two to four keys one-hot, with nothing but rounding in its gradient; among many
 # rows a few are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
@@ -111,7 +114,8 @@ def values(name, shape, mean=0.0, scale=1.0, first=0):
 
 # The mean and the scale of a parameter, by a word in its name. All others are matrices: 0 and 2/sqrt(columns).
 RULES = {"norm.weight": (1.0, 0.3), "_gain": (0.0, 1.5), "_offset": (0.0, 0.6),
-         "attn_scale": (0.3, 0.1), "attn_bias": (0.0, 0.2), "attn_pn": (1.0, 0.3), "attn_sink": (0.0, 0.5)}
+         "attn_scale": (0.3, 0.1), "attn_bias": (0.0, 0.2), "attn_pn": (1.0, 0.3), "attn_sink": (0.0, 0.5),
+         "proj.bias": (0.0, 0.5)}
 
 
 @functools.lru_cache
@@ -181,8 +185,10 @@ def cases():
         yield case(f"matmul_N{N}_C{C}_OC{OC}", "matmul", N=N, C=C, OC=OC)
     for N, C, vocab in (1, 32, 97), (64, 48, 97), (66, 32, 50257):
         yield case(f"embedding_N{N}_v{vocab}", "embedding", N=N, C=C, vocab=vocab)
-    for N, vocab, scale in (1, 97, 8), (33, 97, 300), (7, 50257, 8):
-        yield case(f"crossentropy_N{N}_v{vocab}", "crossentropy", N=N, vocab=vocab, scale=scale)
+    for N, vocab, scale, softcap, z_loss in ((1, 97, 8, 0, 0), (33, 97, 300, 0, 0), (7, 50257, 8, 0, 0),
+                                             (5, 97, 8, 0, 0.125), (6, 97, 20, 7.5, 0), (9, 50257, 8, 30, 0.0625)):
+        yield case(f"crossentropy_N{N}_v{vocab}", "crossentropy", N=N, vocab=vocab, scale=scale, softcap=softcap,
+                   z_loss=z_loss)
     for attn in NORMALIZERS:
         for B, heads, head_size, T in ATTENTION_SHAPES:
             L = 257 if attn.startswith("ssmax-pn") else 64
@@ -208,8 +214,8 @@ def cases_text():
 def model_config(case):
     shape = dict(pair.split("=") for pair in case["model"].split(","))
     block, tied, eps = shape.pop("block", "llama"), shape.pop("tied") == "1", float(shape.pop("norm_eps", 1e-5))
-    return reference.Config(**{key: int(value) for key, value in shape.items()}, block=block, tied=tied, norm_eps=eps,
-                            attn=case["attn"], L=int(case["L"]))
+    return reference.Config(bias=shape.pop("bias", "none"), **{key: int(value) for key, value in shape.items()},
+                            block=block, tied=tied, norm_eps=eps, attn=case["attn"], L=int(case["L"]))
 
 
 def batch(case, step, vocab):
@@ -278,10 +284,12 @@ def run_embedding(N, C, vocab):
     return backward(lambda weight: weight[tokens], {"weight": parameter("weight", (vocab, C))}, (N, C))
 
 
-def run_crossentropy(N, vocab, scale):
-    logits = values("logits", (N, vocab), scale=scale).requires_grad_()
-    loss = reference.cross_entropy(logits, indices("tokens", 0, N, vocab))
-    return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(loss, logits)[0])}
+def run_crossentropy(N, vocab, scale, softcap, z_loss):
+    logits, targets = values("logits", (N, vocab), scale=scale).requires_grad_(), indices("tokens", 0, N, vocab)
+    y = reference.softcap(logits, softcap)
+    loss = reference.cross_entropy(y, targets)
+    minimized = loss + z_loss * reference.z_loss(y)
+    return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(minimized, logits)[0])}
 
 
 def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=torch.float64):

@@ -55,7 +55,7 @@ static inline void fixture_weight_rule(const char *name, size_t columns, float *
         float mean, scale;
     } RULES[] = {{"norm.weight", 1.0f, 0.3f}, {"_gain", 0.0f, 1.5f},     {"_offset", 0.0f, 0.6f},
                  {"attn_scale", 0.3f, 0.1f},  {"attn_bias", 0.0f, 0.2f}, {"attn_pn", 1.0f, 0.3f},
-                 {"attn_sink", 0.0f, 0.5f}};
+                 {"attn_sink", 0.0f, 0.5f},   {"proj.bias", 0.0f, 0.5f}};
     *mean = 0.0f;
     *scale = (float)(2.0 / sqrt((double)columns));
     for (size_t i = 0; i < sizeof RULES / sizeof *RULES; i++)

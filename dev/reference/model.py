@@ -351,6 +351,16 @@ def cross_entropy(logits, targets):
     return (torch.logsumexp(logits, -1) - logits.gather(-1, targets[..., None])[..., 0]).mean()
 
 
+def softcap(logits, c):
+    """c tanh(logits / c); c = 0: unchanged. Gemma 2, arXiv 2408.00118."""
+    return c * torch.tanh(logits / c) if c else logits
+
+
+def z_loss(logits):
+    """The mean over the rows of ln(sum exp)^2. PaLM, arXiv 2204.02311, section 5."""
+    return (torch.logsumexp(logits, -1) ** 2).mean()
+
+
 # ---- The model
 
 GAU_WIDTH = 128     # of a gated unit's q and k
@@ -371,7 +381,10 @@ class Config:
     head_dim: int = 0       # 0: channels/heads
     norm_eps: float = 1e-5  # of every RMSNorm
     qk_norm: int = 0        # 1: an RMSNorm over each head's q and k, before RoPE
+    bias: str = "none"      # qkv: the projections to q, k and v have biases
     rope_scaling: str = "none"
+    logit_softcap: float = 0.0
+    z_loss: float = 0.0     # its factor in what is minimized
 
     @property
     def query_width(self):
@@ -403,6 +416,8 @@ def llama_shapes(config):
     return {"input_layernorm.weight": (C,),
             "self_attn.q_proj.weight": (Q, C), "self_attn.k_proj.weight": (K, C), "self_attn.v_proj.weight": (K, C),
             "self_attn.o_proj.weight": (C, Q),
+            **({f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (Q, K, K))}
+               if config.bias == "qkv" else {}),
             **{f"self_attn.{name}.weight": (Q // config.heads,) for name in gains},
             **{f"self_attn.{name}": shape for name, shape in scalar_shapes(config.normalizer, config.heads).items()},
             "post_attention_layernorm.weight": (C,),
@@ -433,10 +448,10 @@ def parameter_shapes(config):
 
 
 def decays(name):
-    """True for matrices, which have weight decay. Gains, offsets and the normalizer's scalars, whatever their shape,
-    have none."""
+    """True for matrices, which have weight decay. Gains, offsets, biases and the normalizer's scalars, whatever their
+    shape, have none."""
     last = name.rpartition(".")[2]
-    return not (name.endswith("norm.weight") or last.startswith("attn_") or last.endswith(("_gain", "_offset")))
+    return not (name.endswith("norm.weight") or last.startswith("attn_") or last.endswith(("_gain", "_offset", "bias")))
 
 
 def attention_scalars(parameters, prefix, config):
@@ -452,7 +467,8 @@ def llama_layer(x, parameters, layer, config, trace=None):
     weight = lambda name: parameters[layer + name + ".weight"]
     split = lambda x: x.view(B, T, -1, config.query_width // config.heads).transpose(1, 2)
     h = rmsnorm(x, weight("input_layernorm"), config.norm_eps)
-    q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T) for name in "qkv")
+    bias = lambda name: parameters[f"{layer}self_attn.{name}_proj.bias"] if config.bias == "qkv" else 0.0
+    q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T + bias(name)) for name in "qkv")
     if config.qk_norm:
         q, k = (rmsnorm(x, weight(f"self_attn.{name}_norm"), config.norm_eps) for x, name in ((q, "q"), (k, "k")))
     scalars = attention_scalars(parameters, layer + "self_attn.", config)
@@ -485,15 +501,16 @@ def forward(parameters, tokens, config, trace=None):
         if trace is not None:
             trace.residual.append(x)
     x = rmsnorm(x, parameters["model.norm.weight"], config.norm_eps)
-    return x @ (embedding if config.tied else parameters["lm_head.weight"]).T
+    return softcap(x @ (embedding if config.tied else parameters["lm_head.weight"]).T, config.logit_softcap)
 
 
 def gradients(parameters, tokens, targets, config):
-    """Logits, loss, and each parameter's gradient by name."""
+    """Logits, loss (without z), and each parameter's gradient by name."""
     leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     logits = forward(leaves, tokens, config)
     loss = cross_entropy(logits, targets)
-    values = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    minimized = loss + config.z_loss * z_loss(logits)
+    values = torch.autograd.grad(minimized, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return logits.detach(), loss.item(), dict(zip(leaves, values))
 
 

@@ -1,7 +1,9 @@
 """Fixtures of several test modules."""
+import sys
+
 import pytest
 
-from trainer import make_data
+from trainer import ROOT, make, make_data
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +20,15 @@ def model_of(request, data, tmp_path_factory):
     """A function that returns models for the module's data and its length L: see eval_models.models()."""
     import eval_models
     return eval_models.models(tmp_path_factory.mktemp("models"), data, request.module.L)
+
+
+@pytest.fixture(scope="session")
+def attn_c():
+    """The PyTorch package, as `make attn_c` leaves it in build/python."""
+    make("-s", "-j2", "attn_c", check=True)
+    sys.path.insert(0, str(ROOT / "build/python"))
+    import attn_c
+    # transformers keeps a modeling file that was imported without the package.
+    for name in [name for name in sys.modules if name.startswith("transformers_modules.")]:
+        del sys.modules[name]
+    return attn_c

@@ -49,7 +49,7 @@ void attention_in_float(const FloatAttention *c) {
     Scalars scalars = {{NULL}};
     for (int x = 0; x < SCALAR_COUNT; x++)
         if (c->scalars[x]) scalars.of[x] = floats(c->scalars[x], scalar_size(x, NH, (size_t)c->L));
-    AttentionInput in = {{q, NH * HS, HS}, {k, NKV * HS, HS}, {v, NKV * VS, VS}, c->first, NULL};
+    AttentionInput in = {.q = {q, NH * HS, HS}, .k = {k, NKV * HS, HS}, .v = {v, NKV * VS, VS}, .first = c->first};
     AttentionInputGrads d = {{dq, NH * HS, HS}, {dk, NKV * HS, HS}, {dv, NKV * VS, VS}};
     attention_forward(out, stats, in, scalars, shape, scratch);
     attention_backward(d, (ScalarGrads){{NULL}}, dout, out, stats, in, scalars, shape, scratch);

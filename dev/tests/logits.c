@@ -98,6 +98,7 @@ int main(int argc, char **argv) {
     load(argv[1], T);
     model_forward(&model, ids, 1, T);
     matmul_forward(full, model.h, weight(&model, model.list.head), T, C, V, false);
+    if (model.config.logit_softcap != 0) softcap(full, T * V, (real)model.config.logit_softcap);
     bool right =
         check_cache(ids, T, T) && check_cache(ids, T, (T + 1) / 2) && check_cache(ids, T, 1) && check_beside(ids, T);
     for (size_t t = 0; t < T; t++)

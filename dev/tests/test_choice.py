@@ -179,7 +179,7 @@ def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
 def test_the_questions_of_the_documentation(model_of, tmp_path):
     """doc/evaluation.md shows a line of each format."""
     text = (Path(__file__).resolve().parents[2] / "doc/evaluation.md").read_text()
-    lines = re.search(r"```json\n(\{\"activity_label.*?)```", text, re.S)[1].splitlines()
+    lines = re.search(r"\$ cat questions.jsonl\n(.*?)\$ ", text, re.S)[1].splitlines()
     assert ["endings" in line for line in lines] == [True, False]
     (tmp_path / "q.jsonl").write_text("\n".join(lines) + "\n")
     _, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", tmp_path / "q.jsonl")

@@ -36,11 +36,13 @@ def presets():
 
 
 QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
+BIAS = MODEL + ",heads=4,kv_heads=2,head_dim=16,bias=qkv"
 
 
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("name, model", [*((name, model) for name in presets() for model in (MODEL, GAU)),
-                                         ("ssmax", QK_NORM), ("lssa", QK_NORM)],
+                                         ("ssmax", QK_NORM), ("lssa", QK_NORM),
+                                         ("softmax", BIAS), ("lssar", BIAS)],
                          ids=lambda x: "gau" if x == GAU else "llama" if x == MODEL else x)
 def test_ten_steps(cuda, data, tmp_path, name, model):
     """Losses agree within 1e-4, and so do gradient norms, which show a defect earlier."""
@@ -79,8 +81,9 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
                          [["--attn", "softmax-recentered", "--seq-len", "5,80"],
                           ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
                           ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"],
-                          ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
-                         ids=["recentered", "recentered-l1", "examples", "documents", "switched"])
+                          ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"],
+                          ["--z-loss", 0.05, "--logit-softcap", 0.5]],
+                         ids=["recentered", "recentered-l1", "examples", "documents", "switched", "z and cap"])
 def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
     for name, program in {"cpu": None, "cuda": cuda}.items():
         train(data, *SMALL, *flags, "--steps", 5, "--out", tmp_path / name, program=program)
@@ -184,7 +187,8 @@ GRAPHS = {
     "recompute": (1, 5, ["--recompute", "--dtype", "bf16", "--stochastic-rounding"]),
     "documents": (1, 5, ["--doc-mask", "--attn", "ssmax-bias", "--model", MODEL + ",vocab=97,tied=0"]),
     "gau": (1, 5, ["--model", GAU, "--attn", "lssar"]),
-    "qk-norm": (1, 5, ["--model", "layers=2,heads=4,channels=48,ffn=40,vocab=97,kv_heads=2,head_dim=16,qk_norm=1"]),
+    "qk-norm": (1, 5, ["--model",
+                       "layers=2,heads=4,channels=48,ffn=40,vocab=97,kv_heads=2,head_dim=16,qk_norm=1,bias=qkv"]),
     "a switch": (1, 2 + 2, ["--attn", "gelu-l1", "--attn-switch", "3:ssmax-bias"]),
     "lengths": (1, 3, ["--seq-len", "5,10,20", "--attn", "softmax-recentered"]),
     "masks": (1, 5, ["--train-data", "{masked}"]),
@@ -590,23 +594,25 @@ def test_zero_with_fewer_windows_of_validation_than_ranks(cuda, data, tmp_path):
     np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), rtol=1e-5)
 
 
-def test_zero_gives_whole_tensors_to_ranks(cuda, data, tmp_path):
+@pytest.mark.parametrize("optimizer, state, bound", [("adamw", ["1.03 MB", "786 kB"], 1e-4),
+                                                     ("muon", ["908 kB", "786 kB"], 2e-2)])
+def test_zero_gives_whole_tensors_to_ranks(cuda, data, tmp_path, optimizer, state, bound):
     """Three ranks with unequal shares reproduce --zero 0. The embedding's moments, 786,432 of 1,027,968 bytes, are on
-    one rank."""
+    one rank. Muon's rounds are in bfloat16, and the two kinds of sums over ranks differ in their last bits."""
     runs, moments = [], []
     flags = [*SMALL, "--model", "layers=2,heads=1,channels=48,ffn=40,vocab=2000", "--attn", "ssmax", "--batch", 1,
-             "--steps", 3, "--grad-clip", 0.1]
+             "--steps", 3, "--grad-clip", 0.1, "--optimizer", optimizer]
     for zero in (0, 1):
         runs.append(tmp_path / str(zero))
         text = train(data, *flags, "--zero", zero, "--out", runs[-1], program=cuda, processes=3)
-        moments.append(re.search(r"AdamW's moments  +(.*)", text).group(1))
-    assert moments == ["1.03 MB", "786 kB"]
+        moments.append(re.search(r"optimizer state  +(.*)", text).group(1))
+    assert moments == state
     np.testing.assert_allclose(np.array(metrics(runs[1], ["loss", "grad_norm"])),
-                               np.array(metrics(runs[0], ["loss", "grad_norm"])), rtol=1e-5)
+                               np.array(metrics(runs[0], ["loss", "grad_norm"])), rtol=0.1 * bound)
     for name in ("model.safetensors", "optimizer.safetensors"):
         (header, first), (other, second) = (read_header(checkpoint(run, 3) / name) for run in runs)
         a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
-        assert header == other and np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(a)
+        assert header == other and np.linalg.norm(a - b) <= bound * np.linalg.norm(a)
 
 
 def test_resume_with_another_number_of_ranks(cuda, data, tmp_path):
@@ -619,7 +625,9 @@ def test_resume_with_another_number_of_ranks(cuda, data, tmp_path):
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
 
 
-@pytest.mark.parametrize("more", ([], ["--dtype", "bf16", "--stochastic-rounding"]), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("more", ([], ["--dtype", "bf16", "--stochastic-rounding"],
+                                  ["--dtype", "bf16", "--stochastic-rounding", "--optimizer", "muon"]),
+                         ids=("fp32", "bf16", "muon"))
 def test_same_number_of_ranks_to_the_last_bit(cuda, data, tmp_path, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--zero", 1, "--batch", 1, *more]
@@ -716,7 +724,7 @@ def test_rejected_before_anything_is_written(cuda, data, tmp_path):
 
 def test_dry_run(cuda, data, tmp_path):
     text = train(data, *SMALL, "--dry-run", "--out", tmp_path / "out", program=cuda)
-    assert "device memory per GPU" in text and "AdamW's moments" in text and "nothing was written" in text
+    assert "device memory per GPU" in text and "optimizer state" in text and "nothing was written" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -1,7 +1,8 @@
 """Builds the CUDA sources with nvcc, without a GPU: there must be no warnings, no spilled registers, and no more
 registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`).
 
-By default it builds every other kernel for sm_90, and one instance of attention, drawn by commit, for sm_80 and sm_90.
+By default it builds every other kernel for sm_90, and two instances of attention for sm_80 and sm_90: exp, which has
+kernels for Hopper, and one drawn by commit.
 CUDA_BUILD=all builds every source and instance for both, in about six minutes on two cores: run it after a change to
 attention's kernels, because one instance may spill where the others do not.
 """
@@ -81,18 +82,18 @@ def log(tmp_path_factory):
                     *(f"{build}/{name}/cuda/attention/{file}{row}.o" for file in files))
 
     if ALL:
-        other = one_instance("ssmax")
+        others = [one_instance("ssmax")]
         tests = [f"{build}/cuda/tests/{path.stem}" for path in (ROOT / "dev/tests").glob("test_*.cu")]
         programs = [f"{build}/{name}cu" for name in ("train_gpt2", "eval_gpt2", "test_gpt2")]
         run = make(*flags, *programs, f"{build}/cuda/flash.so", *tests)
     else:
         rows = re.findall(r"^FLASH_INSTANCE\((\w+),", instances, re.M)
-        other = one_instance(*draw.sample(["ssmax", *rows], 1))
+        others = [one_instance(name) for name in dict.fromkeys(["exp", *draw.sample(["ssmax", *rows], 1)])]
         objects = ("train_gpt2.o", "eval_gpt2.o", "attention/flash.o", "cuda.a")
         run = make(*flags, "GPUS=90", *(f"{build}/cuda/{name}" for name in objects))
-    for build in run, other:
+    for build in run, *others:
         assert build.returncode == 0, build.stdout[-4000:]
-    return run.stdout + other.stdout
+    return "".join(build.stdout for build in (run, *others))
 
 
 def test_every_kernel_has_a_budget():

@@ -37,9 +37,9 @@ def read_shard(path):
     """The tokens of a shard; parses the header by hand."""
     data = Path(path).read_bytes()
     numbers = struct.unpack("<256i", data[:1024])
-    assert numbers[0] == 20240520 and numbers[1] == 1 and not any(numbers[3:])
-    assert len(data) == 1024 + 2 * numbers[2]
-    return list(struct.unpack(f"<{numbers[2]}H", data[1024:]))
+    size, letter = {(20240520, 1): (2, "H"), (20240801, 7): (4, "I")}[numbers[:2]]
+    assert len(data) == 1024 + size * numbers[2] and not any(numbers[3:])
+    return list(struct.unpack(f"<{numbers[2]}{letter}", data[1024:]))
 
 
 def documents_of(folder, split):
@@ -280,10 +280,42 @@ def test_ids_are_checked(tmp_path):
     writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
     with pytest.raises(shards.DataError, match="token id 300, but the vocabulary has only 257 ids"):
         writer.add(np.array([5, 300]))
-    with pytest.raises(shards.DataError, match="0 to 65535"):
-        shards.write_shard(tmp_path / "x.bin", [1, 70000])
-    shards.write_shard(tmp_path / "x.bin", [1, 65535])
-    assert read_shard(tmp_path / "x.bin") == [1, 65535]
+    with pytest.raises(shards.DataError, match="from 1 to 1048576, but the programs support 0 to 1048575"):
+        shards.write_shard(tmp_path / "x.bin", [1, 1 << 20])
+
+
+@pytest.mark.parametrize("ids, size", [([1, 65535], 2), ([1, 65536], 4), ([128255, 0], 4), ([], 2)])
+def test_large_ids_have_32_bits(tmp_path, ids, size):
+    shards.write_shard(tmp_path / "x.bin", ids)
+    assert (tmp_path / "x.bin").stat().st_size == 1024 + size * len(ids)
+    assert read_shard(tmp_path / "x.bin") == ids == shards.read_shard(tmp_path / "x.bin").tolist()
+
+
+@pytest.mark.parametrize("vocab, size", [(65536, 2), (65537, 4)])
+def test_large_vocabularies_have_32_bits(tmp_path, vocab, size):
+    """All shards of a dataset have the same format, whatever ids occur in them, and resume in it; masks stay bytes."""
+    tokenizer = vocabulary.Tokenizer(None, vocab, vocab - 1, {"tokenizer.json": b"{}"})
+
+    def write(documents):
+        writer = shards.Writer(tmp_path, "large", tokenizer, 40, 0.0, {}, masks=True)
+        for number in documents:
+            writer.add(np.array([number, vocab - 2 - number]), np.array([0, 1]))
+        writer.commit()
+        return writer
+
+    write(range(8)).close()      # ends within a shard
+    writer = write(range(8, 20))
+    writer.finish(), writer.close()
+    found = sorted(tmp_path.glob("large_train_*.bin"))
+    assert [path.stat().st_size for path in found] == [1024 + size * 40, 1024 + size * 20]
+    assert [path.with_suffix(".mask").stat().st_size for path in found] == [1064, 1044]
+    assert sum(map(read_shard, found), []) == [i for n in range(20) for i in (vocab - 1, n, vocab - 2 - n)]
+
+
+def test_a_shard_that_cannot_be_read(tmp_path):
+    (tmp_path / "x.bin").write_bytes(shards.header(3, shards.WIDE_TOKENS) + bytes(11))
+    with pytest.raises(shards.DataError, match="x.bin: expected a complete shard"):
+        shards.read_shard(tmp_path / "x.bin")
 
 
 def test_broken_state(tmp_path):

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
+import byte_text
 from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, metrics,
                      read_header, steps, tokens, train, write_header, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup
 schedule min-lr-frac weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta rope-scaling dtype out resume
-init-from val-every val-tokens sample-every ckpt-every keep keep-best profile threads dry-run""".split()
+init-from val-every val-tokens sample-every ckpt-every keep keep-best profile threads dry-run config
+print-config""".split()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def tree(folder):
     (["--dtype", "fp16"], ["--dtype fp16: expected one of fp32|bf16.\n"]),
     (["--attn", "ssmx"], ["--attn ssmx", "Did you mean ssmax? "]),
     (["--attn", "flashattention"], ["--attn flashattention: unknown normalizer. Run `--attn help`"]),
-    (["--config", "x"], ["--config: unknown flag. Run `--help`"]),
+    (["--cofnig", "x"], ["--cofnig: unknown flag. Did you mean --config?"]),
     (["--attn", "softmax+post=revert"], ["post", "'revert'", "none"]),
     (["--attn-switch", "ssmax"], ["--attn-switch ssmax", "STEP:NAME"]),
     (["--attn-switch", "3:ssmx"], ["--attn-switch 3:ssmx", "ssmax"]),
@@ -79,7 +81,7 @@ def tree(folder):
     (["--model", "124M,kv_head=4"], ["'kv_head'. Did you mean kv_heads?"]),
     (["--model", "gpt2"], ["'gpt2'. Models: "]),
     (["--model", "layers=2"], ["heads= is required, unless a model such as 124M comes first"]),
-    (["--model", "layers=1,heads=2,channels=16,ffn=24,vocab=70000"], ["vocab", "65536", "70000"]),
+    (["--model", "layers=1,heads=2,channels=16,ffn=24,vocab=1048577"], ["vocab", "1048576", "1048577"]),
     (["--model", "layers=1,heads=3,channels=16,ffn=24"], ["16 channels", "3 heads", "divisible"]),
     (["--model", "layers=1,heads=16,channels=16,ffn=24"], ["even"]),
     (["--model", "124M,kv_heads=5"], ["12 heads", "5 key-value heads"]),
@@ -90,6 +92,8 @@ def tree(folder):
     (["--model", "124M,norm_eps=1e-5x"], ["norm_eps", "1e-5x"]),
     (["--model", "124M,norm_eps=nan"], ["norm_eps", "nan"]),
     (["--model", "124M,qk_norm=yes"], ["qk_norm=yes: expected 0 or 1"]),
+    (["--model", "124M,bias=all"], ["bias=all: expected none or qkv"]),
+    (["--model", "layers=1,block=gau,channels=32,bias=qkv"], ["bias", "block=gau"]),
     (["--model", "layers=1,block=gau,channels=32,kv_heads=1"], ["kv_heads", "block=gau"]),
     (["--model", "layers=1,block=gau,channels=32,head_dim=128"], ["head_dim", "block=gau"]),
     (["--model", "layers=1,block=gau,channels=32,qk_norm=1"], ["qk_norm", "block=gau"]),
@@ -150,8 +154,9 @@ def shard_with(folder, **how):
 
 
 @pytest.mark.parametrize("how, parts", [
-    (dict(magic=20240801), ["offset 0", "expected magic number 20240520", "found 20240801", "32-bit"]),
-    (dict(magic=7), ["offset 0", "20240520", "found 7", "data/"]),
+    (dict(magic=20240801), ["offset 4", "expected version 7", "found 1", "Recreate"]),
+    (dict(magic=20240801, version=7, count=1001), ["1,001 tokens (5,028 bytes)", "5,024 bytes", "truncated"]),
+    (dict(magic=7), ["offset 0", "20240520 or 20240801", "found 7", "data/"]),
     (dict(version=2), ["offset 4", "expected version 1", "found 2", "Recreate"]),
     (dict(count=1001), ["1,001 tokens (3,026 bytes)", "3,024 bytes", "truncated", "Recreate"]),
     (dict(count=999), ["999 tokens (3,022 bytes)", "3,024 bytes", "extra data"]),
@@ -165,6 +170,50 @@ def test_broken_shard(tmp_path, how, parts):
     out = tmp_path / "out"
     says(run_data(tmp_path, "--out", out), "d_train_000001.bin" if "too little" not in parts[0] else "_train_", *parts)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("value", ["1e-30", "0.09", "-1", "2e6", "nan", "inf"])
+def test_caps_of_logits_that_leave_nothing_to_learn(data, tmp_path, value):
+    out = tmp_path / "out"
+    says(train(data, "--logit-softcap", value, "--out", out, code=USAGE), f"--logit-softcap {value}",
+         "expected a number from 0")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("text, code, parts", [
+    ("{0}/a.bin:0.7,{0}/b.bin", USAGE, ["b.bin\" has no weight", "Give all sources a weight"]),
+    ("{0}/a.bin:0.7,{0}/b.bin:0", USAGE, ["\"0\": expected a weight above 0", "such as 0.7"]),
+    ("{0}/a.bin:0.7,{0}/b.bin:1e-3", USAGE, ["\"1e-3\": expected a weight above 0"]),
+    ("{0}/a.bin:0.333333,{0}/b.bin:0.777778", USAGE, ["repeat only after 1,111,111 sequences", "fewer digits"]),
+    ("{0}/a.bin:0.7,{0}/c*.bin:0.3", INPUT, ["c*.bin: no file matches"]),
+    ("{0}/a.bin:0.7,{0}/short.bin:0.3", INPUT, ["short.bin: too little data", "2 are needed"]),
+    ("{0}/a.bin:0.7,{0}/broken.bin:0.3", INPUT, ["broken.bin", "truncated"]),
+])
+def test_wrong_mixtures(tmp_path, text, code, parts):
+    for name, count in {"a": 1000, "b": 1000, "short": 16, "broken": 100}.items():
+        write_shard(tmp_path / f"{name}.bin", tokens(count), count=200 if name == "broken" else None)
+    out = tmp_path / "out"
+    says(run_data(tmp_path, "--train-data", text.format(tmp_path), "--out", out, code=code), *parts)
+    assert not out.exists()
+
+
+def test_weights_of_validation_data(tmp_path):
+    shard_with(tmp_path)
+    val = f"{tmp_path}/*_train_*.bin:1"
+    says(run_data(tmp_path, "--val-data", val, code=USAGE), f"--val-data {val}: only --train-data can have weights")
+
+
+def test_sources_with_different_tokenizers(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        byte_text.write_text(folder)
+    text = ",".join(f"{folder}/*_train_*.bin:1" for folder in folders)
+    plan = train(tmp_path, "--train-data", text, "--batch", 1, "--seq-len", 8, "--dry-run", model=False)
+    says(plan, "data      3 sources", "\n  33.33 % ", " epochs\n")
+    with open(folders[2] / "tokenizer.json", "a") as file:
+        file.write(" ")
+    says(train(tmp_path, "--train-data", text, "--batch", 1, "--seq-len", 8, "--dry-run", model=False, code=INPUT),
+         f"{folders[2]}/tokenizer.json: differs from {folders[0]}/tokenizer.json", "--tokenizer")
 
 
 def test_truncated_shard(tmp_path):

@@ -484,6 +484,8 @@ WRONG = {
     "cut weights": (["--model", "{cut}"], 3, ["model.safetensors"]),
     "missing scalar": (["--model", "{scalar}"], 3, ["attn_scale", "none of that name"]),
     "no shards": (["--data", "{run}/none*.bin"], 3, ["no file matches"]),
+    "weights": (["--data", "a.bin:0.7,b.bin:0.3"], 2,
+                ["--data a.bin:0.7,b.bin:0.3", "weights are for --train-data", "each source by itself"]),
     "too little data": (["--seq-lens", "8,1000"], 3,
                         ["too little data", "1,000 tokens", "at least 1 is needed", "reduce --seq-lens."]),
     "id over vocabulary": (["--data", "{run}/ids.bin"], 3, ["ids.bin", f"token id {VOCAB}", "offset 1,064"]),

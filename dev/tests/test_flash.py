@@ -477,13 +477,14 @@ def test_sums_in_any_order(flash, flash_with, case):
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_fixed_order_of_sums(flash, flash_with, case):
     """Blocks that start in any order, few at a time or all at once, add to dq in the same order, also if other blocks
-    run at every place where they signal, or if single threads fall behind."""
+    run at every place where they signal, or if single threads or warpgroups fall behind."""
     x = inputs(case)
     fixed = by_flash(flash, case, *x)
     for settings in ({"ORDER": "random", "ASYNC": "random", "THREADS": "4"},
                      {"ORDER": "reverse", "ASYNC": "wait", "THREADS": "4", "RESIDENT": "2"},
                      {"ORDER": "forward", "ASYNC": "issue", "THREADS": "4", "RESIDENT": "1"},
                      {"ORDER": "straggler", "ASYNC": "issue", "THREADS": "1"},
+                     {"ORDER": "laggards", "ASYNC": "wait", "THREADS": "1"},
                      {"ORDER": "forward", "ASYNC": "wait", "THREADS": "1", "SUSPEND": "often"}):
         assert same(by_flash(flash_with(SEED="5", **settings), case, *x), fixed), settings
 

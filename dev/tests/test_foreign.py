@@ -17,7 +17,7 @@ from trainer import ROOT, TRAIN, VOCAB, environment, train
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 import transformers
-from transformers import (CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig,
+from transformers import (AutoConfig, CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig,
                           MixtralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -108,10 +108,16 @@ def edit(folder, **change):
 
 FAMILIES = {
     "Llama": (LlamaConfig(**SMALL), []),
-    "Mistral": (MistralConfig(**SMALL, sliding_window=4), ['"mistral"']),
-    "Mistral without a window": (MistralConfig(**SMALL, sliding_window=None), ['"mistral"']),
+    "Mistral": (MistralConfig(**SMALL, sliding_window=4),
+                ['"sliding_window" is 4, but "max_position_embeddings" is 64', "--ignore-config-key sliding_window"]),
+    "Mistral without a window": (MistralConfig(**SMALL, sliding_window=None), []),
+    "Mistral with a wide window": (MistralConfig(**SMALL | dict(num_key_value_heads=2, head_dim=12), sliding_window=64),
+                                   []),
     "Mixtral": (MixtralConfig(**SMALL, num_local_experts=2), ['"mixtral"']),
-    "Qwen2": (Qwen2Config(**SMALL), ['"qwen2"']),
+    "Qwen2": (Qwen2Config(**SMALL), []),
+    "Qwen2, grouped, tied": (Qwen2Config(**SMALL | dict(num_key_value_heads=2, tie_word_embeddings=True)), []),
+    "Qwen2 with a window": (Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+                            ['"use_sliding_window" is true', '"layer_types"']),
     "Qwen3": (Qwen3Config(**SMALL, head_dim=HEAD), []),
     "Qwen3, grouped": (Qwen3Config(**SMALL | dict(num_key_value_heads=2, rms_norm_eps=0.01, tie_word_embeddings=True),
                                    head_dim=12), []),
@@ -180,7 +186,7 @@ ROPE = {        # name: rope_type, its numbers, and why it is rejected, if it is
                                ['"llama3": HIGH (high_freq_factor) must be above LOW']),
     "llama3, factor 0.5": ("llama3", LLAMA3 | {"factor": 0.5}, ["factor is 0.5; expected a number from 1 to"]),
     "proportional": ("proportional", {"partial_rotary_factor": 0.5}, ['type is "proportional"', '"default"']),
-    "of a part": ("linear", {"factor": 2.0, "partial_rotary_factor": 0.5}, ["partial_rotary_factor", "an unknown key"]),
+    "of a part": ("linear", {"factor": 2.0, "partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5; only 1"]),
 }
 VARIANTS = {
     "tied": (dict(tie_word_embeddings=True), []),
@@ -200,9 +206,9 @@ VARIANTS = {
     "three key-value heads": (dict(num_key_value_heads=3), ["4 heads", "3 key-value heads"]),
     "all at once": (dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", num_key_value_heads=3, rms_norm_eps=0.5,
                          rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-                         vocab_size=65537),
+                         vocab_size=1048577),
                     ["attention_bias", "mlp_bias", "hidden_act", "3 key-value heads", "rms_norm_eps",
-                     "rope_parameters.factor", '"vocab_size" is 65537', "doc/checkpoints.md"]),
+                     "rope_parameters.factor", '"vocab_size" is 1048577', "doc/checkpoints.md"]),
 }
 for name, (rope_type, numbers, reasons) in ROPE.items():
     scaled = dict(rope_parameters=numbers | {"rope_type": rope_type, "rope_theta": 10000.0},
@@ -386,6 +392,36 @@ def test_several_ignored_keys_in_every_program(folder, data, tmp_path):
         assert subprocess.run(sample + more, capture_output=True, env=environment()).returncode == code
 
 
+@pytest.mark.parametrize("value, place", [(0.5, ""), (0.5, "rope_parameters."), ("x", ""), (0, "")])
+def test_a_part_of_rope_cannot_be_ignored(value, place, folder, data):
+    """transformers' Llama reads partial_rotary_factor where RoPE is scaled."""
+    expected = evaluate(folder, data)
+    key = f"{place}partial_rotary_factor"
+
+    def edited(x):
+        change = {"partial_rotary_factor": x}
+        if place:
+            change = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **change}}
+        edit(folder, **change)
+        return evaluate(folder, data, "--ignore-config-key", key)
+
+    assert edited(1.0) == edited(None) == expected
+    code, message = edited(value)
+    assert code == 3 and f"{key} is {json.dumps(value)}; only 1 is supported" in message
+    assert "load it with --ignore-config-key" not in message
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_keys_of_other_families_may_be_ignored(model_type):
+    """transformers ignores them too: its models compute the same with and without them."""
+    config = AutoConfig.for_model(model_type, **SMALL, sliding_window=None)
+    other = AutoConfig.for_model(model_type, **SMALL, sliding_window=None, attn_logit_softcapping=0.5, num_experts=4)
+    assert other.attn_logit_softcapping == 0.5 and other.num_experts == 4
+    ids = torch.arange(T)[None]
+    with torch.no_grad():
+        assert torch.equal(build(config)(ids).logits, build(other)(ids).logits)
+
+
 def test_keys_that_change_the_model_cannot_be_ignored(folder, data):
     edit(folder, hidden_act="gelu", quantization_config={"bits": 4},
          layer_types=["full_attention", "sliding_attention"])
@@ -488,6 +524,8 @@ UNITS = {"model_type": "attn_gpt", "attention_normalizer": {"name": "softmax", "
     (dict(rope_scaling={"rope_theta": 500.0}), "rope_scaling.rope_theta is 500"),
     (dict(layer_types=7), '"layer_types" is 7'),
     (dict(eos_token_id=VOCAB), f'"eos_token_id" is {VOCAB}'),
+    (dict(eos_token_id=[2, VOCAB]), f'"eos_token_id" is [2,{VOCAB}]'),
+    (dict(eos_token_id=list(range(9))), "or a list of at most 8"),
     (dict(model_type="attn_gpt"), '"attention_normalizer" is missing'),
     (dict(attention_normalizer={"name": "softmax", "sharpness": 2}), "attention_normalizer.sharpness"),
     (dict(attention_normalizer={"name": "softmax", "block": "gru"}),

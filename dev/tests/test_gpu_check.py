@@ -28,6 +28,7 @@ import gpu_kernels
 import gpu_report
 import gpu_step
 import model as reference
+import step_model
 
 EMULATED, COLLECTIVE = ROOT / "train_gpt2cu_on_cpu", ROOT / "build/on_cpu/tests/test_collective"
 EVALUATOR, FLASH = ROOT / "eval_gpt2cu_on_cpu", ROOT / "build/on_cpu/flash.so"
@@ -345,7 +346,7 @@ def test_runs_on_the_cpu(tmp_path, known):
     parts = parts_of(tmp_path / "report")
     assert {name: part["status"] for name, part in parts.items()} == {"determinism": "done", "train": "done"}
     assert all(check["verdict"] == "ok" for part in parts.values() for check in part["checks"])
-    assert len(parts["determinism"]["checks"]) == 3 and len(parts["train"]["curves"]["bf16"]) == 4
+    assert len(parts["determinism"]["checks"]) == 4 and len(parts["train"]["curves"]["bf16"]) == 4
     assert_well_formed((tmp_path / "report/report.md").read_text())
     gpu_check("train", out=tmp_path / "broken", code=1, **{**known, "TRAIN": "/bin/false"})
     assert [check["verdict"][:6] for check in parts_of(tmp_path / "broken")["train"]["checks"]] == ["FAILED"]
@@ -382,7 +383,23 @@ def test_a_check_is_stopped_when_the_call_ends(tmp_path, known):
     said = gpu_check("determinism=20", out=tmp_path / "out", code=gpu_report.UNFINISHED,
                      **{**known, "TRAIN": str(slow)})
     assert "at the end of this call's time" in said
-    assert [check["verdict"] for check in parts_of(tmp_path / "out")["determinism"]["checks"]] == ["left"] * 3
+    assert [check["verdict"] for check in parts_of(tmp_path / "out")["determinism"]["checks"]] == ["left"] * 4
+
+
+def test_without_wgmma_once_it_has_failed(tmp_path, known):
+    """Later parts, also of later calls, select the other kernels and say so."""
+    out, seen, program = tmp_path / "out", tmp_path / "seen", tmp_path / "program"
+    program.write_text(f'#!/bin/sh\necho "${{FLASH90-none}}" >>{seen}\nexec {trainer.TRAIN} "$@"\n')
+    program.chmod(0o755)
+    known["TRAIN"] = str(program)
+    gpu_check("train", out=out, code=0, **known)
+    assert set(seen.read_text().split()) == {"none"}
+    seen.unlink()
+    for words in ("begin", "tests"), ("check", "tests", "attention with wgmma and TMA", "FAILED (1)", "60", "hangs"):
+        subprocess.run([sys.executable, ROOT / "dev/bench/gpu_report.py", out, *words], check=True,
+                       env=dict(os.environ, GPU_CHECK_DEVICE="CPU"))
+    assert "attention with wgmma and TMA failed" in gpu_check("train", out=out, code=0, FRESH="1", **known)
+    assert set(seen.read_text().split()) == {"0"}
 
 
 def test_training_text_without_shards(tmp_path):
@@ -814,7 +831,8 @@ def test_kernels_without_pytorch(words):
 # ---- timings of the step
 
 def test_step_and_memory(tmp_path, monkeypatch):
-    ceilings, times = {"bytes": 1e12, "flops": 1e14}, {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2}
+    ceilings = {"bytes": 1e12, "flops": 1e14, "undoes_rope": True}
+    times = {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2}
     monkeypatch.setattr(gpu_step, "run_torch",
                         lambda **task: dict(ceilings if task["variant"] == "ceilings" else times))
     for part in ("step", "memory"):
@@ -827,7 +845,7 @@ def test_step_and_memory(tmp_path, monkeypatch):
     assert len(head) == 6 and not any("tok" in word for word in head)              # its times are not measurements
     assert all("used_gb" in r for r in parts["memory"]["records"] if r["variant"] == "ours")
     assert not any("used_gb" in r for r in parts["step"]["records"])    # nvidia-smi is not called while a step is timed
-    assert set(gpu_step.floors("124M", 16, 1024)) <= set(parts["step"]["profile"]["phases"])
+    assert set(gpu_step.floors("124M", 16, 1024, True)) <= set(parts["step"]["profile"]["phases"])
     assert_well_formed((tmp_path / "report.md").read_text())
 
 
@@ -863,7 +881,16 @@ def test_floors_name_the_trainers_phases():
     source = (ROOT / "run/profile.h").read_text()
     phases = set(re.findall(r'X\([A-Z_]+, "([^"]+)"\)',
                             source[source.index("#define PHASES(X)"):source.index("PHASE_COUNT")]))
-    assert {*gpu_step.floors("124M", 16, 1024), *gpu_step.PRODUCTS} <= phases
+    assert {*gpu_step.floors("124M", 16, 1024, True), *gpu_step.PRODUCTS} <= phases
+
+
+@pytest.mark.parametrize("device, undoes_rope", [("h100", True), ("a100", False)])
+def test_floors_of_bytes_are_those_of_the_model(device, undoes_rope):
+    run = step_model.Run(step_model.parse_model("124M"), 16, 1024, step_model.DEVICES[device])
+    floors = gpu_step.floors("124M", 16, 1024, undoes_rope)
+    for phase in "ROPE", "SWIGLU":
+        moved = sum(launch.bytes for launch in step_model.launches(run) if launch.phase == phase)
+        assert floors[step_model.phases()[phase]][0] == pytest.approx(moved, rel=5e-3)     # RoPE's tables
 
 
 def test_the_largest_batch():

@@ -7,6 +7,7 @@
 //   build/tests/test_gradients [WORD]     only the cases whose name has WORD in it
 #define REAL double
 // The library has these names for float32.
+#define attention_of_few attention_of_few_in_double
 #define attention_scratch attention_scratch_in_double
 #define attention_forward attention_forward_in_double
 #define attention_backward attention_backward_in_double
@@ -18,28 +19,14 @@
 #define WITHOUT_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "attention/attention_cpu.c"
+#include "attention/torch/gemm_double.c"
 #include "train_gpt2.c"
 
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
 #include "dev/tests/float_path.h"
 
-// ---- the functions of runtime/gemm.c, in double
-
-void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
-    (void)mm;
-    for (size_t i = 0; i < m; i++) {
-        real *row = C + i * ldc;
-        for (size_t j = 0; j < n; j++) row[j] = beta != 0 ? row[j] : 0;
-        for (size_t j = 0; B.transposed && j < n; j++)
-            for (size_t p = 0; p < k; p++)
-                row[j] += A.f32[A.transposed ? p * A.ld + i : i * A.ld + p] * B.f32[j * B.ld + p];
-        for (size_t p = 0; !B.transposed && p < k; p++)
-            for (size_t j = 0; j < n; j++)
-                row[j] += A.f32[A.transposed ? p * A.ld + i : i * A.ld + p] * B.f32[p * B.ld + j];
-    }
-}
-
+// The trainer's own function of runtime/gemm.c, in double; gemm() is that of attention/torch/gemm_double.c.
 void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
     gemm(mm, m, n, k, A, B, beta, C, ldc);
 }
@@ -355,6 +342,7 @@ static struct {
     real *x, *w, *out, *dout, *cosines, *sines, *inverse_norms;
     Rope rope;
     QkNorm qk_norm;
+    CrossEntropy ce;
     GauGains gains;
     int32_t tokens[N];
     size_t outputs;
@@ -383,7 +371,16 @@ static void by_swiglu(void) {
     swiglu_forward(in_f32(l.out), l.x, N, C);
 }
 static void by_crossentropy(void) {
-    crossentropy(l.out, l.x, l.tokens, NULL, N, V, V, 0);
+    // The logits stay as they are: with a cap, they are replaced.
+    static real logits[N * V];
+    real z_loss = l.ce.z_loss;
+    memcpy(logits, l.x, sizeof logits);
+    l.ce.scale = 0;
+    crossentropy(l.out, logits, l.tokens, NULL, N, l.ce);
+    for (int n = 0; n < N; n++) {
+        real log_Z = l.out[n] + logits[n * V + l.tokens[n]];
+        l.out[n] += z_loss * log_Z * log_Z;
+    }
 }
 static Projected gau_arrays(real *uvz, real *qkv) {
     return (Projected){uvz, qkv, qkv + N * GS, qkv + 2 * N * GS, l.inverse_norms};
@@ -409,6 +406,17 @@ static void test_rope(real *dx, bool l2) {
     memcpy(dx, l.dout, N * W * sizeof *dx);
     rope_backward(dx, l.out, l.inverse_norms, l.rope);
     test_layer(l2 ? "rope and l2" : "rope", l.x, dx, N * W, by_rope, N * W);
+}
+
+static void by_bias(void) {
+    memset(l.out, 0, N * W * sizeof *l.out);
+    bias_forward(l.out, l.w, N, W);
+}
+
+static void test_bias(real *dw) {
+    memset(dw, 0, W * sizeof *dw);
+    bias_backward(dw, l.dout, N, W);
+    test_layer("bias", l.w, dw, W, by_bias, N * W);
 }
 
 static void by_qk_norm(void) {
@@ -466,6 +474,7 @@ static void test_layers(void) {
     memset(dw, 0, room * sizeof *dw);
     embedding_backward(dw, l.dout, l.tokens, N, C);
     test_layer("embedding", l.w, dw, V * C, by_embedding, N * C);
+    test_bias(dw);
     test_qk_norm(dx, gains);
     test_rope(dx, false);
     test_rope(dx, true);
@@ -474,8 +483,13 @@ static void test_layers(void) {
     real *losses = reals(N);
     memcpy(dx, l.x, N * V * sizeof *dx);
     for (int n = 0; n < N; n++) l.dout[n] = 1;
-    crossentropy(losses, dx, l.tokens, NULL, N, V, V, 1);
+    l.ce = (CrossEntropy){.V = V, .VP = V, .scale = 1};
+    crossentropy(losses, dx, l.tokens, NULL, N, l.ce);
     test_layer("crossentropy", l.x, dx, N * V, by_crossentropy, N);
+    memcpy(dx, l.x, N * V * sizeof *dx);
+    l.ce = (CrossEntropy){.V = V, .VP = V, .softcap = 1.5, .z_loss = 0.3, .scale = 1};
+    crossentropy(losses, dx, l.tokens, NULL, N, l.ce);
+    test_layer("crossentropy, cap and z", l.x, dx, N * V, by_crossentropy, N);
 
     free(l.dout);
     l.dout = input("dout", room, 0, 1);
@@ -524,7 +538,8 @@ int main(int argc, char **argv) {
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 2, .NKV = 2, .HS = 6, .VS = 6, .T = 9});
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 6, .T = 9});
         test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", false);
-        test_model(NAMES[i], "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1",
+        test_model(NAMES[i],
+                   "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1,bias=qkv",
                    true);
         test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1", false);
     }

@@ -127,6 +127,8 @@ BAD = {    # what is appended to a correct file, and what the message says
     "key": ('[[run]]\nattn = "lssa"\nsede = [1]\n', r"[[run]] 2 (lssa): unknown key sede. Did you mean seeds?"),
     "type": ('[[run]]\nattn = "lssa"\nseeds = "all"\n', "seeds: expected a list of whole numbers, found 'all'"),
     "no attn": ('[[run]]\nname = "x"\n', "attn is missing"),
+    "no source": ('[data.small.mix]\ntrain = "a*.bin:0.7, "\nval = "b"\n',
+                  "[data.small.mix]: train: expected a source on both sides of each comma, found 'a*.bin:0.7, '"),
     "no name": ('[[eval]]\ntask = "loss"\n', "name is missing"),
     "twice": ('[[run]]\nattn = "softmax"\n', "there is another row named softmax"),
     "variable": ('[[run]]\nattn = "{P}"\n', "{P}: unknown variable"),
@@ -286,6 +288,34 @@ def test_fingerprints_cover_every_byte_and_no_name(tmp_path):
     (tmp_path / "b_train_1.bin").write_bytes(changed)
     assert (grid_store.fingerprint(f"{tmp_path}/*_train_*.bin") != first
             and grid_store.fingerprint(f"{tmp_path}/x*") is None)
+
+
+def test_weighted_texts(tmp_path):
+    """Their fingerprint depends on the files and the ratio of the weights, not on their names or scale."""
+    for name, count in (("a", 300), ("b", 400)):
+        write_shard(tmp_path / f"{name}.bin", range(count))
+
+    def of(text):
+        return grid_store.fingerprint(text.replace("/", f"{tmp_path}/"))
+
+    mix = of("/a.bin:0.7,/b.bin:0.3")
+    assert mix == of("/a*.bin:7 /b.bin:3") and len({mix, of("/a.bin:0.6,/b.bin:0.4"), of("/b.bin:7,/a.bin:3"),
+                                                    of("/a.bin")}) == 4
+    assert of("/a.bin:0.7,/none.bin:0.3") is None
+
+    def lacks(train):
+        return grid_parts.missing(grid_file.Data("text", train.replace("/", f"{tmp_path}/"), f"{tmp_path}/b.bin", []))
+
+    assert not lacks("/a.bin:0.7,/b.bin:0.3") and lacks("/a.bin:0.7,/none.bin:0.3")
+
+
+def test_a_grid_on_a_weighted_text(data, tmp_path):
+    path = write(tmp_path, ROWS, data=data)
+    glob = f"{data}/*_train_*.bin"
+    path.write_text(path.read_text().replace(f'"{glob}"', f'"{glob}:0.7,{data}/*_val_*.bin:0.3"'))
+    assert "fingerprint" in run(path, tmp_path / "out")
+    arguments = json.loads((folder_of(tmp_path / "out", "ssmax") / "run.json").read_text())["arguments"]
+    assert arguments["train-data"] == f"{glob}:0.7,{data}/*_val_*.bin:0.3"
 
 
 def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
@@ -684,6 +714,16 @@ def test_finished_parts_are_not_repeated_and_a_fresh_clone_has_their_results(who
               for folder in (tmp_path / "out", out)]
     assert tables[0] == tables[1] and "| ssmax |" in tables[0]
     assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_a_report_without_matplotlib_has_its_tables(whole, tmp_path):
+    path, out, _ = whole
+    shutil.copy(out.parent / "results.json", tmp_path)
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(\"No module named 'matplotlib'\")")
+    text = run(path, tmp_path / "out", "--report", draw=True, PYTHONPATH=str(tmp_path))
+    assert "no pictures in the report of tiny: No module named 'matplotlib'. Use .venv/bin/python" in text
+    report = (tmp_path / "out/tiny-small/report.md").read_text()
+    assert "| ssmax |" in report and "![" not in report
 
 
 @pytest.mark.drawn(3, of="further calls")

@@ -47,6 +47,12 @@ CHECKPOINTS = {
     "qk-norm-grouped-softmax-bf16": [
         "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,norm_eps=0.01,qk_norm=1,tied=0", "--dtype", "bf16"],
     "qk-norm-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,qk_norm=1"],
+    "bias-softmax": ["--model", f"{SHAPE},bias=qkv"],
+    "bias-grouped-softmax-bf16": ["--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,bias=qkv,tied=0",
+                                  "--dtype", "bf16"],
+    "bias-qk-norm-softmax": ["--model", f"{SHAPE},bias=qkv,qk_norm=1"],
+    "bias-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,bias=qkv"],
+    "capped-softmax": ["--logit-softcap", 3, "--z-loss", 1e-3],
     "linear-softmax": ["--rope-scaling", "linear:2.5"],
     "ntk-softmax": ["--rope-scaling", "ntk"],
     "llama3-softmax": ["--rope-scaling", "llama3:4:0.5:4:16"],
@@ -70,7 +76,7 @@ def folder(request, data, tmp_path_factory):
     return train(data, tmp_path_factory.mktemp("run") / "out", *CHECKPOINTS[request.param], steps=40)[0]
 
 
-PLAIN = ("llama", "qwen3")      # what transformers loads without our code
+PLAIN = ("llama", "qwen2", "qwen3")      # what transformers loads without our code
 
 
 def load(folder):
@@ -112,13 +118,15 @@ def test_generate_and_sample_give_the_same_text(folder):
 
 
 def test_only_plain_models_are_llamas(folder):
-    """Only plain softmax in a Llama's block is written as a Llama, or with QK norms as a Qwen3. Without
-    trust_remote_code the others are rejected rather than computed as softmax."""
+    """Only plain softmax in a Llama's block is written as a Llama, with QK norms as a Qwen3, or with biases as a Qwen2.
+    Without trust_remote_code the others are rejected rather than computed as softmax."""
     config = json.loads((folder / "config.json").read_text())
     normalizer = config["attention_normalizer"]
     plain = normalizer["name"] == "softmax" and "block" not in normalizer
-    norms = any(key.endswith("q_norm.weight") for key in load_file(folder / "model.safetensors"))
-    assert config["model_type"] == ("attn_gpt" if not plain else "qwen3" if norms else "llama")
+    names = load_file(folder / "model.safetensors")
+    norms, biases = (any(name.endswith(end) for name in names) for end in ("q_norm.weight", "q_proj.bias"))
+    plain = plain and not (norms and biases) and "final_logit_softcapping" not in config
+    assert config["model_type"] == ("attn_gpt" if not plain else "qwen3" if norms else "qwen2" if biases else "llama")
     if not plain:
         with pytest.raises(ValueError, match="trust_remote_code"):
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -357,6 +365,7 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
     config = modeling.AttnGPTConfig(
         vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
+        qkv_bias=shape.bias == "qkv",
         head_dim=128 if gau else shape.query_width // shape.heads, rms_norm_eps=shape.norm_eps,
         tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
         rope_parameters=ROPE[shape.rope_scaling] | {"rope_theta": 10000.0}, attention_normalizer=said)
@@ -378,6 +387,7 @@ HEADS = {
     "multi-query, head size, eps": dict(heads=3, kv_heads=1, head_dim=6, norm_eps=0.05),
     "QK norms": dict(qk_norm=1),
     "all": dict(heads=4, kv_heads=2, head_dim=6, norm_eps=0.05, qk_norm=1),
+    "biases": dict(heads=4, kv_heads=2, bias="qkv"),
 }
 
 

@@ -21,11 +21,13 @@
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
 #include "cuda/adamw.cuh"
+#include "cuda/bias.cuh"
 #include "cuda/check.h"
 #include "cuda/classifier.cuh"
 #include "cuda/device.h"
 #include "cuda/embedding.cuh"
 #include "cuda/gau.cuh"
+#include "cuda/muon.cuh"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
 #include "cuda/qk_norm.cuh"
@@ -380,6 +382,35 @@ static void test_ropes(void) {
     for (const size_t *s : SHAPES)
         for (int l2 = 0; l2 < 2; l2++) test_rope<X>(s[0], s[1], s[2], s[3], s[4], l2);
     for (int l2 = 0; l2 < 2; l2++) test_rope<X>(1, 5, 3, 1, 64, l2, 1.25f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Biases
+
+template <class X>
+static void test_bias(size_t N, size_t OC, bool add) {
+    if (!case_begins("bias %s N=%zu OC=%zu%s", type_name<X>(), N, OC, add ? "" : " written")) return;
+    Tensor<X> out(N * OC), dout(N * OC);
+    Tensor<float> bias(OC), dbias(OC), partials(bias_partials(N, OC));
+    Numbers y = fill(out, "out", 0.1, 1.5), b = fill(bias, "bias", 0.2, 1);
+    Numbers d = fill(dout, "dout", 0.1, 1), db = start(dbias, "dbias", add);
+    for (size_t i = 0; i < N * OC; i++) {
+        y[i] += b[i % OC];
+        db[i % OC] += d[i];
+    }
+    run_twice({&out}, [&] { bias_forward(out.device(), bias.device(), N, OC, stream); });
+    run_twice({&dbias, &partials},
+              [&] { bias_backward({dbias.device(), add}, partials.device(), dout.device(), N, OC, stream); });
+    compare("out", out, y, FORWARD);
+    compare("dbias", dbias, db, BACKWARD);
+    case_ends();
+}
+
+template <class X>
+static void test_biases(void) {
+    static const size_t SHAPES[][2] = {{1, 48}, {33, 144}, {7, 97}, {65, 768}, {1500, 264}};
+    for (const size_t *s : SHAPES) test_bias<X>(s[0], s[1], true);
+    test_bias<X>(33, 260, false);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -750,9 +781,10 @@ static void test_embeddings(void) {
 // Classifier
 
 template <class X>
-static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool masked, float scale) {
-    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s", type_name<X>(), rows, V, scale_of_logits,
-                     masked ? " masked" : "", scale == 0 ? " loss alone" : ""))
+static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool masked, float scale, float c = 0,
+                            float z = 0) {
+    if (!case_begins("classifier %s rows=%zu V=%zu +-%g%s%s c=%g z=%g", type_name<X>(), rows, V, scale_of_logits,
+                     masked ? " masked" : "", scale == 0 ? " loss alone" : "", c, z))
         return;
     size_t VP = (V + 127) / 128 * 128;
     Numbers x = numbers("logits", rows * VP, 0, scale_of_logits), gradient(rows * VP, 0.0), loss(rows, 0.0);
@@ -770,16 +802,22 @@ static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool 
     x = fill(logits, x), upload(targets_in, targets), upload(mask_in, mask);
     for (size_t n = 0; n < rows; n++) {
         if (!mask[n]) continue;
-        double largest = -INFINITY, sum = 0;
-        for (size_t v = 0; v < V; v++) largest = fmax(largest, x[n * VP + v]);
-        for (size_t v = 0; v < V; v++) sum += exp(x[n * VP + v] - largest);
-        loss[n] = log(sum) + largest - x[n * VP + (size_t)targets[n]];
-        for (size_t v = 0; v < V; v++)
-            gradient[n * VP + v] = scale * (exp(x[n * VP + v] - largest) / sum - (v == (size_t)targets[n]));
+        double sum = 0;
+        Numbers y(V);
+        for (size_t v = 0; v < V; v++) {
+            y[v] = c != 0 ? c * tanh(x[n * VP + v] / c) : x[n * VP + v];
+            sum += exp(y[v]);
+        }
+        loss[n] = log(sum) - y[(size_t)targets[n]];
+        for (size_t v = 0; v < V; v++) {
+            double slope = c != 0 ? 1 - (y[v] / c) * (y[v] / c) : 1;
+            gradient[n * VP + v] =
+                scale * ((1 + 2 * z * log(sum)) * exp(y[v]) / sum - (v == (size_t)targets[n])) * slope;
+        }
     }
     run_twice({&logits, &losses}, [&] {
-        classifier(losses.device(), logits.device(), targets_in.device(), masked ? mask_in.device() : NULL, rows, V, VP,
-                   scale, stream);
+        classifier(losses.device(), logits.device(), targets_in.device(), masked ? mask_in.device() : NULL, rows,
+                   CrossEntropy{V, VP, c, z, scale}, stream);
     });
     compare("losses", losses, loss, FORWARD);
     if (scale != 0) compare("gradient", logits, gradient, BACKWARD);
@@ -814,6 +852,10 @@ static void test_classifiers(void) {
     test_classifier<X>(2, 2, 3, false, 1.0f);
     test_classifier<X>(2, 50257, 10, false, 1.0f);
     test_classifier<X>(2, 32000, 1, false, 1e-4f);
+    test_classifier<X>(5, 97, 5, true, 0.5f, 0, 0.125f);
+    test_classifier<X>(5, 97, 5, false, 0.5f, 4, 0);
+    test_classifier<X>(5, 97, 5, true, 0, 4, 0.5f);
+    test_classifier<X>(2, 32000, 20, false, 0.5f, 30, 0.03125f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1002,6 +1044,59 @@ static void test_adamws(void) {
     test_adamw_not_finite(STOCHASTIC);
     for (size_t n : {1, 8, 5003})
         for (int stochastic = 0; stochastic < 2; stochastic++) test_round(n, stochastic);
+}
+
+// The kernels before and after the rounds of Newton-Schulz, which dev/tests/test_cuda.py tests. `odd`: no vectors.
+static void test_muon(size_t R, size_t C, bool odd, Copy copy, bool finite) {
+    static const char *const COPIES[] = {"", " bf16", " bf16 stochastic"};
+    if (!case_begins("muon R=%zu C=%zu%s%s%s", R, C, odd ? " odd" : "", COPIES[copy], finite ? "" : " not finite"))
+        return;
+    AdamW a = {1e-2, 0.9, 0.95, 1e-8, 0.1, 3};
+    size_t n = R * C, from = odd ? 13 : 16;
+    Tensor<float> params(from + n), momentum(n), grads(n);
+    Tensor<bf16> rounded(from + n), X(n);
+    Tensor<double> sums(muon_blocks(n) + 1);
+    Tensor<StepNumbers> numbers_in(1);
+    Numbers p = fill(params, "p", 0, 1), m = fill(momentum, "m", 0, 1), g = fill(grads, "g", 0, 2), u(n);
+    upload(numbers_in, std::vector<StepNumbers>{{1.0, 1.0, 0.5f, finite}});
+    double squares = 0;
+    for (size_t i = 0; i < n && finite; i++) {
+        double step = 0.5 * g[i];
+        m[i] = 0.95 * m[i] + 0.05 * step;
+        u[i] = step + 0.95 * (m[i] - step);
+        squares += u[i] * u[i];
+    }
+    MuonMatrix x = {R,
+                    C,
+                    from,
+                    params.device() + from,
+                    copy == NO_COPY ? NULL : rounded.device() + from,
+                    momentum.device(),
+                    grads.device()};
+    run_twice({&momentum, &X}, [&] { muon_start(X.device(), x, sums.device(), numbers_in.device(), stream); });
+    run_twice({&params, &rounded},
+              [&] { muon_apply(x, X.device(), numbers_in.device(), a, copy == STOCHASTIC, SEED, stream); });
+    double wrong = 0;
+    for (size_t i = 0; i < n && finite; i++) {
+        u[i] /= sqrt(squares);
+        p[from + i] = (1 - 1e-3) * p[from + i] - 2e-3 * sqrt((double)(R > C ? R : C)) * value_of(X.at(i));
+    }
+    for (size_t i = from; i < from + n && finite && copy != NO_COPY; i++)
+        wrong += bits_of(rounded.at(i)) != rounded_bits(params.at(i), i, copy == STOCHASTIC, SEED, 3);
+    if (finite) compare("X", X, u, FORWARD);
+    compare("momentum", momentum, m, FORWARD);
+    compare("params", params, p, FORWARD);
+    check("wrong elements of the copy", wrong, 0);
+    case_ends();
+}
+
+static void test_muons(void) {
+    test_muon(48, 40, false, NO_COPY, true);
+    test_muon(40, 130, false, NEAREST, true);
+    test_muon(31, 7, true, NEAREST, true);
+    test_muon(96, 48, true, STOCHASTIC, true);
+    test_muon(96, 48, false, STOCHASTIC, true);
+    test_muon(40, 130, false, NEAREST, false);
 }
 
 static void test_norm(bool odd) {
@@ -1400,7 +1495,7 @@ static void test_refusals(void) {
         {"a gated unit too wide", "width 130",
          [](void *) { gau_forward<bf16>({}, GauGains(), Rope{1, 1, 1, 1, 130, NULL, NULL, false}, 8, stream); }},
         {"a vocabulary without padding", "97 logits",
-         [](void *) { classifier<bf16>(NULL, NULL, NULL, NULL, 1, 97, 97, 1.0f, stream); }},
+         [](void *) { classifier<bf16>(NULL, NULL, NULL, NULL, 1, CrossEntropy{97, 97, 0, 0, 1.0f}, stream); }},
         // clang-format on
     };
     for (const auto &c : CASES) {
@@ -1592,6 +1687,7 @@ template <class X>
 static void test_layers(void) {
     test_rmsnorms<X>(), arrays_free();
     test_ropes<X>(), arrays_free();
+    test_biases<X>(), arrays_free();
     test_qk_norms<X>(), arrays_free();
     test_swiglus<X>(), arrays_free();
     test_gaus<X>(), arrays_free();
@@ -1610,6 +1706,7 @@ int main(int argc, char **argv) {
     for (size_t N : {1, 33, 2000}) test_losses_sum(N);
     test_phis();
     test_adamws();
+    test_muons();
     arrays_free();
     test_norms();
     arrays_free();

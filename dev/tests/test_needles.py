@@ -11,7 +11,7 @@ from trainer import ROOT
 sys.path.insert(0, str(ROOT / "data"))
 import needles  # noqa: E402
 import vocabulary  # noqa: E402
-from shards import write_shard  # noqa: E402
+from shards import read_shard, write_shard  # noqa: E402
 
 T, VOCAB = 256, 280
 END = VOCAB - 1
@@ -25,7 +25,7 @@ def script(*arguments, code=0):
 
 
 def stream(folder):
-    return np.concatenate([needles.read_shard(path) for path in sorted(folder.glob("*_train_*.bin"))]).astype(int)
+    return np.concatenate([read_shard(path) for path in sorted(folder.glob("*_train_*.bin"))]).astype(int)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ static Option table[] = {
     {"dtype", OPT_CHOICE, &v.dtype, .choices = "fp32|bf16", .group = "Training", .help = "of matrix products"},
     {"out", OPT_TEXT, &v.out, .arg = "DIR", .group = "Run", .help = "the run's folder", .on_resume = true},
     {"resume", OPT_SWITCH, &v.resume, .group = "Run", .help = "go on", .on_resume = true},
+    {"zero", OPT_INT, &v.batch, .group = "GPUs", .help = "for GPUs", .only_in = "test_cu, the GPU program"},
 };
 #define ROWS (sizeof table / sizeof *table)
 
@@ -86,7 +87,10 @@ static void test_refusals(void) {
     refused("--train x", "Did you mean --train-data?");
     refused("--LR 1", "Did you mean --lr?");
     refused("--btach 1", "Did you mean --batch?");
-    refused("--config x", "--config: unknown flag. Run `--help` for the full list.");
+    refused("--zero 1", "--zero is only supported by test_cu, the GPU program, not by test_options.");
+    refused("--zeros 1", "--zeros: unknown flag. Run `--help` for the full list.");
+    refused("--config", "--config: its value is missing. Write --config FILE.");
+    refused("--print-config 2", "--print-config 2: expected 0 or 1");
     refused("--dtype int8", "--dtype int8: expected one of fp32|bf16.\n");
     refused("--batch=4 --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz 1",
             "unknown flag");
@@ -124,8 +128,124 @@ static void test_help(void) {
     CHECK(check_fork(parse, "--nonsense --help", output, sizeof output) == 0, "exit code");
     CHECK(strstr(output, "Usage: test [flags]") && strstr(output, "\nTraining\n  --batch N"), "usage and groups: %s",
           output);
+    CHECK(strstr(output, "\nConfiguration\n  --config FILE") && !strstr(output, "--zero"), "%s", output);
     CHECK(strstr(output, "(default 0.0006)") && strstr(output, "(no default)") && strstr(output, "--dtype fp32|bf16"),
           "defaults: %s", output);
+}
+
+// ---- --config and --print-config
+
+static char folder[] = "/tmp/test_options.XXXXXX";
+
+static const char *config_path(int number) {
+    static char path[2][64];
+    snprintf(path[number], sizeof path[number], "%s/%d.toml", folder, number);
+    return path[number];
+}
+
+static void write_config(int number, const char *text) {
+    FILE *file = fopen(config_path(number), "w");
+    fputs(text, file);
+    fclose(file);
+}
+
+// Parses with the file, or both of them, and the words.
+static void parse_with(int files, const char *words) {
+    char all[512];
+    snprintf(all, sizeof all, "%s --config %s%s%s", words, config_path(0), files > 1 ? " --config " : "",
+             files > 1 ? config_path(1) : "");
+    parse(all);
+}
+
+static void test_config(void) {
+    check_group("--config");
+    write_config(0, "# a run\nbatch = 8\nlr = 3e-3\ntrain-data = 'data/a*.bin'\ndtype = \"bf16\"\nseq-len = [64, 128]\n"
+                    "resume = true\nshuffle = false\n");
+    parse_with(1, "");
+    CHECK(v.batch == 8 && v.lr == 3e-3 && !strcmp(v.data, "data/a*.bin") && v.dtype == 1 && v.resume && !v.shuffle,
+          "values of every type");
+    CHECK(v.lengths.count == 2 && v.lengths.values[1] == 128 && v.seed == 42,
+          "a list; other flags keep their defaults");
+    CHECK(options_find(table, ROWS, "lr")->given && !options_find(table, ROWS, "seed")->given, "given");
+    parse_with(1, "--batch 2 --shuffle --train-data x --seq-len 8");
+    CHECK(v.batch == 2 && v.shuffle && !strcmp(v.data, "x") && v.lengths.count == 1 && v.lr == 3e-3,
+          "the command line wins, even before --config");
+    write_config(1, "batch = 16\ntrain-data = \"data/b*.bin\"\nseq-len = 32\n");
+    parse_with(2, "");
+    CHECK(v.batch == 16 && !strcmp(v.data, "data/b*.bin") && v.lengths.values[0] == 32 && v.lr == 3e-3,
+          "of two files the second wins");
+}
+
+// The child's work of refused_config().
+static void parse_file(void *words) {
+    parse_with(1, words);
+}
+
+static void refused_config(const char *text, int code, const char *part) {
+    char output[4096], expected[512];
+    check_case();
+    write_config(0, text);
+    snprintf(expected, sizeof expected, "test_options: %s: %s", config_path(0), part);
+    int found = check_fork(parse_file, "", output, sizeof output);
+    CHECK(found == code && strstr(output, expected), "%s: expected code %d and \"%s\", found %d and: %s", text, code,
+          expected, found, output);
+}
+
+static void test_config_errors(void) {
+    check_group("errors in a --config file");
+    refused_config("\nbach = 4", EXIT_USAGE, "line 2: bach: unknown flag. Did you mean batch? Run `--help`");
+    refused_config("config = 'x'", EXIT_USAGE, "line 1: config: unknown flag. Run");
+    refused_config("zero = 1", EXIT_USAGE,
+                   "line 1: zero is only supported by test_cu, the GPU program, not by test_options.");
+    refused_config("batch = 4\n\nbatch = 4", EXIT_USAGE, "line 3: batch: is set twice; the first time is on line 1.");
+    refused_config("batch = 0", EXIT_USAGE, "line 1: batch: expected a whole number from 1 to 4096, found \"0\".");
+    refused_config("batch = \"4\"", EXIT_USAGE,
+                   "line 1: batch: expected a whole number from 1 to 4096, found text in quotes.");
+    refused_config("batch = true", EXIT_USAGE,
+                   "line 1: batch: expected a whole number from 1 to 4096, found true or false.");
+    refused_config("lr = nan", EXIT_INPUT, "line 1: expected text in quotes, a number");
+    refused_config("lr = 1e999", EXIT_USAGE, "line 1: lr: expected a number of at least 0, found \"1e999\".");
+    refused_config("shuffle = 1", EXIT_USAGE, "line 1: shuffle: expected true or false, found a number.");
+    refused_config("out = 5", EXIT_USAGE, "line 1: out: expected text in quotes, found a number.");
+    refused_config("dtype = \"bf61\"", EXIT_USAGE,
+                   "line 1: dtype: expected one of fp32|bf16, in quotes, found \"bf61\". Did you mean bf16?");
+    refused_config("seq-len = [64, 0]", EXIT_USAGE,
+                   "line 1: seq-len: expected comma-separated whole numbers from 1 to 65536, found \"64,0\".");
+    refused_config("seq-len = []", EXIT_USAGE, "line 1: seq-len: expected comma-separated whole numbers");
+    refused_config("batch = 4\nlr", EXIT_INPUT, "line 2: expected = after the key, found the end of the file.");
+    unlink(config_path(0));
+    char output[4096];
+    CHECK(check_fork(parse_file, "", output, sizeof output) == EXIT_INPUT && strstr(output, "No such file"), "%s",
+          output);
+}
+
+// Runs --print-config and stores its output as the file.
+static void print_config(const char *words, char *output, size_t size) {
+    char all[512];
+    snprintf(all, sizeof all, "%s --print-config", words);
+    CHECK(check_fork(parse, all, output, size) == 0, "exit code: %s", output);
+    write_config(0, output);
+}
+
+static void test_print_config(void) {
+    check_group("--print-config prints a file that sets the same flags, and no others");
+    const char *words =
+        "--batch 8 --lr 1.23456789012345e-05 --train-data it\"s\\n --seq-len 64,128 --shuffle 0 --dtype bf16 "
+        "--seed 999999999999999";
+    char first[8192], second[8192], again[128];
+    print_config(words, first, sizeof first);
+    parse_with(1, "");
+    CHECK(v.batch == 8 && v.lr == 1.23456789012345e-05 && !strcmp(v.data, "it\"s\\n") && v.dtype == 1 && !v.shuffle &&
+              v.seed == 999999999999999 && v.lengths.count == 2 && v.lengths.values[0] == 64,
+          "%s", first);
+    CHECK(!options_find(table, ROWS, "out")->given && !options_find(table, ROWS, "resume")->given, "%s", first);
+    CHECK(strstr(first, "\n# Run\n# out = \"log\"\n# resume = false\n") && !strstr(first, "zero"), "%s", first);
+    snprintf(again, sizeof again, "--config %s", config_path(0));
+    print_config(again, second, sizeof second);
+    CHECK(!strcmp(first, second), "%s\n%s", first, second);
+    unlink(config_path(0));
+    unlink(config_path(1));
+    rmdir(folder);
 }
 
 static void test_version(void) {
@@ -196,9 +316,13 @@ static void test_resume(void) {
 
 int main(void) {
     program_name = "test_options";
+    if (!mkdtemp(folder)) return 1;
     test_values();
     test_refusals();
     test_help();
+    test_config();
+    test_config_errors();
+    test_print_config();
     test_version();
     test_resume();
     return check_verdict();

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from trainer import losses, make_data, metrics, train, write_shard
+from trainer import assert_same_run, embedding, losses, make_data, metrics, tokens, train, write_shard
 
 STEPS, SEQUENCES = 30, 24
 # ranks x batch x micro-batches = 24 sequences per step
@@ -28,7 +28,24 @@ def masked(tmp_path_factory):
     return folder
 
 
-@pytest.mark.drawn(4)
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Three sources for --train-data, the first with masks and for less than an epoch, the last for many."""
+    folder = tmp_path_factory.mktemp("sources")
+    for i, (name, count) in enumerate({"a": 4000, "b": 900, "c": 300}.items()):
+        write_shard(folder / f"{name}_train_1.bin", tokens(count, i))
+    write_shard(folder / "a_train_1.mask", np.random.default_rng(1).integers(0, 3, 4000) > 0, magic=20240521)
+    return folder
+
+
+def mixture(folder, weights):
+    return ",".join(f"{folder}/{name}_train_*.bin:{weight}" for name, weight in weights.items())
+
+
+WEIGHTS = {"a": 0.62, "b": 0.25, "c": 0.13}     # repeats after 100 sequences, which no step of 24 divides
+
+
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind, flags", [
     ("data", []),
     ("data", ["--shuffle", 0]),
@@ -36,10 +53,16 @@ def masked(tmp_path_factory):
     ("data", ["--attn", "ssmax", "--val-every", 10, "--val-tokens", 300]),
     ("masked", []),
     ("data", ["--pack", "example"]),
-], ids=["shuffled", "in sequence", "mixed lengths", "validation", "masks", "examples"])
+    ("sources", []),
+    ("sources", ["--pack", "example", "--shuffle", 0]),
+    ("sources", ["--seq-len", "16,32,8"]),
+], ids=["shuffled", "in sequence", "mixed lengths", "validation", "masks", "examples", "mixture", "mixture of examples",
+        "mixture, mixed lengths"])
 def test_same_losses(request, tmp_path, kind, flags):
     folder = request.getfixturevalue(kind)
     length = 32 if "--seq-len" in flags else 8
+    if kind == "sources":
+        flags = [*flags, "--train-data", mixture(folder, WEIGHTS)]
     if "--val-every" in flags:
         flags = [*flags, "--val-data", folder / "d_val_000000.bin"]
     # At this rate rounding errors do not grow. With steps of 0.01, weights of 0.02 would change sign, and errors would
@@ -57,6 +80,26 @@ def test_same_losses(request, tmp_path, kind, flags):
     assert abs(first[-1, 2] - first[0, 2]) > 1e-2      # the loss changes
     for way in WAYS:
         np.testing.assert_allclose(run(*way), first, rtol=1e-5, err_msg=f"{way[0]} processes, batch {way[1]}")
+
+
+def test_one_source_is_plain_data(data, tmp_path):
+    """A source with a weight, alone, is the same run as its globs without one."""
+    for name, text in {"a": f"{data}/*_train_*.bin", "b": f"{data}/*_train_*.bin:0.4"}.items():
+        train(data, "--steps", 3, "--train-data", text, "--out", tmp_path / name)
+    assert_same_run(tmp_path / "a", tmp_path / "b", 3)
+
+
+def test_a_mixture_has_its_proportions(tmp_path):
+    """A step changes the embeddings of the ids that it reads, and each source has ids of its own."""
+    for i, name in enumerate("ab"):
+        write_shard(tmp_path / f"{name}_train_1.bin", np.arange(30 * i, 30 * i + 30).repeat(8))   # one id per window
+    flags = ["--train-data", mixture(tmp_path, {"a": 3, "b": 1}), "--batch", 16, "--weight-decay", 0, "--model",
+             "layers=1,heads=2,channels=16,ffn=24,vocab=97,tied=0"]
+    for steps in (0, 1):
+        train(tmp_path, *flags, "--steps", steps, "--out", tmp_path / str(steps))
+    before, after = (embedding(tmp_path / str(steps), steps) for steps in (0, 1))
+    changed = (before != after).any(axis=1)
+    assert (changed[:30].sum(), changed[30:60].sum(), changed[60:].sum()) == (12, 4, 0)
 
 
 def test_shuffle_and_seed_matter(data, tmp_path):

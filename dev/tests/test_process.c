@@ -1,7 +1,8 @@
 // process: sums, broadcasts and stops of several ranks, started by scripts/launch.sh from the folder of the Makefile;
-// what happens when one of them fails or is killed. Without MPI only the tests of a single process run. Each worker is
-// this program itself, with a word as its argument.
+// what happens when one of them fails or is killed; the mode of a program's threads. Without MPI only the tests of a
+// single process run. Each worker is this program itself, with a word as its argument.
 #include <errno.h>
+#include <float.h>
 #include <math.h>
 #include <signal.h>
 #include <time.h>
@@ -11,6 +12,7 @@
 #include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/process.h"
+#include "runtime/start.h"
 
 static char self[4096];
 
@@ -283,12 +285,35 @@ static void test_terminal(void) {
 
 #endif
 
+// In a process of its own: after a fork, the threads of OpenMP are not there any more.
+static void use_subnormal(void *unused) {
+    int wrong = 0;
+    (void)unused;
+    start_program("test_process");
+    #pragma omp parallel num_threads(4) reduction(+ : wrong)
+    {
+        volatile float least = FLT_MIN, subnormal = 1e-40f;
+        wrong += least / 2 != 0 || subnormal * 1e20f != 0;
+    }
+    exit(wrong);
+}
+
+static void test_subnormal(void) {
+    check_group("all threads of a program count subnormal numbers as 0");
+#ifdef __SSE__
+    char output[4096];
+    int wrong = check_fork(use_subnormal, NULL, output, sizeof output);
+    CHECK(wrong == 0, "%d threads do not: %s", wrong, output);
+#endif
+}
+
 int main(int argc, char **argv) {
     program_name = "test_process";
     if (argc == 2) return work(argv[1], argc, argv);
     if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) return 1;
     signal(SIGINT, SIG_DFL);    // in a shell's background job it is ignored, and mpirun would inherit that
     test_one();
+    test_subnormal();
     test_signals();
 #ifdef USE_MPI
     if (system("command -v mpirun > /dev/null") == 0) {

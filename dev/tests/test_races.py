@@ -22,8 +22,8 @@ ALL = os.environ.get("RACES") == "all"
 FIXED = (["setarch", "-R"] if shutil.which("setarch")
          and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0 else [])
 
-KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "qk_norm bf16 N=33", "swiglu bf16",
-                            "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd", "norms",
+KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "bias bf16 N=33 OC=144", "qk_norm bf16 N=33",
+                            "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd", "norms",
                              "gau bf16 B=2 T=3 E=96 HS=48 l2"]
 # One of each instance of attention (attention/flash_instances.h), and of each learned scalar, with its instance for
 # bf16.
@@ -33,11 +33,14 @@ INSTANCES = {
     "sigmoid": "sigmoid", "identity": "identity", "relu-l1": "relu", "relu2-n": "relu2", "gelu-l1": "gelu",
     "relu6-l1": "relu6", "mish-l1": "mish", "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter",
     "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
-# CI runs two, drawn by commit, and builds only their instances and the general ones.
+# For attention/flash90.cuh: so many tiles that they reuse its buffers, and rows of q that it negates.
+WITH_EXP = ["softmax_T257_d64", "softmax+qk=l2+scale=const:-7_T64_d64"]
+# CI runs two instances, drawn by commit, and builds only those and the general ones.
 NAMES = draw.sample(INSTANCES, 2) if os.environ.get("DRAW") else list(INSTANCES)
-BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "any", "any_recenter", "any_two_sweeps", "float",
+BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "exp", "any", "any_recenter", "any_two_sweeps", "float",
          "float_recenter", "float_two_sweeps"]
-ATTENTION = ["attention"] if ALL else [f"attention_{name}_T33_d48" for name in NAMES]
+CASES = [*(f"{name}_T33_d48" for name in NAMES), *WITH_EXP]
+ATTENTION = ["attention"] if ALL else [f"attention_{case}" for case in CASES]
 
 
 @pytest.fixture(scope="module")

@@ -144,6 +144,14 @@ def test_readme_has_its_commands():
     assert len(README.splitlines()) <= 150
 
 
+def test_examples_are_of_one_checkpoint():
+    """doc/evaluation.md evaluates what README's first command trains, on the text of its validation."""
+    evaluation = (ROOT / "doc/evaluation.md").read_text()
+    trained = re.search(r"\| val (\S+) \|", README)[1]
+    assert re.search(r"^ +128 +128 +\S+ k +16,384 +(\S+)", evaluation, re.M)[1] == trained
+    assert set(re.findall(r"out/quickstart/ckpt/step-(\d+)", evaluation + README)) == {"00000500"}
+
+
 # ---- the name and the version
 
 

@@ -43,16 +43,21 @@ def scalars_of(name, heads, L, seed=7):
 # ---- The whole model against transformers
 
 def float64_llama(monkeypatch, config):
-    """transformers' Llama, or with QK norms its Qwen3. Its RMSNorm, softmax and RoPE always convert to float32, which
-    is patched to float64 here."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """transformers' Llama, with QK norms its Qwen3, with biases its Qwen2. Its RMSNorm, softmax and RoPE always convert
+    to float32, which is patched to float64 here."""
+    from transformers import (LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                              Qwen3ForCausalLM)
     from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen3 import modeling_qwen3
 
-    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if config.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    config_class, model_class = ((Qwen3Config, Qwen3ForCausalLM) if config.qk_norm else
+                                 (Qwen2Config, Qwen2ForCausalLM) if config.bias == "qkv" else
+                                 (LlamaConfig, LlamaForCausalLM))
     lifted = types.ModuleType("torch")
     lifted.__dict__.update(torch.__dict__, float32=torch.float64)
     monkeypatch.setattr(modeling_llama, "torch", lifted)
+    monkeypatch.setattr(modeling_qwen2, "torch", lifted)
     monkeypatch.setattr(modeling_qwen3, "torch", lifted)
     llama = model_class(config_class(
         vocab_size=config.vocab, hidden_size=config.channels, intermediate_size=config.ffn,
@@ -74,7 +79,8 @@ def float64_llama(monkeypatch, config):
 
 
 @pytest.mark.parametrize("change", [{}, dict(heads=4, kv_heads=2), dict(heads=4, kv_heads=1, head_dim=6, norm_eps=0.05),
-                                    dict(qk_norm=1), dict(heads=4, kv_heads=2, head_dim=6, qk_norm=1, norm_eps=0.05)],
+                                    dict(qk_norm=1), dict(heads=4, kv_heads=2, head_dim=6, qk_norm=1, norm_eps=0.05),
+                                    dict(bias="qkv"), dict(heads=4, kv_heads=2, head_dim=6, bias="qkv")],
                          ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_softmax_equals_transformers(monkeypatch, tied, change):

@@ -45,7 +45,10 @@ def twice(folder, tmp_path, *flags, half=10, total=20):
     ["--attn", "ssmax", "--batch", 2, "--total-batch-tokens", 64],
     ["--attn", "softmax1", "--seq-len", "8,16"],
     ["--pack", "example", "--sample-every", 7],
-], ids=["fp32", "bf16", "untied", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples"])
+    ["--optimizer", "muon"],
+    ["--optimizer", "muon", "--dtype", "bf16", "--attn", "ssmax"],
+], ids=["fp32", "bf16", "untied", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples", "muon",
+        "muon bf16 ssmax"])
 def test_ten_and_ten_are_twenty(data, tmp_path, flags):
     twice(data, tmp_path, *validation(data), *flags)
 
@@ -65,6 +68,24 @@ def test_at_an_edge(tmp_path, sizes):
         twice(tmp_path, tmp_path / str(shuffle), "--shuffle", shuffle)
     (tmp_path / "5").mkdir()
     twice(tmp_path, tmp_path / "5", "--shuffle", 0, half=5)
+
+
+def test_a_mixture_continues(data, tmp_path):
+    """Step 10 is in the middle of the order of the sources, which repeats after 25 steps; also on two ranks. Other
+    weights, or other data of a source, are not the run's."""
+    parts = tmp_path / "data"
+    shutil.copytree(data, parts)
+    sources = f"{parts}/*_train_000001.bin:0.43,{parts}/*_train_000002.bin:0.57"
+    flags = ["--train-data", sources, "--total-batch-tokens", 32]
+    twice(parts, tmp_path, *flags)
+    train(parts, *flags, "--steps", 10, "--out", tmp_path / "two")
+    train(parts, *flags, "--steps", 20, "--batch", 2, "--out", tmp_path / "two", "--resume", processes=2)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-5)
+    out = ["--out", tmp_path / "two", "--steps", 30, "--batch", 4, "--resume"]
+    other = sources.replace("0.43", "0.44")
+    assert "a resumed run cannot change it" in train(parts, *flags, "--train-data", other, *out, code=2)
+    write_shard(parts / "d_train_000002.bin", tokens(1500, 77))
+    assert "the train data differs from the run's" in train(parts, *flags, *out, code=2)
 
 
 def test_the_schedule_continues(data, tmp_path):

@@ -30,6 +30,14 @@ static const char *write_shard(const char *name, const uint16_t *tokens, size_t 
     return at(name);
 }
 
+static const char *write_wide(const char *name, const uint32_t *tokens, size_t n) {
+    FILE *file = fopen(at(name), "wb");
+    write_header(file, 20240801, 7, (int32_t)n);
+    fwrite(tokens, 4, n, file);
+    fclose(file);
+    return at(name);
+}
+
 static const char *write_mask(const char *name, const uint8_t *mask, size_t n) {
     FILE *file = fopen(at(name), "wb");
     write_header(file, 20240521, 1, (int32_t)n);
@@ -93,6 +101,67 @@ static void test_names(void) {
     shards_close(s);
     s = shards_open(at("with space_train_000001.bin"), config(10, false), &error);
     CHECK(s && shards_tokens(s) == 100, "a name with a space: %s", error.text);
+    shards_close(s);
+}
+
+// A dataset of 16-bit and 32-bit shards: windows across both, documents, masks, ids at the vocabulary's end.
+static void test_wide(void) {
+    check_group("32-bit tokens");
+    enum { WIDE = 150000, VOCAB = 128256 };    // more than two reads
+    static uint32_t wide[WIDE];
+    for (uint32_t i = 0; i < WIDE; i++) wide[i] = (i * 2654435761u >> 8) % VOCAB;
+    wide[70000] = VOCAB - 1;
+    write_wide("w_train_000001.bin", wide, WIDE);
+    write_shard("w_train_000002.bin", stream, N);
+    ShardsConfig c = config(999, false);
+    c.vocab = VOCAB;
+    int32_t tokens[1000];
+    uint64_t wrong = 0;
+    Shards *s = shards_open(at("w_train_*.bin"), c, &error);
+    CHECK(s && shards_tokens(s) == WIDE + N && shards_check_all(s, &error), "%s", error.text);
+    for (uint64_t g = 0; s && g < shards_windows(s); g++) {
+        wrong += !shards_window(s, g, tokens, NULL, &error);
+        for (uint64_t t = 0, i = g * 999; t < 1000; t++, i++)
+            wrong += (uint32_t)tokens[t] != (i < WIDE ? wide[i] : stream[i - WIDE]);
+    }
+    CHECK(s && wrong == 0, "%d tokens wrong", (int)wrong);
+    shards_close(s);
+    c.vocab = VOCAB - 1;
+    s = shards_open(at("w_train_*.bin"), c, &error);
+    CHECK(s && !shards_check_all(s, &error) &&
+              strstr(error.text,
+                     "000001.bin: at offset 281,024: found token id 128255, expected ids below the vocabulary "
+                     "size, 128255"),
+          "%s", error.text);
+    shards_close(s);
+    wide[5] = UINT32_MAX;    // -1 as a signed number
+    s = shards_open(write_wide("w_train_000001.bin", wide, 10), c, &error);
+    CHECK(!s && strstr(error.text, "too little data"), "%s", error.text);
+    c.T = 4;
+    s = shards_open(at("w_train_000001.bin"), c, &error);
+    CHECK(s && shards_window(s, 0, tokens, NULL, &error) && !shards_window(s, 1, tokens, NULL, &error) &&
+              strstr(error.text, "at offset 1,044: found token id 4294967295"),
+          "%s", error.text);
+    shards_close(s);
+}
+
+static void test_wide_documents(void) {
+    enum { EOT = 128001 };
+    const uint32_t ids[] = {EOT, 1, 100000, EOT, 128255, 2, 3};
+    const uint8_t bytes[] = {0, 0, 1, 0, 1, 1, 0}, masks[2][4] = {{0, 1, 0, 0}, {1, 1, 0, 0}};
+    const int32_t want[2][5] = {{EOT, 1, 100000, EOT, EOT}, {EOT, 128255, 2, 3, EOT}};
+    ShardsConfig c = {.T = 4, .vocab = 128256, .end_of_text = EOT, .pack = PACK_EXAMPLE};
+    int32_t tokens[5];
+    uint8_t mask[4];
+    write_wide("v_train_000001.bin", ids, 7);
+    write_mask("v_train_000001.mask", bytes, 7);
+    Shards *s = shards_open(at("v_train_*.bin"), c, &error);
+    CHECK(s && shards_windows(s) == 2, "%s", error.text);
+    for (uint64_t g = 0; s && g < 2; g++) {
+        CHECK(shards_window(s, g, tokens, mask, &error) && !memcmp(tokens, want[g], sizeof tokens), "document %d",
+              (int)g);
+        CHECK(!memcmp(mask, masks[g], sizeof mask), "mask of document %d", (int)g);
+    }
     shards_close(s);
 }
 
@@ -350,8 +419,11 @@ static void test_refusals(void) {
     refused(write_raw("r1.bin", 20240520, 1, 500, 500), c,
             "r1.bin: expected a header of 1,024 bytes, but the whole file has only 500");
     refused(write_raw("r2.bin", 0x1234, 1, 500, 2024), c,
-            "r2.bin: at offset 0: expected magic number 20240520 of a shard, found 4660");
-    refused(write_raw("r3.bin", 20240801, 1, 500, 2024), c, "32-bit tokens");
+            "r2.bin: at offset 0: expected magic number 20240520 or 20240801 of a shard, found 4660");
+    refused(write_raw("r3.bin", 20240801, 1, 500, 3024), c, "r3.bin: at offset 4: expected version 7, found 1");
+    refused(write_raw("r3.bin", 20240520, 7, 500, 2024), c, "r3.bin: at offset 4: expected version 1, found 7");
+    refused(write_raw("r3.bin", 20240801, 7, 500, 2024), c,
+            "r3.bin: the header promises 500 tokens (3,024 bytes), but the file has 2,024 bytes");
     refused(write_raw("r4.bin", 20240520, 2, 500, 2024), c, "r4.bin: at offset 4: expected version 1, found 2");
     refused(write_raw("r5.bin", 20240520, 1, -500, 2024), c, "r5.bin: at offset 8: the header's token count is -500");
     refused(
@@ -363,6 +435,7 @@ static void test_refusals(void) {
     refused(write_raw("r9.bin", 20240520, 1, 0, 1024), c, "too little data");
     c.min_windows = 8;
     refused(write_raw("r10.bin", 20240520, 1, 128, 1280), c, "7 windows of 16 + 1 tokens; at least 8 are needed");
+    refused(write_raw("r11.bin", 20240520, 1, 17, 1058), c, "17 tokens, 1 window of 16 + 1 tokens; at least 8 are");
     refused(at("r2.bin"), c, "\n  It is not a shard");
     unlink(at("r6.bin"));
 }
@@ -459,6 +532,8 @@ int main(void) {
     make_stream();
     test_windows();
     test_names();
+    test_wide();
+    test_wide_documents();
     test_order();
     test_order_uniform();
     test_masks();

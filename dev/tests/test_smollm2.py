@@ -220,7 +220,7 @@ def test_greedy_text_equals_transformers(made, tmp_path):
     free = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None)[0, ids.shape[1]:].tolist()
     assert 0 not in free and 2 not in free
     last = next(i for i in range(3, count) if free[i] not in free[:i])
-    for eos, expected in ((2, free), (free[last], free[:last])):
+    for eos, expected in ((2, free), (free[last], free[:last]), ([2, free[last]], free[:last])):
         copy = shutil.copytree(folder, tmp_path / str(eos))
         edit(copy, eos_token_id=eos)
         output, _ = run(BIN / "sample_gpt2", "--model", copy, "--prompt", prompt, "--max-new-tokens", count,
@@ -228,16 +228,18 @@ def test_greedy_text_equals_transformers(made, tmp_path):
         assert output == prompt + theirs.decode(expected, clean_up_tokenization_spaces=False) + "\n"
 
 
-def test_training_keeps_both_ends(made, tmp_path):
-    """<|endoftext|> is between documents; eos_token_id stays <|im_end|>, also across a resume."""
-    folder = made[2]
+@pytest.mark.parametrize("eos", [2, [2, 0], [3, 2, 7]])
+def test_training_keeps_all_ends(made, tmp_path, eos):
+    """<|endoftext|> is between documents; eos_token_id stays <|im_end|>, or a list, also across a resume."""
+    folder = shutil.copytree(made[2], tmp_path / "model")
+    edit(folder, eos_token_id=eos)
     write_shard(tmp_path / "d_train_000001.bin", np.arange(3000) % VOCAB)
     flags = ["--seq-len", 8, "--batch", 2, "--warmup", 0, "--out", tmp_path / "out"]
     train(tmp_path, "--init-from", folder, *flags, "--steps", 1, model=False)
     train(tmp_path, "--resume", *flags, "--steps", 2, model=False)
     for step in (1, 2):
         config = json.loads((checkpoint(tmp_path / "out", step) / "config.json").read_text())
-        assert (config["bos_token_id"], config["eos_token_id"]) == (0, 2)
+        assert (config["bos_token_id"], config["eos_token_id"]) == (0, eos)
 
 
 def test_rerun_and_what_a_kill_leaves(made, tmp_path):

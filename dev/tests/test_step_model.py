@@ -20,8 +20,8 @@ RUNS = {"plain": ("layers=2,heads=2,channels=48,ffn=40,vocab=97", [], {}),
                         {"micro_batches": 3}),
         "heads of 64": ("layers=1,heads=1,channels=64,ffn=40,vocab=97", [], {}),
         "ssmax": ("layers=1,heads=2,channels=48,ffn=40,vocab=97,tied=0", ["--attn", "ssmax"], {}),
-        "recomputed": ("layers=1,heads=4,kv_heads=2,head_dim=16,channels=48,ffn=40,vocab=97,qk_norm=1", ["--recompute"],
-                       {"recompute": True})}
+        "recomputed": ("layers=1,heads=4,kv_heads=2,head_dim=16,channels=48,ffn=40,vocab=97,qk_norm=1,bias=qkv",
+                       ["--recompute"], {"recompute": True})}
 
 
 def counted(text):
@@ -233,9 +233,10 @@ def test_a_profile_beside_the_model(tmp_path):
 
 
 def test_tables_of_the_pages():
-    """To refresh them: dev/bench/step_model.py --markdown, --scaling."""
+    """To refresh them: dev/bench/step_model.py --markdown, --scaling, --attention."""
     assert step_model.markdown() in (ROOT / "doc/performance.md").read_text()
     assert step_model.scaling() in (ROOT / "doc/gpu.md").read_text()
+    assert step_model.attention() in (ROOT / "doc/kernels.md").read_text()
 
 
 def test_a_row_of_the_table_by_hand():
@@ -258,6 +259,8 @@ def test_constants_are_those_of_the_sources():
     assert constant("cuda/rmsnorm.cuh", "RMSNORM_BLOCKS") == step_model.RMSNORM_BLOCKS
     assert constant("cuda/rmsnorm.cuh", "RMSNORM_WARPS") == step_model.RMSNORM_WARPS
     assert constant("cuda/qk_norm.cuh", "QK_NORM_BLOCKS") == step_model.QK_NORM_BLOCKS
+    assert constant("cuda/bias.cuh", "BIAS_WARPS") == step_model.BIAS_WARPS
+    assert constant("cuda/bias.cuh", "BIAS_ROWS") == step_model.BIAS_ROWS
     assert constant("cuda/adamw.cuh", "SEGMENT_PART") == step_model.SEGMENT_PART
     assert constant("cuda/embedding.cuh", "EMBEDDING_PIECE") == step_model.EMBEDDING_PIECE
     assert constant("attention/flash.h", "FLASH90_QUERIES") == step_model.FLASH90_QUERIES

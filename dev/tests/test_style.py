@@ -1,5 +1,6 @@
 """The style of the sources: clang-format's and .editorconfig's, lines of at most 120 columns, and libraries without
 mutable globals. What other files quote from the sources is there."""
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,13 @@ def test_format():
     tool = Path(sys.executable).parent / "clang-format"
     run = subprocess.run([tool, "--dry-run", "-Werror", *SOURCES], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_executable():
+    """Python scripts without a shebang are started by .venv/bin/python, which has the packages that they need."""
+    wrong = [path for path in [*PYTHON, *tracked("*.sh")]
+             if (ROOT / path).read_text().startswith("#!") != os.access(ROOT / path, os.X_OK)]
+    assert not wrong, wrong
 
 
 def test_columns():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import ROOT, VOCAB, checkpoint, metrics, read_header, tokens, train, write_shard
+from trainer import ROOT, VOCAB, checkpoint, cuda_program, metrics, read_header, tokens, train, write_shard
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
@@ -25,8 +25,8 @@ def tensors(path):
             for name, t in header.items() if t["dtype"] == "F32"}
 
 
-def flags(out, attn, tied, batch, T, accumulate, clip, steps=STEPS):
-    model = ",".join(f"{key}={value}" for key, value in SHAPE.items())
+def flags(out, attn, tied, batch, T, accumulate, clip, steps=STEPS, shape=SHAPE):
+    model = ",".join(f"{key}={value}" for key, value in shape.items())
     return ["--out", out, "--model", f"{model},tied={tied}", "--attn", attn, "--seed", 5, "--shuffle", 0,
             "--batch", batch, "--seq-len", T, "--total-batch-tokens", batch * T * accumulate, "--steps", steps,
             "--lr", LR, "--warmup", WARMUP, "--schedule", "cosine",
@@ -76,7 +76,9 @@ CASES = {       # attn, tied, batch, T, accumulation, clip
     "ssmax": ("ssmax", 0, 2, 16, 3, 0.7),
     "several chunks of rows": ("softmax", 0, 20, 32, 2, 0.45),       # the output layer takes 512 rows at a time
     "several chunks of rows, tied": ("ssmax", 1, 20, 32, 2, 0.45),
+    "z-loss and a cap": ("softmax", 1, 2, 16, 3, 0.6),
 }
+OBJECTIVE = {"z-loss and a cap": dict(z_loss=0.01, logit_softcap=1.5)}      # what is not the default
 
 
 @pytest.fixture
@@ -89,12 +91,14 @@ def data(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_float32_steps_match_the_reference(tmp_path, data, case):
     attn, tied, batch, T, accumulate, clip = CASES[case]
+    objective = OBJECTIVE.get(case, {})
+    more = [word for name, value in objective.items() for word in (f"--{name.replace('_', '-')}", value)]
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
-    train(tmp_path, *flags(tmp_path / "run", *CASES[case]))
+    train(tmp_path, *flags(tmp_path / "run", *CASES[case]), *more)
     start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
                   for out, step in (("start", 0), ("run", STEPS)))
 
-    config = reference.Config(**SHAPE, tied=bool(tied), attn=attn, L=T)
+    config = reference.Config(**SHAPE, **objective, tied=bool(tied), attn=attn, L=T)
     expected, optimizer = expected_steps(start, data, config, batch * accumulate, clip)
     got = np.array(metrics(tmp_path / "run", ["loss", "lr", "grad_norm"]))
     norms = expected[:, 2]
@@ -125,3 +129,78 @@ def test_bfloat16_steps_stay_close_to_float32(tmp_path, data, case):
     np.testing.assert_allclose(a[:, 0], b[:, 0], rtol=2e-3, err_msg="loss")
     np.testing.assert_allclose(a[:, 1], b[:, 1], rtol=2e-2, err_msg="gradient's norm")
     assert_near(changes(master, start), changes(single, start), 0.1, "the change")
+
+
+# ---------------------------------------------------------------- Muon
+
+HIDDEN = "_proj.weight"      # how the names of the layers' matrices end
+
+
+def in_float64(monkeypatch):
+    """torch.optim.Muon rounds its input to bfloat16 before the Newton-Schulz rounds. After this, it copies it."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+
+
+def torch_steps(start, data, config, sequences, clip):
+    """Losses and parameters after STEPS steps of torch.optim.Muon for the layers' matrices and torch.optim.AdamW for
+    all other tensors, by the reference's gradients in float64; and the two optimizers."""
+    parameters, T = {name: p.clone() for name, p in start.items()}, config.L
+    hidden = [p for name, p in parameters.items() if name.endswith(HIDDEN)]
+    rest = [{"params": [p for name, p in parameters.items()
+                        if not name.endswith(HIDDEN) and reference.decays(name) == bool(decay)], "weight_decay": decay}
+            for decay in (DECAY, 0)]
+    muon = torch.optim.Muon(hidden, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(STEPS):
+        starts = [(step * sequences + i) % ((len(data) - 1) // T) * T for i in range(sequences)]
+        batch = torch.tensor(np.stack([data[a:a + T + 1] for a in starts]).astype("i8"))
+        _, loss, grads = reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config)
+        scale = min(1, clip / (reference.global_norm(grads.values()) + 1e-6))
+        losses.append(loss)
+        for name, p in parameters.items():
+            p.grad = grads[name] * scale
+        for optimizer in (muon, adamw):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(step)
+            optimizer.step()
+    momentum = {name: muon.state[p]["momentum_buffer"] for name, p in parameters.items() if p in muon.state}
+    return losses, parameters, momentum
+
+
+@pytest.mark.parametrize("case", ["softmax", "several chunks of rows, tied"])
+def test_muon_equals_torch(tmp_path, data, case, monkeypatch):
+    in_float64(monkeypatch)
+    attn, tied, batch, T, accumulate, clip = CASES[case]
+    train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
+    train(tmp_path, *flags(tmp_path / "run", *CASES[case]), "--optimizer", "muon")
+    start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
+                  for out, step in (("start", 0), ("run", STEPS)))
+    config = reference.Config(**SHAPE, tied=bool(tied), attn=attn, L=T)
+    losses, parameters, momentum = torch_steps(start, data, config, batch * accumulate, clip)
+    np.testing.assert_allclose([loss for loss, in metrics(tmp_path / "run", ["loss"])], losses, rtol=1e-5)
+    assert_near(changes(end, start), changes(parameters, start), 1e-3, "the change")
+    state = tensors(checkpoint(tmp_path / "run", STEPS) / "optimizer.safetensors")
+    got = {name.removesuffix(".momentum"): t for name, t in state.items() if name.endswith(".momentum")}
+    assert_near(got, momentum, 1e-3, "the momentum")
+    assert {name.rpartition(".")[0] for name in state if name.endswith(".exp_avg")} == start.keys() - momentum.keys()
+
+
+def test_muon_by_the_cuda_source(tmp_path, data, monkeypatch):
+    """There, the Newton-Schulz rounds are in bfloat16 as in torch.optim.Muon. Compared with float64, their error must
+    be no larger than torch's."""
+    cuda, shape = cuda_program(), SHAPE | dict(channels=48, ffn=40)
+    attn, tied, batch, T, accumulate, clip = case = CASES["softmax"]
+    train(tmp_path, *flags(tmp_path / "start", *case, steps=0, shape=shape))
+    train(tmp_path, *flags(tmp_path / "run", *case, shape=shape), "--optimizer", "muon", program=cuda)
+    start, ours = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
+                   for out, step in (("start", 0), ("run", STEPS)))
+    how = start, data, reference.Config(**shape, tied=bool(tied), attn=attn, L=T), batch * accumulate, clip
+    theirs = torch_steps(*how)[1]
+    in_float64(monkeypatch)
+    losses, exact, _ = torch_steps(*how)
+    np.testing.assert_allclose([loss for loss, in metrics(tmp_path / "run", ["loss"])], losses, rtol=1e-4)
+    for name in start:
+        off, allowed = (distance(changed[name], changes(exact, start)[name])
+                        for changed in (changes(ours, start), changes(theirs, start)))
+        assert off < 1.2 * allowed < 0.06, name

@@ -29,11 +29,11 @@ EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """Writes a shard, or a mask, whose items are bytes."""
+    """Writes a shard: with magic 20240801 of 32-bit tokens, with magic 20240521 a mask, whose items are bytes."""
     tokens = np.asarray(tokens)
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + tokens.astype("u1" if magic == 20240521 else "<u2").tobytes())
+    path.write_bytes(header.tobytes() + tokens.astype({20240521: "u1", 20240801: "<u4"}.get(magic, "<u2")).tobytes())
     return path
 
 
@@ -177,6 +177,14 @@ def read_header(path):
     raw = path.read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8:8 + size]), raw[8 + size:]
+
+
+def embedding(out, step):
+    """The embeddings of a checkpoint in float32."""
+    header, data = read_header(checkpoint(out, step) / "model.safetensors")
+    entry = header["model.embed_tokens.weight"]
+    begin, end = entry["data_offsets"]
+    return np.frombuffer(data[begin:end], "<f4").reshape(entry["shape"])
 
 
 def write_header(path, header, data):

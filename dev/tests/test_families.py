@@ -1,0 +1,232 @@
+"""Public model families, each as a tiny random model that transformers makes: its logits, gradients, ten steps and
+greedy text here equal those of transformers, on the CPU and by the CUDA source; what we save loads there again as the
+same class; and a switch of the normalizer leads there and back."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from tiny import END_OF_TEXT, T, VOCAB, logits, sample
+from trainer import TRAIN, checkpoint, cuda_program, losses, metrics
+from trainer import train as run_trainer
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+torch.set_num_threads(1)
+B, STEPS, LR, CLIP, DECAY = 2, 10, 1e-3, 1.0, 0.1
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5, pad_token_id=None,
+             bos_token_id=END_OF_TEXT, eos_token_id=END_OF_TEXT, tie_word_embeddings=False)
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+
+
+def config(of, **change):
+    return of(**SIZES | change)
+
+
+# What distinguishes each family's models of any size.
+FAMILIES = {
+    "Llama 2": config(LlamaConfig, num_key_value_heads=4),
+    "Llama 3": config(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+    "Llama 3.1": config(LlamaConfig, rope_parameters=LLAMA3),
+    "Llama 3.2": config(LlamaConfig, rope_parameters=LLAMA3 | {"factor": 32.0}, tie_word_embeddings=True, head_dim=16),
+    "TinyLlama": config(LlamaConfig, num_key_value_heads=1),
+    "SmolLM2": config(LlamaConfig, num_attention_heads=3, num_key_value_heads=1, hidden_size=48,
+                      rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True),
+    "Mistral": config(MistralConfig, sliding_window=None, head_dim=16),
+    "Mistral with a window": config(MistralConfig, sliding_window=128),
+    "Qwen2": config(Qwen2Config, rms_norm_eps=1e-6,
+                    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
+    "Qwen2.5": config(Qwen2Config, rms_norm_eps=1e-6, tie_word_embeddings=True, num_key_value_heads=1),
+    "Qwen3": config(Qwen3Config, rms_norm_eps=1e-6, head_dim=16),
+    "Qwen3, tied": config(Qwen3Config, rms_norm_eps=1e-6, head_dim=24, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    tiny.build()
+    return tiny.write_data(tmp_path_factory.mktemp("data") / "text")
+
+
+def random_model(name, data, folder):
+    """Of this family, with weights so large that each of them, gains and biases included, affects the logits."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.tie_weights()
+    model.save_pretrained(folder)
+    for path in data.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, data, tmp_path_factory):
+    """(folder, model)"""
+    folder = tmp_path_factory.mktemp("model") / "foreign"
+    return folder, random_model(request.param, data, folder)
+
+
+def flags(data, *more):
+    """The order of the data is that of the shards."""
+    return ["--train-data", f"{data}/*_train_*.bin", "--seq-len", T, "--batch", B, "--shuffle", 0, "--lr", LR,
+            "--warmup", 3, "--weight-decay", DECAY, *more]
+
+
+def train(data, folder, out, *more, program=TRAIN):
+    run_trainer(data, "--init-from", folder, "--out", out, *flags(data, *more), model=False, program=program,
+                timeout=300)
+    return out
+
+
+def batches(data, steps):
+    stream = np.fromfile(next(data.glob("*_train_*.bin")), "<u2", offset=1024).astype(np.int64)
+    for step in range(steps):
+        rows = [stream[(step * B + i) * T:][:T + 1] for i in range(B)]
+        yield torch.from_numpy(np.stack(rows))
+
+
+def loss_of(model, batch):
+    found = model(batch[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(found.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def distance(ours, theirs, floor):
+    return (ours.double() - theirs).norm().item() / max(theirs.norm().item(), floor)
+
+
+def test_logits(family):
+    folder, model = family
+    ids = torch.randint(VOCAB, (1, 100), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        theirs = model(ids).logits[0].double().numpy()
+    ours = logits(folder, ids[0].tolist())      # also with the key-value cache: see dev/tests/logits.c
+    assert abs(theirs).max() > 1 and abs(ours - theirs).max() < 1e-4
+
+
+def test_gradients(family, data, tmp_path):
+    """After the first step, AdamW's first moments are 1 - beta1 of the gradients."""
+    folder, model = family
+    train(data, folder, tmp_path / "out", "--steps", 1, "--beta1", 0.5, "--grad-clip", 0)
+    ours = load_file(checkpoint(tmp_path / "out", 1) / "optimizer.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loss_of(model, next(batches(data, 1))).backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert {f"{name}.exp_avg" for name in theirs} == {name for name in ours if name.endswith(".exp_avg")}
+    floor = 1e-3 * sum(g.norm().item() ** 2 for g in theirs.values()) ** 0.5
+    for name, g in theirs.items():
+        assert g.norm() > 0 and distance(2 * ours[f"{name}.exp_avg"], g, floor) < 1e-4, name
+
+
+def torch_steps(folder, data):
+    """Losses, gradient norms and the model after STEPS steps of torch.optim.AdamW in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    found = []
+    for step, batch in enumerate(batches(data, STEPS)):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1, (step + 1) / 3)
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        found.append((loss.item(), torch.nn.utils.clip_grad_norm_(parameters, CLIP).item()))
+        optimizer.step()
+    return np.array(found), model
+
+
+def test_ten_steps_there_and_back(family, data, tmp_path):
+    folder, start = family
+    out = train(data, folder, tmp_path / "out", "--steps", STEPS, "--grad-clip", CLIP)
+    theirs, model = torch_steps(folder, data)
+    assert (theirs[:, 1] > CLIP).any()
+    assert np.array(metrics(out, ["loss", "grad_norm"])) == pytest.approx(theirs, rel=1e-4)
+    saved = checkpoint(out, STEPS)
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64)     # without trust_remote_code
+    assert type(again) is type(start) and json.loads((saved / "config.json").read_text())["architectures"] == [
+        type(start).__name__]
+    before, after = dict(start.named_parameters()), dict(again.named_parameters())
+    for name, p in model.named_parameters():
+        assert distance(after[name] - before[name], p - before[name].double(), 0) < 1e-3, name
+
+
+def test_ten_steps_by_the_cuda_source(family, data, tmp_path):
+    cuda, (folder, _) = cuda_program(), family
+    mine = train(data, folder, tmp_path / "cpu", "--steps", STEPS)
+    theirs = train(data, folder, tmp_path / "cuda", "--steps", STEPS, program=cuda)
+    assert losses(theirs) == pytest.approx(losses(mine), rel=1e-5)
+    mine, theirs = (load_file(checkpoint(out, STEPS) / "model.safetensors") for out in (mine, theirs))
+    before = load_file(folder / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    for name, p in mine.items():
+        assert distance(theirs[name] - before[name], (p - before[name]).double(), 0) < 1e-3, name
+
+
+def test_fifty_greedy_tokens(family):
+    folder, model = family
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = "the dog went"
+    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=50, min_new_tokens=50,
+                         do_sample=False, pad_token_id=END_OF_TEXT)[0]
+    text, _ = sample(folder, "--prompt", prompt, "--temperature", 0, "--max-new-tokens", 50)
+    theirs = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text == [theirs] or END_OF_TEXT in ids and theirs.startswith(text[0])
+
+
+def test_a_switch_there_and_back(family, data, tmp_path):
+    folder, start = family
+    out = train(data, folder, tmp_path / "ssmax", "--attn", "ssmax", "--steps", 2)
+    switched = checkpoint(out, 2)
+    assert json.loads((switched / "config.json").read_text())["model_type"] == "attn_gpt"
+    ids = list(range(20, 60))
+    for path, trusted in ((switched, True),
+                          (checkpoint(train(data, switched, tmp_path / "back", "--attn", "softmax", "--steps", 2), 2),
+                           False)):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trusted).eval()
+        with torch.no_grad():
+            theirs = model(torch.tensor([ids])).logits[0].double().numpy()
+        assert abs(logits(path, ids) - theirs).max() < 1e-4
+    assert type(model) is type(start)
+    assert getattr(model.config, "sliding_window", None) == getattr(start.config, "sliding_window", None)
+
+
+def test_a_new_model_of_each_kind(data, tmp_path):
+    """--model can describe the shapes of all families, and transformers loads what it trains."""
+    shapes = {"LlamaForCausalLM": "kv_heads=2", "Qwen2ForCausalLM": "kv_heads=2,bias=qkv,norm_eps=1e-6",
+              "Qwen3ForCausalLM": "kv_heads=2,head_dim=16,qk_norm=1"}
+    for name, keys in shapes.items():
+        out = tmp_path / name
+        run_trainer(data, "--model", f"{tiny.SHAPE},{keys}", "--out", out, *flags(data, "--steps", 2), model=False)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(out, 2), dtype=torch.float32)
+        assert type(model).__name__ == name
+
+
+def test_sequences_beyond_a_sliding_window(data, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(MistralConfig, sliding_window=128), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    printed = run_trainer(data, "--init-from", tmp_path / "model", "--out", tmp_path / "out", *flags(data),
+                          "--seq-len", 129, model=False, code=2)
+    assert "sequences of 129 tokens exceed this model's sliding window of 128" in printed
+    printed = run_trainer(data, "--init-from", tmp_path / "model", "--out", tmp_path / "out", *flags(data),
+                          "--norm-length", 200, model=False, code=2)
+    assert "--norm-length 200 exceeds this model's sliding window of 128" in printed and not (tmp_path / "out").exists()
+    # Attention under another normalizer is full. Under softmax, the window is there again, or gone after longer texts.
+    for length, window in ((64, 128), (200, None)):
+        out = train(data, tmp_path / "model", tmp_path / f"ssmax-{length}", "--attn", "ssmax", "--seq-len", length,
+                    "--norm-length", length, "--steps", 1)
+        found = json.loads((checkpoint(out, 1) / "config.json").read_text())
+        assert found["softmax_sliding_window"] == 128 and "sliding_window" not in found
+        out = train(data, checkpoint(out, 1), tmp_path / f"softmax-{length}", "--attn", "softmax", "--steps", 1)
+        found = json.loads((checkpoint(out, 1) / "config.json").read_text())
+        assert (found["model_type"], found["sliding_window"]) == ("mistral", window)
