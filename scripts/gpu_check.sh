@@ -21,6 +21,7 @@
 #   evaluation    compares eval_gpt2cu with eval_gpt2, task by task, and times it at 124M next to the trainer
 #   memory        measures a step's memory at T = 1k to 16k
 #   others        times every normalizer against PyTorch's methods to compute it, T = 4k first
+#   package       compares attn_c, the PyTorch package, on the GPU with itself on the CPU, and times it beside SDPA
 #   counters      compares the instructions that attention's kernels issue, by ncu, with dev/bench/sass.py's count
 #   sanitizer     runs compute-sanitizer's memcheck, racecheck and synccheck on our kernels, but not on cuBLASLt's
 #   larger        times the training step at 162M against PyTorch's
@@ -41,7 +42,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-ALL="probe build tests determinism train attention step evaluation memory others counters sanitizer larger"
+ALL="probe build tests determinism train attention step evaluation memory others package counters sanitizer larger"
 PARTS="pack $ALL several"
 FAILED=1 UNFINISHED=75 NO_GPU=77
 # In seconds. KILL_AFTER: from SIGTERM to SIGKILL for a program whose time is up. RESERVE: at the end of a call, for
@@ -184,7 +185,7 @@ part_pack() {
         if "pack_$thing"; then say "packed: $thing"; else not_packed+=("$thing"); fi
     done
     say "$deps: $(du -sh "$deps" | cut -f1). Copy it together with the sources ($(sources_size))," \
-        "without build, .venv and .cuda"
+        "without .git, .venv, .cuda, built programs and the rest of build"
     [ ${#not_packed[@]} = 0 ] ||
         stop $FAILED "pack: could not pack ${not_packed[*]}. See above for why, and for what the GPU machine then needs"
 }
@@ -271,7 +272,9 @@ pack_curve() {
 }
 
 sources_size() {
-    du -bs --exclude=./build --exclude=./out --exclude='./.*' . | awk '{ printf "%.1f MB", $1 / 1e6 }'
+    local files=(git ls-files)
+    git rev-parse --git-dir >/dev/null 2>&1 || files=(find . -type f -not -path './build/*')
+    "${files[@]}" | tr '\n' '\0' | du -cb --files0-from=- 2>/dev/null | awk 'END { printf "%.1f MB", $1 / 1e6 }'
 }
 
 # ---------------------------------------------------------------- probe
@@ -335,7 +338,7 @@ PY
 
 without() {
     case $1 in
-        torch) echo "attention, step, memory and others cannot run, and attention is not tested" ;;
+        torch) echo "attention, step, memory, others and package cannot run, and attention is not tested" ;;
         triton) echo "PyTorch cannot compile, so step, memory and others cannot run" ;;
         numpy) echo "attention and evaluation are not tested, and sanitizer and counters cannot run attention's kernels" ;;
         pytest) echo "attention and evaluation are not tested; scripts/gpu_check.sh pack provides it" ;;
@@ -470,14 +473,17 @@ ensure_built() {
 
 # ---------------------------------------------------------------- tests
 
-KERNELS="wrappers phi rmsnorm rope qk_norm swiglu gau embedding classifier adamw norms refused peak"
+KERNELS="wrappers phi rmsnorm rope bias qk_norm swiglu gau embedding classifier adamw muon norms refused peak"
 PRODUCTS="layers plans shapes measured workspace repeated stored"
-MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _d48 _d64 _d128"
+MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _bias_T _d48 _d64 _d128"
 
 # Every group runs in a process of its own, so that a kernel that crashes ends only its group.
 part_tests() {
     local group
-    for group in $KERNELS; do check "kernels: $group" 10 90 "$tests/test_kernels" "$group"; done
+    for group in $KERNELS; do
+        check "kernels: $group" 10 90 "$tests/test_kernels" "$group"
+        [ "$group" != wrappers ] || try_wgmma
+    done
     for group in $PRODUCTS; do check "cuBLASLt: $group" 10 60 "$tests/test_matmul" "$group"; done
     # Sizes and calls that the trainer never uses: the library's answers are only informational.
     for group in unaligned orders refused; do
@@ -487,6 +493,26 @@ part_tests() {
     has_module torch && has_module pytest || { lacks "PyTorch or pytest" "attention is not tested"; return 1; }
     check "attention, a selection" 30 180 test_attention 0
     [ $dry = 1 ] || check "attention, every normalizer" 60 300 test_attention 1
+}
+
+# Attention's kernels for compute capability 9.0, before everything that uses them: if they hang, each check would take
+# all of its time. If they fail, all that follows runs with the kernels for 8.0, in later calls too.
+WGMMA="attention with wgmma and TMA"
+
+try_wgmma() {
+    [ "$gpus" = 90 ] && has_module torch && has_module pytest || return 0
+    check "$WGMMA" 30 60 test_wgmma
+    avoid_wgmma
+}
+
+test_wgmma() {
+    FLASH_SO=$(realpath "$flash") run_pytest dev/tests/test_flash.py -k "kinds and bf16 and not sm80"
+}
+
+avoid_wgmma() {
+    report failed tests "$WGMMA" || return 0
+    export FLASH90=0
+    fact "with FLASH90=0, because $WGMMA failed: attention runs with mma.sync"
 }
 
 model_groups() { if [ $dry = 1 ]; then echo softmax_tied_v97_T33; else tr ' ' '\n' <<<"$MODELS"; fi; }
@@ -574,20 +600,24 @@ curves_beside() {  # folder
 part_determinism() {
     local dtype
     for dtype in bf16 fp32; do check "$dtype: two runs, one resumed half-way, and one without graphs agree" 35 200 same_runs $dtype; done
+    check "bf16 with Muon and z-loss: the same" 35 200 same_runs bf16 --optimizer muon --z-loss 1e-4
     check "bf16, --deterministic 0, and its matmul algorithms in two runs" 20 90 free_run
 }
 
-same_runs() {      # dtype
-    local folder deterministic="--deterministic 1" graphs="--graphs 0" status=0 name
+same_runs() {      # dtype, flags...
+    local folder deterministic="--deterministic 1" graphs="--graphs 0" status=0 name dtype=$1
+    shift
     # The CPU trainer, which a dry run uses, has no such flags and is always deterministic.
     [[ $("$train" --help) == *--deterministic* ]] || deterministic=--shuffle graphs=''
     folder=$(mktemp -d)
     export STEPS=$((dry ? 4 : 30))
-    for name in a b; do run "$train" "$folder/$name" --dtype "$1" $deterministic || status=1; done
-    run "$train" "$folder/c" --dtype "$1" $deterministic --steps $((STEPS / 2)) || status=1
-    run "$train" "$folder/c" --dtype "$1" $deterministic --resume || status=1
     # shellcheck disable=SC2086
-    run "$train" "$folder/d" --dtype "$1" $deterministic $graphs || status=1
+    set -- --dtype "$dtype" $deterministic "$@"
+    for name in a b; do run "$train" "$folder/$name" "$@" || status=1; done
+    run "$train" "$folder/c" "$@" --steps $((STEPS / 2)) || status=1
+    run "$train" "$folder/c" "$@" --resume || status=1
+    # shellcheck disable=SC2086
+    run "$train" "$folder/d" "$@" $graphs || status=1
     for name in b c d; do python3 dev/bench/gpu_report.py compare same "$folder/a" "$folder/$name" || status=1; done
     echo "a small step takes $(step_ms "$folder/a") ms, and $(step_ms "$folder/d") ms without graphs (medians)"
     rm -rf "$folder"
@@ -675,6 +705,18 @@ test_evaluation() {
     local some=()
     [ $dry = 0 ] || some=(-k "loss and gau")
     TRAIN_GPT2=$bin/train_gpt2 EVAL_GPT2CU=$evaluate run_pytest "${some[@]}" dev/tests/test_eval_cuda.py
+}
+
+part_package() {
+    has_module torch || [ $dry = 1 ] || { lacks "Python's torch" "$(without torch)"; return 1; }
+    check "attn_c: every normalizer on the GPU and on the CPU" 60 300 test_package
+}
+
+test_package() {
+    local package=$build/python flags=(PACKAGE="$package" TORCH_CUDA=1)
+    [ $dry = 0 ] || flags=(PACKAGE="$package")
+    make -s -j"$(nproc)" "${make_flags[@]}" "${flags[@]}" attn_c || return 1
+    PYTHONPATH=$package "$python" dev/bench/torch_gpu.py --device "$([ $dry = 1 ] && echo cpu || echo cuda)"
 }
 
 part_counters() {
@@ -811,6 +853,7 @@ run_part() {
     esac
     report begin "$part"
     [ $dry = 0 ] || fact "a dry run on the CPU, which measures nothing"
+    avoid_wgmma
     case $part in
         probe | build) "part_$part" ;;
         *) if ensure_built; then "part_$part"

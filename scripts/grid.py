@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Trains and evaluates a grid of normalizers, seeds and sizes, and writes the papers' tables with our numbers beside
 theirs.
 
-    scripts/grid.py grids/lssa.toml                     at the small scale, which two cores finish
-    scripts/grid.py grids/lssa.toml --scale paper       at the paper's own scale
-    scripts/grid.py grids/lssa.toml --dry-run           only prints the plan: runs, tokens, time, disk
-    scripts/grid.py grids/lssa.toml --report            only writes the report of the results so far
+    .venv/bin/python scripts/grid.py grids/lssa.toml                  at the small scale, which two cores finish
+    .venv/bin/python scripts/grid.py grids/lssa.toml --scale paper    at the paper's own scale
+    .venv/bin/python scripts/grid.py grids/lssa.toml --dry-run        only prints the plan: runs, tokens, time, disk
+    .venv/bin/python scripts/grid.py grids/lssa.toml --report         only writes the report of the results so far
 
 Rerun it to resume: finished parts are kept, and interrupted runs continue. Results go to grids/results.json as runs
 end, so that a fresh clone continues too. doc/grids.md explains the grid files.

@@ -323,6 +323,9 @@ class Reader:
         for key, text in self.section("data", name).items():
             place = f"{self.path}: [data.{name}.{key}]"
             check(text, place, {"train": TEXT, "val": TEXT, "prepare": TEXTS}, ("train", "val"))
+            if not all(word.strip() for word in text["train"].split(",")):
+                raise Refused(f"{place}: train: expected a source on both sides of each comma, found "
+                              f"{text['train']!r}. Name the missing source, or remove the comma.")
             data[key] = Data(key, text["train"], text["val"], text.get("prepare", []))
         if not data:
             raise Refused(f"{self.path}: [data.{name}] has no text. Add [data.{name}.NAME] with train and val.")

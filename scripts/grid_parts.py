@@ -12,7 +12,7 @@ from pathlib import Path
 import plot
 from grid_file import Refused, Run, base_of
 from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, model_of,
-                        shards_of, step_tokens)
+                        shards_of, sources_of, step_tokens)
 
 DIVERGED, STOPPED = 5, 75        # exit codes of the trainer
 POINTS = 64                      # of a curve in results.json
@@ -123,8 +123,8 @@ def texts_of(grid, results):
 
 def missing(data):
     """Must this text be prepared?"""
-    unfinished = [path for pattern in (data.train, data.val) for path in shards_of(pattern + ".part")]
-    return bool(unfinished or not shards_of(data.train) or not shards_of(data.val))
+    patterns = [pattern for text in (data.train, data.val) for pattern, _ in sources_of(text)]
+    return any(shards_of(pattern + ".part") or not shards_of(pattern) for pattern in patterns)
 
 
 # ---------------------------------------------------------------- parts

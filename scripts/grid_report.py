@@ -3,6 +3,7 @@ only results.json."""
 import math
 import re
 import statistics
+import sys
 from dataclasses import dataclass
 
 import plot
@@ -727,15 +728,25 @@ def sections(plan, failed):
         yield f"Formula: {formula.name}", [formula_table(formula)], [formula.name], [formula.paper]
 
 
+def draw_pictures(plan, folder):
+    """The names of the pictures that were written."""
+    drawn = set()
+    try:
+        for name, figure in pictures(plan):
+            if figure:
+                figure.savefig(folder / f"{slug(name)}.png", dpi=110)
+                plot.pyplot().close(figure)
+                drawn.add(name)
+    except ImportError as error:
+        print(f"note: no pictures in the report of {plan.grid.name}: {error}. Use .venv/bin/python, which "
+              "scripts/setup.sh makes, and --report draws them.", file=sys.stderr)
+    return drawn
+
+
 def write(plan, folder, failed, draw=True):
     """Writes report.md, report.txt and the pictures into a folder, and returns the text."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = set()
-    for name, figure in pictures(plan) if draw else ():
-        if figure:
-            figure.savefig(folder / f"{slug(name)}.png", dpi=110)
-            plot.pyplot().close(figure)
-            drawn.add(name)
+    drawn = draw_pictures(plan, folder) if draw else set()
     markdown, text = [], []
     for i, (title, tables, names, paragraphs) in enumerate(sections(plan, failed)):
         markdown.append(("#" if i == 0 else "##") + f" {title}\n")

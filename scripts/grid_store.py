@@ -5,6 +5,8 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+from fractions import Fraction
 from pathlib import Path
 
 from grid_file import Refused, base_of
@@ -79,6 +81,12 @@ def digest(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def sources_of(text):
+    """[(glob, weight)] of the sources of --train-data 'GLOB:WEIGHT,...', or [(text, None)] without weights."""
+    found = [re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word) for word in re.split("[ ,]+", text.strip(" ,"))]
+    return [(match[1], Fraction(match[2])) for match in found] if all(found) else [(text, None)]
+
+
 def shards_of(pattern):
     """The shards that a glob relative to the repository's root matches, each followed by its mask if it has one."""
     base = Path(pattern)
@@ -87,7 +95,18 @@ def shards_of(pattern):
     return [path for shard in found for path in (shard, shard.with_suffix(".mask")) if path.exists()]
 
 
-def fingerprint(pattern):
+def fingerprint(text):
+    """A hash of what the shards of all sources contain, and of the ratios of the weights; None if a source has no
+    shards."""
+    sources = sources_of(text)
+    found = [shards_fingerprint(pattern) for pattern, _ in sources]
+    if None in found or sources[0][1] is None:
+        return None if None in found else found[0]
+    total = sum(weight for _, weight in sources)
+    return digest([[one, str(weight / total) if total else "0"] for one, (_, weight) in zip(found, sources)])
+
+
+def shards_fingerprint(pattern):
     """A hash of what the shards contain, whatever their names are; None if there are none. Beyond 1 GiB it covers 1 MiB
     at the start, in the middle and at the end of each shard."""
     paths = shards_of(pattern)

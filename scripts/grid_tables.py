@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Writes tables of grids' reports into a page, so that the page has the numbers of grids/results.json.
 
-    scripts/grid_tables.py doc/results.md            rewrites the tables below its markers
-    scripts/grid_tables.py doc/results.md --check    only says which differ; exit code 1 if any does
+    .venv/bin/python scripts/grid_tables.py doc/results.md            rewrites the tables below its markers
+    .venv/bin/python scripts/grid_tables.py doc/results.md --check    only says which differ; exit code 1 if any does
 
 A marker is a comment that names the grid, a section of its report and, where that has several, a table:
 

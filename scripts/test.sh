@@ -19,7 +19,7 @@ jobs=$(nproc)
 # After FIRST, two lanes run in parallel: the Python tests in one, all other groups in the other.
 FIRST="build format"
 LANE_1="pytest"
-LANE_2="c cuda san san_cuda races fuzz mutate variants san_pytest"
+LANE_2="c cuda san san_cuda races fuzz mutate variants san_pytest aarch64"
 
 all=0 wanted=
 for word; do
@@ -33,7 +33,8 @@ for word; do
 done
 if [ $all = 1 ]; then
     unset DRAW
-    export STOPS=all FLASH_ALL=1 SASS_ALL=1 CUDA_ON_CPU_LONG=1 MACHINES_LONG=1 FOREIGN=all CUDA_BUILD=all GPU_REHEARSAL=1
+    export STOPS=all FLASH_ALL=1 SASS_ALL=1 CUDA_ON_CPU_LONG=1 MACHINES_LONG=1 VOCABULARIES_LONG=1 SOAK=21600 FOREIGN=all \
+        CUDA_BUILD=all GPU_REHEARSAL=1 LLAMA_CPP=${LLAMA_CPP:-build/llama_cpp/bin/python}
 else
     export DRAW=${DRAW:-$(git rev-parse HEAD 2>/dev/null || echo none)}
     echo "cases drawn by $DRAW"
@@ -91,8 +92,9 @@ group_build() {
     local tests
     tests=$(make -s list_tests)
     make -j"$jobs" all $tests test_gpt2 build/tests/logits && make -j"$jobs" FAULTS=1 build/faults/train_gpt2 || return
-    [ -n "$cuda" ] || return 0
-    make -j"$jobs" {train,eval,test}_gpt2cu_on_cpu build/on_cpu/flash.so build/on_cpu/tests/test_{kernels,matmul,collective}
+    [ -z "$cuda" ] ||
+        make -j"$jobs" {train,eval,test}_gpt2cu_on_cpu build/on_cpu/flash.so build/on_cpu/tests/test_{kernels,matmul,collective} || return
+    count build 1 0 0
 }
 
 group_format() {
@@ -118,7 +120,7 @@ variant_loops() { variant plain ONEDNN=0 BLAS=0 MPI=0; }
 
 group_san() { c_tests san sanitized; }
 sanitized() {
-    local tests="attention checkpoint metrics normalizer options random safetensors schedule shards" programs
+    local tests="attention checkpoint metrics mixture normalizer options random safetensors schedule shards toml" programs
     export ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0"
     [ $all = 0 ] || tests+=" gradients memory process tokenizer vecmath"
     programs=($(printf 'build/san/tests/test_%s ' $tests))
@@ -180,6 +182,9 @@ group_mutate() {
     [ $all = 0 ] || chosen=(--jobs "$jobs")
     c_tests mutate env -u WERROR dev/mutate/mutate.py "${chosen[@]}"
 }
+
+# Only in the long run, or if it is named: it downloads a cross compiler.
+group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
 group_pytest() {
     python_tests pytest --durations=15 -n 2 --dist loadfile dev/tests dev/cuda_on_cpu --ignore dev/tests/test_races.py

@@ -57,7 +57,7 @@ struct Wait {
     Site site;
 };
 
-enum { PENDING_COPIES = 512 };
+enum { WARPGROUP = 128, PENDING_COPIES = 512 };
 
 struct PendingCopy {
     void *shared;
@@ -127,7 +127,8 @@ struct ArrayInBlock {
 struct Worker {
     const Parameters *launch;
     uint3 block;
-    int threads, alive, current, straggler;
+    int threads, alive, current;
+    int straggler;    // the thread that comes last, or one of the warpgroup that does
     uint64_t ready[BLOCK_THREADS / 64];
     uint64_t random;
     Settings settings;
@@ -169,6 +170,10 @@ struct Worker {
 };
 extern __thread Worker *worker CUDA_ON_CPU_TLS;    // of the block that runs on this CPU thread
 
+static inline bool is_laggard(const Worker &w, unsigned thread) {
+    return w.settings.order == LAGGARDS && (int)thread / WARPGROUP == w.straggler / WARPGROUP;
+}
+
 static inline Fiber &self() {
     return *(Fiber *)position;
 }
@@ -199,7 +204,8 @@ void multiply_add(float *d, size_t step, const float (*a)[16], int rows, const f
 
 void async_end_block(Worker &w);    // reports what the block has not waited for
 void async_turn(Worker &w);         // some asynchronous work takes place, at random
-bool async_step(Worker &w);         // a piece of asynchronous work takes place; false if there is none
+// A piece of asynchronous work, of the laggards' too or only of others, takes place; false if there is none.
+bool async_step(Worker &w, bool laggards_too);
 bool async_has_work(const Worker &w);
 bool async_lets_others_run(Worker &w);    // rather than do that work at once
 void async_wake_counters(Worker &w);

@@ -89,7 +89,7 @@ std::string print(const char *format, ...) {
     return text;
 }
 
-static const char *const order_names[] = {"forward", "reverse", "random", "greedy", "straggler"};
+static const char *const order_names[] = {"forward", "reverse", "random", "greedy", "straggler", "laggards"};
 
 void die(const char *format, ...) {
     static std::atomic_flag dying;
@@ -211,6 +211,20 @@ static int next_before_straggler(Worker &w) {
     return ready ? (int)late : -1;
 }
 
+// The next that is no laggard, for as long as others can run or have asynchronous work.
+static int next_before_laggards(Worker &w, int after) {
+    uint64_t *late = &w.ready[w.straggler / WARPGROUP * (WARPGROUP / 64)];
+    int next;
+    do {
+        const uint64_t ready[] = {late[0], late[1]};
+        late[0] = late[1] = 0;
+        next = first_ready_from(w, after);
+        late[0] = ready[0];
+        late[1] = ready[1];
+    } while (next < 0 && w.async && async_step(w, false));
+    return next >= 0 ? next : first_ready_from(w, after);
+}
+
 static int next_thread(Worker &w) {
     int after = w.current + 1 < w.threads ? w.current + 1 : 0, before = w.current > 0 ? w.current - 1 : w.threads - 1;
     switch (w.settings.order) {
@@ -218,6 +232,7 @@ static int next_thread(Worker &w) {
     case REVERSE: return last_ready_to(w, before);
     case RANDOM: return first_ready_from(w, random_thread(w));
     case STRAGGLER: return next_before_straggler(w);
+    case LAGGARDS: return next_before_laggards(w, after);
     default: break;
     }
     int warp = w.current / 32;
@@ -287,7 +302,7 @@ static int next_thread_or_wait(Worker &w) {
         // Before asynchronous work takes place, other blocks may get far.
         if (waits && !async_counter_reached(w) && async_lets_others_run(w)) suspend(w);
         if (!waits || !async_counter_reached(w)) {
-            if (w.async && async_step(w)) continue;
+            if (w.async && async_step(w, true)) continue;
             if (!waits) deadlock();
             suspend(w);
         }
@@ -1122,6 +1137,7 @@ static void start_block(Worker &w, uint64_t number, bool watched) {
     w.home_bottom = NULL;
     w.current = w.settings.order == FORWARD ? w.threads - 1 : 0;
     if (w.settings.order == STRAGGLER) w.straggler = random_thread(w);
+    if (w.settings.order == LAGGARDS) w.straggler = (int)((w.settings.seed + number) * WARPGROUP % (unsigned)w.threads);
     w.current = next_thread(w);
 }
 

@@ -19,8 +19,10 @@ namespace cuda_on_cpu {
 
 // Which thread runs next when one waits. FORWARD: the next higher number, wrapping around; REVERSE: the next lower;
 // RANDOM: any; GREEDY: the same warp for as long as it can run, then another at random; STRAGGLER: any but one, which
-// runs only when no other can, and now and then a new one is drawn. Blocks start in the corresponding order.
-enum Order { FORWARD, REVERSE, RANDOM, GREEDY, STRAGGLER };
+// runs only when no other can, and now and then a new one is drawn; LAGGARDS: any but those of one warpgroup, another
+// in each block, which run, and whose asynchronous work takes place, only when nothing else can. Blocks start in the
+// corresponding order.
+enum Order { FORWARD, REVERSE, RANDOM, GREEDY, STRAGGLER, LAGGARDS };
 
 // When a cp.async takes place: at its issue, only in the wait for it, or either, at random.
 enum Copy { AT_ISSUE, AT_WAIT, EITHER };
@@ -43,7 +45,7 @@ enum Streams { AT_ONCE, LATE, ANY_TIME };
 enum MmaSums { SUMS_NEAREST, SUMS_HOPPER };
 
 struct Settings {
-    Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy | straggler
+    Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy | straggler | laggards
     uint64_t seed;      // CUDA_ON_CPU_SEED      of everything random
     Copy copy;          // CUDA_ON_CPU_COPY      issue | wait | either
     AsyncTime async;    // CUDA_ON_CPU_ASYNC     random | issue | wait

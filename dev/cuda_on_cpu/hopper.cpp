@@ -21,7 +21,7 @@
 
 namespace cuda_on_cpu {
 
-enum { WARPGROUP = 128, PIECE = 16, NAMED_BARRIERS = 16, REGISTERS = 64 * 1024, MOST_REGISTERS = 256 };
+enum { PIECE = 16, NAMED_BARRIERS = 16, REGISTERS = 64 * 1024, MOST_REGISTERS = 256 };
 static const size_t ROOM = DYNAMIC_ROOM + STATICS_ROOM;
 static const int64_t MOST_TRANSACTION_BYTES = (1 << 20) - 1;
 static const unsigned MOST_ARRIVALS = (1 << 20) - 1;
@@ -107,6 +107,12 @@ struct NamedBarrier {
     std::vector<unsigned> waiting;
 };
 
+struct UnfinishedStore {    // a bulk store, or addition, that no bulk_wait has covered yet
+    unsigned group;
+    const unsigned *counter;    // for which its thread waited last
+    Site site;
+};
+
 struct AsyncThread {
     unsigned commits;           // of wgmma groups
     bool fenced;                // by wgmma_fence(), since the last commit
@@ -115,6 +121,7 @@ struct AsyncThread {
     unsigned bulk_waited;    // groups of which the sources have been waited for
     Site bulk_site;          // of the latest copy
     bool bulk_uncommitted;
+    std::deque<UnfinishedStore> unfinished;               // in order
     std::vector<std::pair<uint32_t, uint32_t>> stores;    // (offset, bytes) since its last fence.proxy.async
     std::vector<Barrier *> inits;                         // not fenced yet
     Barrier *barrier;                                     // what it waits for
@@ -711,6 +718,7 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const cha
         issue_store(w, a, c, name, swizzle);
         me.bulk_uncommitted = true;
         me.bulk_site = c.site;
+        me.unfinished.push_back({c.group, me.counter, c.site});
     }
     announce_copy(w, me, c);
     w.counts.bulk_copies++;
@@ -801,13 +809,15 @@ void bulk_wait(unsigned groups, bool read_only, Site site) {
     if (me.bulk_uncommitted)
         die("MISSING COMMIT: bulk_wait at %s:%d does not cover the copy issued at %s:%d, which no bulk_commit() follows",
             site.file, site.line, me.bulk_site.file, me.bulk_site.line);
+    const auto covers = [&](unsigned group) { return group + groups < me.bulk_commits; };
     for (size_t i = 0; i < a.copies.size();) {
         BulkCopy &c = *a.copies[i];
-        bool covered = c.kind != TMA_LOAD && c.thread == self().number && c.group + groups < me.bulk_commits;
+        bool covered = c.kind != TMA_LOAD && c.thread == self().number && covers(c.group);
         if (covered && !c.read) step_copy(w, a, i);
         if (covered && !read_only) step_copy(w, a, i);
         else i++;
     }
+    while (!read_only && !me.unfinished.empty() && covers(me.unfinished.front().group)) me.unfinished.pop_front();
     if (me.bulk_commits <= groups) return;
     me.bulk_waited = std::max(me.bulk_waited, me.bulk_commits - groups);
     if (me.copier) __tsan_acquire(&w.meetings->bulk_done[self().number][(me.bulk_commits - groups - 1) % 16]);
@@ -1130,7 +1140,9 @@ static void deliver(Accumulator &c, unsigned thread, Site site) {
     c.claimed[thread] = true;
 }
 
+// The first thread that waits executes the matmuls of all four warps. Others run before that, while they are in flight.
 void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site site) {
+    if (worker->settings.async != EARLY) take_turns();
     Unseen unseen;
     Worker &w = *worker;
     Fiber &me = self();
@@ -1168,30 +1180,34 @@ void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site s
 
 // ---- when asynchronous work takes place
 
-bool async_step(Worker &w) {
+static bool is_open(const std::unique_ptr<WgmmaOperation> &op) {
+    return !op->done;
+}
+
+bool async_step(Worker &w, bool laggards_too) {
     Unseen unseen;
     Async &a = *w.async;
-    std::vector<WgmmaOperation *> next;    // the first of each warpgroup
-    Warpgroup *of[WARPS / 4];
-    for (Warpgroup &g : a.warpgroups)
-        for (auto &op : g.operations)
-            if (!op->done) {
-                of[next.size()] = &g;
-                next.push_back(op.get());
-                break;
-            }
-    size_t choices = a.copies.size() + next.size();
+    const auto may_run = [&](unsigned thread) { return laggards_too || !is_laggard(w, thread); };
+    std::vector<size_t> copies;
+    for (size_t i = 0; i < a.copies.size(); i++)
+        if (may_run(a.copies[i]->thread)) copies.push_back(i);
+    std::vector<std::pair<Warpgroup *, WgmmaOperation *>> next;    // the first of each warpgroup
+    for (unsigned i = 0; i < WARPS / 4; i++) {
+        auto &all = a.warpgroups[i].operations;
+        const auto op = std::find_if(all.begin(), all.end(), is_open);
+        if (op != all.end() && may_run(i * WARPGROUP)) next.push_back({&a.warpgroups[i], op->get()});
+    }
+    const size_t choices = copies.size() + next.size();
     if (choices == 0) return false;
-    size_t chosen = next_random(w.random) % choices;
-    if (chosen < a.copies.size()) step_copy(w, a, chosen);
-    else execute_until(w, a, *of[chosen - a.copies.size()], *next[chosen - a.copies.size()]);
+    const size_t chosen = next_random(w.random) % choices;
+    if (chosen < copies.size()) step_copy(w, a, copies[chosen]);
+    else execute_until(w, a, *next[chosen - copies.size()].first, *next[chosen - copies.size()].second);
     return true;
 }
 
 bool async_has_work(const Worker &w) {
-    const auto open = [](const std::unique_ptr<WgmmaOperation> &op) { return !op->done; };
     for (const Warpgroup &g : w.async->warpgroups)
-        if (std::any_of(g.operations.begin(), g.operations.end(), open)) return true;
+        if (std::any_of(g.operations.begin(), g.operations.end(), is_open)) return true;
     return !w.async->copies.empty();
 }
 
@@ -1202,7 +1218,7 @@ bool async_lets_others_run(Worker &w) {
 void async_turn(Worker &w) {
     if (w.settings.async != AT_RANDOM) return;
     uint64_t random = next_random(w.random);
-    if (random % w.async->rarely == 0) async_step(w);
+    if (random % w.async->rarely == 0) async_step(w, false);
     if (random >> 32 & 0xFF) return;
     w.async->rarely = 1u << (random >> 40) % 4 * 4;    // for a while, soon, or only when somebody waits
 }
@@ -1385,7 +1401,17 @@ void wait_for_counter(const unsigned *counter, unsigned value, Site site) {
     if (w.watched) __tsan_acquire((void *)counter);
 }
 
-void add_to_counter(unsigned *counter, unsigned n) {
+// A block that waits for a counter, writes, and then advances the counter, lets the next one read what it has written.
+static void check_finished(const Worker &w, const unsigned *counter, Site site) {
+    if (!w.async) return;
+    for (const UnfinishedStore &s : thread_of(*w.async, self()).unfinished)
+        if (s.counter == counter)
+            die("MISSING WAIT: add_to_counter at %s:%d passes the turn on, and no bulk_wait has covered the copy issued in this turn at %s:%d",
+                site.file, site.line, s.site.file, s.site.line);
+}
+
+void add_to_counter(unsigned *counter, unsigned n, Site site) {
+    check_finished(*worker, counter, site);
     if (worker->watched) __tsan_release(counter);
     __atomic_fetch_add(counter, n, __ATOMIC_ACQ_REL);
     give_way();

@@ -53,7 +53,7 @@ void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site s
 void named_barrier(int id, int threads, bool wait, Site site);
 void setmaxnreg(int registers, bool increase, Site site);
 void wait_for_counter(const unsigned *counter, unsigned value, Site site);
-void add_to_counter(unsigned *counter, unsigned n);
+void add_to_counter(unsigned *counter, unsigned n, Site site);
 
 }
 
@@ -197,7 +197,7 @@ DEVICE void setmaxnreg_dec(CUDA_ON_CPU_SITE) {
 DEVICE void wait_for_counter(const unsigned *counter, unsigned value, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::wait_for_counter(counter, value, {file, line});
 }
-DEVICE void add_to_counter(unsigned *counter, unsigned n) {
-    cuda_on_cpu::add_to_counter(counter, n);
+DEVICE void add_to_counter(unsigned *counter, unsigned n, CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::add_to_counter(counter, n, {file, line});
 }
 #endif

@@ -77,7 +77,7 @@ static uint64_t processors() {
 
 static Settings from_environment() {
     Settings s;
-    s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy", "straggler"});
+    s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy", "straggler", "laggards"});
     s.seed = number("CUDA_ON_CPU_SEED", 1);
     s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait", "either"});
     s.async = (AsyncTime)choice("CUDA_ON_CPU_ASYNC", {"random", "issue", "wait"});

@@ -304,7 +304,8 @@ enum { STAGE_BYTES = A_BYTES + B_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES + 
     X(mbarrier_overwritten) X(parity_not_a_bit) X(misaligned_mbarrier) \
     X(missing_wgmma_fence) X(missing_wgmma_commit) X(missing_wgmma_wait) X(wait_for_too_few_wgmmas) \
     X(result_read_before_wait) X(result_not_named) X(result_written_in_flight) X(a_written_after_fence) \
-    X(a_written_in_flight) X(d_written_after_fence) X(released_before_wait) X(half_a_warpgroup) X(different_descriptors) \
+    X(a_written_in_flight) X(d_written_after_fence) X(released_before_wait) X(laggards_release_before_wait) \
+    X(half_a_warpgroup) X(different_descriptors) \
     X(wrong_start) X(start_not_aligned) X(wrong_stride_offset) X(wrong_swizzle)                 \
     X(wrong_swizzle_of_tma) X(wrong_major) X(meaningless_descriptor_bits) X(descriptor_past_shared) \
     X(misaligned_tile) X(box_past_shared) X(wrong_rank) X(wrong_coordinates) X(not_a_tensor_map) \
@@ -396,6 +397,11 @@ DEVICE void consume_tile(float (&d)[8][4], uint32_t (&a)[2][4], const char *tile
     if (defect != missing_wgmma_commit_) wgmma_commit();
 }
 
+// By each warp, after its warpgroup's matmuls.
+DEVICE void release_buffer(Mbarrier *empty) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+}
+
 DEVICE void consume(const Pipeline &p, char *tiles, PipelineBarriers *barriers, bf16 *staging, int defect) {
     const int consumer = (int)threadIdx.x / 128 - 1, row0 = 64 * consumer, thread = (int)threadIdx.x % 128;
     const int mine = 1 + consumer, other = 2 - consumer;    // named barriers
@@ -416,14 +422,16 @@ DEVICE void consume(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
         if (defect == half_a_warpgroup_ && thread >= 64) wgmma_fence();
         else consume_tile(d, a, tile, row0, i == 0, defect);
         if (consumer == 0 || i + 1 < p.tiles) named_barrier_arrive(other, 256);
-        if (defect == released_before_wait_) mbarrier_arrive(&barriers->empty[stage]);
+        const bool too_early =
+            defect == released_before_wait_ || (defect == laggards_release_before_wait_ && consumer == 0);
+        if (too_early) release_buffer(&barriers->empty[stage]);
         if (defect == a_written_in_flight_) a[0][0] ^= 1;
         if (defect == result_written_in_flight_) d[0][0] = 1.0f;
         memcpy(early, d, sizeof d);
         if (defect == wait_for_too_few_wgmmas_) wgmma_wait<1>(d);
         else if (defect == result_not_named_) wgmma_wait<0>();
         else if (defect != missing_wgmma_wait_) wgmma_wait<0>(d);
-        if (defect != missing_arrive_ && defect != released_before_wait_) mbarrier_arrive(&barriers->empty[stage]);
+        if (defect != missing_arrive_ && !too_early) release_buffer(&barriers->empty[stage]);
         if (defect == too_many_arrivals_ && thread == 0) mbarrier_arrive(&barriers->empty[stage]);
     }
     if (defect == result_read_before_wait_) memcpy(d, early, sizeof d);
@@ -453,7 +461,7 @@ KERNEL void pipeline_kernel(GRID_CONSTANT Pipeline p, int defect) {
     if (threadIdx.x == 0 && defect != missing_init_) {
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(&barriers->full[i], 1);
-            mbarrier_init(&barriers->empty[i], defect == expected_arrivals_too_few_ ? 128 : 256);
+            mbarrier_init(&barriers->empty[i], defect == expected_arrivals_too_few_ ? 4 : 8);
         }
         if (defect == initialized_twice_) mbarrier_init(&barriers->full[0], 1);
         if (defect == misaligned_mbarrier_) mbarrier_init((Mbarrier *)((char *)barriers + 4), 1);
@@ -580,6 +588,38 @@ static void tickets_before_writes(bool defect) {
     ordered(defect ? TICKETS_READ_WAIT_ONLY : TICKETS);
 }
 
+// Each block adds the number of its turn, from 1 on, to several sums. It passes a turn on when its addition is over,
+// while the next one is in flight.
+
+enum { SUMS = 3 };
+
+KERNEL void late_turns_kernel(float *sums, unsigned *turns, unsigned *ticket, bool defect) {
+    SHARED_ARRAY(float4, memory, 1);
+    if (threadIdx.x != 0) return;
+    const unsigned turn = atomicAdd(ticket, 1u);
+    const float x = (float)(turn + 1);
+    store_shared(memory, make_float4(x, x, x, x));
+    fence_proxy_async();
+    for (int i = 0; i < SUMS; i++) {
+        wait_for_counter(&turns[i], turn);
+        bulk_reduce_add(sums + 4 * i, (const float *)memory, sizeof *memory);
+        bulk_commit();
+        bulk_wait<1>();
+        if (i > 0) add_to_counter(&turns[i - 1], 1);
+    }
+    if (defect) bulk_wait_read<0>();
+    else bulk_wait<0>();
+    add_to_counter(&turns[SUMS - 1], 1);
+}
+
+static void last_turn_before_writes(bool defect) {
+    Device<float> sums(std::vector<float>(4 * SUMS, 0.0f));
+    Device<unsigned> counters(std::vector<unsigned>(SUMS + 1, 0u));
+    launch(late_turns_kernel, dim3(ORDERED_BLOCKS), 32, 0, NULL, sums.p, counters.p, counters.p + SUMS, defect);
+    const float expected = ORDERED_BLOCKS * (ORDERED_BLOCKS + 1) / 2;
+    for (float got : sums.host()) CHECK(got == expected, "%g, not %g", got, expected);
+}
+
 // ---- a warp hands rows over to another: one lane arrives for all
 
 enum { HANDOVERS = 20 };
@@ -694,7 +734,7 @@ PIPELINE_DEFECTS(X)
     PIPELINE_DEFECTS(X) \
     X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(missing_counter_wait) X(counter_not_advanced) \
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
-    X(tickets_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
+    X(tickets_before_writes) X(last_turn_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
     X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation)
 
 int main(int argc, char **argv) {

@@ -22,13 +22,14 @@ DEADLOCK = r"DEADLOCK in block"
 IN_USE = "REGISTERS IN USE: "
 # A wait is missing, or comes too early: what shows depends on when asynchronous work takes place.
 TOO_EARLY = r"NOT LOADED YET: wgmma at .* that the TMA load at|BUFFER REUSED: the TMA load at .* while wgmma, issued at"
+TURN_TOO_EARLY = r"MISSING WAIT: add_to_counter at .* no bulk_wait has covered the copy issued in this turn at"
 DEFAULT, LATE, RANDOM = "", "ASYNC=wait ORDER=reverse", "ORDER=random SEED=3"
 ANY = [DEFAULT, LATE, RANDOM]
 
 # name: the message, the build, the settings, at least one of which must find it
 FOUND = {
     "missing_arrive": (DEADLOCK + r".*1 thread wait in mbarrier_wait\(parity 0\) at .*:\d+ \(the mbarrier initialized "
-                       r"at .*, in phase 0, lacks 256 of 256 arrivals", "plain", [DEFAULT]),
+                       r"at .*, in phase 0, lacks 8 of 8 arrivals", "plain", [DEFAULT]),
     "missing_full_wait": (TOO_EARLY, "plain", [LATE]),
     "missing_empty_wait": (r"OVERFLOW: mbarrier_arrive_expect_tx at .* arrives once more than the phase expects",
                            "plain", [DEFAULT]),
@@ -68,6 +69,7 @@ FOUND = {
     "d_written_after_fence": (r"MISSING FENCE: wgmma at .* has written its accumulators after its last wgmma_fence",
                               "plain", [DEFAULT]),
     "released_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait"]),
+    "laggards_release_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait ORDER=laggards"]),
     "half_a_warpgroup": (DEADLOCK + r".*64 threads wait in wgmma at .*\(64 of 128 have arrived\)", "plain", [DEFAULT]),
     "different_descriptors": (r"MISMATCH: .* wgmma at .* with different descriptors", "plain", [DEFAULT]),
     "wrong_start": (WRONG, "plain", [DEFAULT]),
@@ -116,12 +118,13 @@ FOUND = {
     "missing_counter_wait": (WRONG, "plain", ["ORDER=reverse"]),
     "counter_not_advanced": (r"DEADLOCK of blocks: 8 wait for counters of others, 0 of 8 have not started", "plain",
                              ANY),
-    "counter_before_writes": (WRONG, "plain", ["ASYNC=wait", LATE]),
+    "counter_before_writes": (TURN_TOO_EARLY, "plain", ANY),
     "waits_for_a_block_not_resident": (r"DEADLOCK of blocks: 7 wait .*, 1 of 8 have not started", "plain", ANY),
     "order_of_launch": (r"DEADLOCK of blocks: 2 wait .*, 6 of 8 have not started", "plain",
                         ["ORDER=reverse RESIDENT=2"]),
     "tickets_without_wait": (WRONG, "plain", ["SUSPEND=often THREADS=1"]),
-    "tickets_before_writes": (WRONG, "plain", ["SUSPEND=often ASYNC=wait THREADS=1"]),
+    "tickets_before_writes": (TURN_TOO_EARLY, "plain", ANY),
+    "last_turn_before_writes": (TURN_TOO_EARLY, "plain", ANY),
     "missing_syncwarp_before_arrival": (WRONG + "|" + DEADLOCK, "plain", ["ORDER=straggler ASYNC=issue"]),
     "map_stride": (r"cuTensorMapEncodeTiled: the stride of dimension 1, 130 bytes", "plain", [DEFAULT]),
     "map_address": (r"cuTensorMapEncodeTiled: the global address .* is not aligned to 16", "plain", [DEFAULT]),
@@ -132,9 +135,9 @@ FOUND = {
 }
 
 SETTINGS = [f"ORDER={order} ASYNC={when} SEED={seed}" for order, when, seed in itertools.product(
-    ("forward", "reverse", "random", "greedy", "straggler"), ("random", "issue", "wait"), (1, 2))]
+    ("forward", "reverse", "random", "greedy", "straggler", "laggards"), ("random", "issue", "wait"), (1, 2))]
 SOME = ["", "ORDER=reverse ASYNC=wait MMA=hopper", "ORDER=random ASYNC=random SEED=7", "ORDER=greedy ASYNC=issue",
-        "ORDER=straggler ASYNC=wait SUSPEND=often"]
+        "ORDER=straggler ASYNC=wait SUSPEND=often", "ORDER=laggards ASYNC=wait"]
 
 
 def test_every_defect_is_listed(programs):

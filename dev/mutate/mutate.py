@@ -44,6 +44,7 @@ TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switc
                  "or same_number or recomputing or resume or graphs or stored")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
+                 ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "ssmax_bias_h4_kv2_T33"]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "overlap"])]
 MATMUL_TESTS = [("build/on_cpu/tests/test_matmul", ["build/on_cpu/tests/test_matmul"]),
@@ -54,12 +55,26 @@ def pytest_of(target, name, *options):
     return [(target, [*PYTEST, f"dev/tests/{name}.py", *options])]
 
 
+# The PyTorch package, which its tests build: what is quick first.
+TORCH_SLOW = "equals or bfloat16 or padding_changes or interrupts or level or compiled or wrong_calls"
+TORCH_NAMES = "ssmax-bias or softmax-sink or ssmax-pn or lssar or qk=l2"
+TORCH_TESTS = [*pytest_of("", "test_torch", "-k", f"not ({TORCH_SLOW})"),
+               *pytest_of("", "test_torch", "-k", f"wrong_calls or (equals or padding_changes) and ({TORCH_NAMES})")]
+TORCH_CUDA_TESTS = pytest_of("build/on_cpu/attn_c_cuda.so", "test_torch_cuda", "-k",
+                             "lssar or bias or pn or compute or checks or sink")
+TORCH_MODELS = "(interface or cache or rejected or not_causal or window or attached or scaling or end) and not modeling"
+
 # The tests of a file: those of the first row that its path begins with.
 TESTS_OF = (
     ("attention/phi.cuh", PHI_TESTS),
     ("attention/flash", FLASH_TESTS),
+    *((file, TORCH_CUDA_TESTS) for file in ("attention/torch/attn_c_cuda.cu", "attention/torch/cuda.py")),
+    ("attention/torch/transformers.py", pytest_of("", "test_torch_models", "-k", TORCH_MODELS)),
+    ("attention/torch/", TORCH_TESTS),
     *((file, TRAINER_TESTS) for file in TRAINER),
     ("cuda/matmul", MATMUL_TESTS),
+    ("cuda/muon.cuh", [*KERNEL_TESTS, *pytest_of("train_gpt2 train_gpt2cu_on_cpu", "test_training", "-k", "muon_by")]),
+    ("runtime/muon.h", pytest_of("train_gpt2", "test_training", "-k", "muon_equals")),
     ("cuda/", KERNEL_TESTS),
     ("eval/needle.c",
      pytest_of("eval_gpt2", "test_needle",
@@ -78,15 +93,28 @@ TESTS_OF = (
     ("model/rope.c", [("build/tests/test_rope", ["build/tests/test_rope"]),
                       *pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers")]),
     ("runtime/tiles.c", [TESTS[1], ("test_gpt2", ["./test_gpt2"])]),
-    *((file, [("test_gpt2", ["./test_gpt2"])]) for file in ("runtime/gemm_tiles.c", "train_gpt2.c")),
-    ("runtime/tokenizer.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])]),
+    ("train_gpt2.c", [("test_gpt2", ["./test_gpt2"]),
+                      *pytest_of("train_gpt2", "test_training", "-k", "float32 or equals")]),
+    ("runtime/gemm_tiles.c", [("test_gpt2", ["./test_gpt2"])]),
+    *((file, [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])])
+      for file in ("runtime/tokenizer", "runtime/pretokenize.c", "runtime/search.h")),
+    ("runtime/nfc.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"]),
+                       *pytest_of("train_gpt2", "test_vocabularies", "-k", "short and qwen")]),
+    ("model/config.c", pytest_of("train_gpt2", "test_families", "-k", "beyond")),
+    ("scripts/to_gguf.py", pytest_of("train_gpt2", "test_to_gguf", "-k", "scaled")),
+    ("runtime/start.c", [("build/tests/test_process", ["build/tests/test_process"])]),
+    ("runtime/mixture.c", [("build/tests/test_mixture", ["build/tests/test_mixture"])]),
+    ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
+    ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
-    ("data/shards.py", pytest_of("train_gpt2", "test_squad")),
+    ("data/shards.py", [*pytest_of("train_gpt2", "test_squad"),
+                        *pytest_of("train_gpt2", "test_data", "-k", "32_bits")]),
     ("data/needles.py", pytest_of("train_gpt2", "test_needles")),
     ("data/", pytest_of("train_gpt2", "test_debian_docs")),
     *((file, pytest_of("train_gpt2", "test_plot_eval", "-k", "not eval_gpt2 and not without"))
       for file in ("scripts/pictures/", "scripts/report.py")),
+    ("scripts/follow.py", pytest_of("train_gpt2", "test_follow")),
     ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
     ("eval_gpt2.cu", pytest_of("eval_gpt2 eval_gpt2cu_on_cpu", "test_eval_cuda",
                                "-k", "fp32 and ssmax and (mask or needle) or haystack")),
@@ -95,7 +123,8 @@ TESTS_OF = (
 )
 
 # The environment without the variables that make tests long (doc/tests.md).
-LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "FOREIGN", "CUDA_BUILD", "GPU_REHEARSAL")
+LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN",
+        "CUDA_BUILD", "GPU_REHEARSAL", "LLAMA_CPP")
 SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
 INSTANCES = "exp exp_recenter relu2 softplus_reweight any_two_sweeps float float_recenter float_two_sweeps"
 
@@ -112,7 +141,7 @@ def mutations():
 
 def build(tree, target):
     """Builds; returns None, or the compiler's first error."""
-    made = subprocess.run(["make", "-s", "-j2", "OPT=-O1", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2",
+    made = subprocess.run(["make", "-s", "-j2", "OPT=-O2", "CU_OPT=-O0", f"INSTANCES={INSTANCES}", "train_gpt2",
                            *target.split()], cwd=tree, capture_output=True, text=True)
     return (made.stderr.strip().splitlines() or ["make failed"])[0] if made.returncode else None
 
@@ -129,6 +158,7 @@ def verdict_of(tree, tests):
         if complaint:
             return f"does not build: {complaint}", None
         env = {**SHORT, "FLASH_SO": str(tree / "build/on_cpu/flash.so"),
+               "ATTN_C_CUDA_SO": str(tree / "build/on_cpu/attn_c_cuda.so"),
                "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu"),
                "EVAL_GPT2CU": str(tree / "eval_gpt2cu_on_cpu")}
         try:
