@@ -49,11 +49,11 @@ constexpr unsigned tile_bytes = ROWS * HS * sizeof(bf16);
 
 // A map of q, k, v or dout for loading `rows` rows of one head, `panel` columns at a time. The dimensions are columns,
 // heads, positions, sequences.
-static inline TensorMap rows_map(FlashView<const bf16> view, int columns, int heads, int T, int B, int rows,
-                                 int panel = PANEL, Swizzle swizzle = SWIZZLE_128) {
+static inline void rows_map(TensorMap *map, FlashView<const bf16> view, int columns, int heads, int T, int B, int rows,
+                            int panel = PANEL, Swizzle swizzle = SWIZZLE_128) {
     const uint64_t row = view.row * sizeof(bf16), head = view.head * sizeof(bf16);
-    return tensor_map(view.p, {(uint64_t)columns, (uint64_t)heads, (uint64_t)T, (uint64_t)B}, {head, row, T * row},
-                      {(uint32_t)panel, 1, (uint32_t)rows, 1}, swizzle);
+    tensor_map(map, view.p, {(uint64_t)columns, (uint64_t)heads, (uint64_t)T, (uint64_t)B}, {head, row, T * row},
+               {(uint32_t)panel, 1, (uint32_t)rows, 1}, swizzle);
 }
 
 // Starts loading `ROWS` rows, from position `row` on, into a tile; `full` has been told their bytes. By one thread.

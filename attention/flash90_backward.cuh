@@ -540,10 +540,10 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     const unsigned key_tiles = (call.T - 1) / P::OWN + 1, query_tiles = (call.T - 1) / P::STREAM + 1,
                    heads = call.B * call.NH;
     Backward90Maps maps;
-    maps.q = rows_map(call.q, call.HS, call.NH, call.T, call.B, P::STREAM);
-    maps.k = rows_map(call.k, call.HS, call.NKV, call.T, call.B, P::OWN, key_panel<HS>, key_swizzle<HS>);
-    maps.v = rows_map(call.v, call.VS, call.NKV, call.T, call.B, P::OWN);
-    maps.dout = rows_map(call.dout, call.VS, call.NH, call.T, call.B, P::STREAM);
+    rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::STREAM);
+    rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::OWN, key_panel<HS>, key_swizzle<HS>);
+    rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, P::OWN);
+    rows_map(&maps.dout, call.dout, call.VS, call.NH, call.T, call.B, P::STREAM);
     if (call.any_order) {
         const size_t bytes = (size_t)heads * query_tiles * dq_pieces<HS> * sizeof(float4);
         CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, bytes, stream));

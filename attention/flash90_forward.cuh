@@ -258,9 +258,9 @@ KERNEL void __launch_bounds__(Plan90::THREADS, 1)
 template <int HS, int PHI, int POST>
 void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     Forward90Maps maps;
-    maps.q = rows_map(call.q, call.HS, call.NH, call.T, call.B, Plan90::OWN);
-    maps.k = rows_map(call.k, call.HS, call.NKV, call.T, call.B, Plan90::STREAM);
-    maps.v = rows_map(call.v, call.VS, call.NKV, call.T, call.B, Plan90::STREAM);
+    rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, Plan90::OWN);
+    rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, Plan90::STREAM);
+    rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, Plan90::STREAM);
     const dim3 grid((call.T - 1) / Plan90::OWN + 1 - call.from / Plan90::OWN, call.B * call.NH, (call.VS - 1) / HS + 1);
     launch(flash90_forward_kernel<HS, PHI, POST>, grid, dim3(Plan90::THREADS), forward90_shared<HS>, stream, call,
            maps);

@@ -430,10 +430,11 @@ DEVICE T *aligned_tile(T *p) {
 
 // Describes a tensor of bf16 or float for tma_*: its sizes in elements and its strides in bytes, the contiguous
 // dimension first and without a stride, and the box that one copy moves. Strides and p are multiples of 16 bytes, and
-// with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses it.
+// with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses it. Writes to *map rather than
+// returning it, because CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
 template <class X>
-static inline TensorMap tensor_map(const X *p, int rank, const uint64_t *sizes, const uint64_t *strides,
-                                   const uint32_t *box, Swizzle swizzle) {
+static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64_t *sizes, const uint64_t *strides,
+                              const uint32_t *box, Swizzle swizzle) {
     static_assert(sizeof(X) == 2 || sizeof(X) == 4, "bf16 or float");
     typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
@@ -441,7 +442,6 @@ static inline TensorMap tensor_map(const X *p, int rank, const uint64_t *sizes, 
     const cuuint32_t ones[] = {1, 1, 1, 1, 1};
     cuuint64_t size[5] = {}, stride[5] = {};
     cuuint32_t boxed[5] = {};
-    TensorMap map = {};
     void *encode = NULL;
     cudaDriverEntryPointQueryResult found;
     for (int i = 0; i < rank && i < 5; i++) {
@@ -451,23 +451,22 @@ static inline TensorMap tensor_map(const X *p, int rank, const uint64_t *sizes, 
     }
     CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
     CUresult result =
-        !encode ? CUDA_ERROR_NOT_FOUND
-                : ((Encode)encode)(&map,
-                                   sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-                                   (cuuint32_t)rank, (void *)p, size, stride, boxed, ones,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)swizzle,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        !encode
+            ? CUDA_ERROR_NOT_FOUND
+            : ((Encode)encode)(map, sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                               (cuuint32_t)rank, (void *)p, size, stride, boxed, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                               (CUtensorMapSwizzle)swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         fail(EXIT_PEER, "rank %d: cuTensorMapEncodeTiled failed with error %d for a tensor of %d dimensions.",
              process.rank, (int)result, rank);
-    return map;
 }
 
 template <class X, int RANK>
-static inline TensorMap tensor_map(const X *p, const uint64_t (&sizes)[RANK], std::initializer_list<uint64_t> strides,
-                                   const uint32_t (&box)[RANK], Swizzle swizzle) {
+static inline void tensor_map(TensorMap *map, const X *p, const uint64_t (&sizes)[RANK],
+                              std::initializer_list<uint64_t> strides, const uint32_t (&box)[RANK], Swizzle swizzle) {
     if (strides.size() + 1 != RANK)
         fail(EXIT_USAGE, "tensor_map: %zu strides for %d dimensions; the first has none.", strides.size(), RANK);
-    return tensor_map(p, RANK, sizes, strides.begin(), box, swizzle);
+    tensor_map(map, p, RANK, sizes, strides.begin(), box, swizzle);
 }
 #endif

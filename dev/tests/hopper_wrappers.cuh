@@ -101,7 +101,7 @@ static void test_tma(std::vector<uint64_t> sizes, std::vector<uint32_t> box, Tma
     added = stored;
     TensorMap maps[3];
     X *p[] = {in.device(), out.device(), sums.device()};
-    for (int i = 0; i < 3; i++) maps[i] = tensor_map(p[i], RANK, sizes.data(), strides.data(), box.data(), swizzle);
+    for (int i = 0; i < 3; i++) tensor_map(&maps[i], p[i], RANK, sizes.data(), strides.data(), box.data(), swizzle);
     run_twice({&out, &sums, &tile}, [&] {
         launch(tma_test_kernel<X, RANK>, dim3(1), dim3(64), 32 * 1024, stream, maps[0], maps[1], maps[2], tile.device(),
                c);
@@ -505,10 +505,10 @@ static void test_flow(void) {
     upload(counters, std::vector<uint32_t>(2, 0));
     fill(total, sums);
     FlowMaps maps;
-    maps.a = tensor_map(a.device(), {64, 128}, {128}, {64, 64}, SWIZZLE_128);
-    maps.b = tensor_map(b.device(), {64, 64}, {128}, {64, 64}, SWIZZLE_128);
-    maps.scores = tensor_map(scores.device(), {64, FLOW_BLOCKS * 128}, {128}, {64, 64}, SWIZZLE_128);
-    maps.total = tensor_map(total.device(), {64, 128}, {256}, {32, 64}, SWIZZLE_128);
+    tensor_map(&maps.a, a.device(), {64, 128}, {128}, {64, 64}, SWIZZLE_128);
+    tensor_map(&maps.b, b.device(), {64, 64}, {128}, {64, 64}, SWIZZLE_128);
+    tensor_map(&maps.scores, scores.device(), {64, FLOW_BLOCKS * 128}, {128}, {64, 64}, SWIZZLE_128);
+    tensor_map(&maps.total, total.device(), {64, 128}, {256}, {32, 64}, SWIZZLE_128);
     run_twice({&scores, &total, &again, &counters}, [&] {
         launch(flow_test_kernel<float>, dim3(FLOW_BLOCKS), dim3(256), 1024 + 9 * FLOW_BYTES, stream, maps,
                again.device(), counters.device());
