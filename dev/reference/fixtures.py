@@ -56,7 +56,7 @@ ATTENTION_SHAPES = (*((2, 2, 48, T) for T in (1, 2, 3, 4, 33, 64, 257)),
 # Exceptions: where another scale is needed to get there, to reach relu6's 6, or to reach both ends of sigmoid; and
 # where a row of few keys could have a sum so small that rounding dominates.
 QK_SCALE = {"ssmax-fixed": 1, "ssmax-pn": 4, "ssmax-pn+phi=softplus+norm=n+s=0.5+fixed": 4, "sigmoid": 3,
-            "sigmoid-logn": 3, "relu6-l1": 4, "relu-l1": 4, "relu2-l1": 3, "mish-l1": 2.5, "identity-l1": 3,
+            "sigmoid-logn": 3, "relu6-l1": 4, "relu-l1": 4, "relu2-l1": 6, "mish-l1": 2.5, "identity-l1": 3,
             "identity-l1+post=recenter-l1": 3}
 # Grouped-query attention (fewer key-value heads than heads), alone and in models, some with a head size that is not
 # channels/heads.
