@@ -37,8 +37,10 @@ endif
 USE_NCCL := $(if $(filter 1,$(MPI)),$(filter-out 0,$(NCCL)))
 
 # gcc prefers vectors of 256 bits on processors that have 512, which made the first of them slower. On today's the wider
-# ones are faster.
-VECTORS := $(shell $(CC) -mprefer-vector-width=512 -E -x c /dev/null >/dev/null 2>&1 && echo -mprefer-vector-width=512)
+# ones are faster. On AMD's processors, gcc fuses the multiplications and additions of some sums and not of others,
+# depending on the code around them; where it fuses all, a program for one normalizer gives the bits of one for all.
+accepted = $(shell $(CC) $(1) -E -x c /dev/null >/dev/null 2>&1 && echo $(1))
+VECTORS := $(call accepted,-mprefer-vector-width=512) $(call accepted,--param=avoid-fma-max-bits=0)
 
 # ---- flags
 COMMIT  := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
