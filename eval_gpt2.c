@@ -33,9 +33,10 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     size_t heads = (size_t)m->config.layers * (size_t)m->config.heads, threads = (size_t)omp_get_max_threads();
     m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
     m->doc_mask = e->o.doc_mask;
-    plan_parameters(m, false, e->o.dtype == EVAL_BF16);
+    bool decodes = e->o.task == TASK_NEEDLE;
+    plan_parameters(m, false, e->o.dtype == EVAL_BF16 || (decodes && weights_are_bf16(&m->config, e->folder)));
     gemm_start(&m->mm, e->o.dtype == EVAL_BF16);
-    if (e->o.task == TASK_NEEDLE) {
+    if (decodes) {
         plan_decoder(&c->decoder, m, &m->plan, 1, T);
         memory_add(&m->plan, "attention weights", (void **)&c->weights,
                    FLOATS(heads * T));    // (layers,NH,T): one query

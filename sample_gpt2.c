@@ -303,7 +303,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
             "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %d.\n  Reduce --max-new-tokens, or shorten the prompt.",
             longest, new_tokens, m->config.attn.text, m->config.seq_len);
     m->list = tensors_of(&m->config, NULL, 0);
-    plan_parameters(m, false, s->o.dtype == SAMPLE_BF16);
+    plan_parameters(m, false, s->o.dtype == SAMPLE_BF16 || weights_are_bf16(&m->config, folder));
     gemm_start(&m->mm, s->o.dtype == SAMPLE_BF16);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));

@@ -589,7 +589,9 @@ typedef struct {
     TensorList list;
     // list.floats each. The last three are NULL for inference.
     real *params, *grads, *mean, *square;
-    uint16_t *params_bf16;    // a rounded copy for the matmuls, with --dtype bf16
+    // A rounded copy for the matmuls, with --dtype bf16. Also in float32 where every matrix of a checkpoint is bfloat16:
+    // the numbers are the same, and decoding, which only waits for the weights, reads half as many bytes.
+    uint16_t *params_bf16;
 
     // If not NULL, replaces the learned p_n of the normalizer: (T) or longer.
     const real *p_n;
@@ -659,7 +661,7 @@ static real norm_eps(const Model *m) {
 }
 
 static WeightMatrix weight(const Model *m, size_t offset) {
-    return (WeightMatrix){m->params + offset, m->params_bf16 ? m->params_bf16 + offset : NULL, &m->mm};
+    return (WeightMatrix){m->params + offset, m->mm.bf16 ? m->params_bf16 + offset : NULL, &m->mm};
 }
 
 // The learned scalars of a layer; m->p_n, if set, replaces the learned p_n.
@@ -732,10 +734,10 @@ static void plan_muon(Model *m) {
     memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.step, FLOATS(square));
 }
 
-static void plan_parameters(Model *m, bool train, bool bf16) {
+static void plan_parameters(Model *m, bool train, bool rounded) {
     size_t floats = m->list.floats;
     memory_add(&m->plan, "parameters", (void **)&m->params, FLOATS(floats));
-    if (bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
+    if (rounded) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
     if (!train) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, FLOATS(floats));
     memory_add(&m->plan, "optimizer state", (void **)&m->mean, FLOATS(floats));
@@ -744,7 +746,7 @@ static void plan_parameters(Model *m, bool train, bool bf16) {
     memory_add(&m->plan, "scratch", (void **)&m->sums, norm_chunks(&m->list) * sizeof(double));
 }
 
-// Refreshes the bf16 copy that the matmuls read. Call after setting the parameters.
+// Refreshes the bf16 copy, if there is one. Call after setting the parameters.
 static void round_parameters(Model *m) {
     if (!m->params_bf16) return;
     #pragma omp parallel for simd schedule(static)
@@ -1537,10 +1539,14 @@ static void matmul_few(float *out, const float *inp, WeightMatrix weight, size_t
     }
 }
 
-static void decode_matmul(float *out, const float *inp, WeightMatrix weight, size_t N, size_t C, size_t OC, bool add) {
-    if (N == 1) matmul_one(out, inp, weight, C, OC, add);
-    else if (N <= FEW_ROWS) matmul_few(out, inp, weight, N, C, OC, add);
-    else matmul_forward(out, in_f32(inp), weight, N, C, OC, add);
+// matmul_forward with the weights at `offset`
+static void decode_matmul(float *out, const float *inp, const Model *m, size_t offset, size_t N, size_t C, size_t OC,
+                          bool add) {
+    WeightMatrix w = weight(m, offset);
+    if (m->params_bf16 && N <= FEW_ROWS) w.bf16 = m->params_bf16 + offset;
+    if (N == 1) matmul_one(out, inp, w, C, OC, add);
+    else if (N <= FEW_ROWS) matmul_few(out, inp, w, N, C, OC, add);
+    else matmul_forward(out, in_f32(inp), w, N, C, OC, add);
 }
 
 static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
@@ -1548,14 +1554,14 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_matmul(d->joined, d->h, weight(m, at->q), count, C, W, false);
+    decode_matmul(d->joined, d->h, m, at->q, count, C, W, false);
     if (m->config.qkv_bias) bias_forward(d->joined, m->params + at->q_bias, count, W);
     decode_attention(d, rows, count, l);
-    decode_matmul(d->x, d->att, weight(m, at->o), count, output_width(&m->config), C, true);
+    decode_matmul(d->x, d->att, m, at->o, count, output_width(&m->config), C, true);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm2, count, C, norm_eps(m));
-    decode_matmul(d->gate_up, d->h, weight(m, at->gate), count, C, 2 * F, false);
+    decode_matmul(d->gate_up, d->h, m, at->gate, count, C, 2 * F, false);
     swiglu_forward(in_f32(d->act), d->gate_up, count, F);
-    decode_matmul(d->x, d->act, weight(m, at->down), count, F, C, true);
+    decode_matmul(d->x, d->act, m, at->down, count, F, C, true);
 }
 
 static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
@@ -1563,10 +1569,10 @@ static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t 
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
-    decode_matmul(d->joined, d->h, weight(m, at->u), count, C, W, false);
+    decode_matmul(d->joined, d->h, m, at->u, count, C, W, false);
     decode_attention(d, rows, count, l);
     gau_gate_forward(in_f32(d->act), d->joined, d->att, count, E, W);
-    decode_matmul(d->x, d->act, weight(m, at->o), count, E, C, true);
+    decode_matmul(d->x, d->act, m, at->o, count, E, C, true);
 }
 
 static const DecodeBlock *decode_block(const Decoder *d) {
@@ -1599,7 +1605,7 @@ static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequenc
     size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
     float *logits = d->logits + sequence * V;
     rmsnorm_forward(in_f32(d->h), d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
-    decode_matmul(logits, d->h, weight(m, m->list.head), count, C, V, false);
+    decode_matmul(logits, d->h, m, m->list.head, count, C, V, false);
     if (m->config.logit_softcap != 0) softcap(logits, count * V, (float)m->config.logit_softcap);
     return logits;
 }

@@ -112,6 +112,20 @@ bool weights_check(const ModelConfig *config, const char *folder, Error *error) 
     return file != NULL;
 }
 
+bool weights_are_bf16(const ModelConfig *config, const char *folder) {
+    Error error;
+    Safetensors *file = safetensors_open(folder, &error);
+    TensorList list = tensors_of(config, NULL, 0);
+    bool bf16 = file != NULL;
+    for (size_t i = 0; bf16 && i < list.count; i++) {
+        const TensorInfo *info = safetensors_find(file, list.tensors[i].name);
+        if (list.tensors[i].ndim == 2) bf16 = info && info->dtype == DTYPE_BF16;
+    }
+    tensors_free(&list);
+    safetensors_close(file);
+    return bf16;
+}
+
 bool weights_load(const Weights *w, const char *folder, const Normalizer *saved, Error *error) {
     ModelConfig config = *w->config;
     config.attn = *saved;

@@ -38,6 +38,9 @@ void weights_keep_scalars(const Weights *weights, float *kept, bool restore);
 // shape or dtype, or are not part of the model.
 bool weights_check(const ModelConfig *config, const char *folder, Error *error);
 
+// Does the folder store every matrix in bfloat16? False also if it cannot be read: weights_load() says why.
+bool weights_are_bf16(const ModelConfig *config, const char *folder);
+
 // Reads all parameters from a folder with model.safetensors after weights_check(). `saved` is the normalizer in its
 // config.json; learned scalars that it does not have get their initial values. With bf16, weights_load_optimizer()
 // reads the master weights.

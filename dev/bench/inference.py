@@ -5,7 +5,7 @@
 
     evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
     decoding     256 tokens after a prompt of one, one text: sample_gpt2 next to transformers' generate(), both with
-                 their key-value caches
+                 their key-value caches. "bf16 in fp32": both compute in float32, from a folder in bfloat16
     prefill      a prompt of 8,000 tokens: sample_gpt2 next to transformers
 
 Each round runs every measurement once, each in a process of its own, and every second round in the opposite order. A
@@ -29,7 +29,8 @@ from pathlib import Path
 from cpu_step import ROOT, VOCAB, environment, machine, matmul_rate, write_shard
 
 LONG, PROMPT, NEW = 10240, 8000, 256
-BYTES = {"fp32": 4, "bf16": 2}
+STORED = "bf16 in fp32"
+BYTES = {"fp32": 4, STORED: 2, "bf16": 2}    # of a weight, as the floor of decoding reads it
 
 
 # ---------------------------------------------------------------- PyTorch's side, in a child process
@@ -84,7 +85,8 @@ def child(task):
 class Bench:
     def __init__(self, folder, threads, model):
         self.folder, self.threads = Path(folder), threads
-        self.model = Path(model) if model else self.new_model()
+        self.model = Path(model) if model else self.new_model("fp32")
+        self.stored = None if model else self.new_model("bf16")
         config = json.loads((self.model / "config.json").read_text())
         self.layers, C = config["num_hidden_layers"], config["hidden_size"]
         d = config.get("head_dim") or C // config["num_attention_heads"]
@@ -92,11 +94,17 @@ class Bench:
         self.layer_weights = self.layers * (2 * C * (self.queries + self.keys) + 3 * C * config["intermediate_size"])
         self.head_weights = -(-config["vocab_size"] // 128) * 128 * C
 
-    def new_model(self):
+    def new_model(self, dtype):
+        """A 124M with random weights, stored in this type."""
+        out = self.folder / dtype
         write_shard(self.folder / "random_train_000001.bin", 2 * LONG + 2)
         self.run(ROOT / "train_gpt2", "--train-data", self.folder / "random_train_*.bin", "--model", "124M",
-                 "--batch", 1, "--seq-len", 1024, "--steps", 1, "--lr", 0, "--warmup", 0, "--out", self.folder / "run")
-        return next(self.folder.glob("run/ckpt/step-*"))
+                 "--batch", 1, "--seq-len", 1024, "--steps", 1, "--lr", 0, "--warmup", 0, "--dtype", dtype,
+                 "--out", out)
+        return next(out.glob("ckpt/step-*"))
+
+    def folder_of(self, dtype):
+        return self.stored if dtype == STORED else self.model
 
     def run(self, *words):
         result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(self.threads))
@@ -106,7 +114,7 @@ class Bench:
         return result
 
     def torch(self, what, dtype="fp32"):
-        task = {"what": what, "dtype": dtype, "folder": str(self.model), "threads": self.threads}
+        task = {"what": what, "dtype": dtype, "folder": str(self.folder_of(dtype)), "threads": self.threads}
         return json.loads(self.run(sys.executable, __file__, "--child", json.dumps(task)).stdout.splitlines()[-1])
 
     def evaluation(self, dtype):
@@ -121,8 +129,8 @@ class Bench:
 
     def sample(self, dtype, prompt, new_tokens):
         """Tokens per second of the prompt and of the text."""
-        words = self.run(ROOT / "sample_gpt2", "--model", self.model, "--prompt", prompt,
-                         "--max-new-tokens", new_tokens, "--temperature", 0, "--dtype", dtype).stderr
+        words = self.run(ROOT / "sample_gpt2", "--model", self.folder_of(dtype), "--prompt", prompt, "--max-new-tokens",
+                         new_tokens, "--temperature", 0, "--dtype", "bf16" if dtype == "bf16" else "fp32").stderr
         return [float(number) for number in re.findall(r"([\d.]+) tokens/s", words)]
 
     def ours(self, what, dtype):
@@ -146,10 +154,14 @@ MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "t
                 "prefill": ("ours", "transformers", "floor")}
 
 
+def dtypes(bench, case):
+    return [dtype for dtype in BYTES if dtype != STORED or (case == "decoding" and bench.stored)]
+
+
 def measure(bench, cases, rounds):
     """figures[case, dtype, side]: a list, one number for each round."""
     figures = {}
-    jobs = [(case, dtype, side) for case in cases for dtype in BYTES for side in MEASUREMENTS[case]]
+    jobs = [(case, dtype, side) for case in cases for dtype in dtypes(bench, case) for side in MEASUREMENTS[case]]
     for number in range(rounds):
         for case, dtype, side in jobs if number % 2 == 0 else jobs[::-1]:
             method = getattr(bench, side)
@@ -164,7 +176,7 @@ def table(cases, figures):
              "|---|---|---|---|---|---|---|"]
     for case in cases:
         first, second, *floor = MEASUREMENTS[case]
-        for dtype in BYTES:
+        for dtype in (dtype for dtype in BYTES if (case, dtype, first) in figures):
             ours, theirs = figures[case, dtype, first], figures[case, dtype, second]
             ratio = statistics.median(a / b for a, b in zip(ours, theirs))
             row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}",

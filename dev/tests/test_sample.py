@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch
 
 from tiny import (BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train,
                   write_data)
@@ -84,6 +85,24 @@ def test_bf16_rounds_the_weights_of_matmuls(tmp_path):
     save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
     wanted, _ = sample(rounded, *flags)
     assert sample(untied, *flags, "--dtype", "bf16")[0] == wanted != sample(untied, *flags)[0]
+
+
+def test_matrices_that_are_stored_in_bf16(tmp_path):
+    """In float32, decoding reads them as they are stored, and computes the same. One matrix in float32 is not rounded."""
+    flags = ["--num-samples", 64, "--temperature", 1.2, "--prompt", "5,9,2"]
+    train(write_data(tmp_path / "data", tokenizer=False), tmp_path / "run", "--model", f"{SHAPE},tied=0", steps=60)
+    weights = load_file(tmp_path / "run/ckpt/step-00000060/model.safetensors")
+    exact, texts = {name: torch.from_numpy(w).bfloat16() if w.ndim == 2 else w for name, w in weights.items()}, {}
+    for name, changed in {
+            "stored": exact, "widened": {n: w.float() if w.ndim == 2 else w for n, w in exact.items()},
+            "mixed": {**exact, "lm_head.weight": weights["lm_head.weight"]},
+            "mixed, widened": {n: w if n == "lm_head.weight" or w.ndim < 2 else exact[n].float()
+                               for n, w in weights.items()}}.items():
+        folder = shutil.copytree(tmp_path / "run/ckpt/step-00000060", tmp_path / name)
+        save_torch({n: torch.as_tensor(w) for n, w in changed.items()}, folder / "model.safetensors",
+                   metadata={"format": "pt"})
+        texts[name] = sample(folder, *flags)[0]
+    assert texts["stored"] == texts["widened"] != texts["mixed"] == texts["mixed, widened"]
 
 
 def test_while_the_run_prunes(runs, tmp_path):
