@@ -453,6 +453,50 @@ static void test_bf16_outputs(void) {
     free(rounded);
 }
 
+// decode_matmul() against plain loops, with rows that do not fill its vectors. A row's numbers are the same to the last bit
+// alone and among others, and in bfloat16 as in float32.
+static void test_decoding_matmuls(void) {
+    enum { N = FEW_ROWS, OC = 5, MOST = 107 };
+    int before = failed;
+    double worst = 0;
+    case_name = "matmuls of decoding";
+    float *x = input("x", N * MOST, 1), *w = input("w", OC * MOST, 1), *out = floats(N * OC), *alone = floats(OC);
+    uint16_t rounded[OC * MOST];
+    for (size_t i = 0; i < OC * MOST; i++) w[i] = bf16_to_float(rounded[i] = bf16_from_float(w[i]));
+    for (size_t C = 1; C <= MOST; C += C < 3 ? 1 : 13) {
+        for (size_t n = 1; n <= N; n++) {
+            for (int kind = 0; kind < 4; kind++) {
+                bool add = kind & 1, differs = false;
+                Model m = {.params = w, .params_bf16 = kind & 2 ? rounded : NULL};
+                double difference = 0, norm = 0;
+                for (size_t i = 0; i < n * OC; i++) out[i] = add ? 1 : NAN;
+                decode_matmul(out, x, &m, 0, n, C, OC, add);
+                for (size_t r = 0; r < n; r++) {
+                    for (size_t o = 0; o < OC; o++) {
+                        double sum = add;
+                        for (size_t c = 0; c < C; c++) sum += (double)x[r * C + c] * w[o * C + c];
+                        difference += (out[r * OC + o] - sum) * (out[r * OC + o] - sum);
+                        norm += sum * sum;
+                        alone[o] = 1;
+                    }
+                    m.params_bf16 = kind & 2 ? NULL : rounded;
+                    decode_matmul(alone, x + r * C, &m, 0, 1, C, OC, add);
+                    m.params_bf16 = kind & 2 ? rounded : NULL;
+                    differs |= memcmp(alone, out + r * OC, OC * sizeof *alone) != 0;
+                }
+                worst = largest(worst, sqrt(difference / norm));
+                check("a matmul", sqrt(difference / norm), 1e-6);
+                check("the same bits in each way", differs, 0);
+            }
+        }
+    }
+    case_done(before, worst);
+    free(x);
+    free(w);
+    free(out);
+    free(alone);
+}
+
 // Matmuls that are computed in parts, of which some entries are compared. A and B are bfloat16 numbers. One thread
 // packs parts one after the other, so that one too long overwrites another.
 static void test_large_bf16_matmuls(void) {
@@ -565,6 +609,7 @@ int main(int argc, char **argv) {
             if (tiles != TILES_FLOAT) test_bf16_matmuls(tiles);
         test_large_bf16_matmuls();
         test_bf16_outputs();
+        test_decoding_matmuls();
         test_colliding_rows();
         test_nan();
     }

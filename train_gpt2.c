@@ -1465,13 +1465,22 @@ typedef uint32_t EightBits __attribute__((vector_size(32)));
 // the processor's own prefetching is enough.
 enum { VECTORS = 4, LANES = 8, DECODE_ROWS = 2, AHEAD = 2048 };
 
-// Elements i to i + 7 of a row of weights, which are bfloat16 if `rounded` is not NULL.
-static inline Eight weights_at(const float *w, const uint16_t *rounded, size_t i) {
-    if (!rounded) return *(const Eight *)(w + i);
-    return (Eight)(__builtin_convertvector(*(const EightRounded *)(rounded + i), EightBits) << 16);
+// The first n <= 8 numbers at x, and zeros.
+static inline Eight eight_at(const float *x, size_t n) {
+    Eight eight = {0};
+    if (n >= LANES) return *(const Eight *)x;
+    memcpy(&eight, x, n * sizeof *x);
+    return eight;
 }
 
-// sum[r] = sum_i inp[r C + i] w[i] for N rows of inp, at most DECODE_ROWS
+static inline Eight eight_rounded_at(const uint16_t *x, size_t n) {
+    EightRounded eight = {0};
+    if (n >= LANES) eight = *(const EightRounded *)x;
+    else memcpy(&eight, x, n * sizeof *x);
+    return (Eight)(__builtin_convertvector(eight, EightBits) << 16);
+}
+
+// sum[r] = sum_i inp[r C + i] w[i] for N rows of inp, at most DECODE_ROWS; `rounded` replaces w if it is not NULL
 static inline __attribute__((always_inline)) void dot_rows(float *sum, const float *inp, const float *w,
                                                            const uint16_t *rounded, size_t N, size_t C) {
     Eight parts[DECODE_ROWS][VECTORS] = {{{0}}};
@@ -1480,16 +1489,19 @@ static inline __attribute__((always_inline)) void dot_rows(float *sum, const flo
         if (rounded) __builtin_prefetch((const char *)(rounded + i) + AHEAD);
         #pragma GCC unroll 4
         for (size_t v = 0; v < VECTORS; v++) {
-            Eight x = weights_at(w, rounded, i + v * LANES);
-            for (size_t r = 0; r < N; r++) parts[r][v] += *(const Eight *)(inp + r * C + i + v * LANES) * x;
+            size_t at = i + v * LANES;
+            Eight x = rounded ? eight_rounded_at(rounded + at, LANES) : eight_at(w + at, LANES);
+            for (size_t r = 0; r < N; r++) parts[r][v] += eight_at(inp + r * C + at, LANES) * x;
         }
+    }
+    for (; i < C; i += LANES) {
+        Eight x = rounded ? eight_rounded_at(rounded + i, C - i) : eight_at(w + i, C - i);
+        for (size_t r = 0; r < N; r++) parts[r][0] += eight_at(inp + r * C + i, C - i) * x;
     }
     for (size_t r = 0; r < N; r++) {
         Eight part = (parts[r][0] + parts[r][1]) + (parts[r][2] + parts[r][3]);
         sum[r] = 0;
         for (size_t lane = 0; lane < LANES; lane++) sum[r] += part[lane];
-        for (size_t rest = i; rest < C; rest++)
-            sum[r] += inp[r * C + rest] * (rounded ? bf16_to_float(rounded[rest]) : w[rest]);
     }
 }
 

@@ -100,6 +100,7 @@ TESTS_OF = (
       for file in ("runtime/tokenizer", "runtime/pretokenize.c", "runtime/search.h")),
     ("runtime/nfc.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"]),
                        *pytest_of("train_gpt2", "test_vocabularies", "-k", "short and qwen")]),
+    ("model/weights.c", pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "stored")),
     ("model/config.c", pytest_of("train_gpt2", "test_families", "-k", "beyond")),
     ("scripts/to_gguf.py", pytest_of("train_gpt2", "test_to_gguf", "-k", "scaled")),
     ("runtime/start.c", [("build/tests/test_process", ["build/tests/test_process"])]),
