@@ -589,8 +589,8 @@ typedef struct {
     TensorList list;
     // list.floats each. The last three are NULL for inference.
     real *params, *grads, *mean, *square;
-    // A rounded copy for the matmuls, with --dtype bf16. Also in float32 where every matrix of a checkpoint is bfloat16:
-    // the numbers are the same, and decoding, which only waits for the weights, reads half as many bytes.
+    // A rounded copy for the matmuls, with --dtype bf16. Also in float32 where every matrix of a checkpoint is
+    // bfloat16: the numbers are the same, and decoding, which mostly waits for the weights, reads half as many bytes.
     uint16_t *params_bf16;
 
     // If not NULL, replaces the learned p_n of the normalizer: (T) or longer.
@@ -1451,8 +1451,8 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     if (d->weights) keep_weights(d, &rows[count - 1], count - 1, layer);
 }
 
-// ---- matmul_forward for a few rows. Reading the weights dominates the time here, so each is read once for all rows, in
-// the order of memory. Each element is its own sum in a fixed order, so a sequence's numbers never depend on how many
+// ---- matmul_forward for a few rows. Reading the weights dominates the time here, so each is read from memory once for
+// all rows, in order. Each element is its own sum in a fixed order, so a sequence's numbers never depend on how many
 // others are decoded with it; a GEMM library's tiles do not guarantee that. With bfloat16 weights, the input stays
 // float32.
 

@@ -431,7 +431,7 @@ DEVICE T *aligned_tile(T *p) {
 // Describes a tensor of bf16 or float for tma_*: its sizes in elements and its strides in bytes, the contiguous
 // dimension first and without a stride, and the box that one copy moves. Strides and p are multiples of 16 bytes, and
 // with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses it. Writes to *map rather than
-// returning it, because CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
+// returning it: CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
 template <class X>
 static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64_t *sizes, const uint64_t *strides,
                               const uint32_t *box, Swizzle swizzle) {

@@ -246,8 +246,8 @@ static inline Vector *vector_at(float *x, size_t i) {
     return (Vector *)(x + i * NATIVE);
 }
 
-// Without this, gcc reads B's vectors again for each row, and AVX2's loop, which then waits for loads, takes 1.4 times as
-// long.
+// Without this, gcc reads B's vectors again for each row, and AVX2's loop, which then waits for loads, takes 1.4 times
+// as long.
 static inline void keep_in_registers(Vector *left, Vector *right) {
 #ifdef __AVX2__
     __asm__("" : "+v"(*left), "+v"(*right));

@@ -161,6 +161,7 @@ def test_ten_steps_there_and_back(family, data, tmp_path):
 
 
 def test_ten_steps_by_the_cuda_source(family, data, tmp_path):
+    """Both sides are float32, so the bound is twice that against float64."""
     cuda, (folder, _) = cuda_program(), family
     mine = train(data, folder, tmp_path / "cpu", "--steps", STEPS)
     theirs = train(data, folder, tmp_path / "cuda", "--steps", STEPS, program=cuda)
@@ -169,7 +170,7 @@ def test_ten_steps_by_the_cuda_source(family, data, tmp_path):
     before = load_file(folder / "model.safetensors")
     assert mine.keys() == theirs.keys()
     for name, p in mine.items():
-        assert distance(theirs[name] - before[name], (p - before[name]).double(), 0) < 1e-3, name
+        assert distance(theirs[name] - before[name], (p - before[name]).double(), 0) < 2e-3, name
 
 
 def test_fifty_greedy_tokens(family):
