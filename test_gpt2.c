@@ -453,8 +453,8 @@ static void test_bf16_outputs(void) {
     free(rounded);
 }
 
-// decode_matmul() against plain loops, with rows that do not fill its vectors. A row's numbers are the same to the last bit
-// alone and among others, and in bfloat16 as in float32.
+// decode_matmul() against plain loops, with rows that do not fill its vectors. A row's numbers are the same to the last
+// bit alone and among others, and in bfloat16 as in float32.
 static void test_decoding_matmuls(void) {
     enum { N = FEW_ROWS, OC = 5, MOST = 107 };
     int before = failed;

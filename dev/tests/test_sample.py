@@ -88,7 +88,7 @@ def test_bf16_rounds_the_weights_of_matmuls(tmp_path):
 
 
 def test_matrices_that_are_stored_in_bf16(tmp_path):
-    """In float32, decoding reads them as they are stored, and computes the same. Where one is float32, none is rounded."""
+    """In float32, decoding reads them as they are stored, and computes the same. If one is float32, none is rounded."""
     flags = ["--num-samples", 64, "--temperature", 1.2, "--prompt", "5,9,2"]
     train(write_data(tmp_path / "data", tokenizer=False), tmp_path / "run", "--model", f"{SHAPE},tied=0", steps=60)
     weights = load_file(tmp_path / "run/ckpt/step-00000060/model.safetensors")
