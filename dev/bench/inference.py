@@ -1,6 +1,7 @@
 """Evaluation, decoding and prefill of a 124M model on the CPU, next to transformers and to what the machine allows.
 
-    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--json out.json]
+    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--dtypes fp32,bf16]
+        [--json out.json]
     .venv/bin/python dev/bench/inference.py --cases decoding --model data/smollm2
 
     evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
@@ -154,14 +155,15 @@ MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "t
                 "prefill": ("ours", "transformers", "floor")}
 
 
-def dtypes(bench, case):
-    return [dtype for dtype in BYTES if dtype != STORED or (case == "decoding" and bench.stored)]
+def dtypes(bench, case, wanted):
+    return [dtype for dtype in wanted if dtype != STORED or (case == "decoding" and bench.stored)]
 
 
-def measure(bench, cases, rounds):
+def measure(bench, cases, wanted, rounds):
     """figures[case, dtype, side]: a list, one number for each round."""
     figures = {}
-    jobs = [(case, dtype, side) for case in cases for dtype in dtypes(bench, case) for side in MEASUREMENTS[case]]
+    jobs = [(case, dtype, side) for case in cases for dtype in dtypes(bench, case, wanted)
+            for side in MEASUREMENTS[case]]
     for number in range(rounds):
         for case, dtype, side in jobs if number % 2 == 0 else jobs[::-1]:
             method = getattr(bench, side)
@@ -198,6 +200,7 @@ def main():
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--dtypes", default=",".join(BYTES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--model", metavar="DIR", help="a model's folder, for decoding (default: 124M, random weights)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
@@ -207,12 +210,15 @@ def main():
     cases = options.cases.split(",")
     if unknown := set(cases) - set(MEASUREMENTS):
         parser.error(f"--cases: no such case: {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
+    wanted = options.dtypes.split(",")
+    if unknown := set(wanted) - set(BYTES):
+        parser.error(f"--dtypes: no such type: {', '.join(sorted(unknown))}; there are {', '.join(BYTES)}")
     if options.model and cases != ["decoding"]:
         parser.error("--model: only with --cases decoding")
     subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
                    check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
-        figures = measure(Bench(folder, options.threads, options.model), cases, options.rounds)
+        figures = measure(Bench(folder, options.threads, options.model), cases, wanted, options.rounds)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
     print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} "
           f"rounds\n{command}\n")
