@@ -189,14 +189,21 @@ static bool read_ids(Prompt *p, int vocab) {
     return true;
 }
 
+// The tokens of a prompt: as in transformers, with the tokenizer's token in front of a text.
+static void encode_prompt(Prompt *p, const Tokenizer *tokenizer) {
+    int32_t begins = tokenizer_begins(tokenizer);
+    if (begins >= 0) p->ids[p->count++] = begins;
+    p->count += tokenizer_encode(tokenizer, p->text, p->length, p->ids + p->count, tokenizer_capacity(p->length));
+}
+
 // Adds a prompt. `where` names it in messages. The text must remain valid, with a 0 byte somewhere after its end.
 static void add_prompt(Sampler *s, const char *text, size_t length, const char *where, ExitCode code) {
     s->prompts = realloc(s->prompts, (s->prompt_count + 1) * sizeof *s->prompts);
-    int32_t *ids = malloc(tokenizer_capacity(length) * sizeof *ids);
+    int32_t *ids = malloc((1 + tokenizer_capacity(length)) * sizeof *ids);
     if (!s->prompts || !ids) fail(EXIT_RESOURCE, "%s: out of memory for the prompts.", where);
     Prompt *p = &s->prompts[s->prompt_count++];
     *p = (Prompt){text, length, ids, 0};
-    if (s->tokenizer) p->count = tokenizer_encode(s->tokenizer, text, length, ids, tokenizer_capacity(length));
+    if (s->tokenizer) encode_prompt(p, s->tokenizer);
     else if (!read_ids(p, s->model.config.vocab))
         fail(code,
              "%s: expected comma-separated token ids below %d, such as 1,2,3, found \"%.*s\".\n"
@@ -341,6 +348,11 @@ static void open_checkpoint(Sampler *s) {
 
 // ---- printing
 
+static void flush_stdout(void) {
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail(EXIT_RESOURCE, "stdout: cannot write the text: %s.", strerror(errno));
+}
+
 // An incomplete sequence that cannot become a character any more is printed as U+FFFD, as with Python's
 // errors="replace".
 static void utf8_end(Utf8 *u) {
@@ -408,7 +420,7 @@ static void show(Sampler *s, size_t count) {
         printf("\n");
         s->begun = false;
     }
-    fflush(stdout);
+    flush_stdout();
 }
 
 // ---- generating
@@ -516,13 +528,13 @@ static size_t answer(Sampler *s, float *logits, size_t from) {
         int32_t id = sample_token(logits, s->candidates, V, o->temperature, (size_t)o->top_k, o->top_p, u);
         if (id == end || model_ends_text(&s->model.config, id)) break;
         put_token(s, id, at == from && *s->chat->answer);
-        fflush(stdout);
+        flush_stdout();
         decode(&s->decoder, &(DecodeRow){id, 0, at++}, 1);
         logits = decode_logits(&s->decoder, 0, 1, 0);
     }
     utf8_end(&s->utf8);
     printf("\n");
-    fflush(stdout);
+    flush_stdout();
     s->turns++;
     return at;
 }
@@ -539,7 +551,8 @@ static int32_t *take_turn(const Sampler *s, const char *line, size_t length, siz
         warn("a message of %zu tokens; expected at most %zu. Shorten it, or pass a larger --context.", *count, room);
         return NULL;
     }
-    warn("the conversation has reached %zu tokens (--context) and starts over with this message.", s->context);
+    warn("this message and its answer would exceed %zu tokens (--context); the conversation starts over with it.",
+         s->context);
     *used = 0;
     return take_turn(s, line, length, used, count);
 }
@@ -575,8 +588,7 @@ int main(int argc, char **argv) {
     if (s.o.interactive) converse(&s);
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail(EXIT_RESOURCE, "stdout: cannot write the text: %s.", strerror(errno));
+    flush_stdout();
     if (s.longest > (size_t)s.model.config.seq_len)
         warn("a text of %zu tokens exceeds the length of %d with which the model was trained.", s.longest,
              s.model.config.seq_len);

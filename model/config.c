@@ -1,4 +1,5 @@
-// Writes config.json next to our weights, and reads it next to ours and those of Llama models from elsewhere.
+// Writes config.json next to our weights, and reads it next to ours and those of Llama, Mistral,
+// Qwen2 and Qwen3 models from elsewhere.
 #include <limits.h>
 #include <math.h>
 #include <stdio.h>
@@ -310,7 +311,7 @@ static void read_type(Reader *r) {
                 "\"model_type\" is %s; expected \"llama\", \"mistral\", \"qwen2\" or \"qwen3\" (or \"attn_gpt\", "
                 "attn.c's own)%s",
                 value_of(type).text,
-                gpt2 ? "; a GPT-2 has learned positions, LayerNorm, GELU and biases, which a Llama lacks" : "");
+                gpt2 ? "; a GPT-2 has learned positions, LayerNorm and GELU, which none of these has" : "");
 }
 
 // Reads the sizes. Missing or invalid ones stay 0.
@@ -436,10 +437,14 @@ static void read_window(Reader *r) {
     if (is_own(r) && r->config->mistral && get(r, SOFTMAX_WINDOW) &&
         read_int(r, r->json, "", SOFTMAX_WINDOW, 1, INT_MAX, &window))
         r->config->window = has_window(window, r->config->seq_len) ? window : 0;
-    if (r->family != &FAMILIES[MISTRAL] || cJSON_IsNull(item) || is_among("sliding_window", r->ignored)) return;
+    if (r->family != &FAMILIES[MISTRAL] || cJSON_IsNull(item)) return;
     if (item && !read_int(r, r->json, "", "sliding_window", 1, INT_MAX, &window)) return;
     r->config->window = window;
     if (window >= r->config->seq_len) return;
+    if (is_among("sliding_window", r->ignored)) {    // up to this length, attention is full
+        r->config->seq_len = window;
+        return;
+    }
     reasons_add(&r->reasons,
                 "\"sliding_window\" is %d%s, but \"max_position_embeddings\" is %d; only full attention is "
                 "supported",

@@ -1,7 +1,7 @@
 // The patterns, written out as code.
 //
 // GPT-2:    '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// Llama 3:  the first of PATTERNS
+// Llama 3 and Qwen: PATTERNS below
 #include "runtime/pretokenize.h"
 
 #include <string.h>

@@ -296,6 +296,10 @@ int tokenizer_vocab(const Tokenizer *t) {
     return t->vocab;
 }
 
+int32_t tokenizer_begins(const Tokenizer *t) {
+    return t->begins;
+}
+
 int tokenizer_end_of_text(const Tokenizer *t) {
     return t->end_of_text;
 }

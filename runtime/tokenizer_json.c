@@ -429,6 +429,25 @@ static bool find_end_of_text(Opening *o) {
     return bad(o, "no token <|endoftext|>, <|begin_of_text|> or <s>, one of which must be between documents", "");
 }
 
+// ---- post_processor
+
+// The first step of a TemplateProcessing, alone or in a Sequence, is the token in front of a text, if it is a token.
+static bool read_begins(Opening *o) {
+    const cJSON *processor = get(o->root, "post_processor"), *item, *found = NULL;
+    const cJSON *all = has_type(processor, "Sequence") ? get(processor, "processors") : NULL;
+    if (has_type(processor, "TemplateProcessing")) { found = processor; }
+    cJSON_ArrayForEach(item, all) {
+        if (has_type(item, "TemplateProcessing")) { found = item; }
+    }
+    const cJSON *first = get(get(cJSON_GetArrayItem(get(found, "single"), 0), "SpecialToken"), "id");
+    o->t->begins = -1;
+    if (!cJSON_IsString(first)) { return true; }
+    o->t->begins = tokenizer_special(o->t, first->valuestring);
+    return o->t->begins >= 0 ||
+           bad(o, "expected a special token of added_tokens at the start of post_processor, found ",
+               first->valuestring);
+}
+
 // ---- the file
 
 static bool read_json(Opening *o) {
@@ -436,7 +455,8 @@ static bool read_json(Opening *o) {
     o->model = get(o->root, "model");
     o->vocab = get(o->model, "vocab");
     o->added = get(o->root, "added_tokens");
-    return check_kind(o) && make_room(o) && read_vocab(o) && read_merges(o) && read_added(o) && find_end_of_text(o);
+    return check_kind(o) && make_room(o) && read_vocab(o) && read_merges(o) && read_added(o) && find_end_of_text(o) &&
+           read_begins(o);
 }
 
 static char *file_in(const char *path) {

@@ -36,6 +36,7 @@ struct Tokenizer {
     size_t bytes_used;
     Token *tokens;    // by id
     int vocab, end_of_text;
+    int32_t begins;    // the token that the library puts in front of a text, or -1
     Split split;
     bool characters;     // symbols start as characters, and as bytes where these have no token
     bool nfc;            // is text normalized to NFC?

@@ -184,6 +184,29 @@ def test_fifty_greedy_tokens(family):
     assert text == [theirs] or END_OF_TEXT in ids and theirs.startswith(text[0])
 
 
+def test_a_tokenizer_that_begins_texts(family, tmp_path):
+    """The token of post_processor comes before a prompt, as in Llama 3 and Mistral."""
+    folder, model = shutil.copytree(family[0], tmp_path / "begins"), family[1]
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    begins = "<|endoftext|>"
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": begins, "type_id": 0}},
+                                                         {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {begins: {"id": begins, "ids": [END_OF_TEXT], "tokens": [begins]}}}
+    texts = []
+    for processor in (template, {"type": "Sequence", "processors": [whole["post_processor"] or template, template]}):
+        (folder / "tokenizer.json").write_text(json.dumps(whole | {"post_processor": processor}))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        given = tokenizer("the dog went", return_tensors="pt")
+        assert given.input_ids[0, 0] == END_OF_TEXT
+        ids = model.generate(**given, max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=END_OF_TEXT)
+        texts.append(sample(folder, "--prompt", "the dog went", "--temperature", 0, "--max-new-tokens", 30)[0][0])
+        theirs = tokenizer.decode(ids[0], skip_special_tokens=True)
+        assert texts[-1] == theirs or END_OF_TEXT in ids[0, 1:] and theirs.startswith(texts[-1])
+    without = sample(family[0], "--prompt", "the dog went", "--temperature", 0, "--max-new-tokens", 30)[0][0]
+    assert texts[0] == texts[1] != without
+
+
 def test_a_switch_there_and_back(family, data, tmp_path):
     folder, start = family
     out = train(data, folder, tmp_path / "ssmax", "--attn", "ssmax", "--steps", 2)
@@ -231,3 +254,15 @@ def test_sequences_beyond_a_sliding_window(data, tmp_path):
         out = train(data, checkpoint(out, 1), tmp_path / f"softmax-{length}", "--attn", "softmax", "--steps", 1)
         found = json.loads((checkpoint(out, 1) / "config.json").read_text())
         assert (found["model_type"], found["sliding_window"]) == ("mistral", window)
+
+
+def test_a_window_that_is_ignored(data, tmp_path):
+    """Such a Mistral is one whose training length is the window."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config(MistralConfig, sliding_window=32)).save_pretrained(tmp_path / "model")
+    ignored = ["--init-from", tmp_path / "model", "--ignore-config-key", "sliding_window", "--steps", 1]
+    printed = run_trainer(data, *ignored, "--out", tmp_path / "out", *flags(data), "--seq-len", 33, model=False, code=2)
+    assert "sequences of 33 tokens exceed this model's sliding window of 32" in printed
+    run_trainer(data, *ignored, "--out", tmp_path / "out", *flags(data), "--seq-len", 32, model=False)
+    found = json.loads((checkpoint(tmp_path / "out", 1) / "config.json").read_text())
+    assert (found["model_type"], found["sliding_window"], found["max_position_embeddings"]) == ("mistral", 32, 32)
