@@ -72,8 +72,8 @@ bool tokenizer_ids(const char *path, int *vocab, int *end_of_text);
 
 int tokenizer_vocab(const Tokenizer *tokenizer);    // the largest id plus one
 
-// The id of the token that the library puts in front of every text, as post_processor in tokenizer.json says, such as <s>
-// or <|begin_of_text|>; -1: none. tokenizer_encode() does not write it.
+// The id of the token that the library puts in front of every text, as post_processor in tokenizer.json says, such as
+// <s> or <|begin_of_text|>; -1: none. tokenizer_encode() does not write it.
 int32_t tokenizer_begins(const Tokenizer *tokenizer);
 
 // The id of the token between documents: <|endoftext|> (50256 in GPT-2), or else <|begin_of_text|>, or else <s>.

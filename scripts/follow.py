@@ -176,8 +176,9 @@ def wait_for_run(run, options):
 
 
 def is_complete(run, last):
-    steps = plot.read_json(Path(run) / "run.json").get("arguments", {}).get("steps")
-    return steps is not None and last >= steps
+    arguments = plot.read_json(Path(run) / "run.json").get("arguments")
+    steps = arguments.get("steps") if isinstance(arguments, dict) else None
+    return isinstance(steps, int) and last >= steps
 
 
 def follow(run, sink, options, metrics, lines):

@@ -29,13 +29,23 @@ if [ "${1:-}" = --restart ]; then
     shift 2
 fi
 [[ ! ${1:-} =~ ^[0-9]+$ || ${2:-} != --* ]] || usage "$2: expected a program after the number of ranks; --restart R comes before it."
+# Do the flags have --out, or a file of flags that has it?
+names_out() {
+    local words=" $* " file
+    [[ $words != *' --out'[\ =]* ]] || return 0
+    while [[ $words =~ \ --config[\ =]([^ ]+) ]]; do
+        file=${BASH_REMATCH[1]} words=${words/"${BASH_REMATCH[0]}"/}
+        ! grep -qE '^[[:space:]]*out[[:space:]]*=' "$file" 2> /dev/null || return 0
+    done
+    return 1
+}
 [[ ${PAUSE:-5} =~ ^[0-9]+(\.[0-9]+)?$ ]] || usage "PAUSE=$PAUSE: expected a number of seconds."
 [ $# -ge 2 ] || usage "expected a number of ranks and a program, found $# arguments."
 processes=$1
 shift
 [[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of ranks, 1 or more."
 command -v "$1" > /dev/null || usage "$1: not found or not executable. Build it with make or make train_gpt2cu."
-[[ $restarts == 0 || " $* " =~ \ --(out|config)[\ =] ]] || usage "--restart needs --out, the run folder from which a restart resumes."
+[[ $restarts == 0 ]] || names_out "$@" || usage "--restart needs --out, the run folder from which a restart resumes."
 
 [ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ] || exec "$@"    # one rank needs no MPI
 

@@ -508,6 +508,8 @@ def main():
     what.add_argument("--tensorboard", metavar="DIR", type=Path,
                       help="write an event file for each run to DIR/NAME instead")
     options = parser.parse_args()
+    if len(options.runs) > 1:       # RUN/*: there may be pictures among the runs
+        options.runs = [run for run in options.runs if not Path(run).is_file()] or options.runs
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
         parser.error("to plot several runs in one picture, pass --out FILE")
     if options.baseline and (options.scalars or options.heads or options.tensorboard):

@@ -14,8 +14,9 @@ from .library import scalar_names
 
 # What models pass to their attention that would change the result, unless it has one of these values.
 NEUTRAL = {"dropout": (0, 0.0, None), "output_attentions": (False, None)}
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 OTHER = "use another attn_implementation for this model"
+COMPILED = ". Under torch.compile, transformers takes sequences for packed unless attention_mask or a cache is passed"
 
 
 def reject(name, found, remedy):
@@ -31,7 +32,7 @@ def check_arguments(module, keys, sliding_window=None, is_causal=None, **argumen
     """keys: how many there are. A module that is not causal has an attribute that says so; its calls may not."""
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         reject("attention that is not causal", f"is_causal=False in {type(module).__name__}", OTHER)
-    if sliding_window is not None and sliding_window < keys:
+    if sliding_window and sliding_window < keys:      # 0: none, as in Qwen2-MoE
         reject_window(sliding_window, keys)
     for name in UNSUPPORTED:
         if arguments.get(name) is not None:
@@ -58,8 +59,7 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
         parts.remove("sliding_window_overlay")
     if parts:
         reject("a mask other than a causal one with padding", " and ".join(parts),
-               f"{OTHER}. Under torch.compile, transformers takes sequences for packed unless attention_mask or a "
-               "cache is passed")
+               OTHER + (COMPILED if "packed_sequence_mask_function" in parts else ""))
     if kv_offset != 0 or isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_length:
         reject("a cache whose length is fixed", f"{kv_length} keys for {q_length} queries from position {q_offset} on",
                "use transformers' DynamicCache")

@@ -11,6 +11,7 @@ that only scale softmax's scores. float32, 12 heads of 64, the same number of th
 rounds' ratios. The last lines are what a call costs that has almost nothing to compute, in microseconds over the call
 of the C function by ctypes. --level selects a library for other processors."""
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -170,6 +171,7 @@ def main():
     options = parser.parse_args()
     os.chdir(ROOT)
     subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
+    importlib.invalidate_caches()       # build/python is new in a fresh clone
     names, lengths = options.attn.split(","), [int(T) for T in options.lengths.split(",")]
     found = measure(names, lengths, options.rounds, options.seconds, options.level)
     rows = [row(name, T, found[name, T]) for T in lengths for name in names]

@@ -64,6 +64,8 @@ TORCH_CUDA_TESTS = pytest_of("build/on_cpu/attn_c_cuda.so", "test_torch_cuda", "
                              "lssar or bias or pn or compute or checks or sink")
 TORCH_MODELS = "(interface or cache or rejected or not_causal or window or attached or scaling or end) and not modeling"
 
+BEGINS = pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_families", "-k", "begins and Llama")
+
 # The tests of a file: those of the first row that its path begins with.
 TESTS_OF = (
     ("attention/phi.cuh", PHI_TESTS),
@@ -96,6 +98,8 @@ TESTS_OF = (
     ("train_gpt2.c", [("test_gpt2", ["./test_gpt2"]),
                       *pytest_of("train_gpt2", "test_training", "-k", "float32 or equals")]),
     ("runtime/gemm_tiles.c", [("test_gpt2", ["./test_gpt2"])]),
+    ("runtime/tokenizer_json.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"]), *BEGINS]),
+    ("sample_gpt2.c", BEGINS),
     *((file, [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"])])
       for file in ("runtime/tokenizer", "runtime/pretokenize.c", "runtime/search.h")),
     ("runtime/nfc.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"]),

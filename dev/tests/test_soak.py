@@ -37,6 +37,7 @@ def random_flags(draw, data):
              "--ckpt-every", draw.choice([7, 25, 60]), "--keep", draw.choice([1, 3]),
              "--val-data", f"{data}/*_val_*.bin", "--val-every", draw.choice([10, 100])]
     flags += draw.choice([[], ["--attn-switch", f"{draw.randrange(1, STEPS)}:ssmax-bias"]])
+    flags += draw.choice([[], ["--optimizer", "muon"], ["--z-loss", 0.01, "--logit-softcap", 5]])
     lengths = ["--seq-len", "8,16", "--total-batch-tokens", 64]
     flags += draw.choice([[], ["--keep-best"], ["--pack", "example"], lengths])
     sources = [f"{data}/*_train_00000{i}.bin:{draw.randint(1, 9)}" for i in (1, 2)]

@@ -211,6 +211,8 @@ REJECTED = {
     "softcap is not supported, found 50.0; use another attn_implementation for this model": softcap,
     "dropout is not supported, found 0.2; set it to 0, or use another": call(dropout=0.2),
     "output_attentions is not supported, found True": call(output_attentions=True),
+    "cu_seq_lens_q is not supported, found a tensor": forward(
+        position_ids=torch.arange(6).repeat(2, 2), cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32)),
     "prepared mask": forward(attention_mask=torch.zeros(2, 1, 12, 12)),
     "packed_sequence_mask_function": forward(position_ids=torch.arange(6).repeat(2, 2), use_cache=False),
     r"padding between tokens is not supported, found it in sequences \[1\]":
