@@ -120,7 +120,8 @@ static bool add_weighted(Mixture *m, char *word, const char *text, Error *error)
     uint64_t weight = read_weight(number);
     if (!weight)
         return error_set(error, EXIT_USAGE,
-                         "%s: \"%s\": expected a weight above 0 with at most %d digits before and after the point.",
+                         "%s: \"%s\": expected a weight above 0 with at most %d digits before and "
+                         "after the point, such as 0.7.",
                          text, number, MAX_DIGITS);
     word[number - 1 - word] = 0;
     return add_source(m, word, weight, error);
