@@ -221,6 +221,11 @@ REJECTED = {
 }
 
 
+def test_a_window_of_0_is_none(interface):
+    """As in Qwen2-MoE."""
+    call(sliding_window=0)(interface)
+
+
 def test_an_unknown_name_is_not_registered(interface):
     with pytest.raises(ValueError, match="Did you mean ssmax"):
         interface.register("ssmx")
