@@ -109,6 +109,30 @@ on_vanished() {
 }
 trap on_vanished ALRM
 
+# If a rank dies while it connects to mpirun, mpirun can deadlock on its way out, after all ranks have ended (Open MPI
+# 4.1 with PMIx 4.2). So an mpirun that has had children here, and has none for 10 seconds, is killed.
+watch_children() {
+    local idle=0 line fields
+    trap '' INT TERM HUP
+    while [ "$idle" -lt 10 ]; do
+        sleep 1
+        read -r line < /proc/"$1"/stat || return
+        read -ra fields <<< "${line##*) }"
+        if [ -n "$(cat /proc/"$1"/task/*/children)" ]; then
+            idle=0
+        elif [ "${fields[8]}" -gt 0 ]; then    # page faults of children that have ended
+            idle=$((idle + 1))
+        fi
+    done
+    kill -VTALRM $$
+}
+deadlock=
+on_deadlock() {
+    deadlock=1
+    [ -z "$job" ] || kill -KILL "$job"
+}
+trap on_deadlock VTALRM
+
 signal=USR1
 stopped=    # a stop was asked for
 stop() {
@@ -148,8 +172,22 @@ run_job() {
     job=$!
     exec {errors}>&-
     [ -z "$stopped" ] || stop    # it was asked for before there was a job
+    local guard=
+    deadlock=
+    if [ "$processes" -gt 1 ] && [ "$machines" -eq 1 ]; then
+        watch_children "$job" > /dev/null 2>&1 &
+        guard=$!
+    fi
     wait_for "$job"
     job=
+    if [ -n "$guard" ]; then
+        kill -KILL "$guard" 2> /dev/null || true
+        wait "$guard" 2> /dev/null || true
+    fi
+    if [ -n "$deadlock" ]; then
+        echo "launch.sh: all ranks had ended, but mpirun had not for 10 s, and was killed." >&2
+        status=6
+    fi
     if [ -n "$vanished" ]; then
         kill "$vanished" 2> /dev/null || true
         kill -KILL $clients 2> /dev/null || true
@@ -169,7 +207,11 @@ for ((restart = 1; restart <= restarts; restart++)); do
     [ -z "$stopped" ] && can_help "$status" || break
     echo "launch.sh: the job ended with exit code $status. Restart $restart of $restarts follows in ${PAUSE:-5} s." >&2
     sleep "${PAUSE:-5}" > /dev/null 2>&1 &
-    wait $! || kill $! 2> /dev/null || true    # a stop ends the pause
+    job=$!    # a stop ends the pause
+    [ -z "$stopped" ] || stop
+    last=$status
+    wait_for "$job"
+    job= status=$last
     [ -z "$stopped" ] || break
     run_job "${command[@]}" --resume
 done

@@ -3,6 +3,7 @@ restarted."""
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -70,8 +71,21 @@ def test_a_stop_between_a_death_and_the_restart(data, tmp_path):
     for line in job.process.stdout:
         if "Restart 1 of 3 follows in 60 s" in line:
             break
+    asked = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     assert "resumes" not in job.end(137)
+    assert time.monotonic() - asked < 30, "the stop waited for the end of the pause"
+
+
+@pytest.mark.parametrize("restarts, seconds", [(0, 0.1), (1, 2)])
+def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, seconds):
+    """As a deadlock of Open MPI's does: its ranks have ended, but it never will."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\nsleep {seconds} &\nwait\nexec sleep 1000\n")
+    mpirun.chmod(0o755)
+    text = launch("--restart", restarts, 2, "true", "--out", "x", code=6, MPIRUN=str(mpirun))
+    assert text.count("all ranks had ended, but mpirun had not for 10 s, and was killed") == restarts + 1
+    assert ("Restart 1 of 1" in text) == bool(restarts)
 
 
 def failing(tmp_path, *codes):
@@ -83,8 +97,9 @@ def failing(tmp_path, *codes):
     return program
 
 
-def launch(*words, code):
-    result = subprocess.run([str(LAUNCH), *map(str, words)], capture_output=True, text=True, env=environment(PAUSE="0"))
+def launch(*words, code, **variables):
+    result = subprocess.run([str(LAUNCH), *map(str, words)], capture_output=True, text=True,
+                            env=environment(PAUSE="0", **variables))
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
