@@ -112,19 +112,28 @@ trap on_vanished ALRM
 # If a rank dies while it connects to mpirun, mpirun can deadlock on its way out, after all ranks have ended (Open MPI
 # 4.1 with PMIx 4.2). So an mpirun that has had children here, and has none for 10 seconds, is killed.
 watch_children() {
-    local idle=0 line fields
+    local idle=0 line fields children
     trap '' INT TERM HUP
     while [ "$idle" -lt 10 ]; do
         sleep 1
         read -r line < /proc/"$1"/stat || return
         read -ra fields <<< "${line##*) }"
-        if [ -n "$(cat /proc/"$1"/task/*/children)" ]; then
+        children=$(cat /proc/"$1"/task/*/children)
+        if living $children; then
             idle=0
-        elif [ "${fields[8]}" -gt 0 ]; then    # page faults of children that have ended
+        elif [ -n "$children" ] || [ "${fields[8]}" -gt 0 ]; then    # page faults of children that were waited for
             idle=$((idle + 1))
         fi
     done
     kill -VTALRM $$
+}
+# Is one of these processes more than a zombie?
+living() {
+    local pid line
+    for pid; do
+        if read -r line < /proc/"$pid"/stat && [[ $line != *") Z "* ]]; then return 0; fi
+    done
+    return 1
 }
 deadlock=
 on_deadlock() {
