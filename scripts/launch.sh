@@ -146,7 +146,12 @@ signal=USR1
 stopped=    # a stop was asked for
 stop() {
     stopped=1
-    [ -z "$job" ] || kill "-$signal" "$job" 2> /dev/null || true
+    [ -n "$job" ] || return 0
+    kill "-$signal" "$job" 2> /dev/null || true
+    # mpirun drops a signal for ranks that it has not started yet, so a young job gets it again.
+    if [ "$processes" -gt 1 ] && [ $((SECONDS - began)) -lt 3 ]; then
+        { for pause in 1 2; do sleep $pause; kill -0 $$ && kill "-$signal" "$job"; done; } > /dev/null 2>&1 &
+    fi
 }
 trap stop TERM
 # Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
@@ -177,6 +182,7 @@ run_job() {
     else
         exec {errors}>&2
     fi
+    began=$SECONDS
     "${together[@]}" setsid "$@" <&0 2>&$errors {errors}>&- &
     job=$!
     exec {errors}>&-
