@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, data, model_of, modeling, pair        # noqa: F401
 from tiny import END_OF_TEXT, ROOT, T, VOCAB, train
@@ -85,7 +86,7 @@ def test_compiled(interface):
             compiled(TOKENS, attention_mask=PADDED.index_fill(1, torch.tensor(8), 0), use_cache=False)
 
 
-def test_attached_scalars(interface):
+def test_attached_scalars(interface, tmp_path):
     """They are trained, saved and shared as the names say; without them s keeps its initial value."""
     model = make_llama()
     interface.attach(model, "ssmax-pn", seq_len=64)
@@ -97,7 +98,11 @@ def test_attached_scalars(interface):
     with pytest.raises(ValueError, match="the scalars of ssmax-pn"):
         model.set_attn_implementation("attn_c:ssmax")
         model(TOKENS)
+    model.save_pretrained(tmp_path)     # the shared parameter once
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert [name for name in file.keys() if "attn_pn" in name] == ["model.layers.0.self_attn.normalizer.attn_pn"]
     interface.detach(model)
+    assert model._tied_weights_keys == LlamaForCausalLM._tied_weights_keys
     start = model(TOKENS).logits
     interface.attach(model, "ssmax", seq_len=64)
     assert torch.equal(model(TOKENS).logits, start)

@@ -52,7 +52,7 @@ def load(folder, attn):
     model = LlamaForCausalLM(config)
     attn_c.transformers.attach(model, attn, config.max_position_embeddings)
     lacking, unknown = model.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=False)
-    if unknown or set(lacking) - {"lm_head.weight"}:        # the output projection is the embedding
+    if unknown or set(lacking) - model._tied_weights_keys.keys():      # such as the output projection, the embedding
         raise ValueError(f"{folder}: expected a model under {attn}; missing {lacking}, unknown {unknown}")
     return model
 
