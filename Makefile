@@ -145,7 +145,7 @@ for_double = -march=x86-64-v3 -DREAL=double
 torch_sources = attention/attention_cpu.c attention/normalizer.c attention/torch/attn_c.c runtime/error.c runtime/spelling.c \
   runtime/tiles.c $(if $(filter double,$(1)),attention/torch/gemm_double.c,runtime/gemm.c runtime/gemm_tiles.c)
 
-# TORCH_CUDA=1 adds the library for GPUs, which takes many minutes.
+# TORCH_CUDA=1 adds the library for GPUs, which takes 8 minutes on two cores.
 TORCH_CUDA ?= 0
 attn_c: $(patsubst %,$(PACKAGE)/attn_c_%.so,v3 v4 bf16 double $(if $(filter 1,$(TORCH_CUDA)),cuda)) $(patsubst attention/torch/%,$(PACKAGE)/%,$(wildcard attention/torch/*.py))
 

@@ -6,6 +6,8 @@
     y = norm(q, k, v)
 
 doc/pytorch.md in attn.c's repository describes the package."""
+import numbers
+
 import torch
 
 from . import cuda, library
@@ -39,23 +41,31 @@ def attention(q, k, v, normalizer, *, seq_len=None, scalars=None, start=None, sc
     start       (B): how many positions at the beginning of each sequence are padding. Nothing sees them, and their
                 output is 0
     scaling     replaces 1/sqrt(d) in the normalizers that have it"""
-    seq_len = check_types(normalizer, seq_len, scaling)
+    seq_len = check_types(normalizer, seq_len)
     if scalars is not None:
         scalars = flat(normalizer, seq_len, scalars)
-    return forward(q, k, v, scalars, start, normalizer, seq_len, scaling)[0]
+    return forward(q, k, v, scalars, start, normalizer, seq_len, None if scaling is None else real(scaling))
 
 
-def check_types(normalizer, seq_len, scaling=None):
+def check_types(normalizer, seq_len):
     """What the operator's schema checks; the operator checks the values. Returns seq_len as an int, or None."""
     if not isinstance(normalizer, str):
         raise ValueError(f"attn_c: expected the normalizer's name, found {normalizer!r}")
-    if scaling is not None and (not isinstance(scaling, (int, float)) or isinstance(scaling, bool)):
-        raise ValueError(f"attn_c: expected scaling to be a positive number or None, found {scaling!r}")
     if seq_len is None or type(seq_len) is int:
         return seq_len
     if (number := exact_int(seq_len)) is None:
         raise ValueError(f"attn_c: {normalizer}: {library.EXPECTED_LENGTH}, found {seq_len!r}")
     return number
+
+
+def real(scaling):
+    """The float of any real number, such as NumPy's."""
+    if type(scaling) is float:
+        return scaling
+    if isinstance(scaling, bool) or not isinstance(scaling, numbers.Real):
+        raise ValueError(f"attn_c: expected scaling to be a real number or None, found {scaling!r} of type "
+                         f"{type(scaling).__name__}")
+    return float(scaling)
 
 
 def flat(normalizer, seq_len, scalars):
@@ -68,11 +78,16 @@ def flat(normalizer, seq_len, scalars):
                          f"{', '.join(scalars) or 'none'}")
     if not all([isinstance(scalars[name], torch.Tensor) for name in names]):
         raise ValueError(f"attn_c: {normalizer}: expected tensors as scalars, found {scalars}")
-    values = [x if x.ndim == 1 else x.reshape(-1) for x in (scalars[name] for name in names)]
+    return joined(normalizer, seq_len, names, [scalars[name] for name in names])
+
+
+def joined(normalizer, seq_len, names, values):
+    """flat() for tensors in the order of their names."""
+    values = [x if x.ndim == 1 else x.reshape(-1) for x in values]
     if len(values) < 2:
         return values[0] if values else None
     heads, positions = values[0].shape, scalars_by_position(normalizer)     # the operator checks the sum of all sizes
-    if any([x.shape != ((seq_len,) if name in positions else heads) for name, x in zip(names, values)]):
+    if [x.shape for x in values] != [(seq_len,) if name in positions else heads for name in names]:
         found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, values))
         raise ValueError(f"attn_c: {normalizer}: expected each scalar to be (heads), and attn_pn ({seq_len}), "
                          f"found {found}")
@@ -96,8 +111,14 @@ class Normalizer(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(value, requires_grad=scalar.trained))
 
     def forward(self, q, k, v, start=None, scaling=None):
-        scalars = {name: getattr(self, name) for name in self.names}
-        return attention(q, k, v, self.normalizer, seq_len=self.seq_len, scalars=scalars, start=start, scaling=scaling)
+        shape = getattr(q, "shape", ())
+        if len(shape) == 4 and shape[1] != self.heads:
+            raise ValueError(f"attn_c: {self}: expected q with {self.heads} heads, found {shape[1]} in {tuple(shape)}")
+        own = self._parameters      # getattr() alone would take a microsecond; a parametrization has no parameter
+        scalars = [own[name] if name in own else getattr(self, name) for name in self.names]
+        scalars = joined(self.normalizer, self.seq_len, self.names, scalars)
+        scaling = None if scaling is None else real(scaling)
+        return forward(q, k, v, scalars, start, self.normalizer, self.seq_len, scaling)
 
     def extra_repr(self):
         return f"{self.normalizer!r}, heads={self.heads}, seq_len={self.seq_len}"

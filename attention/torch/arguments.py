@@ -117,8 +117,12 @@ def check_positions(normalizer, seq_len, keys, start):
 def by_position(x, T, width):
     """An uninitialized (B, heads, T, width) for x's B and heads that lies in memory as (B, T, heads, width), the order
     that projections read."""
-    B, heads, *_ = x.shape
-    return x.new_empty_strided((B, heads, T, width), (T * heads * width, width, heads * width, 1))
+    return x.new_empty_strided(*as_by_position(*x.shape[:2], T, width))
+
+
+def as_by_position(B, heads, T, width):
+    """Its size and strides."""
+    return (B, heads, T, width), (T * heads * width, width, heads * width, 1)
 
 
 def like(x):

@@ -135,10 +135,17 @@ def scalars_of(text, heads, seq_len):
 @torch.compiler.assume_constant_result
 def scalar_names(text):
     """The learned scalars that a normalizer has, of any number of heads and any length."""
-    return tuple(scalars_of(text, 1, 1))
+    return names_of(text)[0]
 
 
 @torch.compiler.assume_constant_result
 def scalars_by_position(text):
     """Those of scalar_names() that have a value for each position; the others have one for each head."""
-    return tuple(name for name, scalar in scalars_of(text, 1, 2).items() if scalar.size == 2)
+    return names_of(text)[1]
+
+
+@functools.cache
+def names_of(text):
+    """Both, in a function of its own since torch.compile has to find the two above without a cache around them."""
+    return (tuple(scalars_of(text, 1, 1)),
+            tuple(name for name, scalar in scalars_of(text, 1, 2).items() if scalar.size == 2))

@@ -15,9 +15,9 @@ from torch._C import _dispatch_keys as dispatch_keys
 from torch.autograd import forward_ad
 
 from . import cuda
-from .arguments import (by_position, check_arguments, check_devices, check_kinds, check_positions, check_saved,
-                        check_scalars, check_start, check_tensors, check_values, clamped, like, start_scalars,
-                        statistics_dtype)
+from .arguments import (as_by_position, by_position, check_arguments, check_devices, check_kinds, check_positions,
+                        check_saved, check_scalars, check_start, check_tensors, check_values, clamped, like,
+                        start_scalars, statistics_dtype)
 from .library import Call, Strides, byref, library_for, parsed, scalars_of
 
 ARGUMENTS = ("Tensor q, Tensor k, Tensor v, Tensor? scalars, Tensor? start, str normalizer, int? seq_len, "
@@ -39,6 +39,8 @@ class Plan(NamedTuple):
     call: Call
     pointer: object         # to call
     scratch: int            # elements
+    out: tuple              # the size and strides of the output, as by_position()
+    stats: tuple            # of the statistics
     scalars: int            # how many values all scalars have together
     by_position: bool       # is one of them attn_pn?
     forward: object
@@ -56,8 +58,11 @@ def plan(normalizer, seq_len, scaling, bf16, dtype, threads, q, k, v, q_step, k_
         call.threads = 1
     lib = library_for(dtype)
     scalars = scalars_of(normalizer, q[1], seq_len)
-    return Plan(call, byref(call), lib.attn_c_scratch(call), sum(scalar.size for scalar in scalars.values()),
-                "attn_pn" in scalars, lib.attn_c_forward, lib.attn_c_backward)
+    B, heads, T, _ = q
+    return Plan(call, byref(call), lib.attn_c_scratch(call), as_by_position(B, heads, T, v[3]),
+                ((B, heads, T, ROW_STATS), (heads * T * ROW_STATS, T * ROW_STATS, ROW_STATS, 1)),
+                sum(scalar.size for scalar in scalars.values()), "attn_pn" in scalars, lib.attn_c_forward,
+                lib.attn_c_backward)
 
 
 def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling):
@@ -67,15 +72,16 @@ def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling):
     bf16 = dtype == torch.bfloat16
     if bf16:
         q, k, v, dtype = q.float(), k.float(), v.float(), torch.float32
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    p = plan(normalizer, seq_len, scaling, bf16, dtype, torch.get_num_threads(), q.shape, k.shape, v.shape, q.stride(),
-             k.stride(), v.stride())
+    steps = q.stride(), k.stride(), v.stride()
+    if not steps[0][3] == steps[1][3] == steps[2][3] == 1:
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        steps = q.stride(), k.stride(), v.stride()
+    p = plan(normalizer, seq_len, scaling, bf16, dtype, torch.get_num_threads(), q.shape, k.shape, v.shape, *steps)
     if scalars is None:
         scalars = start_scalars(normalizer, q.shape[1], seq_len, dtype)
     else:
         check_scalars(scalars, p.scalars, normalizer, q.shape[1])
-        scalars = scalars.to(dtype).contiguous()
+        scalars = (scalars if scalars.dtype == dtype else scalars.to(dtype)).contiguous()     # to() alone takes 1 µs
     if start is not None:
         check_start(start, q.shape[0])
         start = clamped(start, k.shape[2])
@@ -92,8 +98,7 @@ def forward_cpu(q, k, v, scalars, start, normalizer, seq_len, scaling):
     check_kinds(q, k, v)
     given = q.dtype
     q, k, v, start, scalars, p = prepare(q, k, v, scalars, start, normalizer, seq_len, scaling)
-    out = by_position(q, q.shape[2], v.shape[3])
-    stats = q.new_empty((q.shape[0], q.shape[1], q.shape[2], ROW_STATS))
+    out, stats = q.new_empty_strided(*p.out), q.new_empty_strided(*p.stats)
     if out.numel():
         scratch = q.new_empty(p.scratch)
         p.forward(p.pointer, q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(start), scalars.data_ptr(),
@@ -156,30 +161,52 @@ def backward_fake(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len
 # ---- autograd and autocast
 
 class Attention(torch.autograd.Function):
-    """The first two arguments compute the two passes: the operators, or their CPU implementations."""
+    """The operator. `others`: the arguments that are not tensors."""
 
     @staticmethod
-    def forward(ctx, forward_pass, backward_pass, *arguments):
-        out, stats = forward_pass(*arguments)
-        ctx.save_for_backward(out, stats, *arguments[:5])
-        ctx.others, ctx.backward_pass = arguments[5:], backward_pass
+    def forward(ctx, q, k, v, scalars, start, others):
+        out, stats = forward_below(q, k, v, scalars, start, *others)
+        ctx.save_for_backward(out, stats, q, k, v, scalars, start)
+        ctx.others = others
         ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
         return out, stats
 
     @staticmethod
     def backward(ctx, dout, _):
-        if dout is None:
-            return (None,) * 10
-        saved = ctx.saved_tensors
-        compute = ctx.backward_pass if is_plain(dout) and not torch.is_grad_enabled() else backward_op
-        dq, dk, dv, dscalars = compute(dout, *saved, *ctx.others)
-        return None, None, dq, dk, dv, None if saved[5] is None else dscalars, None, None, None, None
+        return gradients(ctx, dout, backward_op)
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError("attn_c: forward-mode derivatives of attention are not implemented; expected "
                                   "backward() or grad()")
+
+
+class DirectAttention(torch.autograd.Function):
+    """The same by the CPU implementations, without the statistics, since each output takes a few microseconds."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scalars, start, others):
+        out, stats = forward_cpu(q, k, v, scalars, start, *others)
+        ctx.save_for_backward(out, stats, q, k, v, scalars, start)
+        ctx.others = others
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return gradients(ctx, dout, backward_cpu)
+
+    jvp = Attention.jvp
+
+
+def gradients(ctx, dout, backward_pass):
+    if dout is None:
+        return (None,) * 6
+    saved = ctx.saved_tensors
+    compute = backward_pass if is_plain(dout) and not torch.is_grad_enabled() else backward_op
+    dq, dk, dv, dscalars = compute(dout, *saved, *ctx.others)
+    return dq, dk, dv, None if saved[5] is None else dscalars, None, None
 
 
 def needs_gradient(tensors):
@@ -201,7 +228,7 @@ def forward_autograd(*arguments):
         raise NotImplementedError("attn_c: derivatives by torch.func of attention are not implemented; expected "
                                   "backward() or torch.autograd.grad()")
     if is_differentiated(arguments[:4]):
-        return Attention.apply(forward_below, backward_op, *arguments)
+        return Attention.apply(*arguments[:5], arguments[5:])
     return forward_below(*arguments)
 
 
@@ -243,8 +270,15 @@ def plain_keys():
 PLAIN = plain_keys()
 
 
-def is_plain(x):
-    return isinstance(x, torch.Tensor) and dispatch_keys(x).raw_repr() in PLAIN
+def is_plain(*tensors):
+    """Are all of them plain, apart from None?"""
+    try:
+        for x in tensors:
+            if x is not None and dispatch_keys(x).raw_repr() not in PLAIN:
+                return False
+    except TypeError:       # not a tensor
+        return False
+    return True
 
 
 def is_direct():
@@ -254,16 +288,15 @@ def is_direct():
             and torch._C._get_tracing_state() is None)
 
 
-# Attention.apply() without its search for functional transforms.
-apply_direct = super(torch.autograd.Function, Attention).apply
+# apply() without its search for functional transforms.
+apply_direct = super(torch.autograd.Function, DirectAttention).apply
 
 
 def forward(q, k, v, scalars, start, *others):
-    """The operator, by the shortest way."""
-    if not (is_direct() and is_plain(q) and is_plain(k) and is_plain(v) and (scalars is None or is_plain(scalars))
-            and (start is None or is_plain(start))):
+    """The output of the operator, by the shortest way."""
+    if not (is_direct() and is_plain(q, k, v, scalars, start)):
         check_tensors(q=q, k=k, v=v, scalars=scalars, start=start)
-        return forward_op(q, k, v, scalars, start, *others)
+        return forward_op(q, k, v, scalars, start, *others)[0]
     if is_differentiated((q, k, v, scalars)):
-        return apply_direct(forward_cpu, backward_cpu, q, k, v, scalars, start, *others)
-    return forward_cpu(q, k, v, scalars, start, *others)
+        return apply_direct(q, k, v, scalars, start, others)
+    return forward_cpu(q, k, v, scalars, start, *others)[0]

@@ -161,6 +161,9 @@ def attach(model, normalizer, seq_len):
         layer.normalizer = Normalizer(normalizer, layer.config.num_attention_heads, seq_len, device=weight.device)
         if "attn_pn" in layer.normalizer.names:
             layer.normalizer.attn_pn = layers[0].normalizer.attn_pn
+    names = [f"{name}.normalizer.attn_pn" for name, layer in model.named_modules() if layer in layers]
+    if "attn_pn" in layers[0].normalizer.names:     # or save_pretrained() rejects the shared parameter
+        model._tied_weights_keys = (model._tied_weights_keys or {}) | dict.fromkeys(names[1:], names[0])
     model.set_attn_implementation(register(normalizer))
 
 
@@ -169,3 +172,5 @@ def detach(model):
     for layer in attention_layers(model):
         if isinstance(getattr(layer, "normalizer", None), Normalizer):
             del layer.normalizer
+    model._tied_weights_keys = {name: source for name, source in (model._tied_weights_keys or {}).items()
+                                if not name.endswith(".normalizer.attn_pn")}

@@ -1,7 +1,7 @@
 """attn_c's attention through PyTorch, on the CPU, beside PyTorch's own ways to compute the same values.
 
     .venv/bin/python dev/bench/torch_cpu.py [--lengths 1024] [--attn softmax,ssmax,lssar] [--rounds 3] [--seconds 0.5]
-        [--level v3] [--json F]
+        [--level v3] [--json F] [--overhead]
 
 In milliseconds, forward and backward: attn_c by attention(), in eager mode; the C function alone
 (build/bench/attention_cpu); scaled_dot_product_attention for softmax, and otherwise torch.compile of the formula in
@@ -9,7 +9,8 @@ dev/reference/model.py. Forward alone: attn_c and FlexAttention, which on CPUs h
 that only scale softmax's scores. float32, 12 heads of 64, the same number of threads; one sequence, or as many as make
 1,024 tokens. Each round measures every variant once. A time is the median of the rounds, a ratio the median of the
 rounds' ratios. The last lines are what a call costs that has almost nothing to compute, in microseconds over the call
-of the C function by ctypes. --level selects a library for other processors."""
+of the C function by ctypes, beside a PyTorch operator that computes nothing. --overhead prints these alone. --level
+selects a library for other processors."""
 import argparse
 import importlib
 import json
@@ -134,30 +135,69 @@ def print_table(rows):
                                 for x in r.values()) + " |")
 
 
-def microseconds(function, calls=2000):
-    best = float("inf")
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return 1e6 * best
+def microseconds(functions, calls=300, rounds=25):
+    """{name: the least of a call}. Each round measures every function, so that a disturbance meets all of them."""
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            best[name] = min(best[name], 1e6 * (time.perf_counter() - start) / calls)
+    return best
+
+
+def empty_operator():
+    """An operator with the arguments and outputs of attn_c's, but nothing to compute, made as PyTorch's guide says: an
+    implementation, and an autograd.Function that calls it."""
+    import torch
+    from attn_c import ops
+    library = torch.library.Library("empty", "DEF")
+    library.define(f"attention({ops.ARGUMENTS}) -> (Tensor out, Tensor stats)")
+    operator = torch.ops.empty.attention.default
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            with ops.BelowAutograd():
+                out, stats = operator(*arguments)
+            ctx.save_for_backward(out, stats, *arguments[:5])
+            ctx.mark_non_differentiable(stats)
+            return out, stats
+
+    def autograd(*arguments):
+        if ops.is_differentiated(arguments[:4]):
+            return Function.apply(*arguments)
+        with ops.BelowAutograd():
+            return operator(*arguments)
+
+    library.impl("attention", lambda q, *others: (torch.empty_like(q), q.new_empty((*q.shape[:3], 4))), "CPU")
+    library.impl("attention", autograd, "Autograd")
+    return operator, library        # which has the operator only as long as it lives
 
 
 def overhead():
-    """{how: microseconds of a forward pass over the C function's}, with 8 tokens and one head of 16."""
+    """{whether there is a gradient: {what is called: microseconds of a forward pass}}, for 8 tokens and two heads of 8,
+    on one thread. "C": the C function by ctypes."""
     import torch
-    from attn_c import attention, ops
-    x = torch.randn(1, 1, 8, 16)
-    q, _, _, _, scalars, plan = ops.prepare(x, x, x, None, None, "softmax", None, None)
-    arrays = [torch.empty(n) for n in (128, 32, plan.scratch)]
-    where = [q.data_ptr()] * 3 + [None, scalars.data_ptr(), *(a.data_ptr() for a in arrays)]
-    for _ in range(5000):
-        plan.forward(plan.pointer, *where)
-    of_c = microseconds(lambda: plan.forward(plan.pointer, *where))
-    found = {"without a gradient": microseconds(lambda: attention(x, x, x, "softmax")) - of_c}
-    x.requires_grad_()
-    return found | {"with a gradient": microseconds(lambda: attention(x, x, x, "softmax")) - of_c}
+    from attn_c import Normalizer, attention, ops
+    torch.set_num_threads(1)
+    (empty, _library), found = empty_operator(), {}
+    for gradient in False, True:
+        x = torch.randn(1, 2, 8, 8, requires_grad=gradient)
+        q, _, _, _, scalars, plan = ops.prepare(x, x, x, None, None, "softmax", None, None)
+        arrays = [torch.empty(n) for n in (128, 64, plan.scratch)]
+        where = [q.data_ptr()] * 3 + [None, scalars.data_ptr(), *(a.data_ptr() for a in arrays)]
+        s = torch.ones(2, requires_grad=gradient)
+        calls = {"C": lambda: plan.forward(plan.pointer, *where),
+                 "empty operator": lambda: empty(x, x, x, s, None, "ssmax", 8, None),
+                 'attention("softmax")': lambda: attention(x, x, x, "softmax"),
+                 'attention("ssmax")': lambda: attention(x, x, x, "ssmax", seq_len=8, scalars={"attn_scale": s})}
+        for name in "ssmax", "ssmax-bias":
+            module = Normalizer(name, 2, 8).requires_grad_(gradient)
+            calls[f'Normalizer("{name}")'] = lambda module=module: module(x, x, x)
+        found["with a gradient" if gradient else "without a gradient"] = microseconds(calls)
+    return found
 
 
 def main():
@@ -168,17 +208,22 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
     parser.add_argument("--level", help="v3, v4 or bf16: the library for these processors; default: the best")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--overhead", action="store_true", help="only the last lines")
     options = parser.parse_args()
     os.chdir(ROOT)
     subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
     names, lengths = options.attn.split(","), [int(T) for T in options.lengths.split(",")]
+    if options.overhead:
+        lengths = []
     found = measure(names, lengths, options.rounds, options.seconds, options.level)
     rows = [row(name, T, found[name, T]) for T in lengths for name in names]
-    print_table(rows)
-    print()
+    if rows:
+        print_table(rows)
+        print()
     for how, us in overhead().items():
-        print(f"a forward pass {how}: {us:.1f} us over the C function")
+        print(f"a forward pass {how}: C function {us['C']:.1f} us, empty operator {us['empty operator']:.1f} us; over "
+              "the C function: " + ", ".join(f"{name} {us[name] - us['C']:.1f} us" for name in list(us)[2:]))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

@@ -4,10 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, data, model_of, modeling, pair        # noqa: F401
 from tiny import END_OF_TEXT, ROOT, T, VOCAB, train
@@ -83,7 +86,7 @@ def test_compiled(interface):
             compiled(TOKENS, attention_mask=PADDED.index_fill(1, torch.tensor(8), 0), use_cache=False)
 
 
-def test_attached_scalars(interface):
+def test_attached_scalars(interface, tmp_path):
     """They are trained, saved and shared as the names say; without them s keeps its initial value."""
     model = make_llama()
     interface.attach(model, "ssmax-pn", seq_len=64)
@@ -95,7 +98,11 @@ def test_attached_scalars(interface):
     with pytest.raises(ValueError, match="the scalars of ssmax-pn"):
         model.set_attn_implementation("attn_c:ssmax")
         model(TOKENS)
+    model.save_pretrained(tmp_path)     # the shared parameter once
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert [name for name in file.keys() if "attn_pn" in name] == ["model.layers.0.self_attn.normalizer.attn_pn"]
     interface.detach(model)
+    assert model._tied_weights_keys == LlamaForCausalLM._tied_weights_keys
     start = model(TOKENS).logits
     interface.attach(model, "ssmax", seq_len=64)
     assert torch.equal(model(TOKENS).logits, start)
@@ -368,16 +375,16 @@ def test_fused_projections_switch_but_cannot_be_attached(family, sizes, interfac
 EXAMPLES = ROOT / "attention/torch/examples"
 
 
-def example(name, *words):
+def example(name, *words, python=sys.executable):
     where = os.pathsep.join([str(ROOT / "build/python"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run([sys.executable, EXAMPLES / name, *map(str, words)], capture_output=True, text=True,
+    return subprocess.run([python, EXAMPLES / name, *map(str, words)], capture_output=True, text=True,
                           timeout=300, env=dict(os.environ, PYTHONPATH=where, OMP_NUM_THREADS="1"))
 
 
-def refused(name, *words):
+def refused(name, *words, code=None):
     """The one message with which an example ends."""
     run = example(name, *words)
-    assert run.returncode != 0 and not run.stdout and run.stderr.count("\n") == 1, run.stderr
+    assert run.returncode in ([code] if code else [1, 2]) and not run.stdout and run.stderr.count("\n") == 1, run.stderr
     return run.stderr
 
 
@@ -388,7 +395,12 @@ def test_pretraining_example(attn_c, tmp_path, monkeypatch):
     assert "at least --seq-len 32 bytes, found 15" in refused("pretrain.py", tmp_path / "short", tmp_path / "out",
                                                               "--seq-len", 32)
     assert refused("pretrain.py", tmp_path / "none", tmp_path / "out") == (
-        f"{tmp_path}/none: expected a text: No such file or directory\n")
+        f"pretrain.py: {tmp_path}/none: expected a text: No such file or directory\n")
+    for flag, value, message in (("--seq-len", 0, "expected an integer from 2 to 2147483647, found '0'"),
+                                 ("--steps", "x", "expected an integer from 1 to 2147483647, found 'x'"),
+                                 ("--attn", "ssmx", "attn_c: ssmx: unknown normalizer. Did you mean ssmax?")):
+        found = refused("pretrain.py", tmp_path / "text", tmp_path / "out", flag, value, code=2)
+        assert f"pretrain.py: argument {flag}: {message}" in found
     assert not (tmp_path / "out").exists()
     run = example("pretrain.py", tmp_path / "text", tmp_path / "out", "--steps", 20, "--seq-len", 32)
     assert run.returncode == 0, run.stderr
@@ -432,9 +444,27 @@ def test_plotting_what_is_no_q_and_k(given, attn_c, tmp_path):
     assert refused("plot_weights.py", path, tmp_path / "w.png").startswith(f"{path}: expected ")
 
 
+LM_EVAL = "0.4.13"
+
+
+def with_lm_eval():
+    """The Python of build/lm_eval, an environment that sees this one's packages and adds lm_eval."""
+    if not os.environ.get("LM_EVAL"):
+        pytest.skip(f"LM_EVAL=1 runs it, and installs lm_eval {LM_EVAL} in build/lm_eval first (a minute, 470 MB)")
+    folder = ROOT / "build/lm_eval"
+    python, done = folder / "bin/python", folder / f"{LM_EVAL}.done"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        purelib = sysconfig.get_path("purelib")
+        Path(purelib.replace(sys.prefix, str(folder)), "outer.pth").write_text(purelib)
+        subprocess.run([python, "-m", "pip", "install", "-q", f"lm_eval=={LM_EVAL}"], check=True)
+        done.touch()
+    return python
+
+
 def test_evaluation_example(attn_c, tmp_path):
-    """A task of multiple choice out of a file, where lm_eval is installed."""
-    pytest.importorskip("lm_eval")
+    """A task of multiple choice out of a file."""
+    python = with_lm_eval()
     from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer, models, pre_tokenizers
     words = {word: i for i, word in enumerate("[UNK] the cat dog sat ran on mat".split())}
@@ -448,5 +478,6 @@ def test_evaluation_example(attn_c, tmp_path):
         f"task: cats\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path}/t/rows.jsonl}}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\n"
         "doc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n")
-    run = example("evaluate.py", tmp_path / "m", "cats", "--attn", "lssar", "--include", tmp_path / "t")
+    run = example("evaluate.py", tmp_path / "m", "cats", "--attn", "lssar", "--include", tmp_path / "t",
+                  python=python)
     assert run.returncode == 0 and "cats" in run.stdout and "acc" in run.stdout, run.stderr[-2000:]

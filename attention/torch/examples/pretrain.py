@@ -5,6 +5,7 @@
 The tokens are the text's bytes. Needs transformers and accelerate. OUT can be loaded with load() below, which attaches
 the learned scalars before it reads their values."""
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import attn_c.transformers
+from attn_c.library import scalar_names
 
 
 class Windows(torch.utils.data.Dataset):
@@ -19,7 +21,7 @@ class Windows(torch.utils.data.Dataset):
 
     def __init__(self, text, T):
         if len(text) < T:
-            raise SystemExit(f"expected a text of at least --seq-len {T} bytes, found {len(text)}")
+            stop(f"expected a text of at least --seq-len {T} bytes, found {len(text)}")
         self.rows = torch.frombuffer(bytearray(text[:len(text) // T * T]), dtype=torch.uint8).view(-1, T)
 
     def __len__(self):
@@ -34,7 +36,7 @@ def read(path):
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SystemExit(f"{path}: expected a text: {error.strerror}")
+        stop(f"{path}: expected a text: {error.strerror}")
 
 
 def new_model(attn, T):
@@ -50,18 +52,40 @@ def load(folder, attn):
     model = LlamaForCausalLM(config)
     attn_c.transformers.attach(model, attn, config.max_position_embeddings)
     lacking, unknown = model.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=False)
-    if unknown or set(lacking) - {"lm_head.weight"}:        # the output projection is the embedding
+    if unknown or set(lacking) - model._tied_weights_keys.keys():      # such as the output projection, the embedding
         raise ValueError(f"{folder}: expected a model under {attn}; missing {lacking}, unknown {unknown}")
     return model
+
+
+def at_least(least):
+    def integer(text):
+        if not text.isdecimal() or not least <= int(text) < 1 << 31:
+            raise argparse.ArgumentTypeError(f"expected an integer from {least} to {(1 << 31) - 1}, found {text!r}")
+        return int(text)
+    return integer
+
+
+def normalizer(text):
+    try:
+        scalar_names(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error)
+    return text
+
+
+def stop(message):
+    print(f"pretrain.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("out")
-    parser.add_argument("--attn", default="ssmax")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--attn", type=normalizer, default="ssmax")
+    parser.add_argument("--steps", type=at_least(1), default=200)
+    parser.add_argument("--seq-len", type=at_least(2), default=128)
+    parser.error = stop         # without the usage
     options = parser.parse_args()
     windows = Windows(read(options.text), options.seq_len)
     torch.manual_seed(0)
