@@ -19,6 +19,8 @@
 // run started with.
 #define DIGITS 15
 #define INT_LIMIT 1e15
+#define AS_TEXT(macro) AS_TEXT_OF(macro)
+#define AS_TEXT_OF(text) #text
 #define HELP_COLUMN 34
 #define HELP_WIDTH 120
 #define CONFIG_LIMIT ((size_t)1 << 20)    // bytes of a --config file
@@ -40,7 +42,7 @@ static bool has_bounds(const Option *o) {
 
 static const char *kind_name(const Option *o) {
     if (o->type == OPT_FLOAT) return "a number";
-    return o->type == OPT_INT ? "a whole number" : "comma-separated whole numbers";
+    return o->type == OPT_INT ? "a whole number" : "1 to " AS_TEXT(OPTION_LIST_MAX) " comma-separated whole numbers";
 }
 
 // Writes what a value of this flag must be, for messages.

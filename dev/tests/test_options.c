@@ -118,7 +118,8 @@ static void test_refusals(void) {
     refused("--shuffle yes", "expected 0 or 1, found \"yes\"");
     refused("--seq-len 64,", "comma-separated whole numbers from 1 to 65536");
     refused("--seq-len 64,0", "found \"64,0\"");
-    refused("--seq-len 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17", "whole numbers");
+    refused("--seq-len 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17",
+            "expected 1 to 16 comma-separated whole numbers from 1 to 65536");
     refused("--", "does not belong to a flag");
 }
 
@@ -210,8 +211,8 @@ static void test_config_errors(void) {
     refused_config("dtype = \"bf61\"", EXIT_USAGE,
                    "line 1: dtype: expected one of fp32|bf16, in quotes, found \"bf61\". Did you mean bf16?");
     refused_config("seq-len = [64, 0]", EXIT_USAGE,
-                   "line 1: seq-len: expected comma-separated whole numbers from 1 to 65536, found \"64,0\".");
-    refused_config("seq-len = []", EXIT_USAGE, "line 1: seq-len: expected comma-separated whole numbers");
+                   "line 1: seq-len: expected 1 to 16 comma-separated whole numbers from 1 to 65536, found \"64,0\".");
+    refused_config("seq-len = []", EXIT_USAGE, "line 1: seq-len: expected 1 to 16 comma-separated whole numbers");
     refused_config("batch = 4\nlr", EXIT_INPUT, "line 2: expected = after the key, found the end of the file.");
     unlink(config_path(0));
     char output[4096];
