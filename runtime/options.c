@@ -304,7 +304,7 @@ static void print_quoted(const char *text) {
     putchar('"');
     for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
         if (*p == '"' || *p == '\\') printf("\\%c", *p);
-        else if (*p < ' ') printf("\\u%04x", *p);
+        else if (iscntrl(*p)) printf("\\u%04x", *p);
         else putchar(*p);
     }
     putchar('"');
@@ -396,6 +396,8 @@ static void set_entry(Option *o, const TomlEntry *entry, const char *where) {
 static Option *entry_row(Option *table, size_t count, const TomlEntry *entry, int *lines, const char *where) {
     char near[96];
     Option *o = options_find(table, count, entry->key);
+    if (!strcmp(entry->key, "config"))
+        usage_fail("%sconfig: a file of flags cannot name another. Repeat --config on the command line.", where);
     if (!o)
         usage_fail("%s%s: unknown flag.%s Run `--help` for the full list.", where, entry->key,
                    nearest_flag(table, count, "", entry->key, strlen(entry->key), near, sizeof near));
