@@ -241,6 +241,10 @@ def test_wrong_usage_and_files(tmp_path):
     run = tmp_path / "run"
     assert "one of the arguments --wandb --tensorboard is required" in follow(run, code=2)
     assert "--interval" in follow(run, "--tensorboard", "--interval", 0, code=2)
+    write(run, [line(1)])
+    for folder in (run / "run.json", run / "run.json/a"):
+        assert (f"follow.py: --tensorboard: {run}/run.json: expected a folder, found a file. Pass another folder"
+                in follow(run, "--tensorboard", folder, code=3))
     write(run, [line(1)], tail='{"step": 2}\n')
     assert ("metrics.jsonl: line 2: expected a JSON object with step and tokens, found '{\"step\": 2}'. Remove the line"
             in follow(run, "--tensorboard", code=3))
