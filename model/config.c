@@ -97,6 +97,11 @@ static void write_rope(cJSON *json, const ModelConfig *config, bool plain) {
     }
 }
 
+static void write_id(cJSON *json, const char *key, int id) {
+    if (id == NULL_ID) cJSON_AddNullToObject(json, key);
+    else if (id != NO_ID) cJSON_AddNumberToObject(json, key, id);
+}
+
 // eos_token_id, as it was read, or end_of_text.
 static void write_ends(cJSON *json, const ModelConfig *config) {
     if (config->end_count > 1)
@@ -131,8 +136,9 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     else if (plain && config->mistral) cJSON_AddNullToObject(json, "sliding_window");
     cJSON_AddNumberToObject(json, "attention_dropout", 0);
     cJSON_AddNumberToObject(json, "initializer_range", 0.02);
-    cJSON_AddNumberToObject(json, "bos_token_id", config->end_of_text);
+    write_id(json, "bos_token_id", config->bos == NO_ID ? config->end_of_text : config->bos);
     write_ends(json, config);
+    write_id(json, "pad_token_id", config->pad);
     cJSON_AddBoolToObject(json, "use_cache", true);
     cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
     attn = cJSON_AddObjectToObject(json, "attention_normalizer");
@@ -343,9 +349,17 @@ static void read_ends(Reader *r) {
                     value_of(item).text, c->vocab - 1, MAX_ENDS);
 }
 
-// If the tokenizer in the folder has another token between the documents of shards than eos_token_id, the latter ends
-// the turns of a chat. Without a tokenizer, its first id is between documents.
-static void read_end_of_text(Reader *r, const char *folder) {
+// An id that only other programs use: any other value counts as missing.
+static int read_id(const Reader *r, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, key);
+    uint64_t id;
+    if (cJSON_IsNull(item)) return NULL_ID;
+    return json_u64(item, &id) && id < (uint64_t)r->config->vocab ? (int)id : NO_ID;
+}
+
+// The ids of special tokens. If the tokenizer in the folder has another token between the documents of shards than
+// eos_token_id, the latter ends the turns of a chat. Without a tokenizer, its first id is between documents.
+static void read_special(Reader *r, const char *folder) {
     ModelConfig *c = r->config;
     int tokens, end_of_text;
     if (!c->vocab) return;
@@ -353,7 +367,8 @@ static void read_end_of_text(Reader *r, const char *folder) {
     c->end_of_text = c->end_count ? c->ends[0] : default_end_of_text(c->vocab);
     if (tokenizer_ids(folder, &tokens, &end_of_text) && end_of_text >= 0 && end_of_text < c->vocab)
         c->end_of_text = end_of_text;
-    if (c->end_count == 1 && c->ends[0] == c->end_of_text) c->end_count = 0;
+    c->bos = read_id(r, "bos_token_id");
+    c->pad = read_id(r, "pad_token_id");
 }
 
 static void read_block(Reader *r) {
@@ -768,7 +783,7 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
     if (right) {
         read_type(&r);
         read_sizes(&r);
-        read_end_of_text(&r, folder);
+        read_special(&r, folder);
         read_block(&r);
         read_family(&r);
         read_window(&r);

@@ -233,6 +233,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     config->tied = true;
     config->qk_norm = config->qkv_bias = config->mistral = false;
     config->window = 0;
+    config->bos = config->pad = NO_ID;
     config->logit_softcap = 0;
     config->norm_eps = DEFAULT_NORM_EPS;
     config->rope_theta = DEFAULT_ROPE_THETA;

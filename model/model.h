@@ -29,7 +29,7 @@ enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 1 << 20 };
 // units replace one Llama layer.
 typedef enum { BLOCK_LLAMA, BLOCK_GAU, BLOCK_COUNT } Block;
 
-enum { MAX_ENDS = 8 };
+enum { MAX_ENDS = 8, NO_ID = -1, NULL_ID = -2 };
 
 enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 
@@ -49,10 +49,10 @@ typedef struct {
     double norm_eps;         // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
     RopeScaling rope_scaling;
-    int seq_len;        // L, the training length
-    int end_of_text;    // the token between documents
-    // What else ends a generated text: eos_token_id, unless that is end_of_text alone (a chat model's <|im_end|>).
-    int ends[MAX_ENDS], end_count;
+    int seq_len;                      // L, the training length
+    int end_of_text;                  // the token between documents
+    int ends[MAX_ENDS], end_count;    // eos_token_id of the file: what else ends a generated text, such as <|im_end|>
+    int bos, pad;    // bos_token_id and pad_token_id of the file, NULL_ID if null, NO_ID if missing; for other programs
     Normalizer attn;
 } ModelConfig;
 

@@ -110,9 +110,14 @@ static bool add_source(Mixture *m, const char *globs, uint64_t weight, Error *er
 
 // Adds the source of one word, GLOB:WEIGHT. `text` is all of them, for messages.
 static bool add_weighted(Mixture *m, char *word, const char *text, Error *error) {
-    const char *number = weight_of(word);
+    const char *number = weight_of(word), *colon = strrchr(word, ':');
     if (m->count == MAX_SOURCES)
         return error_set(error, EXIT_USAGE, "expected at most %d sources, found more: %s", MAX_SOURCES, text);
+    if (!number && colon && !strchr(colon, '/'))
+        return error_set(error, EXIT_USAGE,
+                         "%s: \"%s\": expected a weight after the colon, such as 0.7, found \"%s\".\n"
+                         "  If the colon is part of the name, append a weight: \"%s:0.5\".",
+                         text, word, colon + 1, word);
     if (!number)
         return error_set(error, EXIT_USAGE,
                          "%s: \"%s\" has no weight.\n  Give all sources a weight, as in \"%s:0.5\", or none.", text,

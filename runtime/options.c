@@ -19,6 +19,8 @@
 // run started with.
 #define DIGITS 15
 #define INT_LIMIT 1e15
+#define AS_TEXT(macro) AS_TEXT_OF(macro)
+#define AS_TEXT_OF(text) #text
 #define HELP_COLUMN 34
 #define HELP_WIDTH 120
 #define CONFIG_LIMIT ((size_t)1 << 20)    // bytes of a --config file
@@ -40,7 +42,7 @@ static bool has_bounds(const Option *o) {
 
 static const char *kind_name(const Option *o) {
     if (o->type == OPT_FLOAT) return "a number";
-    return o->type == OPT_INT ? "a whole number" : "comma-separated whole numbers";
+    return o->type == OPT_INT ? "a whole number" : "1 to " AS_TEXT(OPTION_LIST_MAX) " comma-separated whole numbers";
 }
 
 // Writes what a value of this flag must be, for messages.
@@ -302,7 +304,7 @@ static void print_quoted(const char *text) {
     putchar('"');
     for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
         if (*p == '"' || *p == '\\') printf("\\%c", *p);
-        else if (*p < ' ') printf("\\u%04x", *p);
+        else if (iscntrl(*p)) printf("\\u%04x", *p);
         else putchar(*p);
     }
     putchar('"');
@@ -394,6 +396,8 @@ static void set_entry(Option *o, const TomlEntry *entry, const char *where) {
 static Option *entry_row(Option *table, size_t count, const TomlEntry *entry, int *lines, const char *where) {
     char near[96];
     Option *o = options_find(table, count, entry->key);
+    if (!strcmp(entry->key, "config"))
+        usage_fail("%sconfig: a file of flags cannot name another. Repeat --config on the command line.", where);
     if (!o)
         usage_fail("%s%s: unknown flag.%s Run `--help` for the full list.", where, entry->key,
                    nearest_flag(table, count, "", entry->key, strlen(entry->key), near, sizeof near));

@@ -1,5 +1,6 @@
 #include "runtime/toml.h"
 
+#include <ctype.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -13,6 +14,11 @@ TomlReader toml_start(const char *path, char *text) {
     return (TomlReader){.path = path, .at = text, .line = 1};
 }
 
+// A character that TOML forbids, save in line ends.
+static bool is_control(char c) {
+    return iscntrl((unsigned char)c) && c != '\t';
+}
+
 // ---- errors
 
 // Describes what is at `at`: a word, or a character.
@@ -20,7 +26,7 @@ static const char *found_at(const char *at, char *out, size_t size) {
     size_t length = strcspn(at, " \t\r\n,=#[]{}\"'");
     if (*at == 0) snprintf(out, size, "the end of the file");
     else if (*at == '\n' || (*at == '\r' && at[1] == '\n')) snprintf(out, size, "the end of the line");
-    else if ((unsigned char)*at < ' ') snprintf(out, size, "the control character %d", *at);
+    else if (is_control(*at)) snprintf(out, size, "the control character %d", *at);
     else snprintf(out, size, "%.*s", length > 40 ? 40 : length ? (int)length : 1, at);
     return out;
 }
@@ -39,7 +45,8 @@ static void skip_spaces(TomlReader *r) {
 
 static void skip_comment(TomlReader *r) {
     skip_spaces(r);
-    if (*r->at == '#') r->at += strcspn(r->at, "\r\n");
+    if (*r->at == '#')
+        while (!is_control(*r->at)) r->at++;
 }
 
 // Skips the end of a line, if one is here.
@@ -113,7 +120,7 @@ static bool read_escape(TomlReader *r, char **out) {
 static char *read_string(TomlReader *r) {
     char quote = *r->at++, *out = r->at;
     while (*r->at != quote) {
-        if ((unsigned char)*r->at < ' ' && *r->at != '\t') {
+        if (is_control(*r->at)) {
             wrong(r, quote == '"' ? "a closing \" on this line" : "a closing ' on this line");
             return NULL;
         }
@@ -128,13 +135,39 @@ static char *read_string(TomlReader *r) {
     return out;
 }
 
-// Is a number, or what is meant to be one, here? Whoever uses it checks it.
+// Is a number, or what is meant to be one, here?
 static bool at_number(const TomlReader *r) {
     return *r->at && strchr("0123456789+-.", *r->at);
 }
 
-static void skip_word(TomlReader *r) {
-    r->at += strcspn(r->at, " \t\r\n,#]");
+static size_t word_length(const char *word) {
+    return strcspn(word, " \t\r\n,#]");
+}
+
+static bool is_digit(char c) {
+    return isdigit((unsigned char)c);
+}
+
+// The end of the digits, among which there may be single underscores, or NULL if there are none.
+static const char *digits_end(const char *at) {
+    if (!is_digit(*at)) return NULL;
+    while (is_digit(*at) || (*at == '_' && is_digit(at[1]))) at++;
+    return at;
+}
+
+// Skips a number: digits, which start with 0 only if that is all, then maybe a point and digits, and an exponent.
+static bool skip_number(TomlReader *r) {
+    const char *first = r->at + (*r->at == '+' || *r->at == '-');
+    const char *at = *first == '0' ? first + 1 : digits_end(first);
+    if (at && *at == '.') at = digits_end(at + 1);
+    if (at && (*at == 'e' || *at == 'E')) at = digits_end(at + 1 + (at[1] == '+' || at[1] == '-'));
+    size_t length = word_length(r->at);
+    if (at != r->at + length) {
+        wrong(r, "a number such as 5, 0.5, 1_000 or 6e-4");
+        return false;
+    }
+    r->at += length;
+    return true;
 }
 
 static char *read_list(TomlReader *r) {
@@ -145,7 +178,7 @@ static char *read_list(TomlReader *r) {
             wrong(r, "a number or ]");
             return NULL;
         }
-        skip_word(r);
+        if (!skip_number(r)) return NULL;
         if (out > start) *out++ = ',';
         memmove(out, number, (size_t)(r->at - number));
         out += r->at - number;
@@ -162,14 +195,11 @@ static char *read_list(TomlReader *r) {
 }
 
 static char *read_word(TomlReader *r, TomlEntry *entry) {
-    char *word = r->at;
-    bool number = at_number(r);
-    skip_word(r);
-    size_t length = (size_t)(r->at - word);
-    bool is_switch = (length == 4 && !memcmp(word, "true", 4)) || (length == 5 && !memcmp(word, "false", 5));
+    size_t length = word_length(r->at);
+    bool is_switch = (length == 4 && !memcmp(r->at, "true", 4)) || (length == 5 && !memcmp(r->at, "false", 5));
     entry->kind = is_switch ? TOML_SWITCH : TOML_NUMBER;
-    if (number || is_switch) return r->at;
-    r->at = word;
+    if (is_switch) return r->at += length;
+    if (at_number(r)) return skip_number(r) ? r->at : NULL;
     wrong(r, "text in quotes, a number, true, false, or [a list of numbers]");
     return NULL;
 }
@@ -192,7 +222,9 @@ static char *read_value(TomlReader *r, TomlEntry *entry) {
 static size_t read_key(TomlReader *r) {
     size_t length = strspn(r->at, KEY_LETTERS);
     if (length == 0) {
-        wrong(r, *r->at == '[' ? "key = value (tables are not supported)" : "key = value");
+        bool quoted = *r->at == '"' || *r->at == '\'';
+        if (quoted) wrong(r, "a key without quotes");
+        else wrong(r, *r->at == '[' ? "key = value (tables are not supported)" : "key = value");
         return 0;
     }
     r->at += length;

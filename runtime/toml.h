@@ -1,6 +1,7 @@
 // Reads the part of TOML that flags need: lines `key = value`, where a value is a string in quotes, a number, true,
 // false, or a list of numbers in brackets, which may span lines; blank lines, and comments from # on. Anything else,
-// tables among them, is an error that names the file and the line.
+// tables among them, is an error that names the file and the line. What it reads, Python's tomllib reads with the same
+// values, except that it skips a byte order mark and leaves bytes that are not UTF-8, as in paths, as they are.
 #ifndef RUNTIME_TOML_H
 #define RUNTIME_TOML_H
 
@@ -12,7 +13,7 @@ typedef enum { TOML_STRING, TOML_NUMBER, TOML_SWITCH, TOML_LIST } TomlKind;
 
 typedef struct {
     const char *key;
-    // The string without its quotes and escapes; the number as it is written, not yet checked; "true" or "false"; or the
+    // The string without its quotes and escapes; the number as it is written; "true" or "false"; or the
     // numbers of the list, separated by commas.
     const char *text;
     TomlKind kind;

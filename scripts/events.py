@@ -51,11 +51,20 @@ def summary(scalars):
     return b"".join(field(1, value) for value in values)
 
 
+def make_folder(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (folder, *folder.parents) if path.exists())
+        raise NotADirectoryError(f"--tensorboard: {file}: expected a folder, found a file. Pass another folder, or "
+                                 "move the file.") from None
+
+
 class EventFile:
     """A new event file. Times are in seconds since `began`, in seconds since 1970."""
 
     def __init__(self, path, began):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self.file, self.began = open(path, "wb"), began
         self.record(0, None, field(3, b"brain.Event:2"))
 

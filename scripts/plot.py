@@ -214,13 +214,15 @@ def draw_loss(axes, x, lines, color, label):
 
 
 def draw_switches(axes, at, color, labels=True):
-    """A dashed line for each (x, text), labeled or not."""
+    """A dashed line for each (x, text), labeled or not. Labels stand at the top, where losses rarely are, and have a
+    narrow rim instead of a box, which would hide curves."""
+    from matplotlib import patheffects
     for x, text in at:
         axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
         if labels:
-            axes.annotate(text, (x, 0.02), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          rotation=90, ha="right", va="bottom", fontsize=8.5, color=color, zorder=5,
-                          bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8})
+            axes.annotate(text, (x, 0.93), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+                          rotation=90, ha="right", va="top", fontsize=8.5, color=color, zorder=5,
+                          path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
 
 
 def loss_limits(loaded):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, builds with warnings as errors, and tests.
 #
-#   scripts/test.sh                  what CI runs: under 10 minutes on two cores after downloads
+#   scripts/test.sh                  what CI runs: 16 to 26 minutes on two cores after downloads
 #   scripts/test.sh --all            all mutations, races, orders and shapes, and long fuzzing: hours
 #   scripts/test.sh [--all] GROUP... these groups of tests alone; `scripts/test.sh --groups` lists them
 #

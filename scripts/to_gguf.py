@@ -94,15 +94,17 @@ def check(config, folder):
                                + "\n  Use it with sample_gpt2, or with transformers.")
 
 
-def check_by_trainer(folder):
-    """What train_gpt2 would reject: keys of config.json that change what a model computes, missing or other tensors."""
+def check_by_trainer(folder, ignored):
+    """What train_gpt2 would reject: keys of config.json, other than `ignored`, that change what a model computes;
+    missing or other tensors."""
     program = ROOT / "train_gpt2"
     if not program.exists():
         raise DataError(USAGE, f"{program}: not found, and it checks the model. Build it with make.")
     with tempfile.TemporaryDirectory() as temporary:
         shards.write_shard(Path(temporary) / "zeros_train_000001.bin", np.zeros(16, np.int64))
-        result = subprocess.run([program, "--init-from", folder, "--train-data", f"{temporary}/*.bin", "--seq-len", "8",
-                                 "--batch", "1", "--dry-run"], capture_output=True, text=True)
+        result = subprocess.run([program, "--init-from", folder, "--train-data", f"{temporary}/*.bin", "--seq-len", "1",
+                                 "--batch", "1", "--dry-run", "--ignore-config-key", ignored],
+                                capture_output=True, text=True)
     if result.returncode == INPUT:
         raise DataError(INPUT, f"{folder}: this model cannot be written as GGUF. {result.stderr.strip()}")
 
@@ -194,10 +196,16 @@ def add_rope(writer, rope, head_dim):
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
 
 
+def context_length(config):
+    """The training length; in a Mistral at most the window, up to which attention is full."""
+    length, window = config.get("max_position_embeddings", 1024), config.get("sliding_window", 4096)
+    return min(length, window) if config["model_type"] == "mistral" and window else length
+
+
 def add_shape(writer, config):
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_context_length(config.get("max_position_embeddings", 1024))
+    writer.add_context_length(context_length(config))
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -308,11 +316,11 @@ def model_name(folder):
     return "Mistral" if name == "mistral" else name
 
 
-def convert(folder, out, half):
+def convert(folder, out, half, ignored):
     gguf = library("gguf", "writing a GGUF file")
     config = read_json(folder / "config.json", "a model's config.json, in the folder of a checkpoint or of a run")
     check(config if isinstance(config, dict) else {}, folder)
-    check_by_trainer(folder)
+    check_by_trainer(folder, ignored)
     temporary = out.with_name(out.name + ".part")
     writer = gguf.GGUFWriter(temporary, ARCHITECTURES[config["model_type"]])
     try:
@@ -336,12 +344,15 @@ def main():
     parser.add_argument("folder", type=Path, help="folder of a checkpoint, of a run, or of a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--dtype", choices=["f32", "f16"], default="f32", help="of the matrices")
+    parser.add_argument("--ignore-config-key", metavar="NAME[,...]", default="",
+                        help="unknown keys in config.json to ignore")
     args = parser.parse_args()
     if not args.folder.is_dir():
         raise DataError(USAGE, f"{args.folder}: no such folder.")
     if args.out.exists() and not args.out.is_file():
         raise DataError(USAGE, f"--out {args.out}: exists and is not a file.")
-    config = convert(model_folder(args.folder), args.out, {"f32": np.float32, "f16": np.float16}[args.dtype])
+    half = {"f32": np.float32, "f16": np.float16}[args.dtype]
+    config = convert(model_folder(args.folder), args.out, half, args.ignore_config_key)
     print(f"{args.out}: {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']} "
           f"channels, {args.out.stat().st_size:,} bytes.")
 

@@ -2,6 +2,7 @@
 // values of the documented form, and written out as a file they are read again.
 //
 // Sources: runtime/error.c runtime/toml.c
+#include <ctype.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +19,7 @@ static char *write_entry(char *out, const TomlEntry *entry) {
         return out + sprintf(out, entry->kind == TOML_LIST ? "[%s]\n" : "%s\n", entry->text);
     *out++ = '"';
     for (const unsigned char *p = (const unsigned char *)entry->text; *p; p++)
-        out += *p < ' ' || *p == '"' || *p == '\\' ? sprintf(out, "\\u%04x", *p) : sprintf(out, "%c", *p);
+        out += iscntrl(*p) || *p == '"' || *p == '\\' ? sprintf(out, "\\u%04x", *p) : sprintf(out, "%c", *p);
     return out + sprintf(out, "\"\n");
 }
 

@@ -1,4 +1,5 @@
 """--config and --print-config in the programs: a printed file repeats its run; --resume; several ranks; messages."""
+import random
 import re
 import subprocess
 
@@ -51,6 +52,47 @@ def test_every_flag_is_in_the_file():
         assert set(tomllib.loads(re.sub("^# (?=[a-z0-9-]+ = )", "", found, flags=re.M))) == flags
 
 
+LINES = ("steps = 1_000", "lr = 6e-4", "weight-decay = 0.1", 'attn = "ssmax" # one', "model = 'a\\b'", "seq-len = 8",
+         'train-data = "\\u00e9 \\\\ \\t"', "seq-len = [8, 16, # two\n  32,\n]", "doc-mask = true", "warmup = 0\r")
+
+
+def random_file(rng):
+    """Some of these lines with up to two changes, or a number."""
+    if rng.random() < 0.3:
+        return "lr = " + "".join(rng.choices("+-._eE0123", k=rng.randint(1, 5)))
+    text = "\n".join(rng.sample(LINES, rng.randint(1, 3)))
+    for _ in range(rng.randint(0, 2)):
+        i = rng.randint(0, len(text))
+        text = text[:i] + rng.choice(["", *"\"'\\#=,[]._-+e05u \t\n\r\x7f\x01é"]) + text[i + rng.randint(0, 1):]
+    return text
+
+
+def test_what_python_reads(tmp_path):
+    """What we read, tomllib reads with the same values; and what tomllib reads as a number we read as one."""
+    tomllib = pytest.importorskip("tomllib")    # from Python 3.11 on
+    rng, path, codes = random.Random(1), tmp_path / "run.toml", []
+    for _ in range(400):
+        text = random_file(rng)
+        path.write_bytes(text.encode())
+        result = subprocess.run([TRAIN, "--config", path, "--print-config"], capture_output=True, env=environment())
+        codes.append(result.returncode)
+        try:
+            expected = tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            assert result.returncode, text
+            continue
+        assert result.returncode != 3 or re.search("[^-+._eE0-9]", text.removeprefix("lr = ")), text
+        if result.returncode == 0:
+            found = tomllib.loads(result.stdout.decode())
+            for key, value in expected.items():
+                if isinstance(value, float):
+                    expected[key] = float(f"{value:.15g}")
+                elif key == "seq-len" and isinstance(value, int):
+                    expected[key] = [value]
+            assert found == expected, text
+    assert {0, 2, 3} == set(codes) and min(codes.count(0), codes.count(3)) > 100
+
+
 def test_resume(data, tmp_path):
     """Flags from a file are flags: a resumed run accepts the same values and rejects others by name."""
     path, out = config_of(tmp_path, data, *FLAGS), tmp_path / "out"
@@ -65,6 +107,9 @@ def test_resume(data, tmp_path):
     ("steps = 3\nzero = 1", 2, "line 2: zero is only supported by train_gpt2cu, the GPU trainer, not by train_gpt2."),
     ("steps = 3\nsteps = 3", 2, "line 2: steps: is set twice; the first time is on line 1."),
     ("attn = ssmax", 3, "line 1: expected text in quotes, a number, true, false, or [a list of numbers], found ssmax."),
+    ("lr = .5", 3, "line 1: expected a number such as 5, 0.5, 1_000 or 6e-4, found .5."),
+    ('"lr" = 0.5', 3, 'line 1: expected a key without quotes, found ".'),
+    ("steps = 3\nconfig = 'x'", 2, "line 2: config: a file of flags cannot name another. Repeat --config"),
     ("[model]\n", 3, "line 1: expected key = value (tables are not supported), found [."),
     ("steps = 3\0", 3, "contains a 0 byte"),
 ])

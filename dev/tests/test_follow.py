@@ -1,9 +1,10 @@
 """scripts/follow.py: every step arrives once, in order, while the run writes, stops and resumes; wandb is a stub that
-records its calls."""
+records its calls, and where it is installed, also wandb itself without a network."""
 import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -237,10 +238,56 @@ def test_wandb_that_is_missing_or_fails(tmp_path, stub):
     assert contents(run) == ["metrics.jsonl", "run.json"]
 
 
+def offline_records(path):
+    """wandb's file is LevelDB's log: after 7 bytes, parts of records with a header of 7 bytes, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 0 < -at % 32768 < 7:
+            at += -at % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):      # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def test_the_real_wandb(tmp_path):
+    """Its files, written offline by two calls, have the run's id, its flags, and every step once."""
+    pytest.importorskip("wandb", reason="wandb is not installed; this test needs `.venv/bin/pip install wandb`")
+    run, found = tmp_path / "run", []
+    write(run, [line(i) for i in range(1, 61)])
+    follow(run, "--wandb", "--project", "p", "--once", WANDB_MODE="offline")
+    append(run, json.dumps(line(61, attn_scale=[[0.5, 0.25, None]])) + "\n")
+    time.sleep(1)       # the folder's name has the second
+    follow(run, "--wandb", "--project", "p", "--once", WANDB_MODE="offline")
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(files) == 2
+    for path in files:
+        for record in offline_records(path):
+            if record.HasField("run"):
+                flags = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                assert (record.run.project, record.run.display_name) == ("p", "run")
+                assert record.run.run_id == json.loads((run / "wandb.json").read_text())["id"]
+                assert flags.items() >= {"steps": 100, "attn": "ssmax"}.items()
+            elif record.HasField("history"):
+                found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                              for item in record.history.item})
+    assert [values["step"] for values in found] == list(range(1, 62))
+    assert all(values.items() >= line(i).items() for i, values in enumerate(found[:60], 1))
+    assert found[60]["attn_scale/layer 0 mean"] == 0.5 and "attn_scale/layer 0 maximum" not in found[60]
+
+
 def test_wrong_usage_and_files(tmp_path):
     run = tmp_path / "run"
     assert "one of the arguments --wandb --tensorboard is required" in follow(run, code=2)
     assert "--interval" in follow(run, "--tensorboard", "--interval", 0, code=2)
+    write(run, [line(1)])
+    for folder in (run / "run.json", run / "run.json/a"):
+        assert (f"follow.py: --tensorboard: {run}/run.json: expected a folder, found a file. Pass another folder"
+                in follow(run, "--tensorboard", folder, code=3))
     write(run, [line(1)], tail='{"step": 2}\n')
     assert ("metrics.jsonl: line 2: expected a JSON object with step and tokens, found '{\"step\": 2}'. Remove the line"
             in follow(run, "--tensorboard", code=3))

@@ -312,6 +312,17 @@ def test_a_llama_from_transformers_trains_here(name, dtype, shard_size, data, tm
     assert abs(validation_loss(saved, data) - metrics(tmp_path / "on", ["val_loss"])[-1][0]) < 1e-4
 
 
+@pytest.mark.parametrize("bos, eos, pad", [(3, 5, 7), (3, [5, END_OF_TEXT, 2], 0), (None, 5, None)])
+def test_the_ids_of_special_tokens_come_back(bos, eos, pad, data, tmp_path):
+    """Even where the tokenizer beside the data has others, and after a change of the normalizer."""
+    make_llama(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad).save_pretrained(tmp_path / "llama")
+    llama, _ = train(data, tmp_path / "out", "--init-from", tmp_path / "llama", steps=1)
+    ssmax, _ = train(data, tmp_path / "ssmax", "--init-from", llama, "--attn", "ssmax", steps=1)
+    for folder in (llama, ssmax):
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (bos, eos, pad)
+
+
 REFUSED = {
     "eps": (dict(rms_norm_eps=0.5), "rms_norm_eps"),
     "biases": (dict(attention_bias=True), "biases"),

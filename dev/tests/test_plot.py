@@ -291,8 +291,9 @@ def test_a_switch_is_marked(tmp_path, draw):
         marks = [line.get_xdata()[0] for line in axes.lines
                  if list(line.get_xdata()) == [line.get_xdata()[0]] * 2 and list(line.get_ydata()) == [0, 1]]
         assert marks == pytest.approx(elapsed if axes.get_xlabel() == "seconds" else [6 * 32])
-    labels = [text.get_text() for axes in panels for text in axes.texts if "→" in text.get_text()]
-    assert labels == ["softmax → ssmax-bias"] * 2
+    labels = [text for axes in panels for text in axes.texts if "→" in text.get_text()]
+    assert [text.get_text() for text in labels] == ["softmax → ssmax-bias"] * 2
+    assert not any(text.get_bbox_patch() for text in labels), "a box would hide curves"
 
 
 def test_runs_without_scalars_are_rejected(tmp_path):
@@ -367,7 +368,8 @@ def test_means_over_seeds_and_differences_of_pairs(seeded):
     figure = runs.comparison(seeded, True, seeded[1])
     loss, val, loss_less, val_less = figure.axes
     assert labels(figure) == ["--attn softmax, 3 seeds: validation 3.6800 ± 0.1000",
-                              "--attn ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414"]
+                              "--attn ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414 "
+                              "at 41 thousand tokens"]
     assert list(val.lines[0].get_ydata()) == pytest.approx([3.6 + 8 / step for step in range(10, 101, 10)])
     assert list(val.lines[1].get_xdata()) == pytest.approx([5.12 * i for i in range(1, 9)])
     assert list(val_less.lines[0].get_ydata()) == pytest.approx([-0.4] * 8)
@@ -382,7 +384,19 @@ def test_differences_of_single_runs(seeded):
     figure = runs.comparison([seeded[0], seeded[3]], False, seeded[0])
     assert labels(figure) == ["a0: validation 3.5800", "b0: validation 3.2800, difference -0.3000"]
     assert not figure.axes[1].collections, "no band"
+    figure = runs.comparison([seeded[0], seeded[4]], False, seeded[4])
+    assert labels(figure)[0] == "a0: validation 3.5800, difference +0.3000 at 41 thousand tokens"
     assert len(runs.comparison(seeded, False, None).axes) == 2
+
+
+def test_a_switch_after_the_end_of_the_baseline(seeded):
+    """It is marked in the losses, but not in the differences, which end before it."""
+    switch = {"step": 90, "event": "attn-switch", "from": "softmax", "attn": "ssmax"}
+    (seeded[0] / "run.json").write_text(json.dumps({"arguments": {"seed": 0}, "lineage": [switch]}))
+    figure = runs.comparison([seeded[0], seeded[4]], False, seeded[4])
+    marked = [[text.get_text() for text in axes.texts if "→" in text.get_text()] for axes in figure.axes]
+    assert marked == [["softmax → ssmax"]] * 2 + [[]] * 2
+    assert figure.axes[2].get_xlim()[1] < 45 < figure.axes[0].get_xlim()[1]
 
 
 def test_a_run_without_a_finite_loss(tmp_path, seeded):

@@ -230,7 +230,8 @@ def test_greedy_text_equals_transformers(made, tmp_path):
 
 @pytest.mark.parametrize("eos", [2, [2, 0], [3, 2, 7]])
 def test_training_keeps_all_ends(made, tmp_path, eos):
-    """<|endoftext|> is between documents; eos_token_id stays <|im_end|>, or a list, also across a resume."""
+    """<|endoftext|> is between documents; eos_token_id stays <|im_end|>, or a list, also across a resume, and
+    bos_token_id and pad_token_id stay."""
     folder = shutil.copytree(made[2], tmp_path / "model")
     edit(folder, eos_token_id=eos)
     write_shard(tmp_path / "d_train_000001.bin", np.arange(3000) % VOCAB)
@@ -239,7 +240,7 @@ def test_training_keeps_all_ends(made, tmp_path, eos):
     train(tmp_path, "--resume", *flags, "--steps", 2, model=False)
     for step in (1, 2):
         config = json.loads((checkpoint(tmp_path / "out", step) / "config.json").read_text())
-        assert (config["bos_token_id"], config["eos_token_id"]) == (0, eos)
+        assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, eos, 2)
 
 
 def test_rerun_and_what_a_kill_leaves(made, tmp_path):

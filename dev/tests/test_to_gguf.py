@@ -97,6 +97,17 @@ def test_a_mistral_in_a_folder_of_that_name(data, tmp_path):
         logits(tmp_path, gguf_file="out.gguf", config=AutoConfig.from_pretrained(folder))
 
 
+def test_a_mistral_with_a_short_window(data, tmp_path):
+    """It is written as the message says, as a model of the window's length."""
+    import gguf
+    folder = of_transformers("mistral", sliding_window=16)(data, tmp_path / "model")
+    _, errors = convert(folder, tmp_path / "out.gguf", code=3)
+    assert '"sliding_window" is 16' in errors and "load it with --ignore-config-key sliding_window." in errors
+    convert(folder, tmp_path / "out.gguf", "--ignore-config-key", "sliding_window")
+    length = gguf.GGUFReader(tmp_path / "out.gguf").fields["llama.context_length"]
+    assert length.contents() == 16
+
+
 def rope_metadata(path):
     """What the file says about RoPE's scaling, and the divisors of its frequencies."""
     import gguf

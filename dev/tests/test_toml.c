@@ -37,7 +37,7 @@ static void test_values(void) {
     reads("a = \"\\\"\\\\\\t\\n\\u00e9\\u20AC\\U0001F600 é\"", "1 a s \"\\\t\né€😀 é;");
     reads("a = [64,128 , 256]\nb = []\nc = [ 7 ] # x", "1 a l 64,128,256;2 b l ;3 c l 7;");
     reads("a = [ # lengths\n  64, # short\n\n  128,\n]\nb = 1", "1 a l 64,128;6 b n 1;");
-    reads("a = +1_000\nb = .5x", "1 a n +1_000;2 b n .5x;");    // whoever uses numbers checks them
+    reads("a = +1_000\nb = -0.5E+1_0", "1 a n +1_000;2 b n -0.5E+1_0;");
 }
 
 static void test_errors(void) {
@@ -60,7 +60,19 @@ static void test_errors(void) {
           "f.toml: line 1: expected text in quotes, a number, true, false, or [a list of numbers], found {.");
     reads("[run]\na = 1", "f.toml: line 1: expected key = value (tables are not supported), found [.");
     reads("a.b = 1", "f.toml: line 1: expected = after the key, found .b.");
-    reads("\"a\" = 1", "f.toml: line 1: expected key = value, found \".");
+    reads("\"a\" = 1", "f.toml: line 1: expected a key without quotes, found \".");
+    reads("a = 1\n'b' = 1", "1 a n 1;f.toml: line 2: expected a key without quotes, found '.");
+    static const char *const NUMBERS[] = {".5",   "05", "-05", "0_1",  "1.", "1.e5",
+                                          "1__0", "1_", "1e",  "0x10", "+",  "4x"};
+    for (size_t i = 0; i < sizeof NUMBERS / sizeof *NUMBERS; i++) {
+        char text[32], expected[128];
+        snprintf(expected, sizeof expected,
+                 "f.toml: line 1: expected a number such as 5, 0.5, 1_000 or 6e-4, found %s.", NUMBERS[i]);
+        snprintf(text, sizeof text, "a = %s", NUMBERS[i]);
+        reads(text, expected);
+        snprintf(text, sizeof text, "a = [%s]", NUMBERS[i]);
+        reads(text, expected);
+    }
     reads("= 1", "f.toml: line 1: expected key = value, found =.");
     reads("a = \"x\nb = 1", "f.toml: line 1: expected a closing \" on this line, found the end of the line.");
     reads("a = 'x", "f.toml: line 1: expected a closing ' on this line, found the end of the file.");
@@ -77,6 +89,8 @@ static void test_errors(void) {
     reads("a = [\"x\"]", "f.toml: line 1: expected a number or ], found \".");
     reads("a = 1\rb = 2",
           "f.toml: line 1: expected the end of the line after a value, found the control character 13.");
+    reads("a = '\x7f'", "f.toml: line 1: expected a closing ' on this line, found the control character 127.");
+    reads("# \x01", "f.toml: line 1: expected key = value, found the control character 1.");
     reads("\x02", "f.toml: line 1: expected key = value, found the control character 2.");
 }
 

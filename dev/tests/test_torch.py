@@ -663,7 +663,7 @@ def test_a_call_costs_little(attn_c):
     computes nothing: for ssmax, 1.4 without a gradient and 1.1 with one, on a Zen 3."""
     process = python("import torch_cpu; print(torch_cpu.overhead())", cwd=ROOT / "dev/bench")
     found = eval(process.communicate(timeout=120)[0])
-    for how, limit in ("without a gradient", 2), ("with a gradient", 1.4):
+    for how, limit in ("without a gradient", 2.3), ("with a gradient", 1.55):
         us = found[how]
         for name in 'attention("softmax")', 'attention("ssmax")', 'Normalizer("ssmax")':
             assert us[name] - us["C"] <= limit * us["empty operator"], (how, name, us)

@@ -117,7 +117,8 @@ def draw_curves(axes, groups, base, key, unit):
         if len(values) > 1:
             axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=group.color, alpha=0.18, linewidth=0)
         switches = plot.read_switches(group.runs[0].path, group.runs[0].lines)
-        plot.draw_switches(axes, [(at / unit[0], text) for at, _, text in switches], [0.7 * c for c in group.color])
+        plot.draw_switches(axes, [(at / unit[0], text) for at, _, text in switches if at <= tokens[-1]],
+                           [0.7 * c for c in group.color])
         drawn.append(values[:, len(x) // 20:])
     if base:
         axes.axhline(0, color=base.color, linewidth=1.6)
@@ -137,11 +138,11 @@ def limit(axes, drawn, base):
 
 
 def last_values(group, base, key):
-    """The last value of each seed; none if no step has one."""
+    """(tokens, the value of each seed) of the last step that has them; (None, []) if none has."""
     tokens, values = curves(group, base, key)
     if tokens and key == "loss":
         values = np.array([plot.smooth(list(row)) for row in values])
-    return values[:, -1] if tokens else []
+    return (tokens[-1], values[:, -1]) if tokens else (None, [])
 
 
 def spread(values, sign=""):
@@ -151,12 +152,20 @@ def spread(values, sign=""):
     return f"{values.mean():{sign}.4f}" + (f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else "")
 
 
-def label_of(group, base):
-    """The group's name, with its last validation loss and the difference to the baseline's."""
-    key, what = ("val_loss", "validation") if len(last_values(group, None, "val_loss")) else ("loss", "loss")
-    text = f"{group.label}: {what} {spread(last_values(group, None, key))}"
-    differences = last_values(group, base, key) if base and group is not base else []
-    return text + (f", difference {spread(differences, '+')}" if len(differences) else "")
+def label_of(group, base, unit):
+    """The group's name, with its last validation loss and the difference to the baseline's at the last step that both
+    have, which is named if it is not the last of both."""
+    key, what = ("val_loss", "validation") if last_values(group, None, "val_loss")[0] else ("loss", "loss")
+    ends, values = last_values(group, None, key)
+    text = f"{group.label}: {what} {spread(values)}"
+    if not base or group is base:
+        return text
+    at, differences = last_values(group, base, key)
+    if not at:
+        return text
+    same = at == ends == last_values(base, None, key)[0]
+    return text + f", difference {spread(differences, '+')}" + (
+        "" if same else f" at {at / unit[0]:.3g} {unit[1]}tokens")
 
 
 def find_baseline(groups, paths, baseline):
@@ -181,7 +190,7 @@ def comparison(paths, seeds, baseline):
               for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))]
     for panel in panels[2:]:
         panel.title += f", difference to {base.name}"
-    legend = [(label_of(group, base), group.color, "-") for group in groups]
+    legend = [(label_of(group, base, unit), group.color, "-") for group in groups]
     return charts.figure(Picture("comparison", panels, 2, legend, "mean and range over seeds" if seeds else ""))
 
 
