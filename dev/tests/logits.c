@@ -9,11 +9,10 @@
 #pragma GCC diagnostic pop
 
 enum { BESIDE = 5, MAX_IDS = 4096 };    // sequences decoded together; ids read
-#define TOLERANCE 1e-5
 
 static Model model;
 static Decoder decoder;
-static float *full, *cached;    // (T,V) in one pass; (V) after the last token, alone
+static float *full, *moved, *cached;    // (T,V) in one pass, and with nudged inputs; (V) after the last token, alone
 
 static size_t read_ids(int32_t *ids, const char *text, int vocab) {
     size_t count = 0;
@@ -34,6 +33,7 @@ static void load(const char *folder, size_t T) {
     plan_activations(&model, (size_t)model.config.layers, 1, T);
     plan_decoder(&decoder, &model, &model.plan, BESIDE, T);
     memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * (size_t)model.config.vocab));
+    memory_add(&model.plan, "logits", (void **)&moved, FLOATS(T * (size_t)model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&cached, FLOATS(model.config.vocab));
     memory_take(&model.plan);
     model_ready(&model);
@@ -53,16 +53,43 @@ static double difference(const float *a, const float *b, size_t V) {
     return most / largest;
 }
 
+// logits (T,V) written
+static void one_pass(float *logits, const int32_t *ids, size_t T) {
+    size_t V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
+    model_forward(&model, ids, 1, T);
+    matmul_forward(logits, model.h, weight(&model, model.list.head), T, C, V, false);
+    if (model.config.logit_softcap != 0) softcap(logits, T * V, (real)model.config.logit_softcap);
+}
+
+// Replaces each number by a neighboring float, towards `up` or away from it. With -up, undoes that.
+static void nudge(float *x, size_t n, float up) {
+    for (size_t i = 0; i < n; i++) x[i] = nextafterf(x[i], i % 3 ? up : -up);
+}
+
+// What may lie between the cache and one pass. Both round, and the posts magnify that: lssar's power of 15 to 7e-6 of
+// the largest logit, of which one rounding of the embedding makes 4e-6. All other models stay far below the 1e-5.
+static double tolerance(const int32_t *ids, size_t T) {
+    size_t V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
+    float *embedding = model.params + model.list.embedding;
+    double rounding = 0;
+    nudge(embedding, V * C, INFINITY);
+    one_pass(moved, ids, T);
+    nudge(embedding, V * C, -INFINITY);
+    for (size_t t = 0; t < T; t++) rounding = fmax(rounding, difference(moved + t * V, full + t * V, V));
+    return fmin(fmax(1e-5, 10 * rounding), 1e-4);
+}
+
 // A prompt of `split` tokens, then one token after another.
-static bool check_cache(const int32_t *ids, size_t T, size_t split) {
+static bool check_cache(const int32_t *ids, size_t T, size_t split, double most) {
     size_t V = (size_t)model.config.vocab;
     float *logits = decode_prompt(&decoder, ids, split, 0);
     for (size_t t = split - 1;; t++) {
         double apart = difference(logits, full + t * V, V);
-        if (!(apart <= TOLERANCE)) {
+        if (!(apart <= most)) {
             fprintf(stderr,
-                    "position %zu, a prompt of %zu tokens: cache and one pass differ by %g of the largest logit\n", t,
-                    split, apart);
+                    "position %zu, a prompt of %zu tokens: cache and one pass differ by %g of the largest logit, "
+                    "expected at most %g\n",
+                    t, split, apart, most);
             return false;
         }
         if (t + 1 == T) break;
@@ -93,14 +120,12 @@ int main(int argc, char **argv) {
     model.doc_mask = argc == 4 && strcmp(argv[3], "documents") == 0;
     if (argc != (model.doc_mask ? 4 : 3)) fail(EXIT_USAGE, "logits FOLDER IDS [documents]");
     if (!model_config_read(&model.config, argv[1], NULL, &error)) fail_with(&error);
-    size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab,
-           C = (size_t)model.config.channels;
+    size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab;
     load(argv[1], T);
-    model_forward(&model, ids, 1, T);
-    matmul_forward(full, model.h, weight(&model, model.list.head), T, C, V, false);
-    if (model.config.logit_softcap != 0) softcap(full, T * V, (real)model.config.logit_softcap);
-    bool right =
-        check_cache(ids, T, T) && check_cache(ids, T, (T + 1) / 2) && check_cache(ids, T, 1) && check_beside(ids, T);
+    one_pass(full, ids, T);
+    double most = tolerance(ids, T);
+    bool right = check_cache(ids, T, T, most) && check_cache(ids, T, (T + 1) / 2, most) &&
+                 check_cache(ids, T, 1, most) && check_beside(ids, T);
     for (size_t t = 0; t < T; t++)
         for (size_t v = 0; v < V; v++) printf("%.9g%c", full[t * V + v], v + 1 == V ? '\n' : ' ');
     return !right;

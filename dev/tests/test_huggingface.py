@@ -200,7 +200,7 @@ def whole_pass(folder, ids):
 
 
 def loose_cache(name):
-    """True for posts that subtract nearly equal numbers, which may lose the five digits that dev/tests/logits.c
+    """True for posts that subtract nearly equal numbers, which may lose the digits that dev/tests/logits.c
     requires of the cache."""
     return whole_length(name) or reference.parse_normalizer(name).post not in ("none", "negate")
 
