@@ -110,7 +110,7 @@ on_vanished() {
 trap on_vanished ALRM
 
 # If a rank dies while it connects to mpirun, mpirun can deadlock on its way out, after all ranks have ended (Open MPI
-# 4.1 with PMIx 4.2). So an mpirun that has had children here, and has none for 10 seconds, is killed.
+# 4.1 with PMIx 4.2). So mpirun is killed once its children have ended and it has not followed them for 10 seconds.
 watch_children() {
     local idle=0 line fields children
     trap '' INT TERM HUP
@@ -121,7 +121,7 @@ watch_children() {
         children=$(cat /proc/"$1"/task/*/children)
         if living $children; then
             idle=0
-        elif [ -n "$children" ] || [ "${fields[8]}" -gt 0 ]; then    # page faults of children that were waited for
+        elif [ -n "$children" ] || [ "${fields[8]}" -gt 0 ]; then    # it has waited for children: their page faults
             idle=$((idle + 1))
         fi
     done
