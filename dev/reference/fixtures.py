@@ -82,6 +82,8 @@ HEAD_MODELS = {
 # A high power makes almost every row of two to four keys one-hot, with nothing but rounding in its gradient; among many
 # rows a few are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
+# The second sequence of two tokens begins with z = 0.004.
+ONE_SEQUENCE = ("identity-l1", "identity-l1+post=recenter-l1")
 
 
 # ---- The formulas of hash.h
@@ -192,7 +194,7 @@ def cases():
     for attn in NORMALIZERS:
         for B, heads, head_size, T in ATTENTION_SHAPES:
             L = 257 if attn.startswith("ssmax-pn") else 64
-            B = 16 if attn in HIGH_POWERS and 1 < T <= 4 else B
+            B = 16 if attn in HIGH_POWERS and 1 < T <= 4 else 1 if attn in ONE_SEQUENCE and T == 2 else B
             yield case(f"attention_{attn}_T{T}_d{head_size}", "attention", attn=attn, scale=QK_SCALE.get(attn, 2), L=L,
                        B=B, T=T, heads=heads, head_size=head_size)
     for attn in GROUPED:

@@ -44,13 +44,17 @@ def gpu(attn_c):
 
 
 def on_gpu(gpu, case, scaling=None):
-    from attn_c import SCALARS
-    from attn_c.ops import Attention
+    """By the operator's autograd, with the implementation for GPUs in place of the dispatcher."""
+    from attn_c import SCALARS, ops
 
     def compute(q, k, v, scalars):
         flat = torch.cat([scalars[name] for name in SCALARS if name in scalars]) if scalars else None
-        return Attention.apply(gpu.forward, gpu.backward, q, k, v, flat, case.start, case.name, 150, scaling)[0]
-    return case.by(compute)
+        return ops.Attention.apply(q, k, v, flat, case.start, (case.name, 150, scaling))[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "forward_below", gpu.forward)
+        patch.setattr(ops, "backward_op", gpu.backward)
+        return case.by(compute)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.04)], ids=str)
