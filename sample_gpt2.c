@@ -24,7 +24,7 @@ typedef enum { SAMPLE_FP32, SAMPLE_BF16 } SampleType;
 
 // What a conversation remembers by default, if the model was trained on longer texts.
 enum { DEFAULT_CONTEXT = 8192 };
-static const char CHATS[] = "auto|raw|chatml|llama3|zephyr";
+static const char CHATS[] = "auto|raw|chatml|qwen3|llama3|llama3.1|llama3.2|zephyr";
 
 typedef struct {
     const char *model, *attn, *ignore_config_key, *prompt, *prompt_file, *system;
@@ -69,6 +69,8 @@ typedef struct {
     const ChatTemplate *chat;    // of a conversation
     char system[2048];           // its system message; empty: none
     size_t context, turns;       // the most tokens that it has; how many answers were given in it
+    char *reply;                 // the text of its last answer
+    size_t reply_length;
     Utf8 utf8;
     size_t current, shown;         // the text that is being printed, and how many of its ids have been
     bool begun;                    // has its prompt been printed?
@@ -517,17 +519,28 @@ static char *read_line(size_t *length) {
     return count < 0 ? NULL : line;
 }
 
+static void keep_reply(Sampler *s, int32_t id) {
+    size_t length;
+    const char *bytes = tokenizer_token(s->tokenizer, id, &length);
+    s->reply = realloc(s->reply, s->reply_length + length + 1);
+    if (!s->reply) fail(EXIT_RESOURCE, "out of memory for an answer.");
+    if (length) memcpy(s->reply + s->reply_length, bytes, length);
+    s->reply_length += length;
+}
+
 // Prints the answer that follows `logits`, at position `from`. Returns the position after its last token, which is not
 // in the cache if the answer is cut off.
 static size_t answer(Sampler *s, float *logits, size_t from) {
     const SampleOptions *o = &s->o;
     size_t at = from, V = (size_t)s->model.config.vocab;
     int32_t end = chat_end(s->chat, s->tokenizer);
+    s->reply_length = 0;
     while (at < from + (size_t)o->max_new_tokens && !interrupted) {
         double u = random_uniform((uint64_t)o->seed, s->turns, at);
         int32_t id = sample_token(logits, s->candidates, V, o->temperature, (size_t)o->top_k, o->top_p, u);
         if (id == end || model_ends_text(&s->model.config, id)) break;
         put_token(s, id, at == from && *s->chat->answer);
+        keep_reply(s, id);
         flush_stdout();
         decode(&s->decoder, &(DecodeRow){id, 0, at++}, 1);
         logits = decode_logits(&s->decoder, 0, 1, 0);
@@ -541,9 +554,9 @@ static size_t answer(Sampler *s, float *logits, size_t from) {
 
 // The tokens of a message, which are to follow `used` others. If they and an answer do not fit, the conversation starts
 // over: *used becomes 0.
-static int32_t *take_turn(const Sampler *s, const char *line, size_t length, size_t *used, size_t *count) {
-    ChatTurn turn = {.first = !*used, .system = *s->system ? s->system : NULL, .text = line, .length = length};
+static int32_t *take_turn(const Sampler *s, ChatTurn turn, size_t *used, size_t *count) {
     size_t room = s->context - (size_t)s->o.max_new_tokens;
+    turn.first = !*used;
     int32_t *ids = chat_encode(s->chat, s->tokenizer, turn, count);
     if (*used + *count <= room) return ids;
     free(ids);
@@ -554,18 +567,26 @@ static int32_t *take_turn(const Sampler *s, const char *line, size_t length, siz
     warn("this message and its answer would exceed %zu tokens (--context); the conversation starts over with it.",
          s->context);
     *used = 0;
-    return take_turn(s, line, length, used, count);
+    return take_turn(s, turn, used, count);
 }
 
 static void converse(Sampler *s) {
     size_t used = 0, length, count;
+    ChatTurn turn = {.system = *s->system ? s->system : NULL};
     for (char *line; (line = read_line(&length)); free(line)) {
-        int32_t *ids = length ? take_turn(s, line, length, &used, &count) : NULL;
+        turn.text = line;
+        turn.length = length;
+        int32_t *ids = length ? take_turn(s, turn, &used, &count) : NULL;
         if (!ids) continue;
-        size_t last = decode_span(&s->decoder, ids, count, 0, used) - 1;
-        used = answer(s, decode_logits(&s->decoder, last, 1, 0), used + count);
+        size_t last = decode_span(&s->decoder, ids, count, 0, used) - 1, from = used + count;
+        used = answer(s, decode_logits(&s->decoder, last, 1, 0), from);
+        turn.answer_length = s->reply_length;
+        turn.answer = chat_kept(s->chat, s->reply ? s->reply : "", &turn.answer_length);
+        if (turn.answer_length == s->reply_length) turn.answer = NULL;    // its tokens stay
+        else used = from;
         free(ids);
     }
+    free(s->reply);
 }
 
 // The first token of each text comes from its prompt's logits.

@@ -1,42 +1,37 @@
 #include "runtime/chat.h"
 
-#include <ctype.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #include "runtime/file.h"
+#include "runtime/jinja.h"
 #include "runtime/json.h"
+#include "runtime/utf8.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 #define HEADER(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
-#define SYSTEM_BEGIN "<|im_start|>system"
+
+#define CHATML                                                                                                         \
+    .special = {"<|im_start|>", "<|im_end|>"}, .begin = "", .system = "<|im_start|>system\n",                          \
+    .user = "<|im_start|>user\n", .answer = "<|im_start|>assistant\n", .end = "<|im_end|>", .after = "\n"
+#define LLAMA3                                                                                                         \
+    .special = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},                        \
+    .begin = "<|begin_of_text|>", .system = HEADER("system"), .user = HEADER("user"), .answer = HEADER("assistant"),   \
+    .end = "<|eot_id|>", .after = "", .trims = true
 
 static const ChatTemplate TEMPLATES[] = {
     {.name = "raw", .begin = "", .system = "", .user = "", .answer = "", .end = "", .after = ""},
-    {.name = "chatml",    // SmolLM2, Qwen
-     .mark = "<|im_start|>",
-     .special = {"<|im_start|>", "<|im_end|>"},
-     .begin = "",
-     .system = SYSTEM_BEGIN "\n",
-     .user = "<|im_start|>user\n",
-     .answer = "<|im_start|>assistant\n",
-     .end = "<|im_end|>",
-     .after = "\n"},
-    {.name = "llama3",
-     .mark = "<|start_header_id|>",
-     .special = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-     .begin = "<|begin_of_text|>",
-     .system = HEADER("system"),
-     .user = HEADER("user"),
-     .answer = HEADER("assistant"),
-     .end = "<|eot_id|>",
-     .after = "",
-     .trims = true},
+    {.name = "chatml", CHATML},    // SmolLM2, Qwen2, Qwen2.5, Qwen3-2507
+    {.name = "qwen3", CHATML, .forgets_thoughts = true},
+    {.name = "llama3", LLAMA3},
+    {.name = "llama3.1", LLAMA3, .preface = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"},
+    {.name = "llama3.2", LLAMA3, .preface = "Cutting Knowledge Date: December 2023\nToday Date: %d %b %Y\n\n"},
     {.name = "zephyr",    // also TinyLlama; <|user|> and its like are ordinary text
-     .mark = "<|user|>\n' + message['content'] + eos_token",
      .special = {"</s>"},
      .begin = "",
      .system = "<|system|>\n",
@@ -45,6 +40,40 @@ static const ChatTemplate TEMPLATES[] = {
      .end = "</s>",
      .after = "\n"},
 };
+
+// The published templates, by the XXH3 hash of their canonical form without the default system message.
+static const struct {
+    const char *name;
+    uint64_t hash;
+} PUBLISHED[] = {
+    {"chatml", 0x6121c477d8a4f085},      // ChatML alone
+    {"chatml", 0xb4bdf1d318979232},      // after a statement that sets add_generation_prompt
+    {"chatml", 0x3776391f32ac2d9c},      // SmolLM2, Qwen2
+    {"chatml", 0x01fbbd1141806c81},      // Qwen2.5
+    {"chatml", 0x7cb0063fed8841d1},      // Qwen3-2507
+    {"qwen3", 0x07f837f1ae9f8a20},       // the first files
+    {"qwen3", 0x2ce00fd567fe72a4},       // later ones
+    {"llama3", 0x9fb2c5e55883cae8},      // the first files
+    {"llama3", 0x74ae7d022604dc42},      // later ones
+    {"llama3.1", 0x95c33b1c81cf5bab},    // also Llama 3.3
+    {"llama3.2", 0xa46747ea855481cc},    // today's date
+    {"zephyr", 0x2f03d1cf1eef1295},      // also TinyLlama
+};
+
+// What tells apart the templates that are rejected, for the message. First match wins.
+// clang-format off
+static const struct {
+    const char *mark, *whose;
+} FAMILIES[] = {
+    {"<|im_sep|>", "Phi-4"},
+    {"[INST]", "Mistral and Llama 2"},
+    {"<start_of_turn>", "Gemma"},
+    {"<think>", "models that think"},
+    {"<|im_start|>", "ChatML"},
+    {"<|start_header_id|>", "Llama 3"},
+    {"<|assistant|>", "Zephyr"},
+};
+// clang-format on
 
 const ChatTemplate *chat_template(const char *name) {
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
@@ -96,76 +125,105 @@ static bool read_template(const char *folder, char **text, Error *error) {
     return right;
 }
 
-// The length of a newline in a string of Jinja, which may be written as it is or as backslash-n. 0: there is none.
-static size_t newline_length(const char *at) {
-    if (*at == '\n') { return 1; }
-    return strncmp(at, "\\n", 2) == 0 ? 2 : 0;
-}
-
-// Does a template have this text at `at`? Jinja knows two spellings of a newline and two quotes.
-static bool has_mark(const char *at, const char *mark) {
-    for (; *mark; mark++) {
-        size_t length = *mark == '\n' ? newline_length(at) : *at == *mark;
-        if (*mark == '\'' && *at == '"') { length = 1; }
-        if (!length) { return false; }
-        at += length;
+// Moves the system message that a template of ChatML has as a literal out of its canonical form, where \5 takes its
+// place. Returns false if it is too long.
+static bool take_system(char *text, char *system, size_t size) {
+    static const char begin[] = "\1<|im_start|>system\n", end[] = "<|im_end|>\n\1";
+    system[0] = 0;
+    for (char *at = strstr(text, begin); at; at = strstr(at, begin)) {
+        at += strlen(begin);
+        char *last = strstr(at, end);
+        if (!last || last == at || memchr(at, 1, (size_t)(last - at))) { continue; }
+        size_t length = (size_t)(last - at);
+        if (length >= size) { return false; }
+        memcpy(system, at, length);
+        system[length] = 0;
+        *at = 5;
+        memmove(at + 1, last, strlen(last) + 1);
+        break;
     }
     return true;
 }
 
-// The first template whose mark is in a text, or NULL.
-static const ChatTemplate *recognize(const char *text) {
-    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        for (const char *at = text; TEMPLATES[i].mark && *at; at++) {
-            if (has_mark(at, TEMPLATES[i].mark)) { return &TEMPLATES[i]; }
-        }
+// The template that renders as this Jinja text does, or NULL. Sets *hash to 0 if the text is not understood.
+static const ChatTemplate *recognize(const char *text, char *system, size_t size, uint64_t *hash) {
+    char *canonical = jinja_canonical(text);
+    const ChatTemplate *found = NULL;
+    bool right = canonical && take_system(canonical, system, size);
+    *hash = right ? XXH3_64bits(canonical, strlen(canonical)) : 0;
+    for (size_t i = 0; right && i < COUNT(PUBLISHED); i++) {
+        if (PUBLISHED[i].hash == *hash) { found = chat_template(PUBLISHED[i].name); }
     }
-    return NULL;
+    if (!found) { system[0] = 0; }
+    free(canonical);
+    return found;
 }
 
-// Copies a string of Jinja, which `quote` ends, up to "<|im_end|>". Returns false if the string ends before, or if an
-// expression begins.
-static bool copy_system(const char *from, char quote, char *out, size_t size) {
-    static const char end[] = "<|im_end|>";
-    size_t written = 0;
-    for (; strncmp(from, end, strlen(end)) != 0; from++) {
-        bool escaped = *from == '\\';
-        from += escaped;
-        if (!*from || written + 1 >= size || (!escaped && (*from == quote || *from == '{'))) { return false; }
-        out[written++] = escaped && *from == 'n' ? '\n' : *from;
+static void reject(const char *folder, const char *text, uint64_t hash, Error *error) {
+    static const char remedy[] =
+        "If the model was trained with a template that this program has, name it with --chat (see --help); or pass "
+        "--chat raw to have your text continued.";
+    char like[100] = "";
+    for (size_t i = 0; text && i < COUNT(FAMILIES) && !*like; i++) {
+        if (!strstr(text, FAMILIES[i].mark)) { continue; }
+        snprintf(like, sizeof(like), " with %s, as in those of %s", FAMILIES[i].mark, FAMILIES[i].whose);
     }
-    out[written] = 0;
-    return written > 0;
-}
-
-// Finds the system message that a template of ChatML has as a literal, where there is no other.
-static void find_system(const char *text, char *system, size_t size) {
-    system[0] = 0;
-    for (const char *at = strstr(text, SYSTEM_BEGIN); at; at = strstr(at + 1, SYSTEM_BEGIN)) {
-        const char *from = at + strlen(SYSTEM_BEGIN);
-        size_t newline = newline_length(from);
-        char quote = at > text ? at[-1] : 0;
-        if (newline && copy_system(from + newline, quote, system, size)) { return; }
-        system[0] = 0;
+    if (text) {
+        char which[32] = "";    // for a new row of PUBLISHED
+        if (hash) { snprintf(which, sizeof(which), " (hash 0x%016llx)", (unsigned long long)hash); }
+        error_set(error, EXIT_USAGE,
+                  "%s: unknown chat template%s. It may write a conversation in another way than the templates that "
+                  "this program has%s.\n  %s",
+                  folder, like, which, remedy);
+    } else {
+        error_set(error, EXIT_USAGE,
+                  "%s: expected a chat template in chat_template.jinja or tokenizer_config.json, found none.\n  %s",
+                  folder, remedy);
     }
 }
 
 const ChatTemplate *chat_template_in(const char *folder, char *system, size_t size, Error *error) {
-    static const char remedy[] = "Name one with --chat chatml, llama3 or zephyr if the model was trained with it, or "
-                                 "pass --chat raw to have your text continued.";
     char *text;
-    if (!read_template(folder, &text, error)) { return NULL; }
-    const ChatTemplate *found = text ? recognize(text) : NULL;
+    uint64_t hash = 0;
     system[0] = 0;
-    if (found) { find_system(text, system, size); }
-    if (!found) {
-        error_set(error, EXIT_USAGE, "%s: %s.\n  %s", folder,
-                  text ? "its chat template is none of those that this program knows"
-                       : "expected a chat template in chat_template.jinja or tokenizer_config.json, found none",
-                  remedy);
-    }
+    if (!read_template(folder, &text, error)) { return NULL; }
+    const ChatTemplate *found = text ? recognize(text, system, size, &hash) : NULL;
+    if (!found) { reject(folder, text, hash, error); }
     free(text);
     return found;
+}
+
+// ---- the text of a message
+
+// Is this white space for Python's str.strip(), which Jinja's trim calls?
+static bool is_space(uint32_t c) {
+    return (c >= 0x9 && c <= 0xD) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
+// Invalid UTF-8 counts as U+FFFD, which is no white space.
+static const char *trim(const char *text, size_t *length) {
+    const uint8_t *at = (const uint8_t *)text, *end = at + *length;
+    size_t width;
+    while (at < end && is_space(utf8_get(at, (size_t)(end - at), &width))) { at += width; }
+    const uint8_t *last = at;
+    for (const uint8_t *next = at; next < end; next += width) {
+        if (!is_space(utf8_get(next, (size_t)(end - next), &width))) { last = next + width; }
+    }
+    *length = (size_t)(last - at);
+    return (const char *)at;
+}
+
+const char *chat_kept(const ChatTemplate *chat, const char *answer, size_t *length) {
+    static const char end[] = "</think>";
+    size_t thought = 0;
+    for (size_t i = strlen(end); chat->forgets_thoughts && i <= *length; i++) {
+        if (memcmp(answer + i - strlen(end), end, strlen(end)) == 0) { thought = i; }
+    }
+    while (thought && thought < *length && answer[thought] == '\n') { thought++; }
+    answer += thought;
+    *length -= thought;
+    return chat->trims ? trim(answer, length) : answer;
 }
 
 // ---- the tokens of a turn
@@ -232,23 +290,38 @@ static void add_end(Writer *w) {
     add_part(w, w->chat->after);
 }
 
-static void add_message(Writer *w, const char *before, const char *text, size_t length) {
-    add_part(w, before);
-    while (w->chat->trims && length && isspace((unsigned char)text[length - 1])) { length--; }
-    for (; w->chat->trims && length && isspace((unsigned char)*text); text++) { length--; }
+// In the C locale, as Python's strftime().
+static void add_preface(Writer *w) {
+    char text[100];
+    time_t now = time(NULL);
+    size_t length = strftime(text, sizeof(text), w->chat->preface, localtime(&now));
+    add_text(w, text, length);
+}
+
+static void add_message(Writer *w, const char *text, size_t length) {
+    if (w->chat->trims) { text = trim(text, &length); }
     add_text(w, text, length);
     add_end(w);
+}
+
+static void add_system(Writer *w, const char *text) {
+    if (!text && !w->chat->preface) { return; }
+    add_part(w, w->chat->system);
+    if (w->chat->preface) { add_preface(w); }
+    add_message(w, text ? text : "", text ? strlen(text) : 0);
 }
 
 int32_t *chat_encode(const ChatTemplate *chat, const Tokenizer *tokenizer, ChatTurn turn, size_t *count) {
     Writer w = {.chat = chat, .tokenizer = tokenizer, .place = turn.first ? AT_START : INSIDE};
     if (turn.first) {
         add_part(&w, chat->begin);
+        add_system(&w, turn.system);
     } else {
+        if (turn.answer) { add_text(&w, turn.answer, turn.answer_length); }
         add_end(&w);
     }
-    if (turn.first && turn.system) { add_message(&w, chat->system, turn.system, strlen(turn.system)); }
-    add_message(&w, chat->user, turn.text, turn.length);
+    add_part(&w, chat->user);
+    add_message(&w, turn.text, turn.length);
     add_part(&w, chat->answer);
     flush(&w);
     free(w.text);

@@ -10,21 +10,23 @@
 // In begin, system, user, answer and end, the names in `special` stand for these tokens.
 typedef struct {
     const char *name;
-    const char *mark;             // a text that its own Jinja template contains, and no other of the table
     const char *special[4];       // names, up to the first NULL
     const char *begin;            // before the first message
     const char *system, *user;    // before a message of this role
     const char *answer;           // before the model's answer
     const char *end, *after;      // after each message: a special token, then text
-    bool trims;                   // are spaces around a message removed?
+    const char *preface;          // begins the system message, even if that is empty; for strftime(); or NULL
+    bool trims;                   // is white space around a message removed?
+    bool forgets_thoughts;        // are answers of earlier turns cut up to "</think>"?
 } ChatTemplate;
 
-// The template with this name: raw (the text itself, without any turns), chatml, llama3 or zephyr. NULL for others.
+// The template with this name: raw (the text itself, without any turns), chatml, qwen3, llama3, llama3.1, llama3.2
+// or zephyr. NULL for others.
 const ChatTemplate *chat_template(const char *name);
 
 // Recognizes the template of a model by its chat_template.jinja or tokenizer_config.json. If the template begins with a
 // system message of its own where there is no other, copies it into `system`, which is empty otherwise. Returns NULL
-// with *error set if the folder has no template, or one that is not in the table.
+// with *error set if the folder has no template, or one that may render a conversation in another way than the table.
 const ChatTemplate *chat_template_in(const char *folder, char *system, size_t size, Error *error);
 
 // Returns a special token of the template that the tokenizer does not have, or NULL.
@@ -38,10 +40,16 @@ typedef struct {
     const char *system;    // the system message of the first turn, or NULL
     const char *text;      // what the user says
     size_t length;
+    const char *answer;    // what chat_kept() left of the answer before, if it is to be encoded anew; or NULL
+    size_t answer_length;
 } ChatTurn;
 
-// Returns the tokens of a turn, up to where the model's answer begins, and sets *count; free them. After an answer, the
-// first of them is the token that ends it. Out of memory ends the program.
+// Returns the part of an answer that later turns see, and sets *length to that of the part. Qwen3 forgets what it
+// thought, and Llama 3 the white space around an answer.
+const char *chat_kept(const ChatTemplate *chat, const char *answer, size_t *length);
+
+// Returns the tokens of a turn, up to where the model's answer begins, and sets *count; free them. After an answer,
+// they begin with turn.answer and the token that ends it. Out of memory ends the program.
 int32_t *chat_encode(const ChatTemplate *chat, const Tokenizer *tokenizer, ChatTurn turn, size_t *count);
 
 #endif

@@ -1,15 +1,35 @@
 // A hostile tokenizer_config.json: its chat template is recognized, or rejected with a message that names the folder.
+// The same bytes as a Jinja text, and as an answer, of which later turns see a part.
 //
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/tokenizer.c runtime/tokenizer_json.c runtime/chat.c
-// Sources: runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
+// Sources: runtime/jinja.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
 #include "runtime/chat.h"
+#include "runtime/jinja.h"
 
 static void make_nothing(const char *folder) {
     (void)folder;
+}
+
+static void check_answer(const char *template, const char *answer, size_t size) {
+    size_t length = size;
+    const char *kept = chat_kept(chat_template(template), answer, &length);
+    if (kept < answer || length > size || kept + length > answer + size) abort();
+}
+
+static void check_text(const uint8_t *bytes, size_t size) {
+    char *text = malloc(size + 1);
+    if (size) memcpy(text, bytes, size);
+    text[size] = 0;
+    char *canonical = jinja_canonical(text);
+    if (canonical && strlen(canonical) > strlen(text)) abort();
+    check_answer("llama3", text, size);
+    check_answer("qwen3", text, size);
+    free(canonical);
+    free(text);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
@@ -20,5 +40,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     const ChatTemplate *chat = chat_template_in(folder, system, sizeof system, &error);
     if (!chat && ((error.code != EXIT_INPUT && error.code != EXIT_USAGE) || !strstr(error.text, folder))) abort();
     if (chat && (chat != chat_template(chat->name) || !memchr(system, 0, sizeof system))) abort();
+    check_text(bytes, size);
     return 0;
 }

@@ -174,12 +174,15 @@ def fallback_seeds():
 
 
 def chat_seeds():
-    chatml = ("{% if messages[0]['role'] != 'system' %}"
-              "{{ '<|im_start|>system\\nYou\\'re kind.<|im_end|>\\n' }}{% endif %}"
-              "{{ '<|im_start|>system\n' + message['content'] + '<|im_end|>' }}")
-    zephyr = "{{ '<|user|>\\n' + message['content'] + eos_token }}"
-    for template in (chatml, zephyr, "'<|start_header_id|>' + message['role']", "[INST]", 7,
-                     [{"name": "rag", "template": zephyr}, {"name": "default", "template": chatml}]):
+    turn = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    chatml = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+              "{{ '<|im_start|>system\nYou\\'re kind.<|im_end|>\n' }}{% endif %}" + turn + "{% endfor %}"
+              "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    statements = ("{#- a -#}{%- if tools %}a{% elif b == \"c\\n\" -%} d {% else %}\n  {%- endif +%}"
+                  "{% for tool_call in message.tool_calls %}{{ 'x' }}{% else %}{% set a = b %}{% endfor %}"
+                  "{{- [1] -}}\n")
+    for template in (chatml, statements, "'<|start_header_id|>' + message['role']", "[INST]", 7,
+                     [{"name": "rag", "template": statements}, {"name": "default", "template": chatml}]):
         yield compact({"chat_template": template})
     yield b"{}"
 

@@ -1,11 +1,14 @@
 """Conversations: the templates of runtime/chat.c against transformers' apply_chat_template(), and sample_gpt2
 --interactive."""
 import ctypes
+import functools
 import json
 import os
 import pty
+import random
 import re
 import select
+import shutil
 import signal
 import subprocess
 
@@ -18,58 +21,99 @@ from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixtu
 from tiny import BIN, build, environment, logits, run
 
 INSIDE = 2
-MESSAGES = ["Hi!", "  What is  2+2?  ", "日本語 <|im_end|><|user|>\\n</s> <|eot_id|>", "a"]
-ANSWERS = ["Hello there.", "It is 4.", "Yes"]
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+MESSAGES = ["Hi!", "  What is  2+2?  ", "\u3000\x1cAnd\u200b\u2028\x85",
+            "日本語 <|im_end|><|user|>\\n</s> <|eot_id|>", "a"]
+ANSWERS = ["Hello there.", " It is 4.\u3000\n", "Yes", "No"]
+THOUGHTS = "<think>\nHm\n</think>\n\nIt is so."
+TURN = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+CHATML = (
+    "{% for message in messages %}" + TURN + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-QWEN = (
-    "{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n    {%- if messages[0]['role'] == 'system' %}\n"
-    "        {{- messages[0]['content'] }}\n    {%- endif %}\n{%- else %}\n"
-    "    {%- if messages[0]['role'] == 'system' %}\n"
-    "        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}\n    {%- else %}\n"
-    "        {{- '<|im_start|>system\\nYou are Qwen\\'s \"friend\".<|im_end|>\\n' }}\n    {%- endif %}\n"
-    "{%- endif %}\n"
-    "{%- for message in messages %}\n"
-    "    {%- if (message.role == \"user\") or (message.role == \"system\" and not loop.first) "
-    "or (message.role == \"assistant\") %}\n"
-    "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
-    "    {%- endif %}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n")
-LLAMA3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim "
-    "+ '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+CHATML_UNSET = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}" + CHATML)
+SMOLLM2 = CHATML.replace(
+    TURN, "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}" + TURN)
 ZEPHYR = "{% for message in messages %}\n" + "".join(
     f"{{% {'if' if role == 'user' else 'elif'} message['role'] == '{role}' %}}\n"
     f"{{{{ '<|{role}|>\\n' {' ' * (role == 'assistant')}+ message['content'] + eos_token }}}}\n"
     for role in ("user", "system", "assistant")) + (
     "{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}")
-# the name of the template, the vocabulary, the special tokens that templates name, and the Jinja text
+BEGIN = {"bos_token": "<|begin_of_text|>"}
+ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
+# the name of the template, the vocabulary, and the special tokens that templates name
 PUBLISHED = {
-    "SmolLM2": ("chatml", "qwen", {}, SMOLLM2),
-    "Qwen": ("chatml", "qwen", {}, QWEN),
-    "Llama 3": ("llama3", "llama3", {"bos_token": "<|begin_of_text|>"}, LLAMA3),
-    "Zephyr": ("zephyr", "mistral", {"bos_token": "<s>", "eos_token": "</s>"}, ZEPHYR),
-    "Zephyr, newer files": ("zephyr", "mistral-first", {"bos_token": "<s>", "eos_token": "</s>"}, ZEPHYR),
+    "ChatML": ("chatml", "qwen", {}),
+    "ChatML, unset": ("chatml", "qwen", {}),
+    "SmolLM2": ("chatml", "qwen", {}),
+    "Qwen2.5": ("chatml", "qwen", {}),
+    "Qwen3-2507": ("chatml", "qwen", {}),
+    "Qwen3": ("qwen3", "qwen", {}),
+    "Qwen3, first": ("qwen3", "qwen", {}),
+    "Llama 3": ("llama3", "llama3", BEGIN),
+    "Llama 3, first": ("llama3", "llama3", BEGIN),
+    "Llama 3.1": ("llama3.1", "llama3", BEGIN),
+    "Llama 3.2": ("llama3.2", "llama3", BEGIN),
+    "Zephyr": ("zephyr", "mistral", ENDS),
+    "Zephyr, newer files": ("zephyr", "mistral-first", ENDS),
 }
-# Other spellings of the same template: files have both newlines and both quotes.
-STRING = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.S)
+# Published files in a package, and their names here. All others in it are rejected.
+PACKAGED = {"llama3": "Llama 3", "llama3_1": "Llama 3.1", "llama3_2": "Llama 3.2", "qwen2_5": "Qwen2.5",
+            "qwen3": "Qwen3", "qwen3_instruct_2507": "Qwen3-2507"}
+
+
+@functools.cache
+def texts():
+    """{name: the Jinja text} of PUBLISHED."""
+    files = vocabularies.chat_templates()
+    known = {name: files[file] for file, name in PACKAGED.items()}
+    known |= {"ChatML": CHATML, "ChatML, unset": CHATML_UNSET, "SmolLM2": SMOLLM2, "Zephyr": ZEPHYR,
+              "Zephyr, newer files": ZEPHYR}
+    # without the condition around the beginning of the answer
+    known["Llama 3, first"] = re.sub(r"{% if add_generation_prompt %}(.*){% endif %}$", r"\1", known["Llama 3"])
+    return known | {"Qwen3, first": first_qwen3(known["Qwen3"])}
+
+
+def first_qwen3(text):
+    """It takes all content for strings, and cuts an answer before its thoughts."""
+    text = re.sub(r"    {%- if message.content is string %}\n.*\n    {%- else %}\n.*\n    {%- endif %}\n", "", text)
+    for later, first in (
+            ("'\\n' + content + '<|im_end|>' +", "'\\n' + message.content + '<|im_end|>' +"),
+            ("        {%- set reasoning_content = '' %}\n",
+             "        {%- set content = message.content %}\n        {%- set reasoning_content = '' %}\n"),
+            ("reasoning_content is string %}",
+             "reasoning_content is defined and message.reasoning_content is not none %}"),
+            ("in content %}", "in message.content %}"), ("message.content is string and ", ""),
+            ("= content.split", "= message.content.split")):
+        assert later in text, later
+        text = text.replace(later, first)
+    return re.sub(r"( +{%- set reasoning_content = message.content.split.*\n)(.*\n)", r"\2\1", text)
+
+
+# Other spellings of the strings in a template: files have both newlines and both quotes.
+STRING = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+TAG = re.compile(r"""{#.*?#}|{[{%%](?:%s|[^'"])*?[%%}]}""" % STRING, re.S)
 SPELLINGS = {
-    "as published": lambda text: text,
-    "newlines": lambda text: STRING.sub(lambda found: found[0].replace("\\n", "\n"), text),
-    "escapes": lambda text: STRING.sub(lambda found: found[0].replace("\n", "\\n"), text),
-    "double quotes": lambda text: STRING.sub(lambda found: json.dumps(found[0][1:-1].replace("\\n", "\n")
-                                                                      .replace("\\'", "'")), text),
+    "as published": lambda string: string,
+    "newlines": lambda string: string.replace("\\n", "\n"),
+    "escapes": lambda string: string.replace("\n", "\\n"),
+    "double quotes": lambda string: json.dumps(decoded(string), ensure_ascii=False),
 }
+
+
+def decoded(string):
+    return re.sub(r"\\(.)", lambda escaped: "\n" if escaped[1] == "n" else escaped[1], string[1:-1], flags=re.S)
+
+
+def spelled(text, spell):
+    def change(tag):
+        return tag[0] if tag[0][1] == "#" else re.sub(STRING, lambda string: spell(string[0]), tag[0], flags=re.S)
+    return TAG.sub(change, text)
 
 
 class ChatTurn(ctypes.Structure):
     _fields_ = [("first", ctypes.c_bool), ("system", ctypes.c_char_p), ("text", ctypes.c_char_p),
-                ("length", ctypes.c_size_t)]
+                ("length", ctypes.c_size_t), ("answer", ctypes.c_char_p), ("answer_length", ctypes.c_size_t)]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +122,8 @@ def chat(library):      # noqa: F811
     library.chat_encode.restype = ctypes.POINTER(ctypes.c_int32)
     library.chat_encode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ChatTurn, ctypes.POINTER(ctypes.c_size_t)]
     library.chat_template.argtypes = [ctypes.c_char_p]
+    library.chat_kept.restype = ctypes.c_void_p
+    library.chat_kept.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t)]
     return library
 
 
@@ -88,11 +134,23 @@ def recognized(chat, folder):
     return (found, system.value.decode()) if found else (error.code, error.text.decode())
 
 
-def turn_ids(chat, template, tokenizer, text, first, system=None):
+def recognized_text(chat, folder, text):
+    (folder / "chat_template.jinja").write_bytes(text.encode())
+    return recognized(chat, folder)
+
+
+def turn_ids(chat, template, tokenizer, text, first, system=None, answer=None):
     count = ctypes.c_size_t()
-    turn = ChatTurn(first, system.encode() if system else None, text.encode(), len(text.encode()))
+    turn = ChatTurn(first, system.encode() if system else None, text.encode(), len(text.encode()), answer,
+                    len(answer or b""))
     ids = chat.chat_encode(template, tokenizer.handle, turn, ctypes.byref(count))
     return ids[:count.value]
+
+
+def kept(chat, template, answer):
+    length, buffer = ctypes.c_size_t(len(answer)), ctypes.create_string_buffer(answer, len(answer) + 1)
+    start = chat.chat_kept(template, ctypes.cast(buffer, ctypes.c_char_p), ctypes.byref(length))
+    return ctypes.string_at(start, length.value)
 
 
 @pytest.fixture(scope="module")
@@ -110,50 +168,59 @@ def opened(library, tmp_path_factory):      # noqa: F811
     return get
 
 
-@pytest.mark.parametrize("system", [None, "Answer briefly.\nIn English. "])
+@pytest.mark.parametrize("system", [None, " Answer briefly.\nIn English. "])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_templates_equal_transformers(name, spelling, system, chat, opened, tmp_path):
-    """All turns of a conversation. The answers are encoded as the text inside that they are, and so is what a person
-    types, so messages with names of special tokens are left out here."""
-    template_name, vocabulary, special, text = PUBLISHED[name]
-    text = SPELLINGS[spelling](text)
+    """All turns of a conversation. What a person types is ordinary text, and so are answers, so messages with names of
+    special tokens are left out here."""
+    template_name, vocabulary, special = PUBLISHED[name]
+    text = spelled(texts()[name], SPELLINGS[spelling])
     ours, theirs = opened(vocabulary)
     theirs.chat_template = text
     for key, value in special.items():
         setattr(theirs, key, value)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": text}))
     template, own_system = recognized(chat, tmp_path)
-    assert template == chat.chat_template(template_name.encode())
+    assert template == chat.chat_template(template_name.encode()), own_system
     messages = [{"role": "system", "content": system}] if system else []
-    found = []
+    found, again = [], None
+    answers = [*ANSWERS[:2], THOUGHTS, "No"] if template_name == "qwen3" else ANSWERS
     for i, said in enumerate(message for message in MESSAGES if "<" not in message):
-        found += turn_ids(chat, template, ours, said, not i, system or own_system)
+        found += turn_ids(chat, template, ours, said, not i, system or own_system, again)
         messages.append({"role": "user", "content": said})
         rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         expected = theirs.encode(rendered, add_special_tokens=False)
         assert found == expected == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"], said
-        messages.append({"role": "assistant", "content": ANSWERS[i]})
-        found += ours.encode_at(INSIDE, ANSWERS[i].encode()).tolist()
+        messages.append({"role": "assistant", "content": answers[i]})
+        again = kept(chat, template, answers[i].encode())
+        if again == answers[i].encode():
+            again = None
+            found += ours.encode_at(INSIDE, answers[i].encode()).tolist()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_answers_with_whitespace(name, chat, opened):
-    """They stay as they were sampled. Only Llama 3's template trims them: doc/checkpoints.md names the difference."""
-    template_name, vocabulary, special, text = PUBLISHED[name]
-    ours, theirs = opened(vocabulary)
-    theirs.chat_template = text
-    for key, value in special.items():
-        setattr(theirs, key, value)
-    messages = [{"role": role, "content": said} for role, said in (
-        ("system", "Be brief."), ("user", "Hi"), ("assistant", " Yes \n"), ("user", "And?"))]
-    template = chat.chat_template(template_name.encode())
-    found = turn_ids(chat, template, ours, "Hi", True, "Be brief.") + ours.encode_at(INSIDE, b" Yes \n").tolist()
-    found += turn_ids(chat, template, ours, "And?", False)
-    same = found == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    trimmed = theirs.apply_chat_template([*messages[:2], {"role": "assistant", "content": "Yes"}, messages[3]],
-                                         add_generation_prompt=True)["input_ids"]
-    assert same == (template_name != "llama3") and found != trimmed
+@pytest.mark.parametrize("template", [b"llama3", b"llama3.1", b"zephyr", b"chatml", b"qwen3", b"raw"])
+def test_trimming_equals_python(template, chat):
+    """Every white space that Python knows, around and inside a text, and invalid UTF-8."""
+    trims = template.startswith(b"llama3")
+    template = chat.chat_template(template)
+    cases = [chr(code).encode() for code in [*range(0xD800), *range(0xE000, 0x10000), 0x1F600]] if trims else []
+    cases = [b"", b" \n", *(case + b"a" + case for case in cases), *cases]
+    random_ = random.Random(1)
+    pieces = [b" ", b"\n", b"\xe2\x80\x80", b"\xe3\x80\x80", b"\xc2\x85", b"\xc2", b"\xe2\x80", b"\x80", b"\xff",
+              b"\0", b"\xf0\x9f", b"x", "é".encode(), b"\x1c", b"\xc2\xa0"]
+    cases += [b"".join(random_.choices(pieces, k=random_.randrange(9))) for _ in range(3000)]
+    for case in cases:
+        found, text = kept(chat, template, case).decode("utf-8", "replace"), case.decode("utf-8", "replace")
+        assert found == (text.strip() if trims else text), case
+
+
+@pytest.mark.parametrize("answer", ["<think>\nHm\n</think>\n\nYes", "<think>", "a</think>b</think>\n", "</think>",
+                                    "\nYes", "</think", "<think>\n\n</think>\n\n Yes </think >"])
+def test_thoughts_are_forgotten_as_by_qwen3(answer, chat):
+    found = kept(chat, chat.chat_template(b"qwen3"), answer.encode()).decode()
+    assert found == (answer.split("</think>")[-1].lstrip("\n") if "</think>" in answer else answer)
+    assert kept(chat, chat.chat_template(b"chatml"), answer.encode()).decode() == answer
 
 
 def test_names_of_special_tokens_are_text(chat, opened):
@@ -169,18 +236,99 @@ def test_recognizing(chat, tmp_path):
     config = tmp_path / "tokenizer_config.json"
     for templates, name, system in (
             (SMOLLM2, b"chatml", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-            (QWEN, b"chatml", "You are Qwen's \"friend\"."), (LLAMA3, b"llama3", ""), (ZEPHYR, b"zephyr", ""),
-            ([{"name": "tool_use", "template": LLAMA3}, {"name": "default", "template": ZEPHYR}], b"zephyr", "")):
+            (SMOLLM2.replace("You are a", "I\\'m \"your\""), b"chatml",
+             "I'm \"your\" helpful AI assistant named SmolLM, trained by Hugging Face"),
+            (texts()["Llama 3"], b"llama3", ""), (ZEPHYR, b"zephyr", ""),
+            ([{"name": "tool_use", "template": CHATML}, {"name": "default", "template": ZEPHYR}], b"zephyr", "")):
         config.write_text(json.dumps({"chat_template": templates}))
         assert recognized(chat, tmp_path) == (chat.chat_template(name), system)
-    (tmp_path / "chat_template.jinja").write_text(LLAMA3)
+    (tmp_path / "chat_template.jinja").write_text(texts()["Llama 3"])
     assert recognized(chat, tmp_path) == (chat.chat_template(b"llama3"), "")
-    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}[INST]{{ message }}{% endfor %}")
-    code, text = recognized(chat, tmp_path)
-    assert code == 2 and str(tmp_path) in text and "--chat" in text
     (tmp_path / "chat_template.jinja").unlink()
     config.write_text("{")
     assert recognized(chat, tmp_path)[0] == 3
+
+
+# Templates that no row of the table renders, each from a published one, and what the message names.
+OTHERS = {
+    "another separator": (lambda text: CHATML.replace("+ '\n' + m", "+ '<|im_sep|>' + m"), "Phi-4"),
+    "instructions": (lambda text: "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endfor %}",
+                     "Mistral"),
+    "thinks": (lambda text: text["Qwen2.5"].replace("assistant\\n'", "assistant\\n<think>\\n'"), "think"),
+    "thinks, in a tag of its own": (lambda text: CHATML.replace("{% endif %}", "{{ '<think>' }}{% endif %}"), "think"),
+    "does not think": (lambda text: text["Qwen3"].replace("enable_thinking is false", "enable_thinking is true"),
+                       "think"),
+    "begins with a token": (lambda text: "{{ bos_token }}" + CHATML, "ChatML"),
+    "begins with a newline": (lambda text: "\n" + CHATML, "ChatML"),
+    "ends with a space": (lambda text: CHATML + " ", "ChatML"),
+    "a system message in a variable": (lambda text: "{% set system = 'Be kind.' %}" + CHATML, "ChatML"),
+    "an empty system message": (lambda text: re.sub("You are a help.*Face", "", SMOLLM2), "ChatML"),
+    "a long system message": (lambda text: SMOLLM2.replace("Face", "Face" * 1000), "ChatML"),
+    "a system message for all": (lambda text: SMOLLM2.replace("loop.first and ", ""), "ChatML"),
+    "trims": (lambda text: CHATML.replace("message['content']", "message['content'] | trim"), "ChatML"),
+    "does not trim": (lambda text: text["Llama 3"].replace(" | trim", ""), "Llama 3"),
+    "another date": (lambda text: text["Llama 3.1"].replace("26 Jul", "27 Jul"), "Llama 3"),
+    "comments with newlines": (lambda text: text["Llama 3.1"].replace("{#-", "{#"), "Llama 3"),
+    "no newline": (lambda text: ZEPHYR.replace("eos_token }}\n", "eos_token }}"), "Zephyr"),
+    "raw": (lambda text: "{% raw %}" + CHATML + "{% endraw %}", "ChatML"),
+    "an open string": (lambda text: CHATML + "{{ '", "ChatML"),
+    "an open tag": (lambda text: CHATML + "{%", "ChatML"),
+    "an open condition": (lambda text: CHATML + "{% if tools %}", "ChatML"),
+    "an unknown escape": (lambda text: SMOLLM2.replace("You are", "You\\x20are"), "ChatML"),
+    "deep": (lambda text: "{% if a %}" * 40 + CHATML + "{% endif %}" * 40, "ChatML"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_templates_are_rejected(name, chat, tmp_path):
+    change, part = OTHERS[name]
+    template = change(texts())
+    assert template not in texts().values()
+    code, text = recognized_text(chat, tmp_path, template)
+    assert code == 2 and str(tmp_path) in text and part in text and "--chat raw" in text
+
+
+def test_published_files(chat, tmp_path):
+    """Of many families; those that PUBLISHED does not have are rejected."""
+    files = vocabularies.chat_templates()
+    assert len(files) > 60
+    for file, text in files.items():
+        found, reason = recognized_text(chat, tmp_path, text)
+        if file in PACKAGED:
+            assert found == chat.chat_template(PUBLISHED[PACKAGED[file]][0].encode()), (file, reason)
+        else:
+            assert found == 2 and "--chat raw" in reason, file
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_recognized_renders_alike(name, chat, tmp_path):
+    """A template with a random change is rejected, or it makes the text that it made before, or none at all."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(text):
+        return [render_jinja_template(conversations=[messages], chat_template=text, add_generation_prompt=True,
+                                      bos_token="<B>", eos_token="<E>")[0]
+                for messages in (conversation, conversation[1:])]
+
+    conversation = [{"role": role, "content": f" {said}\n"} for role, said in (
+        ("system", "s"), ("user", "Hi"), ("assistant", "<think>\na\n</think>\n\nYes"), ("user", "And?"))]
+    text, random_, same = texts()[name], random.Random(name), 0
+    expected, (_, system) = render(text), recognized_text(chat, tmp_path, text)
+    for _ in range(600):
+        at = random_.randrange(len(text) + 1)
+        piece = random_.choice(["", "", "-", "+", " ", "\n", "\n ", "{# x #}", "{#- x -#}", "'", "\\", "{{ '' }}", "x",
+                                "{% if tools %}x{% else %}", "{%- endif -%}", "not ", "\r\n"])
+        changed = text[:at] + piece + text[at + random_.choice([0, 1]):]
+        found, its_system = recognized_text(chat, tmp_path, changed)
+        if found > 5:
+            same += 1
+            try:
+                assert render(changed) == [[text.replace(system or "\0", its_system) for text in texts]
+                                           for texts in expected], changed
+            except TemplateSyntaxError:     # in what is written for tools
+                pass
+    assert same > 10
 
 
 # ---------------------------------------------------------------- the program
@@ -235,6 +383,29 @@ def test_a_conversation(folder):
     output, _ = talk(folder, "--system", "Be brief", "--temperature", 0, "--max-new-tokens", 8,
                      said="\n".join([said[0], "", *said[1:]]))
     assert output.decode() == shown(answers) and len(set(map(tuple, answers))) > 1
+
+
+def test_thoughts_are_forgotten(folder, tmp_path):
+    """What the model writes again and again is called </think>, so the second turn sees what comes after it."""
+    first = greedy(folder, [*chatml("user", "Hi"), byte_text.IM_START, *b"assistant\n"], 24)
+    said = set(b"Hi<user>assistant\nAnd?")
+    end = next(i for i in first[4:] if i < 256 and i not in said)
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {"</think>" if i == end else name: i for name, i in vocab.items()}
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+    rest = bytes(i for i in first[len(first) - first[::-1].index(end):] if i < 256)
+    rest = bytes(byte for byte in rest.lstrip(b"\n").decode("utf-8", "replace").encode() if byte != end)
+    second, other = (greedy(folder, [*chatml("user", "Hi"), *chatml("assistant", "")[:-2], *kept, byte_text.IM_END,
+                                     *b"\n", *chatml("user", "And?"), byte_text.IM_START, *b"assistant\n"], 24)
+                     for kept in (rest, first))
+    assert second != other
+    output, _ = talk(tmp_path / "model", "--chat", "qwen3", "--temperature", 0, "--max-new-tokens", 24,
+                     said="Hi\nAnd?\n")
+    expected = "".join(b"".join(b"</think>" if i == end else bytes([i]) for i in answer).decode("utf-8", "replace")
+                       + "\n" for answer in (first, second))
+    assert output.decode() == expected
 
 
 def test_raw_continues_the_text(folder):

