@@ -88,6 +88,22 @@ def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
     assert ("Restart 1 of 1" in text) == bool(restarts)
 
 
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_a_stop_that_mpirun_drops(tmp_path, dropped):
+    """As it does for ranks that it has not started yet. Stops are repeated, and this one ends with the next."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"""#!/bin/bash
+        trap 'count=$((count + 1)); [ $count -le {dropped} ] || exit 75' USR1
+        touch {tmp_path}/started
+        while :; do sleep 0.1; done""")
+    mpirun.chmod(0o755)
+    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
+                               preexec_fn=machines.end_with_parent)
+    wait_for((tmp_path / "started").exists, "mpirun")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 75
+
+
 def failing(tmp_path, *codes):
     """A program that ends with these exit codes, one after the other, and prints its flags."""
     program = tmp_path / "program"
