@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -548,8 +549,9 @@ def test_while_a_run_prunes_its_checkpoints(data, checkpoints, tmp_path):
     """A checkpoint may be deleted between being found and being read."""
     out = shutil.copytree(checkpoints(), tmp_path / "run")
     words = [BIN / "eval_gpt2", "--model", out, "--data", f"{data}/*_val_*.bin", "--max-tokens", 64]
+    start = time.monotonic()
     expected = run(*words)[0].splitlines()[-1]
-    with saving_and_pruning(out):
+    with saving_and_pruning(out, (time.monotonic() - start) / 2):
         for _ in range(25):
             assert run(*words)[0].splitlines()[-1] == expected
 

@@ -1,8 +1,8 @@
 """sample_gpt2: prompts, batches, sampling, streamed UTF-8, messages."""
 import json
-import os
 import shutil
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -108,8 +108,9 @@ def test_matrices_that_are_stored_in_bf16(tmp_path):
 def test_while_the_run_prunes(runs, tmp_path):
     """A checkpoint may be deleted between being found and being read."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
+    start = time.monotonic()
     expected = sample(out, "--max-new-tokens", 3)[0]
-    with saving_and_pruning(out):
+    with saving_and_pruning(out, (time.monotonic() - start) / 2):
         for _ in range(25):
             assert sample(out, "--max-new-tokens", 3)[0] == expected
 

@@ -108,9 +108,9 @@ def assert_same_run(a, b, step):
 
 
 @contextlib.contextmanager
-def saving_and_pruning(out):
+def saving_and_pruning(out, pause):
     """While this is active, a newer checkpoint keeps replacing the run's newest one, as under --keep 1, so that there
-    is always just one."""
+    is always just one. pause: seconds that it lasts, or a slow reader never gets to its end."""
     folder, ended = Path(out) / "ckpt", threading.Event()
 
     def save():
@@ -123,7 +123,7 @@ def saving_and_pruning(out):
             old.rename(trash)
             shutil.rmtree(trash)
             step += 1
-            ended.wait(0.02)        # or a slow reader, under sanitizers, never gets to the end of a checkpoint
+            ended.wait(pause)
 
     thread = threading.Thread(target=save)
     thread.start()
