@@ -168,6 +168,7 @@ def opened(library, tmp_path_factory):      # noqa: F811
     return get
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("system", [None, " Answer briefly.\nIn English. "])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -315,7 +316,7 @@ def test_what_is_recognized_renders_alike(name, chat, tmp_path):
         ("system", "s"), ("user", "Hi"), ("assistant", "<think>\na\n</think>\n\nYes"), ("user", "And?"))]
     text, random_, same = texts()[name], random.Random(name), 0
     expected, (_, system) = render(text), recognized_text(chat, tmp_path, text)
-    for _ in range(600):
+    for _ in range(300):
         at = random_.randrange(len(text) + 1)
         piece = random_.choice(["", "", "-", "+", " ", "\n", "\n ", "{# x #}", "{#- x -#}", "'", "\\", "{{ '' }}", "x",
                                 "{% if tools %}x{% else %}", "{%- endif -%}", "not ", "\r\n"])
@@ -328,7 +329,7 @@ def test_what_is_recognized_renders_alike(name, chat, tmp_path):
                                            for texts in expected], changed
             except TemplateSyntaxError:     # in what is written for tools
                 pass
-    assert same > 10
+    assert same > 5
 
 
 # ---------------------------------------------------------------- the program

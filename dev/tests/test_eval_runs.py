@@ -372,6 +372,7 @@ PROGRESS = {       # enough work for several lines
 TOTAL = {"loss": 24992 + 24992, "positions": 8000, "needle": 6200, "attention": 4 * 1000, "choice": 20 * 2991}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("task", PROGRESS)
 def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
     """A bar, the tokens of the whole call, and the time left, on a line that is deleted at the end."""

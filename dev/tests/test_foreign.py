@@ -75,7 +75,8 @@ def loss_there(model, data):
 def evaluate(folder, data, *flags):
     """The exit code, and either the loss or the message."""
     out = folder.parent / "eval"
-    words = [EVAL, "--model", folder, "--data", f"{data}/d_val_*.bin", "--seq-lens", T, "--out", out, *flags]
+    words = [EVAL, "--model", folder, "--data", f"{data}/d_val_*.bin", "--seq-lens", T, "--picture", 0, "--out", out,
+             *flags]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(), timeout=300)
     if result.returncode:
         assert not out.exists() and result.stdout == "", "something was written"

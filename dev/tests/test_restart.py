@@ -77,6 +77,7 @@ def test_a_stop_between_a_death_and_the_restart(data, tmp_path):
     assert time.monotonic() - asked < 30, "the stop waited for the end of the pause"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("restarts, waits", [(0, "sleep 0.1"), (1, "sleep 2 & wait"), (0, "sleep 2 &")])
 def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
     """As a deadlock of Open MPI's does: its ranks have ended, but it never will."""

@@ -166,6 +166,7 @@ def with_tokenizer(name, data, folder):
     return folder
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name, pre", [("own", "gpt-2"), ("llama3", "llama-bpe"), ("qwen", "qwen2"),
                                        ("mistral", None), ("mistral-never", None)])
 def test_the_tokenizer(name, pre, data, tmp_path):

@@ -431,6 +431,7 @@ def test_plotting_example(attn_c, tmp_path, monkeypatch):
     assert (plot_weights.weights(qk["q"][0], qk["k"][0], "softmax") - expected).abs().max() < 1e-6
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("given", [None, b"text", [torch.ones(2, 2)] * 2, {"q": torch.ones(2, 2)},
                                    {"q": [[1.0]], "k": [[1.0]]}, {"q": torch.ones(2), "k": torch.ones(2)},
                                    {"q": torch.ones(0, 2, 2), "k": torch.ones(0, 2, 2)}],
