@@ -58,7 +58,7 @@ def member(value, key, kind, where):
     if not isinstance(found, kind):
         whole = "" if isinstance(value, dict) else "an object with "
         found = shards.shorten(value if whole else found)
-        raise DataError(INPUT, f"{where}: expected {whole}{key!r}, {'a text' if kind is str else 'an array'}, found "
+        raise DataError(INPUT, f"{where}: expected {whole}{key!r}, {'a string' if kind is str else 'an array'}, found "
                                f"{found}.\n  It is not a file of SQuAD, version 1.1 or 2.0.")
     return sources.without_surrogates(found).strip() if kind is str else found
 

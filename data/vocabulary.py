@@ -138,7 +138,7 @@ def known_spaces(normalizer, words):
 
 
 def other_text(model, normalizer, words):
-    """Lists what the two kinds of tokenizers need each for itself."""
+    """Lists what only this kind of tokenizer requires."""
     found = f"found pre_tokenizer {json.dumps(words or None)}"
     if model.get("byte_fallback") is True:
         rows = [(model.get("ignore_merges") is not True, "model.ignore_merges false, as byte_fallback is true"),

@@ -738,7 +738,10 @@ static void read_rest(Reader *r) {
 static bool refuse(const Reader *r, const char *path, Error *error) {
     char remedy[640];
     bool whole = strlen(r->names) + 1 < sizeof r->names;
-    if (r->ignorable == r->reasons.count)
+    if (r->reasons.count == 1 && !strcmp(r->names, "sliding_window") && r->family == &FAMILIES[MISTRAL])
+        snprintf(remedy, sizeof remedy,
+                 "To use it on texts up to the window's length, load it with --ignore-config-key sliding_window.");
+    else if (r->ignorable == r->reasons.count)
         snprintf(remedy, sizeof remedy,
                  "If the model computes the same without %s, load it with --ignore-config-key %s.",
                  r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");

@@ -71,7 +71,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"weight-decay", OPT_FLOAT, &o->weight_decay, 0, 10, .arg = "X", .group = "Training", .help = "weight decay, applied to matrices only"},
         {"beta1",       OPT_FLOAT, &o->beta1, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW beta1 (first moment)"},
         {"beta2",       OPT_FLOAT, &o->beta2, 0, 0.999999, .arg = "X", .group = "Training", .help = "AdamW beta2 (second moment)"},
-        {"z-loss",      OPT_FLOAT, &o->z_loss, 0, 100, .arg = "X", .group = "Training", .help = "add X times the mean of ln(Z)^2 to what is minimized, Z being softmax's sum over the vocabulary; 1e-4 is common"},
+        {"z-loss",      OPT_FLOAT, &o->z_loss, 0, 100, .arg = "X", .group = "Training", .help = "add X times the mean of ln(Z)^2 to what is minimized, Z being softmax's denominator; 1e-4 is common"},
         {"grad-clip",   OPT_FLOAT, &o->grad_clip, 0, 1e9, .arg = "X", .group = "Training", .help = "maximum gradient norm; 0: no clipping"},
 
         {"out",         OPT_TEXT, &o->out, .arg = "DIR", .group = "Run", .help = "run folder for run.json, metrics.jsonl, samples.txt and ckpt/; without it, nothing is kept", .on_resume = true},
@@ -91,7 +91,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "recompute some activations in the backward pass to save memory", .on_resume = true},
         {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "data type of gradients during the all-reduce", .on_resume = true},
         {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement, and sum attention's gradients in any order", .on_resume = true},
-        {"matmuls",     OPT_TEXT, &o->matmuls, .arg = "FILE", .group = "GPUs", .help = "the fastest matmul algorithms: used if listed; with --deterministic 0, others are measured and added", .on_resume = true},
+        {"matmuls",     OPT_TEXT, &o->matmuls, .arg = "FILE", .group = "GPUs", .help = "file of the fastest matmul algorithms, which are used; with --deterministic 0, missing ones are measured and added", .on_resume = true},
         {"graphs",      OPT_SWITCH, &o->graphs, .group = "GPUs", .help = "queue a micro-batch as CUDA graphs (never with --profile); 0: kernel by kernel", .on_resume = true},
         {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "round the weights' bf16 copy stochastically", .on_resume = true},
     };

@@ -172,9 +172,9 @@ static void reject(const char *folder, const char *text, uint64_t hash, Error *e
         char which[32] = "";    // for a new row of PUBLISHED
         if (hash) { snprintf(which, sizeof(which), " (hash 0x%016llx)", (unsigned long long)hash); }
         error_set(error, EXIT_USAGE,
-                  "%s: unknown chat template%s. It may write a conversation in another way than the templates that "
-                  "this program has%s.\n  %s",
-                  folder, like, which, remedy);
+                  "%s: unknown chat template%s%s. It may write a conversation in another way than the templates that "
+                  "this program has.\n  %s",
+                  folder, which, like, remedy);
     } else {
         error_set(error, EXIT_USAGE,
                   "%s: expected a chat template in chat_template.jinja or tokenizer_config.json, found none.\n  %s",

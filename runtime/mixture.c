@@ -57,7 +57,7 @@ static bool reduce_weights(Mixture *m, const char *text, Error *error) {
     for (size_t i = 0; i < m->count; i++) m->period += m->sources[i].weight /= divisor;
     return m->period <= MAX_PERIOD ||
            error_set(error, EXIT_USAGE,
-                     "%s: the weights repeat only after %s sequences, at most %s are supported.\n"
+                     "%s: the order of the sources repeats only after %s sequences; at most %s are supported.\n"
                      "  Give weights with fewer digits.",
                      text, human_grouped(m->period).text, human_grouped(MAX_PERIOD).text);
 }

@@ -5,7 +5,7 @@
     python scripts/follow.py out/a --wandb --once           what is there, and no more
 
 It waits for a run that has not begun, if its folder is missing or empty. It ends when the run has made all its --steps,
-or with Ctrl-C; a run that stops and resumes is followed on. Started again, it continues. Steps that a resumed run
+or with Ctrl-C; it keeps following a run that stops and resumes. Started again, it continues. Steps that a resumed run
 repeats are sent once; if they differ, the newer ones count.
 """
 import argparse

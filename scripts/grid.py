@@ -1,7 +1,7 @@
 """Trains and evaluates a grid of normalizers, seeds and sizes, and writes the papers' tables with our numbers beside
 theirs.
 
-    .venv/bin/python scripts/grid.py grids/lssa.toml                  at the small scale, which two cores finish
+    .venv/bin/python scripts/grid.py grids/lssa.toml                  at the small scale, for two cores
     .venv/bin/python scripts/grid.py grids/lssa.toml --scale paper    at the paper's own scale
     .venv/bin/python scripts/grid.py grids/lssa.toml --dry-run        only prints the plan: runs, tokens, time, disk
     .venv/bin/python scripts/grid.py grids/lssa.toml --report         only writes the report of the results so far

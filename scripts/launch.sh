@@ -28,7 +28,7 @@ if [ "${1:-}" = --restart ]; then
     [[ $restarts =~ ^(0|[1-9][0-9]{0,5})$ ]] || usage "--restart \"$restarts\": expected the number of restarts, 0 or more."
     shift 2
 fi
-[[ ! ${1:-} =~ ^[0-9]+$ || ${2:-} != --* ]] || usage "$2: expected a program after the number of ranks; --restart R comes before it."
+[[ ! ${1:-} =~ ^[0-9]+$ || ${2:-} != --* ]] || usage "$2: expected a program after the number of ranks; --restart R comes before that number."
 # Do the flags have --out, or a file of flags that has it?
 names_out() {
     local words=" $* " file
@@ -121,7 +121,7 @@ watch_children() {
         children=$(cat /proc/"$1"/task/*/children)
         if living $children; then
             idle=0
-        elif [ -n "$children" ] || [ "${fields[8]}" -gt 0 ]; then    # it has waited for children: their page faults
+        elif [ -n "$children" ] || [ "${fields[8]}" -gt 0 ]; then    # cminflt > 0: it has had children and waited for them
             idle=$((idle + 1))
         fi
     done
@@ -200,7 +200,7 @@ run_job() {
         wait "$guard" 2> /dev/null || true
     fi
     if [ -n "$deadlock" ]; then
-        echo "launch.sh: all ranks had ended, but mpirun had not for 10 s, and was killed." >&2
+        echo "launch.sh: mpirun was still running 10 s after all ranks had ended, and was killed." >&2
         status=6
     fi
     if [ -n "$vanished" ]; then

@@ -102,7 +102,7 @@ static void prepare(real *x, const real *from, Strides step, size_t T, size_t he
     }
 }
 
-// dx (T,heads,HS): the gradient of prepare()'s x in, that of what it read out.
+// dx (T,heads,HS): in, the gradient of prepare()'s output x; out, that of its input.
 //   x = ratio u, u = from/|from|:  dx = ratio (dx - u (u · dx))/|from|
 static void prepare_backward(real *dx, const real *x, const real *from, Strides step, size_t T, size_t heads, size_t HS,
                              bool l2, real ratio) {
@@ -214,8 +214,8 @@ static Gemm gemm_for(const Call *c) {
 
 static _Thread_local unsigned mode_before;
 
-// The calling thread's number of threads is that of the call, and afterward what it was; so is the mode of all of them,
-// which belong to PyTorch.
+// Sets the number of threads and their mode for subnormal numbers during a call. end() restores both, because the
+// threads belong to PyTorch.
 static int begin(int threads) {
     int before = omp_get_max_threads();
     if (before != threads) omp_set_num_threads(threads);

@@ -34,8 +34,8 @@ def library_file():
 @functools.cache
 def library():
     if not library_file().exists():
-        raise ValueError(f"attn_c: found tensors on a GPU, but this build has no {library_file().name}; reinstall it "
-                         "with TORCH_CUDA=1 where nvcc is, or move the tensors to the CPU")
+        raise ValueError(f"attn_c: found tensors on a GPU, but this build has no {library_file().name}; reinstall "
+                         "attn_c with TORCH_CUDA=1 on a machine with nvcc, or move the tensors to the CPU")
     found = ctypes.CDLL(str(library_file()))
     found.attn_c_cuda_stats.restype = found.attn_c_cuda_scratch.restype = c_size_t
     found.attn_c_cuda_stats.argtypes = found.attn_c_cuda_scratch.argtypes = [POINTER(CudaCall)]
@@ -65,7 +65,7 @@ def check(q, k, v, scalars, start, normalizer, seq_len, scaling):
         raise ValueError(f"attn_c: expected float32 or bfloat16 on a GPU, found {q.dtype}; convert them")
     if not fits(q.shape[3], v.shape[3]):
         raise ValueError("attn_c: on a GPU, expected a head_dim that is a multiple of 8 and at most 128, and values of "
-                         f"the same size, found {q.shape[3]} and {v.shape[3]}")
+                         f"the same size (or, at 128, of any multiple of 8), found {q.shape[3]} and {v.shape[3]}")
     if start is not None and traits(normalizer, seq_len)[2]:
         raise ValueError(f"attn_c: {normalizer} depends on the length of each text, which is not supported with "
                          "padding on a GPU; process texts of different lengths apart")

@@ -226,7 +226,8 @@ static void test_refusals(void) {
     for (size_t i = 0; i < sizeof EMPTY / sizeof *EMPTY; i++) {
         refused(EMPTY[i], EXIT_USAGE, "expected a source on both sides of each comma, found nothing");
     }
-    refused("%/a.bin:0.700001,%/b.bin:0.300001", EXIT_USAGE, "the weights repeat only after 1,000,002 sequences");
+    refused("%/a.bin:0.700001,%/b.bin:0.300001", EXIT_USAGE,
+            "the order of the sources repeats only after 1,000,002 sequences");
     refused("%/z.bin:0.7,%/b.bin:0.3", EXIT_INPUT, "z.bin: no file matches");
     char many[2048] = "";
     for (int i = 0; i <= MAX_SOURCES; i++) strcat(many, "%/a.bin:1 ");

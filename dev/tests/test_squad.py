@@ -175,7 +175,7 @@ def test_a_byte_order_mark_is_ignored(tmp_path, tokenizer):
 @pytest.mark.parametrize("content, message", [
     ("{", "not valid JSON"), ("[1]", "expected an object with 'data', an array, found [1]."),
     ('{"data": [{"title": "x"}]}', "article 0: expected 'paragraphs', an array"),
-    ('{"data": [{"paragraphs": [{"context": 5}]}]}', "article 0, paragraph 0: expected 'context', a text, found 5"),
+    ('{"data": [{"paragraphs": [{"context": 5}]}]}', "article 0, paragraph 0: expected 'context', a string, found 5"),
     ('{"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q"}]}]}]}',
      "question 0: expected 'answers', an array, found null"),
     ('{"data": []}', "0 documents, and no text to train on")])

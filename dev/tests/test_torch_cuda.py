@@ -109,5 +109,5 @@ def test_without_the_library(attn_c, monkeypatch, tmp_path):
     from attn_c import cuda
     monkeypatch.setattr(cuda, "library_file", lambda: tmp_path / "attn_c_cuda.so")
     cuda.library.cache_clear()
-    with pytest.raises(ValueError, match="has no attn_c_cuda.so; reinstall it with TORCH_CUDA=1"):
+    with pytest.raises(ValueError, match="has no attn_c_cuda.so; reinstall attn_c with TORCH_CUDA=1"):
         cuda.library()

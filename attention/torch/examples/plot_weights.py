@@ -3,7 +3,7 @@
     python plot_weights.py QK.pt OUT.png [--row 63]
 
 QK.pt: torch.save({"q": q, "k": k}), each (heads, T, d) or (T, d), after RoPE; of several heads, the first is drawn.
-Without arguments other than OUT.png, random ones are drawn. With v = identity, attention's output is its weights. Needs
+Without QK.pt, q and k are random. With v = identity, attention's output is its weights. Needs
 matplotlib."""
 import argparse
 import math
