@@ -561,7 +561,9 @@ static int32_t *take_turn(const Sampler *s, ChatTurn turn, size_t *used, size_t 
     if (*used + *count <= room) return ids;
     free(ids);
     if (!*used) {
-        warn("a message of %zu tokens; expected at most %zu. Shorten it, or pass a larger --context.", *count, room);
+        warn(
+            "the message takes %zu tokens with its chat template; expected at most %zu. Shorten it, or pass a larger --context.",
+            *count, room);
         return NULL;
     }
     warn("this message and its answer would exceed %zu tokens (--context); the conversation starts over with it.",

@@ -718,6 +718,12 @@ static void read_normalizer(Reader *r) {
         read_unknown(r, "attention_normalizer.", item);
 }
 
+// Without the key, attention is causal.
+static void read_causal(Reader *r, const cJSON *item) {
+    if (!cJSON_IsTrue(item))
+        reasons_add(&r->reasons, "\"is_causal\" is %s; only causal attention is supported", value_of(item).text);
+}
+
 static void read_rest(Reader *r) {
     static const char *const OWN[] = {"auto_map", "qk_norm", "qkv_bias", "softmax_model_type", SOFTMAX_WINDOW, SOFTCAP};
     static const char *const WINDOWS[] = {"use_sliding_window", "sliding_window", "max_window_layers"};
@@ -731,7 +737,8 @@ static void read_rest(Reader *r) {
         known = known || (is_own(r) && is_listed(item->string, OWN, COUNT(OWN)));
         known = known || (r->family == &FAMILIES[MISTRAL] && !strcmp(item->string, "sliding_window"));
         known = known || (is_qwen(r) && is_listed(item->string, WINDOWS, COUNT(WINDOWS)));
-        if (!known) read_unknown(r, "", item);
+        if (!strcmp(item->string, "is_causal")) read_causal(r, item);
+        else if (!known) read_unknown(r, "", item);
     }
 }
 

@@ -38,6 +38,7 @@ static const ChatTemplate TEMPLATES[] = {
      .user = "<|user|>\n",
      .answer = "<|assistant|>\n",
      .end = "</s>",
+     .ends_text = true,
      .after = "\n"},
 };
 
@@ -126,7 +127,7 @@ static bool read_template(const char *folder, char **text, Error *error) {
 }
 
 // Moves the system message that a template of ChatML has as a literal out of its canonical form, where \5 takes its
-// place. Returns false if it is too long.
+// place. Returns false if it is too long, or has special tokens.
 static bool take_system(char *text, char *system, size_t size) {
     static const char begin[] = "\1<|im_start|>system\n", end[] = "<|im_end|>\n\1";
     system[0] = 0;
@@ -138,6 +139,7 @@ static bool take_system(char *text, char *system, size_t size) {
         if (length >= size) { return false; }
         memcpy(system, at, length);
         system[length] = 0;
+        if (strstr(system, "<|im_start|>") || strstr(system, "<|im_end|>")) { return false; }
         *at = 5;
         memmove(at + 1, last, strlen(last) + 1);
         break;
@@ -157,6 +159,36 @@ static const ChatTemplate *recognize(const char *text, char *system, size_t size
     if (!found) { system[0] = 0; }
     free(canonical);
     return found;
+}
+
+// The name of a special token in tokenizer_config.json, or NULL: a string, or an object.
+static const char *token_name(const cJSON *item) {
+    return cJSON_GetStringValue(cJSON_IsObject(item) ? cJSON_GetObjectItemCaseSensitive(item, "content") : item);
+}
+
+// Templates write bos_token and eos_token, which are settings: does tokenizer_config.json give them the names that this
+// template has? A missing key, or a missing file, says nothing.
+static bool has_its_tokens(const ChatTemplate *chat, const char *folder, Error *error) {
+    const struct {
+        const char *key, *name;
+    } tokens[] = {{"bos_token", chat->begin}, {"eos_token", chat->ends_text ? chat->end : ""}};
+    char path[PATH_MAX];
+    snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[1]);
+    if (access(path, F_OK) != 0) { return true; }
+    cJSON *json = json_read(path, error);
+    bool right = json != NULL;
+    for (size_t i = 0; right && i < COUNT(tokens); i++) {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, tokens[i].key);
+        const char *name = token_name(item);
+        if (!*tokens[i].name || !item || (name && strcmp(name, tokens[i].name) == 0)) { continue; }
+        right = error_set(error, EXIT_USAGE,
+                          "%s: \"%s\" is %s%s%s; the chat template \"%s\" is known with \"%s\".\n  If the model was "
+                          "trained with that, name the template with --chat.",
+                          path, tokens[i].key, name ? "\"" : "", name ? name : "no name", name ? "\"" : "", chat->name,
+                          tokens[i].name);
+    }
+    cJSON_Delete(json);
+    return right;
 }
 
 static void reject(const char *folder, const char *text, uint64_t hash, Error *error) {
@@ -189,6 +221,7 @@ const ChatTemplate *chat_template_in(const char *folder, char *system, size_t si
     if (!read_template(folder, &text, error)) { return NULL; }
     const ChatTemplate *found = text ? recognize(text, system, size, &hash) : NULL;
     if (!found) { reject(folder, text, hash, error); }
+    if (found && !has_its_tokens(found, folder, error)) { found = NULL; }
     free(text);
     return found;
 }

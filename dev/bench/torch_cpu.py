@@ -135,7 +135,7 @@ def print_table(rows):
                                 for x in r.values()) + " |")
 
 
-def microseconds(functions, calls=300, rounds=25):
+def microseconds(functions, calls=60, rounds=125):
     """{name: the least of a call}. Each round measures every function, so that a disturbance meets all of them."""
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(rounds):

@@ -9,6 +9,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+// The larger of two errors, or NaN if either is NaN, which fmax() would drop.
+static inline double worse(double a, double b) {
+    return a >= b || a != a ? a : b;
+}
+
 // check_case() begins a case; a group that never calls it is one case. A case fails if one of its checks fails. A case
 // without a check is not counted.
 static int cases_passed, cases_failed, case_checks, case_failures, group_failures;

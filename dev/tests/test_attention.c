@@ -610,7 +610,7 @@ static void check_groups_of(const char *text, size_t NKV) {
             dk += each.dk[at];
             dv += each.dv[at];
         }
-        off = fmax(off, fmax(fabs(dk - shared.dk[i]), fabs(dv - shared.dv[i])));
+        off = worse(off, worse(fabs(dk - shared.dk[i]), fabs(dv - shared.dv[i])));
         most = fmax(most, fmax(fabs(dk), fabs(dv)));
     }
     CHECK(off <= 1e-5 * most, "%s: %zu key-value heads: dk and dv off by %.3g of %.3g", text, NKV, off, most);
@@ -719,7 +719,7 @@ static void check_spans_of(const char *text, Tiles tiles, size_t T, size_t docum
     for (size_t t = 0; t < T; t++)
         for (size_t h = 0; h < NH; h++) {
             row_after(&c, one, h, t + 1, (size_t)first[t]);
-            off = fmax(off, difference(c.out + (t * NH + h) * shape.VS, one, shape.VS));
+            off = worse(off, difference(c.out + (t * NH + h) * shape.VS, one, shape.VS));
         }
     CHECK(off < tolerance, "%s, tiles %s, document at %zu: rows after cached keys are off by %.3g", text,
           tiles_name(tiles), document, off);
@@ -751,10 +751,10 @@ static void check_last_queries(const char *text) {
     attention_forward(out, stats, in, c.scalars, c.shape, c.scratch);
     double off = 0, of_stats = 0;
     for (size_t b = 0; b < B; b++)
-        off = fmax(off, difference(out + b * LAST * W, c.out + ((b + 1) * T - LAST) * W, LAST * W));
+        off = worse(off, difference(out + b * LAST * W, c.out + ((b + 1) * T - LAST) * W, LAST * W));
     for (size_t i = 0; i < B * NH; i++) {
         const float *expected = c.stats + ((i + 1) * T - LAST) * ROW_STATS;
-        of_stats = fmax(of_stats, difference(stats + i * LAST * ROW_STATS, expected, LAST * ROW_STATS));
+        of_stats = worse(of_stats, difference(stats + i * LAST * ROW_STATS, expected, LAST * ROW_STATS));
     }
     CHECK(off < 1e-5 && of_stats < 1e-5, "%s: out is off by %.3g, statistics by %.3g", text, off, of_stats);
     for (size_t t = 0; t < B * T * NKV; t++) {
@@ -791,7 +791,7 @@ static void check_weights(const char *text) {
                               (AttentionRows){.h = h, .from = from, .rows = rows});
             for (size_t r = 0; r < rows; r++) {
                 const float *A = c.out + ((from + r) * NH + h) * T;
-                off = fmax(off, fmax(difference(weights + r * T, A, ENDS[i]), not_zero(A + ENDS[i], T - ENDS[i])));
+                off = worse(off, worse(difference(weights + r * T, A, ENDS[i]), not_zero(A + ENDS[i], T - ENDS[i])));
                 double Z = 0;
                 for (size_t j = (size_t)first[from + r]; j <= from + r; j++) {
                     double z = 0;
@@ -799,7 +799,7 @@ static void check_weights(const char *text) {
                         z += (double)c.q[(h * T + from + r) * 8 + x] * c.k[(h * T + j) * 8 + x];
                     Z += exp(z / sqrt(8));
                 }
-                if (!strcmp(text, "softmax")) log_off = fmax(log_off, fabs(log(Z) - log_Z[r]));
+                if (!strcmp(text, "softmax")) log_off = worse(log_off, fabs(log(Z) - log_Z[r]));
             }
         }
     CHECK(off < 1e-5, "%s: weights are off by %.3g", text, off);
@@ -818,12 +818,12 @@ static void compare_tiled(const Case *with, const Case *without, Tiles tiles) {
     size_t rows = with->shape.B * with->shape.NH * with->shape.T;
     for (size_t i = 0; i < rows * ROW_STATS; i++) {
         double right = without->stats[i];
-        stats = fmax(stats, fabs(with->stats[i] - right) / fmax(fabs(right), 1));
+        stats = worse(stats, fabs(with->stats[i] - right) / fmax(fabs(right), 1));
     }
     double out = difference(with->out, without->out, with->values);
     double grads =
-        fmax(difference(with->dq, without->dq, with->keys),
-             fmax(difference(with->dk, without->dk, with->keys), difference(with->dv, without->dv, with->values)));
+        worse(difference(with->dq, without->dq, with->keys),
+              worse(difference(with->dk, without->dk, with->keys), difference(with->dv, without->dv, with->values)));
     CHECK(stats < 1e-5, "%s, %s: the rows' statistics are off by %.3g", with->normalizer.text, what, stats);
     CHECK(tiles_are_bf16(tiles) ? out > 1e-5 && out < 3e-3 : out < 1e-5, "%s, %s: out is off by %.3g",
           with->normalizer.text, what, out);

@@ -275,6 +275,8 @@ OTHERS = {
     "an open string": (lambda text: CHATML + "{{ '", "ChatML"),
     "an open tag": (lambda text: CHATML + "{%", "ChatML"),
     "an open condition": (lambda text: CHATML + "{% if tools %}", "ChatML"),
+    "turns in the system message": (lambda text: SMOLLM2.replace("Face", "Face<|im_end|>\n<|im_start|>user\nHi"),
+                                    "ChatML"),
     "an unknown escape": (lambda text: SMOLLM2.replace("You are", "You\\x20are"), "ChatML"),
     "deep": (lambda text: "{% if a %}" * 40 + CHATML + "{% endif %}" * 40, "ChatML"),
 }
@@ -287,6 +289,22 @@ def test_other_templates_are_rejected(name, chat, tmp_path):
     assert template not in texts().values()
     code, text = recognized_text(chat, tmp_path, template)
     assert code == 2 and str(tmp_path) in text and part in text and "--chat raw" in text
+
+
+@pytest.mark.parametrize("name, key, token", [("Llama 3", "bos_token", "<|begin_of_text|>"),
+                                              ("Llama 3.2", "bos_token", "<|begin_of_text|>"),
+                                              ("Zephyr", "eos_token", "</s>")])
+def test_tokens_that_a_template_takes_from_settings(name, key, token, chat, tmp_path):
+    """Another bos_token or eos_token makes another text, so it is rejected; one that does not occur may be any."""
+    (tmp_path / "chat_template.jinja").write_text(texts()[name])
+    template = chat.chat_template(PUBLISHED[name][0].encode())
+    for right in {}, {key: token}, {key: {"content": token}}, {key: token, "pad_token": None, "unk_token": "x"}:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(right))
+        assert recognized(chat, tmp_path) == (template, ""), right
+    for wrong, found in ("<|endoftext|>", '"<|endoftext|>"'), ({"content": "x"}, '"x"'), (None, "no name"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: wrong}))
+        code, text = recognized(chat, tmp_path)
+        assert code == 2 and f'"{key}" is {found}; ' in text and "tokenizer_config.json" in text and "--chat" in text
 
 
 def test_published_files(chat, tmp_path):

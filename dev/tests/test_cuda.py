@@ -668,7 +668,10 @@ def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
         time.sleep(0.1)
     ranks = {}
     for pid in children(job.pid):
-        words = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+        try:
+            words = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+        except FileNotFoundError:       # a shell of launch.sh that has ended
+            continue
         rank = [word for word in words if word.startswith(b"OMPI_COMM_WORLD_RANK=")]
         if rank:
             ranks[int(rank[0].split(b"=")[1])] = pid

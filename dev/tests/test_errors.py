@@ -185,7 +185,7 @@ def test_caps_of_logits_that_leave_nothing_to_learn(data, tmp_path, value):
     ("{0}/a.bin:0.7,{0}/b.bin:0", USAGE, ["\"0\": expected a weight above 0", "such as 0.7"]),
     ("{0}/a.bin:0.7,{0}/b.bin:1e-3", USAGE, ["\"1e-3\": expected a weight above 0"]),
     ("{0}/a*.bin:half,{0}/b.bin:0.3", USAGE, ["a*.bin:half\": expected a weight after the colon, such as 0.7"]),
-    ("{0}/a.bin:0.333333,{0}/b.bin:0.777778", USAGE, ["repeat only after 1,111,111 sequences", "fewer digits"]),
+    ("{0}/a.bin:0.333333,{0}/b.bin:0.777778", USAGE, ["repeats only after 1,111,111 sequences", "fewer digits"]),
     ("{0}/a.bin:0.7,{0}/c*.bin:0.3", INPUT, ["c*.bin: no file matches"]),
     ("{0}/a.bin:0.7,{0}/short.bin:0.3", INPUT, ["short.bin: too little data", "2 are needed"]),
     ("{0}/a.bin:0.7,{0}/broken.bin:0.3", INPUT, ["broken.bin", "truncated"]),

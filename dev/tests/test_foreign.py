@@ -375,6 +375,18 @@ def test_an_unknown_key_is_named_and_can_be_ignored(key, folder, data, tmp_path)
     assert evaluate(folder, data, "--ignore-config-key", f"{key}x,x{key}")[0] == 3
 
 
+@pytest.mark.parametrize("value", [False, None, 1])
+def test_only_causal_attention_is_computed(value, folder, data):
+    """Unlike other keys that are false, this one is not as good as missing."""
+    expected = evaluate(folder, data)
+    edit(folder, is_causal=True)
+    assert evaluate(folder, data) == expected
+    edit(folder, is_causal=value)
+    for flags in [], ["--ignore-config-key", "is_causal"]:
+        code, message = evaluate(folder, data, *flags)
+        assert code == 3 and f'"is_causal" is {json.dumps(value)}; only causal attention is supported' in message
+
+
 def test_several_ignored_keys_in_every_program(folder, data, tmp_path):
     edit(folder, one=1, two=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "three": 3})
     code, message = evaluate(folder, data)

@@ -159,7 +159,7 @@ static void test_phi(int phi, const char *name) {
             if (value > FLT_MAX) continue;
             // Exp is 0 below FLT_MIN.
             double allowed = 1e-5 * (fabs(value) + fabs(derivative)) + 200 * (double)FLT_MIN;
-            double off = fmax(fabs(f[i] - value), fabs(slope[i] - derivative)) / allowed;
+            double off = worse(fabs(f[i] - value), fabs(slope[i] - derivative)) / allowed;
             if (!(off <= far)) {
                 far = off;
                 at = z[i];

@@ -826,7 +826,7 @@ static void test_classifier(size_t rows, size_t V, double scale_of_logits, bool 
     double error = 0;
     for (size_t i = 0; i < rows * VP && scale != 0; i++) {
         double here = fabs(value_of(logits.at(i)) - gradient[i]) - half_ulp<X>(gradient[i]);
-        if (fabs(gradient[i]) > 1e-30) error = fmax(error, here / fabs(gradient[i]));
+        if (fabs(gradient[i]) > 1e-30) error = worse(error, here / fabs(gradient[i]));
     }
     check("gradient, element by element", error, 1e-4);
     case_ends();
@@ -1337,13 +1337,13 @@ static void test_functions(void) {
         if (isnan(x[i])) special = special && isnan(e) && isnan(l) && isnan(r);
         else if (x[i] >= 128) special = special && isinf(e) && e > 0;
         else if (x[i] < -126) special = special && e == 0;
-        else error[0] = fmax(error[0], fabs(e - e_true) / e_true);
+        else error[0] = worse(error[0], fabs(e - e_true) / e_true);
         if (x[i] < 0) special = special && isnan(l);
         else if (x[i] == 0) special = special && isinf(l) && l < 0 && isinf(r);
         else if (isinf(x[i])) special = special && isinf(l) && l > 0 && r == 0;
-        else if (x[i] > 0) error[1] = fmax(error[1], fabs(l - l_true) / (x[i] > 0.5 && x[i] < 2 ? 1 : fabs(l_true)));
+        else if (x[i] > 0) error[1] = worse(error[1], fabs(l - l_true) / (x[i] > 0.5 && x[i] < 2 ? 1 : fabs(l_true)));
         if (isfinite(x[i]) && fabs(x[i]) > 0x1p-125 && fabs(x[i]) < 0x1p125)
-            error[2] = fmax(error[2], fabs(r - r_true) * fabs(x[i]));
+            error[2] = worse(error[2], fabs(r - r_true) * fabs(x[i]));
     }
     check("exp2_fast", error[0], 0x1p-22);
     check("log2_fast", error[1], 0x1p-22);

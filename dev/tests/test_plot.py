@@ -389,6 +389,19 @@ def test_differences_of_single_runs(seeded):
     assert len(runs.comparison(seeded, False, None).axes) == 2
 
 
+def test_differences_of_steps_that_differ_in_size(seeded):
+    """They are taken at the same number of tokens: here, at step s and at the other run's step 2s."""
+    lines = [json.loads(line) for line in (seeded[3] / "metrics.jsonl").read_text().splitlines()]
+    (seeded[3] / "metrics.jsonl").write_text("".join(json.dumps(line | {"tokens": 2 * line["tokens"]}) + "\n"
+                                                     for line in lines))
+    figure = runs.comparison([seeded[0], seeded[3]], False, seeded[0])
+    steps = range(10, 51, 10)
+    assert list(figure.axes[3].lines[0].get_xdata()) == pytest.approx([1.024 * step for step in steps])
+    expected = [3.2 + 8 / step - (3.5 + 8 / (2 * step)) for step in steps]
+    assert list(figure.axes[3].lines[0].get_ydata()) == pytest.approx(expected)
+    assert labels(figure)[1] == f"b0: validation 3.2800, difference {expected[-1]:+.4f} at 51.2 thousand tokens"
+
+
 def test_a_switch_after_the_end_of_the_baseline(seeded):
     """It is marked in the losses, but not in the differences, which end before it."""
     switch = {"step": 90, "event": "attn-switch", "from": "softmax", "attn": "ssmax"}

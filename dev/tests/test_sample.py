@@ -1,5 +1,6 @@
 """sample_gpt2: prompts, batches, sampling, streamed UTF-8, messages."""
 import json
+import os
 import shutil
 import subprocess
 import time

@@ -425,4 +425,4 @@ def test_needles_in_smollm2_in_bf16(system, smollm2, tmp_path):
             gaps.append((logits[ours[at]] - logits[theirs[at]]).abs().item())
     print(f"{equal} of 18 answers equal; the same verdict in {same_verdict} of 18; "
           f"{sum(trial['verdict'] == 'right' for trial, _ in found)} found; gaps {np.round(gaps, 3).tolist()}")
-    assert equal >= 9 and not max(gaps, default=0) > 0.5
+    assert equal >= 9 and max(gaps, default=0) <= 0.5

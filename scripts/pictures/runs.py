@@ -1,5 +1,6 @@
 """Training runs compared: means and spreads over seeds, differences to a baseline, and the learned scalars of each
 head."""
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,11 @@ class Run:
         """{step: value} where the value is finite."""
         return {line["step"]: value for line, value in zip(self.lines, plot.column(self.lines, key))
                 if math.isfinite(value)}
+
+    @functools.cached_property
+    def tokens(self):
+        """{step: tokens up to its end}"""
+        return {line["step"]: line["tokens"] for line in self.lines}
 
     @property
     def seed(self):
@@ -89,16 +95,18 @@ def pairs(group, base):
 
 
 def curves(group, base, key):
-    """(tokens, an array (runs, steps)) of the steps that all of the group's runs have, less the baseline's."""
+    """(tokens, an array (runs, steps)) of the steps that all of the group's runs have, less those of the
+    baseline."""
     found = []
     for run, other in pairs(group, base):
         values = run.values(key)
-        if other:
-            below = other.values(key)
-            values = {step: value - below[step] for step, value in values.items() if step in below}
+        if other:       # at the same number of tokens, because steps may differ in size
+            below = {other.tokens[step]: value for step, value in other.values(key).items()}
+            values = {step: value - below[run.tokens[step]] for step, value in values.items()
+                      if run.tokens[step] in below}
         found.append(values)
     steps = sorted(set.intersection(*map(set, found)))
-    tokens = {line["step"]: line["tokens"] for line in group.runs[0].lines}
+    tokens = group.runs[0].tokens
     return [tokens[step] for step in steps], np.array([[values[step] for step in steps] for values in found])
 
 
