@@ -148,9 +148,15 @@ stop() {
     stopped=1
     [ -n "$job" ] || return 0
     kill "-$signal" "$job" 2> /dev/null || true
-    # mpirun drops a signal for ranks that it has not started yet, so a young job gets it again.
+    # mpirun drops a signal for ranks that it has not started yet, so a young job gets it again; but not once its ranks
+    # have ended, because it would die of it instead of returning their exit code.
     if [ "$processes" -gt 1 ] && [ $((SECONDS - began)) -lt 3 ]; then
-        { for pause in 1 2; do sleep $pause; kill -0 $$ && kill "-$signal" "$job"; done; } > /dev/null 2>&1 &
+        {
+            for pause in 1 2; do
+                sleep $pause
+                if kill -0 $$ && living $(cat /proc/"$job"/task/*/children); then kill "-$signal" "$job"; fi
+            done
+        } > /dev/null 2>&1 &
     fi
 }
 trap stop TERM
