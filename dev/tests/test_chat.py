@@ -333,20 +333,22 @@ def test_what_is_recognized_renders_alike(name, chat, tmp_path):
     conversation = [{"role": role, "content": f" {said}\n"} for role, said in (
         ("system", "s"), ("user", "Hi"), ("assistant", "<think>\na\n</think>\n\nYes"), ("user", "And?"))]
     text, random_, same = texts()[name], random.Random(name), 0
-    expected, (_, system) = render(text), recognized_text(chat, tmp_path, text)
+    expected, (template, system) = render(text), recognized_text(chat, tmp_path, text)
     for _ in range(300):
         at = random_.randrange(len(text) + 1)
         piece = random_.choice(["", "", "-", "+", " ", "\n", "\n ", "{# x #}", "{#- x -#}", "'", "\\", "{{ '' }}", "x",
                                 "{% if tools %}x{% else %}", "{%- endif -%}", "not ", "\r\n"])
         changed = text[:at] + piece + text[at + random_.choice([0, 1]):]
         found, its_system = recognized_text(chat, tmp_path, changed)
-        if found > 5:
-            same += 1
-            try:
-                assert render(changed) == [[text.replace(system or "\0", its_system) for text in texts]
-                                           for texts in expected], changed
-            except TemplateSyntaxError:     # in what is written for tools
-                pass
+        if found == 2:      # rejected
+            continue
+        assert found == template, changed
+        try:
+            rendered = render(changed)
+        except TemplateSyntaxError:     # in what is written for tools
+            continue
+        assert rendered == [[part.replace(system or "\0", its_system) for part in parts] for parts in expected], changed
+        same += 1
     assert same > 5
 
 
