@@ -80,7 +80,8 @@ def check(config, folder):
         reasons.append("its output logits are capped (--logit-softcap)")
     if config.get("qk_norm") and config.get("qkv_bias"):
         reasons.append("it has both QK norms and biases, and no family of llama.cpp has both")
-    if family not in ARCHITECTURES and not reasons:
+    other = family not in ARCHITECTURES and not reasons
+    if other:
         reasons.append(f"its model_type is {family!r}; expected {', '.join(ARCHITECTURES)}")
     if family == "qwen2" and head_dim and channels != heads * head_dim:
         reasons.append(f"its heads have {head_dim} channels; in a qwen2, llama.cpp has only hidden_size / heads")
@@ -91,7 +92,7 @@ def check(config, folder):
     if reasons:
         raise DataError(INPUT, f"{folder}/config.json: this model cannot be written as GGUF:"
                                + "".join(f"\n  - {reason}" for reason in reasons)
-                               + "\n  Use it with sample_gpt2, or with transformers.")
+                               + f"\n  Use it with {'' if other else 'sample_gpt2, or with '}transformers.")
 
 
 def check_by_trainer(folder, ignored):
@@ -316,6 +317,25 @@ def model_name(folder):
     return "Mistral" if name == "mistral" else name
 
 
+def unread_by_transformers(config):
+    """What its GGUF loader does not read from the file, but takes from a config that it is given."""
+    unread = []
+    if rope_of(config)["rope_type"] != "default":
+        unread.append("scaling of RoPE")
+    if config["model_type"] == "qwen3" and config.get("head_dim", 128) != 128:
+        unread.append("size of a head, but assumes 128")
+    return unread
+
+
+def warn_of_transformers(config, folder, out):
+    if unread := unread_by_transformers(config):
+        read = "AutoConfig.from_pretrained({})"
+        if config["model_type"] == "mistral":       # a Llama in a GGUF
+            read = 'LlamaConfig.from_pretrained({}, model_type="llama")'
+        print(f"{out}: transformers' GGUF loader reads no {' and no '.join(unread)}.\n"
+              f"  There, pass from_pretrained() config={read.format(repr(str(folder)))} as well.", file=sys.stderr)
+
+
 def convert(folder, out, half, ignored):
     gguf = library("gguf", "writing a GGUF file")
     config = read_json(folder / "config.json", "a model's config.json, in the folder of a checkpoint or of a run")
@@ -351,10 +371,14 @@ def main():
         raise DataError(USAGE, f"{args.folder}: no such folder.")
     if args.out.exists() and not args.out.is_file():
         raise DataError(USAGE, f"--out {args.out}: exists and is not a file.")
+    if not args.out.parent.is_dir():
+        raise DataError(USAGE, f"{args.out.parent}: no such folder.")
     half = {"f32": np.float32, "f16": np.float16}[args.dtype]
-    config = convert(model_folder(args.folder), args.out, half, args.ignore_config_key)
+    folder = model_folder(args.folder)
+    config = convert(folder, args.out, half, args.ignore_config_key)
     print(f"{args.out}: {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']} "
           f"channels, {args.out.stat().st_size:,} bytes.")
+    warn_of_transformers(config, folder, args.out)
 
 
 if __name__ == "__main__":

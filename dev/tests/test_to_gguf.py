@@ -77,8 +77,8 @@ MODELS = {"ours": llama_of_ours, "ours, grouped": grouped, "llama": of_transform
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_logits(name, data, tmp_path):
     folder = MODELS[name](data, tmp_path / "model")
-    output, _ = convert(folder, tmp_path / "out.gguf")
-    assert "out.gguf" in output
+    output, notes = convert(folder, tmp_path / "out.gguf")
+    assert "out.gguf" in output and "transformers" not in notes
     expected, found = logits(folder), logits(tmp_path, gguf_file="out.gguf")
     assert expected.abs().max() > 0.1 and (found - expected).abs().max() <= 1e-6
     convert(folder, tmp_path / "half.gguf", "--dtype", "f16")
@@ -118,21 +118,26 @@ def rope_metadata(path):
 
 # The scaling, and what is written of it. transformers reads none of it, but takes it from a config that it is given.
 SCALED = {"llama3": ("llama", LLAMA3, {}), "linear": ("qwen2", LINEAR, {"type": "linear", "factor": 4.0}),
+          "linear, mistral": ("mistral", LINEAR, {"type": "linear", "factor": 4.0}),
           "yarn": ("qwen3", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16})}
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rope(name, data, tmp_path):
-    from transformers import AutoConfig
+    from transformers import AutoConfig, LlamaConfig
     family, rope, expected = SCALED[name]
-    folder = of_transformers(family, rope_parameters=rope)(data, tmp_path / "model")
-    convert(folder, tmp_path / "out.gguf")
+    more = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}.get(family, {})
+    folder = of_transformers(family, rope_parameters=rope, **more)(data, tmp_path / "model")
+    _, notes = convert(folder, tmp_path / "out.gguf")
+    assert "reads no scaling of RoPE" in notes and ("no size of a head" in notes) == (family == "qwen3")
     found, divisors = rope_metadata(tmp_path / "out.gguf")
     assert found == expected and len(divisors) == (name == "llama3")
     config = AutoConfig.from_pretrained(folder)
+    if family == "mistral":
+        config = LlamaConfig.from_pretrained(folder, model_type="llama")
     same = logits(folder)
     assert (logits(tmp_path, gguf_file="out.gguf", config=config) - same).abs().max() <= 1e-6
-    if family == "llama":
+    if family in ("llama", "mistral"):
         assert (logits(tmp_path, gguf_file="out.gguf") - same).abs().max() > 0.1      # the page says so
     for divisor in divisors:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -209,7 +214,7 @@ def test_the_tokenizer(name, pre, data, tmp_path):
 WRONG = {
     "ssmax": ({"attention_normalizer": {"name": "ssmax"}}, ["ssmax", "softmax alone"]),
     "gau": ({"attention_normalizer": {"name": "softmax", "block": "gau"}}, ["gated attention units"]),
-    "another family": ({"model_type": "gpt2"}, ["'gpt2'", "qwen3"]),
+    "another family": ({"model_type": "gpt2"}, ["'gpt2'", "qwen3", "with transformers"]),
     "a cap": ({"model_type": "attn_gpt", "final_logit_softcapping": 30.0}, ["capped"]),
     "a window": ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window", "only full attention"]),
     "another activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
@@ -270,6 +275,7 @@ def test_weights_that_are_not_finite(value, data, tmp_path):
 def test_out_is_not_a_file(data, tmp_path):
     folder = llama_of_ours(data, tmp_path / "model")
     assert "is not a file" in convert(folder, tmp_path, code=2)[1]
+    assert f"{tmp_path}/new: no such folder" in convert(folder, tmp_path / "new/out.gguf", code=2)[1]
 
 
 def test_a_template_that_starts_with_bos(data, tmp_path):

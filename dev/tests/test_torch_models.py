@@ -1,5 +1,7 @@
 """attn_c in models: through transformers' attention interface, in the modeling file of our checkpoints, against the
 trainer, and installed from a wheel."""
+import itertools
+import json
 import os
 import re
 import subprocess
@@ -463,22 +465,38 @@ def with_lm_eval():
     return python
 
 
-def test_evaluation_example(attn_c, tmp_path):
-    """A task of multiple choice out of a file."""
+def test_evaluation_example(interface, tmp_path):
+    """A task of multiple choice out of a file, with questions to which softmax gives another answer, so that accuracy
+    is 1 only for the switched model."""
     python = with_lm_eval()
     from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer, models, pre_tokenizers
-    words = {word: i for i, word in enumerate("[UNK] the cat dog sat ran on mat".split())}
-    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    words = "[UNK] the cat dog sat ran on mat".split()
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", eos_token="[UNK]").save_pretrained(tmp_path / "m")
-    make_llama(eos_token_id=0).save_pretrained(tmp_path / "m")
+    model = make_llama(eos_token_id=0)
+    model.save_pretrained(tmp_path / "m")
+    choices = [words.index("sat"), words.index("ran")]
+
+    def answer(question, attn):
+        model.set_attn_implementation(attn)
+        with torch.no_grad():
+            return int(model(torch.tensor([question])).logits[0, -1, choices].argmax())
+
+    rows = []
+    for question in itertools.product(range(1, len(words)), repeat=3):
+        found = answer(question, "attn_c:lssar")
+        if found != answer(question, "attn_c:softmax") and len(rows) < 5:
+            rows.append({"q": " ".join(words[i] for i in question), "c": ["sat", "ran"], "a": found})
+    assert len(rows) == 5
     (tmp_path / "t").mkdir()
-    (tmp_path / "t/rows.jsonl").write_text('{"q": "the cat", "c": ["sat", "ran"], "a": 0}\n' * 3)
+    (tmp_path / "t/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "t/cats.yaml").write_text(
         f"task: cats\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path}/t/rows.jsonl}}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\n"
         "doc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n")
-    run = example("evaluate.py", tmp_path / "m", "cats", "--attn", "lssar", "--include", tmp_path / "t",
-                  python=python)
-    assert run.returncode == 0 and "cats" in run.stdout and "acc" in run.stdout, run.stderr[-2000:]
+    for attn, accuracy in ("lssar", 1), ("softmax", 0):
+        run = example("evaluate.py", tmp_path / "m", "cats", "--attn", attn, "--include", tmp_path / "t", python=python)
+        assert run.returncode == 0, run.stderr[-2000:]
+        assert re.search(rf"\|cats .*\|acc .*\| +{accuracy}\|", run.stdout), run.stdout
