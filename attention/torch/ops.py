@@ -94,15 +94,19 @@ def pointer(x):
     return None if x is None else x.data_ptr()
 
 
-def forward_cpu(q, k, v, scalars, start, normalizer, seq_len, scaling):
+def forward_cpu(q, k, v, scalars, start, normalizer, seq_len, scaling, keep=True):
+    """keep: are the statistics returned? Otherwise they take room in the scratch memory, since each array takes a
+    microsecond or two."""
     check_kinds(q, k, v)
     given = q.dtype
     q, k, v, start, scalars, p = prepare(q, k, v, scalars, start, normalizer, seq_len, scaling)
-    out, stats = q.new_empty_strided(*p.out), q.new_empty_strided(*p.stats)
+    out = q.new_empty_strided(*p.out)
+    stats = q.new_empty_strided(*p.stats) if keep else None
     if out.numel():
-        scratch = q.new_empty(p.scratch)
+        scratch = q.new_empty(p.scratch if keep else p.scratch + p.stats[1][0] * q.shape[0])
+        end = scratch.data_ptr() + p.scratch * scratch.itemsize
         p.forward(p.pointer, q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(start), scalars.data_ptr(),
-                  out.data_ptr(), stats.data_ptr(), scratch.data_ptr())
+                  out.data_ptr(), stats.data_ptr() if keep else end, scratch.data_ptr())
     return out if out.dtype == given else out.to(given), stats
 
 
@@ -210,7 +214,11 @@ def gradients(ctx, dout, backward_pass):
 
 
 def needs_gradient(tensors):
-    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+    if torch.is_grad_enabled():
+        for x in tensors:       # any() would take a microsecond
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def is_differentiated(tensors):
@@ -299,4 +307,4 @@ def forward(q, k, v, scalars, start, *others):
         return forward_op(q, k, v, scalars, start, *others)[0]
     if is_differentiated((q, k, v, scalars)):
         return apply_direct(q, k, v, scalars, start, others)
-    return forward_cpu(q, k, v, scalars, start, *others)[0]
+    return forward_cpu(q, k, v, scalars, start, *others, keep=False)[0]
