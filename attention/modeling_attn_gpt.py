@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 try:
@@ -392,7 +393,7 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class Layer(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(config), RMSNorm(config)
@@ -403,7 +404,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class GatedLayer(nn.Module):
+class GatedLayer(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
         self.input_layernorm, self.gau = RMSNorm(config), GatedUnit(config, layer)
@@ -422,11 +423,18 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config)
         add_scalars(self, normalizer, "n", normalizer["seq_len"])
 
-    def forward(self, x, *where):
+    def forward(self, x, states, *where):
+        """states: None, or a list that receives the input, each layer's output, and the last one's RMSNorm instead of
+        the last one."""
         scalars = dict(self.named_parameters(recurse=False))
         for layer in self.layers:
+            if states is not None:
+                states.append(x)
             x = layer(x, *where, scalars)
-        return self.norm(x)
+        x = self.norm(x)
+        if states is not None:
+            states.append(x)
+        return x
 
 
 # ---- The model
@@ -443,6 +451,13 @@ def check_rope(parameters):
                          f"{', '.join(ROPE_NUMBERS[kind]) or 'no numbers'}; missing or unknown: {', '.join(wrong)}")
     if kind == "dynamic" and parameters["factor"] != 1:
         raise ValueError(f"config.json: rope_type dynamic needs factor 1, not {parameters['factor']}")
+
+
+def check_positions(positions, attention_mask):
+    """Positions that begin anew mean packed texts. Without a mask, nothing would hide them from each other."""
+    if attention_mask is None and not torch.compiler.is_compiling() and (positions.diff(dim=-1) < 1).any():
+        raise ValueError("position_ids: expected ascending positions, found texts that are packed into one row; pass "
+                         "each text as a row of its own")
 
 
 def check_config(config):
@@ -467,6 +482,7 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = AttnGPTConfig
     base_model_prefix = "model"
     _no_split_modules = ["Layer", "GatedLayer"]
+    supports_gradient_checkpointing = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config):
@@ -503,24 +519,33 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = head
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-                labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, **kwargs):
+                labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, output_hidden_states=None,
+                return_dict=None, **kwargs):
         """attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
-        0: of all. output_attentions: also returns each layer's A (B, heads, T, keys)."""
+        0: of all. output_attentions: also returns each layer's A (B, heads, T, keys). output_hidden_states: also
+        returns the embeddings (B, T, C), and each layer's output, the last one after its RMSNorm."""
+        default = lambda value, name: getattr(self.config, name) if value is None else value
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = default(use_cache, "use_cache")
+        if self.training and self.is_gradient_checkpointing:        # layers run twice, and would fill a cache twice
+            if past_key_values is not None:
+                raise ValueError("past_key_values: expected None with gradient checkpointing")
+            use_cache = False
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
         past = 0 if cache is None else int(cache.get_seq_length())
         positions = torch.arange(past, past + T, device=x.device)[None] if position_ids is None else position_ids
+        check_positions(positions, attention_mask)
         lengths = torch.full((1,), past + T, device=x.device)
         if attention_mask is not None:
             if attention_mask.shape != (B, past + T):
                 raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found "
                                  f"{tuple(attention_mask.shape)}")
             lengths = attention_mask.bool().sum(-1)
-        weights = [] if (self.config.output_attentions if output_attentions is None else output_attentions) else None
+        weights = [] if default(output_attentions, "output_attentions") else None
+        states = [] if default(output_hidden_states, "output_hidden_states") else None
         compute = attention_for(self.config, x, past, attention_mask, weights)
-        x = self.model(x, positions, lengths, compute, cache, weights)
+        x = self.model(x, states, positions, lengths, compute, cache, weights)
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         logits = self.lm_head(x[:, logits_to_keep])
@@ -529,5 +554,7 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None,
-                                      attentions=None if weights is None else tuple(weights))
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None,
+                                     hidden_states=None if states is None else tuple(states),
+                                     attentions=None if weights is None else tuple(weights))
+        return out if default(return_dict, "return_dict") else out.to_tuple()

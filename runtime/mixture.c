@@ -122,6 +122,9 @@ static bool add_weighted(Mixture *m, char *word, const char *text, Error *error)
         return error_set(error, EXIT_USAGE,
                          "%s: \"%s\" has no weight.\n  Give all sources a weight, as in \"%s:0.5\", or none.", text,
                          word, word);
+    if (number - 1 == word)
+        return error_set(error, EXIT_USAGE, "%s: \"%s\": expected the path or pattern of a shard before the weight.",
+                         text, word);
     uint64_t weight = read_weight(number);
     if (!weight)
         return error_set(error, EXIT_USAGE,

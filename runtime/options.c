@@ -398,6 +398,8 @@ static Option *entry_row(Option *table, size_t count, const TomlEntry *entry, in
     Option *o = options_find(table, count, entry->key);
     if (!strcmp(entry->key, "config"))
         usage_fail("%sconfig: a file of flags cannot name another. Repeat --config on the command line.", where);
+    if (!o && (!strcmp(entry->key, "help") || !strcmp(entry->key, "print-config")))
+        usage_fail("%s%s: belongs on the command line, not in a file of flags.", where, entry->key);
     if (!o)
         usage_fail("%s%s: unknown flag.%s Run `--help` for the full list.", where, entry->key,
                    nearest_flag(table, count, "", entry->key, strlen(entry->key), near, sizeof near));

@@ -19,7 +19,7 @@ from trainer import checkpoint, losses, metrics
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
 
@@ -490,6 +490,58 @@ def test_attention_weights_have_transformers_shapes(modeling):
     assert ours(ids).attentions is None
     ours.config.output_attentions = True
     assert len(ours(ids).attentions) == 2 and ours(ids, output_attentions=False).attentions is None
+
+
+def test_hidden_states_are_those_of_transformers(modeling):
+    """Of a Llama with the same weights; and the outputs as a tuple."""
+    ours, _ = pair(modeling, "softmax", L=24)
+    theirs = LlamaForCausalLM(LlamaConfig(**dict(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True, rms_norm_eps=ours.config.rms_norm_eps))).double().eval()
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
+    found, expected = (model(ids, output_hidden_states=True).hidden_states for model in (ours, theirs))
+    assert len(found) == len(expected) == 3
+    for a, b in zip(found, expected):
+        assert (a - b).abs().max() < 1e-6 * b.abs().max()       # transformers' RMSNorm computes in float32
+    assert ours(ids).hidden_states is None
+    ours.config.output_hidden_states = True
+    loss, logits, states = ours(ids, labels=ids, use_cache=False, return_dict=False)
+    assert loss.ndim == 0 and logits.shape == (2, 9, 31) and len(states) == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("gau", "relu2-n"), ("llama", "softmax-sink")])
+def test_gradient_checkpointing(modeling, block, name, reentrant):
+    """The same gradients, and layers do run twice."""
+    model, _ = pair(modeling, name, L=24, block=block)
+    ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
+    calls, gradients = [], []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    model.train()
+    for checkpointing in False, True:
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: x.grad.clone() for name, x in model.named_parameters() if x.requires_grad})
+    assert len(calls) == 3 and gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(x, gradients[1][name]) for name, x in gradients[0].items())
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(ids, past_key_values=DynamicCache())
+
+
+def test_packed_texts_are_rejected(modeling):
+    """Unless a mask is passed: then generate() numbers the positions of padding itself."""
+    model, _ = pair(modeling, "ssmax", L=24)
+    ids = torch.randint(31, (1, 6), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(ValueError, match="packed into one row"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    same = model(ids, position_ids=torch.arange(6)[None]).logits
+    assert torch.equal(same, model(ids).logits)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    padded = model(ids, attention_mask=mask, position_ids=torch.tensor([[1, 1, 0, 1, 2, 3]])).logits[:, 2:]
+    assert (padded - model(ids[:, 2:]).logits).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)

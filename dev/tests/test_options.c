@@ -196,6 +196,8 @@ static void test_config_errors(void) {
     check_group("errors in a --config file");
     refused_config("\nbach = 4", EXIT_USAGE, "line 2: bach: unknown flag. Did you mean batch? Run `--help`");
     refused_config("config = 'x'", EXIT_USAGE, "line 1: config: a file of flags cannot name another.");
+    refused_config("\nprint-config = true", EXIT_USAGE, "line 2: print-config: belongs on the command line");
+    refused_config("help = true", EXIT_USAGE, "line 1: help: belongs on the command line");
     refused_config("zero = 1", EXIT_USAGE,
                    "line 1: zero is only supported by test_cu, the GPU program, not by test_options.");
     refused_config("batch = 4\n\nbatch = 4", EXIT_USAGE, "line 3: batch: is set twice; the first time is on line 1.");

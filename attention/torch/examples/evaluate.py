@@ -6,9 +6,12 @@ MODEL is a folder or a name on the hub whose attention uses transformers' Attent
 task files of your own."""
 import argparse
 
-import lm_eval
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+try:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+except ImportError as error:
+    raise SystemExit(f"{error}; expected lm_eval: pip install lm_eval")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attn_c.transformers
