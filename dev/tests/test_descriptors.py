@@ -1,36 +1,35 @@
-"""wgmma's matrix descriptors, as cuda/hopper.cuh makes them and as dev/cuda_on_cpu decodes them, equal CUTLASS's.
-
-    pip download nvidia-cutlass==4.2.0 --no-deps && unzip nvidia_cutlass*.whl
-    CUTLASS=cutlass_library/source/include pytest dev/tests/test_descriptors.py
-
-CUTLASS names the folder of CUTLASS's headers; an installed nvidia-cutlass is found. Skipped where there is none.
-"""
-import importlib.util
-import os
+"""wgmma's matrix descriptors, as cuda/hopper.cuh makes them and as dev/cuda_on_cpu decodes them, equal CUTLASS's, whose
+headers are in a package on PyPI."""
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT / "dev/cuda_on_cpu"
-sys.path.insert(0, str(EMULATOR))
+INCLUDE = "cutlass_library/source/include"
+sys.path[:0] = [str(EMULATOR), str(ROOT / "data")]
+from shards import DataError
+from sources import package
 from test_cuda_on_cpu import CXX, cuda_headers
 
 
-def cutlass_headers():
-    installed = importlib.util.find_spec("cutlass_library")
-    places = [os.environ.get("CUTLASS"), installed and Path(installed.origin).parent / "source/include"]
-    for place in places:
-        if place and (Path(place) / "cute/arch/mma_sm90_desc.hpp").exists():
-            return Path(place).resolve()
-    pytest.skip("CUTLASS's headers are missing (pip install nvidia-cutlass==4.2.0, or CUTLASS=DIR names their folder)")
+def cutlass_headers(folder):
+    try:
+        wheel = package("nvidia_cutlass-4.2.0.0-py3-none-any.whl", "nvidia-cutlass==4.2.0",
+                        "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6", "binary")
+    except DataError as error:
+        pytest.skip(str(error))
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(folder, [name for name in files.namelist() if name.startswith(INCLUDE)])
+    return folder / INCLUDE
 
 
 def test_descriptors_equal_cutlass(tmp_path):
     program = tmp_path / "cutlass_descriptors"
-    include = ["-I", ROOT, "-I", EMULATOR, "-isystem", cutlass_headers(), "-isystem", cuda_headers(),
+    include = ["-I", ROOT, "-I", EMULATOR, "-isystem", cutlass_headers(tmp_path), "-isystem", cuda_headers(),
                "-isystem", cuda_headers() / "cccl"]
     sources = [ROOT / "dev/tests/cutlass_descriptors.cpp", *(EMULATOR / f"{name}.cpp"
                                                              for name in ("blocks", "hopper", "runtime"))]
