@@ -1,16 +1,16 @@
 """attn_c's attention through PyTorch, on the CPU, beside PyTorch's own ways to compute the same values.
 
-    .venv/bin/python dev/bench/torch_cpu.py [--lengths 1024] [--attn softmax,ssmax,lssar] [--rounds 3] [--seconds 0.5]
-        [--level v3] [--json F] [--overhead]
+    .venv/bin/python dev/bench/torch_cpu.py [--lengths 1024] [--attn softmax,lssar | --attn all] [--rounds 11]
+        [--seconds 0.1] [--level v3] [--json F] [--overhead]
 
 In milliseconds, forward and backward: attn_c by attention(), in eager mode; the C function alone
 (build/bench/attention_cpu); scaled_dot_product_attention for softmax, and otherwise torch.compile of the formula in
 dev/reference/model.py. Forward alone: attn_c and FlexAttention, which on CPUs has no backward pass, for the normalizers
 that only scale softmax's scores. float32, 12 heads of 64, the same number of threads; one sequence, or as many as make
-1,024 tokens. Each round measures every variant once. A time is the median of the rounds, a ratio the median of the
-rounds' ratios. The last lines are what a call costs that has almost nothing to compute, in microseconds over the call
-of the C function by ctypes, beside a PyTorch operator that computes nothing. --overhead prints these alone. --level
-selects a library for other processors."""
+1,024 tokens. Variants alternate: a round measures each for --seconds, so that a slow minute of the machine meets all
+of them. A time is the median of the rounds, a ratio the median of the rounds' ratios. The last lines are what a call
+costs that has almost nothing to compute, in microseconds over the call of the C function by ctypes, beside a PyTorch
+operator that computes nothing. --overhead prints these alone. --level selects a library for other processors."""
 import argparse
 import importlib
 import json
@@ -75,21 +75,6 @@ def flex_step(name, T):
 VARIANTS = {"attn_c": attn_c_step, "PyTorch": attention_cpu.torch_step, "Flex": flex_step}
 
 
-def rate(variant, name, T, seconds, level):
-    """Medians of forward and backward, in a process of its own; None if the variant cannot compute it."""
-    code = f"""
-import sys, statistics, time; sys.path.insert(0, {str(ROOT / "dev/bench")!r}); import torch_cpu as bench
-bench.use({level!r}); step = bench.VARIANTS[{variant!r}]({name!r}, {T})
-if not step: sys.exit()
-step(); step(); runs, start = [], time.time()
-while len(runs) < 3 or time.time() - start < {seconds}: runs.append(step())
-print(statistics.median(r[0] for r in runs), statistics.median(r[1] for r in runs))"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if result.returncode:
-        print(f"{name} T={T}: {variant}: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-    return [float(x) for x in result.stdout.split()] or None
-
-
 def use(level):
     """As many threads as the other variants have, and the library for a level of processors."""
     import torch
@@ -99,17 +84,50 @@ def use(level):
         ops.library_for = lambda dtype: library.load(level)
 
 
+def started(variant, name, T):
+    """The variant's step, compiled; None if it cannot compute this normalizer."""
+    try:
+        step = VARIANTS[variant](name, T)
+        for _ in range(2 if step else 0):
+            step()
+        return step
+    except Exception as error:      # of PyTorch's compiler
+        print(f"{name} T={T}: {variant}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+
+
+def repeated(step, seconds):
+    """Medians of forward and backward."""
+    runs, start = [], time.time()
+    while not runs or time.time() - start < seconds:
+        runs.append(step())
+    return [statistics.median(ms) for ms in zip(*runs)]
+
+
+def alternate(name, T, rounds, seconds):
+    """[{variant: (forward, backward)} of each round]"""
+    steps = {variant: started(variant, name, T) for variant in VARIANTS}
+    found = []
+    for _ in range(rounds):
+        found.append({variant: step and repeated(step, seconds) for variant, step in steps.items()})
+        time.sleep(0.02)        # until PyTorch's threads no longer wait actively
+        found[-1]["C"] = attention_cpu.ours(name, T, seconds)[:2]
+    return found
+
+
 def measure(names, lengths, rounds, seconds, level):
-    """{(name, T): [{variant: (forward, backward)} of each round]}"""
+    """{(name, T): what alternate() returns}, each in a process of its own."""
     found = {}
-    for round_ in range(rounds):
-        for T in lengths:
-            for name in names if round_ % 2 == 0 else reversed(names):
-                here = {variant: rate(variant, name, T, seconds, level) for variant in VARIANTS}
-                here["C"] = attention_cpu.ours(name, T, seconds)[:2]
-                found.setdefault((name, T), []).append(here)
-                print(f"round {round_ + 1}: T={T} {name:22} " + "  ".join(
-                    f"{variant} {sum(ms):.2f} ms" for variant, ms in here.items() if ms), flush=True)
+    for T in lengths:
+        for name in names:
+            code = f"""
+import sys, json; sys.path.insert(0, {str(ROOT / "dev/bench")!r}); import torch_cpu as bench
+bench.use({level!r}); print(json.dumps(bench.alternate({name!r}, {T}, {rounds}, {seconds})))"""
+            result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+            found[name, T] = json.loads(result.stdout)
+            print(f"T={T} {name:22} " + "  ".join(
+                f"{variant} {median(found[name, T], total(variant)):.2f} ms" for variant in (*VARIANTS, "C")
+                if found[name, T][0][variant]), file=sys.stderr, flush=True)
     return found
 
 
@@ -118,14 +136,17 @@ def median(rounds, value):
     return statistics.median(values) if values else None
 
 
+def total(variant):
+    return lambda here: sum(here[variant]) if here[variant] else None
+
+
 def row(name, T, rounds):
-    both = lambda variant: lambda here: sum(here[variant]) if here[variant] else None
-    over = lambda a, b: lambda here: both(a)(here) / both(b)(here) if here[a] and here[b] else None
-    return {"name": name, "T": T, "attn_c": median(rounds, both("attn_c")), "C": median(rounds, both("C")),
-            "PyTorch": median(rounds, both("PyTorch")), "C/attn_c": median(rounds, over("C", "attn_c")),
+    over = lambda a, b: lambda here: total(a)(here) / total(b)(here) if here[a] and here[b] else None
+    return {"name": name, "T": T, "attn_c": median(rounds, total("attn_c")), "C": median(rounds, total("C")),
+            "PyTorch": median(rounds, total("PyTorch")), "C/attn_c": median(rounds, over("C", "attn_c")),
             "PyTorch/attn_c": median(rounds, over("PyTorch", "attn_c")),
             "attn_c forward": median(rounds, lambda here: here["attn_c"][0]),
-            "Flex forward": median(rounds, both("Flex"))}
+            "Flex forward": median(rounds, total("Flex"))}
 
 
 def print_table(rows):
@@ -204,16 +225,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="1024")
     parser.add_argument("--attn", default="softmax,ssmax,softmax1,softmax-recentered-l1,lssa,lssar")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=0.1, help="seconds of each variant in a round")
     parser.add_argument("--level", help="v3, v4 or bf16: the library for these processors; default: the best")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--overhead", action="store_true", help="only the last lines")
     options = parser.parse_args()
     os.chdir(ROOT)
-    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu", "train_gpt2"], check=True, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
-    names, lengths = options.attn.split(","), [int(T) for T in options.lengths.split(",")]
+    names = attention_cpu.names() if options.attn == "all" else options.attn.split(",")
+    lengths = [int(T) for T in options.lengths.split(",")]
     if options.overhead:
         lengths = []
     found = measure(names, lengths, options.rounds, options.seconds, options.level)
