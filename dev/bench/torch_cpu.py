@@ -232,7 +232,8 @@ def main():
     parser.add_argument("--overhead", action="store_true", help="only the last lines")
     options = parser.parse_args()
     os.chdir(ROOT)
-    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu", "train_gpt2"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu", "train_gpt2"], check=True,
+                   stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
     names = attention_cpu.names() if options.attn == "all" else options.attn.split(",")
     lengths = [int(T) for T in options.lengths.split(",")]
