@@ -453,8 +453,10 @@ def check_rope(parameters):
         raise ValueError(f"config.json: rope_type dynamic needs factor 1, not {parameters['factor']}")
 
 
-def check_positions(positions, attention_mask):
+def check_positions(positions, T, attention_mask):
     """Positions that begin anew mean packed texts. Without a mask, nothing would hide them from each other."""
+    if positions.shape[-1] != T:
+        raise ValueError(f"position_ids: expected {T} of them, found {positions.shape[-1]}")
     if attention_mask is None and not torch.compiler.is_compiling() and (positions.diff(dim=-1) < 1).any():
         raise ValueError("position_ids: expected ascending positions, found texts that are packed into one row; pass "
                          "each text as a row of its own")
@@ -525,6 +527,8 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         0: of all. output_attentions: also returns each layer's A (B, heads, T, keys). output_hidden_states: also
         returns the embeddings (B, T, C), and each layer's output, the last one after its RMSNorm."""
         default = lambda value, name: getattr(self.config, name) if value is None else value
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected either input_ids or inputs_embeds")
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
         use_cache = default(use_cache, "use_cache")
@@ -533,9 +537,12 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError("past_key_values: expected None with gradient checkpointing")
             use_cache = False
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
+        if getattr(cache, "is_compileable", False):
+            raise ValueError("past_key_values: expected a cache that grows, such as DynamicCache, found "
+                             f"{type(cache).__name__}, whose length is fixed")
         past = 0 if cache is None else int(cache.get_seq_length())
         positions = torch.arange(past, past + T, device=x.device)[None] if position_ids is None else position_ids
-        check_positions(positions, attention_mask)
+        check_positions(positions, T, attention_mask)
         lengths = torch.full((1,), past + T, device=x.device)
         if attention_mask is not None:
             if attention_mask.shape != (B, past + T):

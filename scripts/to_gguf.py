@@ -32,7 +32,7 @@ TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_
 PARTS = {name: part for part, name in (LAYER | {"attn_q_norm": "self_attn.q_norm",
                                                 "attn_k_norm": "self_attn.k_norm"}).items()}
 PRE = {"ByteLevel": "gpt-2", "Digits": "smollm", vocabulary.PATTERNS[0]: "llama-bpe", vocabulary.PATTERNS[1]: "qwen2"}
-TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 SCALINGS = ("default", "linear", "yarn", "llama3")           # of RoPE, those that llama.cpp has
 
 
@@ -129,7 +129,7 @@ def tensors(folder):
         except (OSError, ValueError) as error:
             raise DataError(INPUT, f"{path}: expected a safetensors file: {error}.") from None
         for name, entry in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__" or name.endswith(".rotary_emb.inv_freq"):     # what RoPE computes anyway
                 continue
             if entry["dtype"] not in TYPES:
                 raise DataError(INPUT, f"{path}: {name}: expected {' or '.join(TYPES)}, found {entry['dtype']}.")
@@ -137,7 +137,9 @@ def tensors(folder):
             values = data[begin:end].view(TYPES[entry["dtype"]])
             if entry["dtype"] == "BF16":
                 values = (values.astype("<u4") << 16).view("<f4")
-            yield name, values.astype(np.float32).reshape(entry["shape"])
+            with np.errstate(over="ignore"):        # F64's may become infinities, which add_weights() rejects
+                values = values.astype(np.float32)
+            yield name, values.reshape(entry["shape"])
 
 
 def interleaved(weight, heads):
@@ -169,7 +171,11 @@ def add_weights(writer, config, folder, half):
         part = new.split(".")[2] if new.startswith("blk.") else None
         if ARCHITECTURES[config["model_type"]] == "llama" and part in heads:
             weight = interleaved(weight, heads[part])
-        writer.add_tensor(new, np.ascontiguousarray(weight, half if weight.ndim > 1 else np.float32))
+        with np.errstate(over="ignore"):
+            weight = np.ascontiguousarray(weight, half if weight.ndim > 1 else np.float32)
+        if not np.isfinite(weight).all():
+            raise DataError(INPUT, f"{folder}: {name} has numbers that float16 cannot represent. Use --dtype f32.")
+        writer.add_tensor(new, weight)
 
 
 # ---------------------------------------------------------------- the shape
@@ -368,7 +374,8 @@ def main():
                         help="unknown keys in config.json to ignore")
     args = parser.parse_args()
     if not args.folder.is_dir():
-        raise DataError(USAGE, f"{args.folder}: no such folder.")
+        raise DataError(USAGE, f"{args.folder}: " + ("expected the folder of a model, found a file."
+                                                     if args.folder.exists() else "no such folder."))
     if args.out.exists() and not args.out.is_file():
         raise DataError(USAGE, f"--out {args.out}: exists and is not a file.")
     if not args.out.parent.is_dir():

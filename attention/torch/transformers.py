@@ -168,7 +168,8 @@ def attach(model, normalizer, seq_len):
 
 
 def detach(model):
-    """Removes the scalars of attach()."""
+    """Removes the scalars of attach(). The normalizer stays, with its initial scalars; model.set_attn_implementation()
+    selects another."""
     for layer in attention_layers(model):
         if isinstance(getattr(layer, "normalizer", None), Normalizer):
             del layer.normalizer

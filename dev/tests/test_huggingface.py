@@ -510,6 +510,16 @@ def test_hidden_states_are_those_of_transformers(modeling):
     assert loss.ndim == 0 and logits.shape == (2, 9, 31) and len(states) == 3
 
 
+def test_wrong_inputs_and_caches(modeling):
+    model, _ = pair(modeling, "ssmax", L=24)
+    ids = torch.randint(1, 31, (1, 6), generator=torch.Generator().manual_seed(1))
+    for inputs in {}, {"input_ids": ids, "inputs_embeds": model.model.embed_tokens(ids)}:
+        with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+            model(**inputs)
+    with pytest.raises(ValueError, match="such as DynamicCache, found StaticCache, whose length is fixed"):
+        model.generate(ids, max_new_tokens=3, cache_implementation="static")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("gau", "relu2-n"), ("llama", "softmax-sink")])
 def test_gradient_checkpointing(modeling, block, name, reentrant):
@@ -539,6 +549,8 @@ def test_packed_texts_are_rejected(modeling):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     same = model(ids, position_ids=torch.arange(6)[None]).logits
     assert torch.equal(same, model(ids).logits)
+    with pytest.raises(ValueError, match="expected 6 of them, found 4"):
+        model(ids, position_ids=torch.arange(4)[None])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
     padded = model(ids, attention_mask=mask, position_ids=torch.tensor([[1, 1, 0, 1, 2, 3]])).logits[:, 2:]
     assert (padded - model(ids[:, 2:]).logits).abs().max() < 1e-9

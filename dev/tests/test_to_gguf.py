@@ -246,6 +246,7 @@ def test_what_llama_cpp_would_compute_differently(name, data, tmp_path):
 def test_damage(data, tmp_path):
     folder = llama_of_ours(data, tmp_path / "model")
     assert "no such folder" in convert(tmp_path / "nowhere", tmp_path / "out.gguf", code=2)[1]
+    assert "found a file" in convert(folder / "model.safetensors", tmp_path / "out.gguf", code=2)[1]
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(b"\xff" * 40)
     assert "model.safetensors" in convert(folder, tmp_path / "out.gguf", code=3)[1]
@@ -270,6 +271,28 @@ def test_weights_that_are_not_finite(value, data, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     _, errors = convert(folder, tmp_path / "out.gguf", code=3)
     assert "model.norm.weight contains a NaN or an infinity" in errors and not list(tmp_path.glob("out.gguf*"))
+
+
+def test_a_weight_beyond_float16(data, tmp_path):
+    folder = llama_of_ours(data, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][1, 2] = 1e5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _, errors = convert(folder, tmp_path / "out.gguf", "--dtype", "f16", code=3)
+    assert "mlp.up_proj.weight has numbers that float16 cannot represent. Use --dtype f32." in errors
+    assert "Warning" not in errors and not list(tmp_path.glob("out.gguf*"))
+    convert(folder, tmp_path / "out.gguf")
+
+
+def test_what_the_trainer_loads_as_well(data, tmp_path):
+    """float64, and RoPE's frequencies, which old Llamas have as tensors."""
+    folder = llama_of_ours(data, tmp_path / "model")
+    convert(folder, tmp_path / "a.gguf")
+    weights = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    convert(folder, tmp_path / "b.gguf")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
 def test_out_is_not_a_file(data, tmp_path):
