@@ -424,8 +424,8 @@ class Decoder(nn.Module):
         add_scalars(self, normalizer, "n", normalizer["seq_len"])
 
     def forward(self, x, states, *where):
-        """states: None, or a list that receives the input, each layer's output, and the last one's RMSNorm instead of
-        the last one."""
+        """states: None, or a list to which the input and each layer's output are added; of the last layer, the output
+        after the final RMSNorm."""
         scalars = dict(self.named_parameters(recurse=False))
         for layer in self.layers:
             if states is not None:

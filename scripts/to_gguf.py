@@ -327,9 +327,9 @@ def unread_by_transformers(config):
     """What its GGUF loader does not read from the file, but takes from a config that it is given."""
     unread = []
     if rope_of(config)["rope_type"] != "default":
-        unread.append("scaling of RoPE")
+        unread.append("the scaling of RoPE")
     if config["model_type"] == "qwen3" and config.get("head_dim", 128) != 128:
-        unread.append("size of a head, but assumes 128")
+        unread.append("the head size (it assumes 128)")
     return unread
 
 
@@ -338,8 +338,8 @@ def warn_of_transformers(config, folder, out):
         read = "AutoConfig.from_pretrained({})"
         if config["model_type"] == "mistral":       # a Llama in a GGUF
             read = 'LlamaConfig.from_pretrained({}, model_type="llama")'
-        print(f"{out}: transformers' GGUF loader reads no {' and no '.join(unread)}.\n"
-              f"  There, pass from_pretrained() config={read.format(repr(str(folder)))} as well.", file=sys.stderr)
+        print(f"{out}: transformers' GGUF loader ignores {' and '.join(unread)}.\n"
+              f"  Load the file with from_pretrained(…, config={read.format(repr(str(folder)))}).", file=sys.stderr)
 
 
 def convert(folder, out, half, ignored):

@@ -129,7 +129,7 @@ def test_scaled_rope(name, data, tmp_path):
     more = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}.get(family, {})
     folder = of_transformers(family, rope_parameters=rope, **more)(data, tmp_path / "model")
     _, notes = convert(folder, tmp_path / "out.gguf")
-    assert "reads no scaling of RoPE" in notes and ("no size of a head" in notes) == (family == "qwen3")
+    assert "ignores the scaling of RoPE" in notes and ("the head size" in notes) == (family == "qwen3")
     found, divisors = rope_metadata(tmp_path / "out.gguf")
     assert found == expected and len(divisors) == (name == "llama3")
     config = AutoConfig.from_pretrained(folder)
