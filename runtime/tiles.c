@@ -79,10 +79,11 @@ static void pair_rows(uint32_t *out, const float *first, const float *second, si
 
 #endif
 
-// The first n numbers of a stored row.
+// The first n numbers of a stored row. gcc makes a slow `rep movsl` of a copy whose size it does not know.
 static void take_row(uint16_t *out, Matrix x, size_t n) {
-    if (x.bf16) memcpy(out, x.bf16, n * sizeof *out);
-    else round_row(out, x.f32, n);
+    if (!x.bf16) round_row(out, x.f32, n);
+    else if (n == TILE) memcpy(out, x.bf16, TILE * sizeof *out);
+    else memcpy(out, x.bf16, n * sizeof *out);
 }
 
 // The same of two rows, `second` elements apart, in pairs.
