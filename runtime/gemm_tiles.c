@@ -6,21 +6,23 @@
 #include "gemm.h"
 #include "stream.h"
 
-enum {
-    PART = 2048,      // the most rows of A, columns of B, and depth of both that are packed at a time
-    COLUMNS = 256,    // the most columns of B that are multiplied at a time
-    ROWS = 128        // that a thread multiplies by these columns
-};
-
-// The part of B that is multiplied at a time, which the second-level cache holds. AMX needs 32 rows of A and 32 columns
-// of B in the first-level cache. AVX512-BF16 is slower and has time to read B from the second-level cache; it gains by
-// adding to sums in memory less often: 0.93 of the time with 1,024 x 128 (a 124M step's matmuls on a Zen 4).
+// How much is packed and multiplied at a time. AMX needs 32 rows of A and 32 columns of B in the first-level cache.
+// AVX512-BF16 is slower and has time to read B from the second-level cache; it gains by adding to sums in memory less
+// often. The numbers were chosen by the matmuls of a 124M step on a Xeon and a Zen 4.
 typedef struct {
-    size_t depth, columns;
+    size_t part, part_depth;    // the most rows of A and columns of B that are packed, and their depth
+    size_t columns, depth;      // of the piece of B, from the second-level cache, that rows of A are multiplied by
 } Block;
 
+enum {
+    ROWS = 128,               // that a thread packs, and multiplies by a piece of B
+    COLUMNS = 256,            // the most of a Block
+    PART_NUMBERS = 4 << 20    // part * part_depth
+};
+
 static Block block_of(Tiles tiles) {
-    Block amx = {256, COLUMNS}, others = {1024, 128};
+    Block amx = {.part = 2048, .part_depth = 2048, .columns = COLUMNS, .depth = 256};
+    Block others = {.part = 1024, .part_depth = 4096, .columns = 128, .depth = 1024};
     return tiles == TILES_AMX ? amx : others;
 }
 
@@ -36,25 +38,55 @@ static Matrix rest(Matrix x, size_t row, size_t column) {
     return x;
 }
 
-// A part of the matmul, and its packed inputs: A in panels of block.depth columns, B as a whole.
+typedef enum {
+    PANELS,      // in panels of block.depth columns, row by row
+    TURNED,      // its transpose, packed like B
+    IN_PLACE,    // not packed
+} Left;
+
+// A part of the matmul, its first input, and both as packed: A as `left` says, B as a whole.
 typedef struct {
     Tiles tiles;
     Block block;
     size_t m, n, k;
+    Matrix A;
+    Left left;
     void *a, *b;
 } Packed;
+
+static Left left_of(const Packed *p) {
+    if (p->A.transposed) return tiles_may_turn(p->tiles) && p->k % 2 == 0 ? TURNED : PANELS;
+    return p->A.bf16 && p->tiles != TILES_AMX && p->m % TILE == 0 && p->k % TILE == 0 ? IN_PLACE : PANELS;
+}
 
 static void *panel_at(const Packed *p, size_t row, size_t depth) {
     size_t step = tiles_row(p->tiles, least(p->k - depth, p->block.depth));
     return (char *)p->a + tiled(p->m) * tiles_row(p->tiles, depth) + row * step;
 }
 
-static void pack_left(const Packed *p, Matrix A) {
+static void pack_rows(const Packed *p, size_t row) {
+    size_t rows = least(p->m - row, ROWS);
+    if (p->left == TURNED) {
+        Matrix A = rest(p->A, row, 0);
+        A.transposed = false;
+        tiles_pack(p->tiles, (char *)p->a + row * tiles_row(p->tiles, p->k), A, p->k, rows);
+        return;
+    }
+    for (size_t depth = 0; depth < p->k; depth += p->block.depth)
+        tiles_left(p->tiles, panel_at(p, row, depth), rest(p->A, row, depth), rows,
+                   least(p->k - depth, p->block.depth));
+}
+
+static void pack_left(const Packed *p) {
+    if (p->left == IN_PLACE) return;
     #pragma omp for schedule(static) nowait
-    for (size_t row = 0; row < p->m; row += ROWS)
-        for (size_t depth = 0; depth < p->k; depth += p->block.depth)
-            tiles_left(p->tiles, panel_at(p, row, depth), rest(A, row, depth), least(p->m - row, ROWS),
-                       least(p->k - depth, p->block.depth));
+    for (size_t row = 0; row < p->m; row += ROWS) pack_rows(p, row);
+}
+
+static TileRows left_at(const Packed *p, size_t row, size_t depth, size_t k) {
+    if (p->left == TURNED) return tiles_turned(p->tiles, p->a, p->k, row, depth);
+    if (p->left == IN_PLACE) return (TileRows){rest(p->A, row, depth).bf16, p->A.ld * sizeof *p->A.bf16};
+    return (TileRows){panel_at(p, row, depth), tiles_row(p->tiles, k)};
 }
 
 static void pack_right(const Packed *p, Matrix B) {
@@ -68,7 +100,7 @@ static void pack_right(const Packed *p, Matrix B) {
 static void multiply_row(const Packed *p, float *sums, size_t row, size_t column, size_t columns) {
     for (size_t depth = 0; depth < p->k; depth += p->block.depth) {
         size_t k = least(p->k - depth, p->block.depth);
-        TileRows a = {panel_at(p, row, depth), tiles_row(p->tiles, k)};
+        TileRows a = left_at(p, row, depth, k);
         for (size_t c = 0; c < columns; c += TILE) {
             TileRows b = tiles_at(p->tiles, p->b, p->k, depth, column + c);
             tiles_multiply(p->tiles, sums + c * TILE, TILE, a, b, tiled(k), depth > 0);
@@ -112,12 +144,10 @@ static void multiply_part(const Packed *p, Store how, float *C, size_t ldc) {
     stream_end();
 }
 
-static size_t part_bytes(void) {
-    return tiled(PART) * tiles_row(TILES_AMX, PART);
-}
+enum { PART_BYTES = PART_NUMBERS * sizeof(uint16_t) };
 
 size_t gemm_tiles_scratch(void) {
-    return 2 * part_bytes();
+    return 2 * PART_BYTES;
 }
 
 // The way to store a part, of which others are added later unless it is the last.
@@ -127,20 +157,23 @@ static Store store_of(bool first, bool last, float beta) {
 }
 
 void gemm_tiles(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
-    for (size_t row = 0; row < m; row += PART) {
-        for (size_t depth = 0; depth < k; depth += PART) {
-            for (size_t column = 0; column < n; column += PART) {
+    Block block = block_of(mm->tiles);
+    for (size_t row = 0; row < m; row += block.part) {
+        for (size_t depth = 0; depth < k; depth += block.part_depth) {
+            for (size_t column = 0; column < n; column += block.part) {
                 Packed p = {.tiles = mm->tiles,
-                            .block = block_of(mm->tiles),
-                            .m = least(m - row, PART),
-                            .n = least(n - column, PART),
-                            .k = least(k - depth, PART),
+                            .block = block,
+                            .m = least(m - row, block.part),
+                            .n = least(n - column, block.part),
+                            .k = least(k - depth, block.part_depth),
+                            .A = rest(A, row, depth),
                             .a = mm->a,
-                            .b = (char *)mm->a + part_bytes()};
-                Store how = store_of(depth == 0, depth + PART >= k, beta);
+                            .b = (char *)mm->a + PART_BYTES};
+                Store how = store_of(depth == 0, depth + block.part_depth >= k, beta);
+                p.left = left_of(&p);
                 #pragma omp parallel
                 {
-                    if (column == 0) pack_left(&p, rest(A, row, depth));
+                    if (column == 0) pack_left(&p);
                     pack_right(&p, rest(B, depth, column));
                     multiply_part(&p, how, C + row * ldc + column, ldc);
                 }

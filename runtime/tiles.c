@@ -295,15 +295,21 @@ static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, co
 
 // In bfloat16, the instructions multiply pairs: numbers 2p and 2p + 1 of a row of A by the same two of a column of B.
 
+// Elements from one pair of a row of A to the next. In an A that is turned, the pairs of 32 rows lie between them.
+static inline size_t pair_step(size_t lda) {
+    return lda == 2 ? 2 * TILE : 2;
+}
+
 static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, const uint32_t *b, size_t ldb, size_t k,
                            bool add) {
     for (size_t row = 0; row < TILE; row++) {
         for (size_t column = 0; column < TILE; column++) {
+            const uint16_t *left = a + row * lda;
             float sum = add ? c[row * ldc + column] : 0;
-            for (size_t p = 0; p < k; p += 2) {
+            for (size_t p = 0; p < k; p += 2, left += pair_step(lda)) {
                 uint32_t pair = b[p / 2 * ldb + column];
-                sum += bf16_to_float(a[row * lda + p]) * bf16_to_float((uint16_t)pair);
-                sum += bf16_to_float(a[row * lda + p + 1]) * bf16_to_float((uint16_t)(pair >> 16));
+                sum += bf16_to_float(left[0]) * bf16_to_float((uint16_t)pair);
+                sum += bf16_to_float(left[1]) * bf16_to_float((uint16_t)(pair >> 16));
             }
             c[row * ldc + column] = sum;
         }
@@ -317,18 +323,19 @@ static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda,
                             size_t k, bool add) {
     enum { ROWS = 8 };
     for (size_t row = 0; row < TILE; row += ROWS, a += ROWS * lda, c += ROWS * ldc) {
+        const uint16_t *pairs = a;
         __m512 sum[ROWS][2];
         for (size_t r = 0; r < ROWS; r++) {
             sum[r][0] = add ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
             sum[r][1] = add ? _mm512_loadu_ps(c + r * ldc + LANES) : _mm512_setzero_ps();
         }
-        for (size_t p = 0; p < k; p += 2) {
+        for (size_t p = 0; p < k; p += 2, pairs += pair_step(lda)) {
             const uint32_t *at = b + p / 2 * ldb;
             __m512bh left = (__m512bh)_mm512_loadu_si512(at), right = (__m512bh)_mm512_loadu_si512(at + LANES);
             #pragma GCC unroll 8
             for (size_t r = 0; r < ROWS; r++) {
                 int both;
-                memcpy(&both, a + r * lda + p, sizeof both);
+                memcpy(&both, pairs + r * lda, sizeof both);
                 __m512bh x = (__m512bh)_mm512_set1_epi32(both);
                 sum[r][0] = _mm512_dpbf16_ps(sum[r][0], x, left);
                 sum[r][1] = _mm512_dpbf16_ps(sum[r][1], x, right);

@@ -59,8 +59,8 @@ static inline size_t tiles_row(Tiles tiles, size_t n) {
     return tiled(n) * (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float));
 }
 
-// Rows of an input of tiles_multiply(). A: row by row. B: row by row in float32, and in bfloat16 pairs of rows, whose
-// numbers alternate: B[2p][i], B[2p+1][i], B[2p][i+1], ...
+// Rows of an input of tiles_multiply(). A: row by row, or as tiles_turned() says. B: row by row in float32, and in
+// bfloat16 pairs of rows, whose numbers alternate: B[2p][i], B[2p+1][i], B[2p][i+1], ...
 typedef struct {
     const void *at;
     size_t step;    // bytes from one row, or pair of rows, to the next
@@ -79,6 +79,16 @@ void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n);
 static inline TileRows tiles_at(Tiles tiles, const void *packed, size_t k, size_t row, size_t column) {
     size_t at = column * tiles_row(tiles, k) + row * tiles_row(tiles, TILE);
     return (TileRows){(const char *)packed + at, TILE * sizeof(uint32_t)};
+}
+
+// Whether A may be read from where tiles_pack() packed its transpose, with an even k.
+static inline bool tiles_may_turn(Tiles tiles) {
+    return tiles == TILES_LOOPS || tiles == TILES_AVX512;
+}
+
+// The same A from a row and a column on, both multiples of 32. Its rows are one pair of numbers apart.
+static inline TileRows tiles_turned(Tiles tiles, const void *packed, size_t k, size_t row, size_t column) {
+    return (TileRows){tiles_at(tiles, packed, k, column, row).at, sizeof(uint32_t)};
 }
 
 // Turns two rows of B into a pair in the place of the first one. Does nothing in float32.
