@@ -462,11 +462,14 @@ def positions_table(plan, evals):
 
 
 def claims_table(plan):
-    head = ["claim", "paper", "ours", "difference", "spread", "seeds", "verdict"]
+    """With the tolerances, if a claim of the grid is one of equality."""
+    tolerances = [f"{claim.within:g}" if "=" in claim.ours else "" for claim in plan.grid.claims]
+    head = ["claim", "paper", "ours", "difference", "spread", *["tolerance"] * any(tolerances), "seeds", "verdict"]
     rows = []
-    for claim in plan.grid.claims:
+    for claim, tolerance in zip(plan.grid.claims, tolerances):
         v = verdict_on(plan, claim)
-        rows.append([claim.name, claim.paper, v.ours, v.difference, v.spread, str(v.seeds or ""), v.verdict])
+        rows.append([claim.name, claim.paper, v.ours, v.difference, v.spread, *[tolerance] * any(tolerances),
+                     str(v.seeds or ""), v.verdict])
     return Table("Claims", head, rows)
 
 
@@ -715,7 +718,10 @@ def sections(plan, failed):
     yield f"Grid {grid.name} at scale {grid.scale.name}", [], [], [grid.paper, *notes]
     if grid.claims:
         note = ("The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
-                "seeds. Below twice the spread, a claim is undecided; with one seed, there is no verdict.")
+                "seeds. If the difference is smaller than twice the spread, a claim that one side is below the other "
+                "is undecided. A claim that both are equal has a tolerance: it agrees if the difference, plus or minus "
+                "twice the spread, lies within the tolerance, disagrees if it lies outside, and is otherwise "
+                "undecided. With one seed, there is no verdict.")
         yield "Claims", [claims_table(plan)], [], [note]
     note = ("Numbers of rows are means over the seeds that all of them have. Where a row has more seeds, the mean and "
             "the standard deviation over all of these follow in parentheses. Differences and ranks compare rows seed "

@@ -451,6 +451,15 @@ def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
     assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n", (1, 2)).verdict == verdict
 
 
+def test_claims_of_equality_show_their_tolerance(tmp_path):
+    below = '[[claim]]\nname = "below"\npaper = "p"\nours = "ssmax < softmax"\n'
+    equal = '[[claim]]\nname = "equal"\npaper = "p"\nours = "ssmax = softmax"\nwithin = 0.05\n'
+    table = grid_report.claims_table(reported(tmp_path, UNEVEN, below, equal))
+    assert table.head[4:7] == ["spread", "tolerance", "seeds"]
+    assert [(row[0], row[5]) for row in table.rows] == [("below", ""), ("equal", "0.05")]
+    assert "tolerance" not in grid_report.claims_table(reported(tmp_path, UNEVEN, below)).head
+
+
 @pytest.mark.parametrize("lssa, verdict", [({1: 1.0, 2: 2.02}, "agrees"), ({1: 4.0, 2: 5.02}, "disagrees"),
                                            ({1: 1.9, 2: 3.1}, "undecided")])
 def test_a_chain_needs_every_pair(tmp_path, monkeypatch, lssa, verdict):
