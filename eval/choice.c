@@ -210,7 +210,8 @@ static ChoiceQuestion read_question(const Eval *e, const cJSON *json, Where at) 
     q.endings = array(q.count, sizeof *q.endings);
     size_t i = 0;
     cJSON_ArrayForEach(ending, endings) {
-        if (!cJSON_IsString(ending)) fail(EXIT_INPUT, "%s: line %zu: ending %zu is not a text.", at.path, at.line, i);
+        if (!cJSON_IsString(ending))
+            fail(EXIT_INPUT, "%s: line %zu: ending %zu (from 0) is not a text.", at.path, at.line, i);
         if (hellaswag) clean(ending->valuestring);
         q.endings[i++] = make_ending(e, q.query, ending->valuestring, at);
     }

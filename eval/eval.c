@@ -69,13 +69,29 @@ static void name_tasks(unsigned uses, char *out, size_t size) {
     }
 }
 
+static bool has_prompt_file(const Eval *e) {
+    return e->o.task == TASK_ATTENTION && e->o.prompt_file;
+}
+
+static bool is_used(const Eval *e, const Option *row) {
+    return !row->uses || row->uses & (has_prompt_file(e) ? PROMPTS : 1u << e->o.task);
+}
+
+static cJSON *used_flags(const Eval *e, const Option *table, size_t count) {
+    char *text = options_json(table, count);
+    cJSON *json = cJSON_Parse(text);
+    free(text);
+    for (const Option *row = table; row < table + count; row++)
+        if (!is_used(e, row)) cJSON_DeleteItemFromObjectCaseSensitive(json, row->name);
+    return json;
+}
+
 // A flag that the task does not use is an error.
 static void check_uses(const Eval *e, const Option *table, size_t count) {
-    bool prompts = e->o.task == TASK_ATTENTION && e->o.prompt_file;
-    unsigned here = prompts ? PROMPTS : 1u << e->o.task;
+    bool prompts = has_prompt_file(e);
     char tasks[128];
     for (const Option *row = table; row < table + count; row++) {
-        if (!row->given || !row->uses || row->uses & here) continue;
+        if (!row->given || is_used(e, row)) continue;
         name_tasks(row->uses, tasks, sizeof tasks);
         const char *task = TASKS[e->o.task], *with = prompts ? " with --prompt-file" : "";
         fail(EXIT_USAGE, "--%s is for --task %s, not %s%s.", row->name, tasks, task, with);
@@ -97,7 +113,7 @@ static void check_flags(const Eval *e) {
     const EvalOptions *o = &e->o;
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
-    bool has_prompts = o->task == TASK_ATTENTION && o->prompt_file;
+    bool has_prompts = has_prompt_file(e);
     if (!o->data && o->task != TASK_SCORES && !has_prompts)
         fail(EXIT_USAGE, "--data is missing: name the %s.",
              o->task == TASK_CHOICE ? "JSONL file of questions" : "shards to evaluate on");
@@ -202,7 +218,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
     check_flags(e);
     split_models(e);
     e->config = config;
-    e->arguments = options_json(table, count);
+    e->arguments = used_flags(e, table, count);
     e->results = cJSON_CreateArray();
     e->described = cJSON_CreateArray();
     e->files = cJSON_CreateArray();
@@ -650,7 +666,8 @@ void eval_write(Eval *e) {
     cJSON *listed = listed_files(e);
     cJSON_AddStringToObject(json, "task", TASKS[e->o.task]);
     cJSON_AddItemToObject(json, "files", e->files);
-    cJSON_AddItemToObject(json, "arguments", cJSON_Parse(e->arguments));
+    folder_add_program(json);
+    cJSON_AddItemToObject(json, "arguments", e->arguments);
     cJSON_AddItemToObject(json, "models", e->described);
     cJSON_AddItemToObject(json, "results", e->results);
     char *text = cJSON_Print(json);

@@ -66,7 +66,7 @@ typedef struct {
 
 typedef struct {
     EvalOptions o;
-    char *arguments;    // all flags as JSON
+    cJSON *arguments;    // the flags that the task uses
     char *models[MAX_MODELS];
     size_t model_count, model_at;
 

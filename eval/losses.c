@@ -116,6 +116,11 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
         at->part[p] = mean_loss(sums, counts, from, to, &in_part);
         from = to;
     }
+    if (!count)
+        fail(EXIT_INPUT,
+             "%s: no token counts toward the loss at length %zu: the mask bytes of all its targets are 0.\n"
+             "  Use data with another mask, or longer sequences.",
+             e->o.data, at->T);
     printf("%8zu %12s %10s %15s %9.4f %11.6g", at->T, human_grouped(at->windows).text, human_count(at->rope_theta).text,
            human_grouped(count).text, shown(loss), shown(exp(loss)));
     if (e->after) printf(" %+9.4f", shown(loss - at->loss[0]));
@@ -124,7 +129,7 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
     printf("\n");
     fflush(stdout);
     add_row(e, at, sums, counts, count, all_zero);
-    eval_count(e, count == 0 || isfinite(loss));
+    eval_count(e, isfinite(loss));
     e->tokens += at->windows * at->T;
 }
 
@@ -178,9 +183,13 @@ static size_t all_lengths(const Eval *e, size_t *lengths) {
     return count;
 }
 
-static void print_compared(const cJSON *first, const size_t *lengths, size_t count, int widest) {
-    const char *model = text_of(first, "model");
-    printf("\n%s%*s  %-20s", model, widest - (int)eval_characters(model), "", text_of(first, "attn"));
+static int width_of(const cJSON *row, const char *key) {
+    return (int)eval_characters(text_of(row, key));
+}
+
+static void print_compared(const cJSON *first, const size_t *lengths, size_t count, int models, int normalizers) {
+    printf("\n%s%*s", text_of(first, "model"), models - width_of(first, "model"), "");
+    printf("  %-*s", normalizers, text_of(first, "attn"));
     for (size_t i = 0; i < count; i++) {
         const cJSON *row = first;
         while (same_row(first, row) && (size_t)number_of(row, "seq_len") != lengths[i]) row = row->next;
@@ -190,11 +199,11 @@ static void print_compared(const cJSON *first, const size_t *lengths, size_t cou
 }
 
 void losses_compare(const Eval *e) {
-    int rows = 0, widest = 5;    // "model"
+    int rows = 0, models = 5, normalizers = 4;    // the widths of "model" and "attn"
     const cJSON *row, *before = NULL;
     cJSON_ArrayForEach(row, e->results) {
-        int width = (int)eval_characters(text_of(row, "model"));
-        if (width > widest) widest = width;
+        if (width_of(row, "model") > models) models = width_of(row, "model");
+        if (width_of(row, "attn") > normalizers) normalizers = width_of(row, "attn");
         rows += !same_row(before, row);
         before = row;
     }
@@ -202,11 +211,11 @@ void losses_compare(const Eval *e) {
     if (!lengths) fail(EXIT_RESOURCE, "out of memory for the table of all losses.");
     size_t count = all_lengths(e, lengths);
     if (rows > 1) {
-        printf("\nloss by length\n%-*s  %-20s", widest, "model", "attn");
+        printf("\nloss by length\n%-*s  %-*s", models, "model", normalizers, "attn");
         for (size_t i = 0; i < count; i++) printf(" %9zu", lengths[i]);
         before = NULL;
         cJSON_ArrayForEach(row, e->results) {
-            if (!same_row(before, row)) print_compared(row, lengths, count, widest);
+            if (!same_row(before, row)) print_compared(row, lengths, count, models, normalizers);
             before = row;
         }
         printf("\n");

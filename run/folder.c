@@ -145,14 +145,18 @@ static void add_data(cJSON *data, const char *which, const char *fingerprint) {
     if (fingerprint) cJSON_AddItemToObject(data, which, cJSON_Parse(fingerprint));
 }
 
+void folder_add_program(cJSON *json) {
+    cJSON_AddStringToObject(json, "program", program_name);
+    cJSON_AddStringToObject(json, "version", ATTN_C_VERSION);
+    cJSON_AddStringToObject(json, "commit", COMMIT);
+}
+
 bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val,
                     const cJSON *lineage, const cJSON *to_repeat, Error *error) {
     cJSON *json = cJSON_CreateObject();
     char *arguments = options_json(options->table, options->count);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
-    cJSON_AddStringToObject(json, "program", program_name);
-    cJSON_AddStringToObject(json, "version", ATTN_C_VERSION);
-    cJSON_AddStringToObject(json, "commit", COMMIT);
+    folder_add_program(json);
     cJSON_AddNumberToObject(json, "processes", process.size);
     cJSON *data = cJSON_AddObjectToObject(json, "data");
     add_data(data, "train", train);

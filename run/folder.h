@@ -60,4 +60,7 @@ typedef struct {
 } FolderPath;
 FolderPath folder_path(const char *out, const char *name);
 
+// Adds what writes the file: "program", "version" and "commit".
+void folder_add_program(cJSON *json);
+
 #endif

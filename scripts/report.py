@@ -7,11 +7,14 @@ share a section: the loss by length and by position, needles, attention, learned
 progress can be reported at any time.
 """
 import argparse
+import itertools
 import json
 import math
 import sys
 from html import escape
 from pathlib import Path
+
+import numpy as np
 
 import plot
 from pictures import attention, charts, page, results, tasks
@@ -110,7 +113,8 @@ def configuration(names, runs):
             ["ranks", *(str(run.get("processes", "?")) for run in runs)]]
     for which in "train", "val":
         texts = [run.get("data", {}).get(which) for run in runs]
-        made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} files" if data
+        made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} file"
+                                        + "s" * (data.get('files') != 1) if data
                                         else "–" for data in texts)])
     return flag_tables(names, arguments, SAME, "flags, versions and data", made)
 
@@ -141,9 +145,11 @@ def scalar_panels(folders, names):
     size, tokens_name = plot.unit(max((tokens[-1] for tokens, _ in series), default=1), plot.TOKEN_UNITS)
 
     def draw(axes, tokens, values):
-        from matplotlib import cm, colors, ticker
+        from matplotlib import cm, colormaps, colors, ticker
         layers = len(values[0])
-        color = cm.ScalarMappable(colors.Normalize(0, max(1, layers - 1)), "viridis")
+        # The ends of viridis cannot be seen on a dark or a light page.
+        shades = colors.ListedColormap(colormaps["viridis"](np.linspace(0.25, 0.9, 256)))
+        color = cm.ScalarMappable(colors.Normalize(0, max(1, layers - 1)), shades)
         plot.draw_layers(axes, tokens, values, size, color.to_rgba)
         axes.set_xlabel(f"{tokens_name}tokens")
         axes.set_xlim(left=0)
@@ -160,11 +166,18 @@ def scalar_panels(folders, names):
     return panels
 
 
+def colors_of(names, runs, used):
+    """A run has the color of its evaluations, or one that no evaluation has. used: {(name, place): color}"""
+    palette = plot.run_colors(len(names) + len(used))
+    free = itertools.cycle([color for color in palette if color not in used.values()] or palette)
+    keys = [(results.join([name, last_normalizer(run)]), 0) for name, run in zip(names, runs)]
+    return [used[key] if key in used else next(free) for key in keys]
+
+
 def about_runs(folders, colors):
     """The sections about runs, as [(title, HTML)]."""
     names, runs = plot.names(folders), [plot.read_json(Path(folder) / "run.json") for folder in folders]
-    chosen = [colors.get((f"{name}, {last_normalizer(run)}", 0), color) for name, run, color in
-              zip(names, runs, plot.run_colors(len(folders)))]
+    chosen = colors_of(names, runs, colors)
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
     found = [("Runs", page.table(SUMMARY, rows, left) + configuration(names, runs) + lineage(names, runs))]

@@ -133,6 +133,12 @@ def test_acc_and_acc_norm_differ(model_of, tmp_path):
     assert row["acc"] == pytest.approx(1 / 3) and row["acc_norm"] == pytest.approx(2 / 3)
 
 
+def test_the_first_of_equal_endings_wins(model_of, tmp_path):
+    path = write_questions(tmp_path / "q.jsonl", [({"query": "the cat", "choices": ["went", "went"], "gold": 0},)])
+    _, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", path)
+    assert result["results"][0]["acc"] == result["results"][0]["acc_norm"] == 1
+
+
 def test_acc_norm_counts_characters_not_bytes(model_of, tmp_path):
     """The ending that is likelier per character is not the one that is likelier per byte."""
     folder, tensors, config = model_of("llama", "softmax")
@@ -228,7 +234,7 @@ WRONG = {
     "not an object": ("[]\n", ["line 1", "choices"]),
     "second line": (json.dumps(GOOD) + "\n{}\n", ["line 2", "choices"]),
     "one choice": (json.dumps(GOOD | {"choices": ["b"]}), ["line 1", "at least two"]),
-    "a number as a choice": (json.dumps(GOOD | {"choices": ["b", 1]}), ["line 1", "ending 1 is not a text"]),
+    "a number as a choice": (json.dumps(GOOD | {"choices": ["b", 1]}), ["line 1", "ending 1 (from 0) is not a text"]),
     "no query": (json.dumps({"choices": ["b", "c"], "gold": 0}), ["line 1", '"query"']),
     "no label": (json.dumps({"query": "a", "choices": ["b", "c"]}), ["line 1", '"label" or "gold"', "0 to 1"]),
     "gold 2": (json.dumps(GOOD | {"gold": 2}), ["line 1", "0 to 1"]),

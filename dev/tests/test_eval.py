@@ -427,6 +427,8 @@ def test_without_out_nothing_is_written(checkpoints, data, tmp_path):
     assert [path.name for path in (tmp_path / "deep/out").iterdir()] == ["eval.json"]
     assert (result["arguments"]["max-tokens"] == 5000 and result["arguments"]["task"] == "positions"
             and result["trained_seq_len"] == L)
+    assert "depths" not in result["arguments"] and "max-tokens" in result["arguments"]
+    assert result["program"] == "eval_gpt2" and result["version"] and result["commit"]
     assert result["data"]["tokens"] == 1000 and len(result["data"]["xxh3"]) == 16
 
 
@@ -490,6 +492,7 @@ WRONG = {
     "too little data": (["--seq-lens", "8,1000"], 3,
                         ["too little data", "1,000 tokens", "at least 1 is needed", "reduce --seq-lens."]),
     "id over vocabulary": (["--data", "{run}/ids.bin"], 3, ["ids.bin", f"token id {VOCAB}", "offset 1,064"]),
+    "all masked": (["--data", "{run}/masked.bin"], 3, ["masked.bin", "no token counts", "mask", "length 8"]),
     "cut shard": (["--data", "{run}/cut.bin"], 3, ["cut.bin", "truncated"]),
     "no memory": (["--model", "{huge}"], 4, ["memory", "--seq-lens"]),
 }
@@ -520,6 +523,8 @@ def wrong(checkpoints, data, tmp_path_factory):
     ids[20] = VOCAB
     write_shard(root / "run/ids.bin", ids)
     write_shard(root / "run/cut.bin", ids, count=1001)
+    write_shard(root / "run/masked.bin", np.ones(1000, int))
+    write_shard(root / "run/masked.mask", np.zeros(1000, int), magic=20240521)
     return {name: root / name for name in (*changes, "hash", "run")}
 
 

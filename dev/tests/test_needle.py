@@ -439,6 +439,14 @@ def test_random_depths(model_of, data, tmp_path):
     assert "random" in output and "depth" not in rows[0]["depths"][0]
 
 
+@pytest.mark.parametrize("samples", [100, 101])
+def test_scores_of_single_trials_are_kept_up_to_100(samples, model_of, data, tmp_path):
+    _, [row], _ = needles(model_of("llama", "softmax")[0], data, tmp_path, "--seq-lens", 150, "--depths", 50,
+                          "--samples", samples, "--max-new-tokens", 1)
+    assert len(row["trials"]) == samples
+    assert all(("needle_scores" in trial) == (samples == 100) for trial in row["trials"]) and "needle_scores" in row
+
+
 def test_verdicts(induction, data, tmp_path):
     """The circuit answers with what follows the needle's colon. A number counts only as a whole, and right in a longer
     number is wrong."""

@@ -367,7 +367,8 @@ def test_attention_by_layer_and_head(tmp_path):
 def test_entropy_and_log_z_by_n_and_weight_by_distance(tmp_path):
     figure = figures(attention_folder(tmp_path, T=16))["attention"]
     n, mean = xy(panel(figure, "Entropy by n").lines[0])
-    assert (n == pytest.approx([math.sqrt(2**b * (2 ** (b + 1) - 1)) for b in range(5)])
+    # The last bin has n = 16 alone.
+    assert (n == pytest.approx([1, math.sqrt(2 * 3), math.sqrt(4 * 7), math.sqrt(8 * 15), 16])
             and mean == pytest.approx([4.5 * b for b in range(5)]))
     reference = panel(figure, "Entropy by n").lines[1]
     assert reference.get_ydata() == pytest.approx(np.log(n))
@@ -787,6 +788,16 @@ def rows_of(text, heading):
     """The cells of the first table after a heading."""
     table = re.search(r"<table>.*?</table>", text[text.index(heading):], re.S)[0]
     return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.S)]
+
+
+def test_a_run_has_the_color_of_its_evaluations():
+    """Also one that is named after its normalizer; a run without evaluations has a color of its own."""
+    runs = [{"arguments": {"attn": attn}} for attn in ("softmax", "ssmax", "lssar", "lssa")]
+    palette = plot.run_colors(10)
+    used = {("softmax", 0): palette[1], ("b, ssmax", 0): palette[0], ("softmax", 1): palette[2]}
+    found = report.colors_of(["softmax", "b", "lssar", "d"], runs, used)
+    assert found[:2] == [palette[1], palette[0]]
+    assert len(set(found)) == 4 and palette[2] not in found
 
 
 def test_the_report_has_everything(whole_report):

@@ -179,14 +179,14 @@ def draw_by_n(axes, series, key):
     """The mean over heads against n, in a band from the least to the largest head. Returns n."""
     for s in series:
         x = bin_means(prompts(s, False), key).reshape(-1, bins_of(s))
-        n = [middle(b) for b in range(x.shape[1])]
+        n = middles(x.shape[1], [s])
         axes.plot(n, mean(x), color=s.color, linestyle=s.dash, linewidth=1.7, marker="o", markersize=3.5, label=s.label)
         known = np.isfinite(x)
         least, largest = np.where(known, x, np.inf).min(0), np.where(known, x, -np.inf).max(0)
         axes.fill_between(n, least, largest, where=known.any(0), color=s.color, alpha=0.1, linewidth=0)
-    most = max(bins_of(s) for s in series)
+    most = max(map(bins_of, series))
     charts.length_axis(axes, [1 << b for b in range(most)], "n (visible keys)")
-    return [middle(b) for b in range(most)]
+    return middles(most, series)
 
 
 def draw_entropy_by_n(axes, series):
@@ -222,9 +222,10 @@ def weights_by_distance(rows):
     return bin_means(rows, "weight_by_distance", 0.0)[:, :, :(longest - 1).bit_length() or 1]
 
 
-def middle(b):
-    """The geometric middle of 2^b <= n < 2^(b+1)."""
-    return math.sqrt((1 << b) * ((2 << b) - 1))
+def middles(bins, series):
+    """The geometric middle of each bin 2^b <= n < 2^(b+1), as far as the longest prompt goes."""
+    longest = max(int(row["tokens"]) for s in series for row in prompts(s, False))
+    return [math.sqrt((1 << b) * min((2 << b) - 1, longest)) for b in range(bins)]
 
 
 def draw_correlation(axes, series):

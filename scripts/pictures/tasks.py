@@ -195,26 +195,32 @@ def head_panels(series):
     return panels
 
 
-def draw_trials(axes, trials):
-    """The best score of each trial, ranked, colored by what was answered."""
-    ranked = sorted(trials, key=lambda trial: -number(trial["best_score"]))
+def best_score(trial):
+    return number(trial["best_score"])
+
+
+def draw_trials(axes, trials, least, largest):
+    """The best score of each trial, ranked, colored by what was answered; least, largest: of all panels."""
+    ranked = sorted(trials, key=best_score, reverse=True)
     for verdict, (color, marker) in VERDICTS.items():
-        points = [(rank, number(trial["best_score"]))
-                  for rank, trial in enumerate(ranked, 1) if trial["verdict"] == verdict]
+        points = [(rank, best_score(trial)) for rank, trial in enumerate(ranked, 1) if trial["verdict"] == verdict]
         axes.plot([x for x, _ in points], [y for _, y in points], marker, color=color, markersize=4.5, linestyle="none",
                   label=f"{verdict}: {len(points)}")
     axes.set(xlabel="rank of the trial", ylabel="best needle score")
     axes.set_xlim(0, len(trials) + 1)
-    axes.set_ylim(min(0, axes.get_ylim()[0]), max(0.01, axes.get_ylim()[1]))
+    axes.set_ylim(1.05 * min(0, least), 1.05 * max(0.01, largest))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="upper right", fontsize=8, frameon=False)
 
 
 def trial_panels(series):
     chosen = chosen_lengths(series)
-    return [Panel(f"{s.label}, context {row['seq_len']:,}", lambda axes, row=row: draw_trials(axes, row["trials"]),
-                  4.6, 3.2)
-            for s in series for row in sorted(s.rows, key=lambda row: row["seq_len"]) if row["seq_len"] in chosen]
+    drawn = [(s, row) for s in series for row in sorted(s.rows, key=lambda row: row["seq_len"])
+             if row["seq_len"] in chosen]
+    scores = [x for _, row in drawn for x in map(best_score, row["trials"]) if math.isfinite(x)]
+    ends = min(scores, default=0), max(scores, default=0)
+    return [Panel(f"{s.label}, context {row['seq_len']:,}",
+                  lambda axes, row=row: draw_trials(axes, row["trials"], *ends), 4.6, 3.2) for s, row in drawn]
 
 
 def needle(series, title):
