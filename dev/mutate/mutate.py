@@ -197,8 +197,9 @@ def try_mutation(tree, file, old, new):
 def copy_tree(tree):
     ignored = shutil.ignore_patterns(".git", ".venv", ".cuda", "out", "build", "__pycache__", "*.bin", "*_gpt2")
     shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
-    if (ROOT / ".cuda").exists():
-        (tree / ".cuda").symlink_to(ROOT / ".cuda")
+    for name in ".cuda", ".venv":       # where the Makefile looks for CUDA's headers
+        if (ROOT / name).exists():
+            (tree / name).symlink_to(ROOT / name)
     return tree
 
 
