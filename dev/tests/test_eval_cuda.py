@@ -105,7 +105,8 @@ def test_same_results(task, name, dtype, models, tmp_path):
         _, errors = tiny.run(program, *flags, "--out", out)
         computed += [int(tokens.replace(",", "")) for tokens in re.findall(r"([\d,]+) tokens in", errors)]
         result = json.loads((out / "eval.json").read_text())
-        found.append(without(result, {"arguments", "program", "version", "commit"} | (CHOICES if dtype == "bf16" else set())))
+        made = {"arguments", "program", "version", "commit"}
+        found.append(without(result, made | (CHOICES if dtype == "bf16" else set())))
     rows = differences(*found)
     assert len(rows) > (0 if task == "scores" and name != "ssmax-pn" else 5)
     assert bool(computed) == (task != "scores")
