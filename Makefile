@@ -244,8 +244,9 @@ $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a:
 	@ar rcs $$@ $$^
 endef
 $(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
-# Without -Bsymbolic, a PyTorch that has loaded the real CUDA runtime would take the place of the emulator.
-$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic -ldl -Wl$(comma)-Bsymbolic,-fopenmp -ldl -Wl$(comma)-Bsymbolic))
+# -Bsymbolic: otherwise, if PyTorch has loaded the real CUDA runtime, its functions are called, not the emulator's.
+EMULATED    = -ldl -Wl$(comma)-Bsymbolic
+$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic $(EMULATED),-fopenmp $(EMULATED)))
 
 $(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
 	@mkdir -p $(@D)

@@ -7,17 +7,17 @@
 #include "stream.h"
 
 // How much is packed and multiplied at a time. AMX needs 32 rows of A and 32 columns of B in the first-level cache.
-// AVX512-BF16 is slower and has time to read B from the second-level cache; it gains by adding to sums in memory less
-// often. The numbers were chosen by the matmuls of a 124M step on a Xeon and a Zen 4.
+// AVX512-BF16 is slower and has time to read B from the second-level cache; with deeper blocks, it adds to sums in
+// memory less often. The numbers gave the shortest matmuls of a 124M step, on a Xeon (AMX) and on a Zen 4.
 typedef struct {
-    size_t part, part_depth;    // the most rows of A and columns of B that are packed, and their depth
-    size_t columns, depth;      // of the piece of B, from the second-level cache, that rows of A are multiplied by
+    size_t part, part_depth;    // the most rows of A and columns of B that are packed at a time, and their depth
+    size_t columns, depth;      // of a block of B, which the second-level cache holds
 } Block;
 
 enum {
-    ROWS = 128,               // that a thread packs, and multiplies by a piece of B
-    COLUMNS = 256,            // the most of a Block
-    PART_NUMBERS = 4 << 20    // part * part_depth
+    ROWS = 128,               // rows of A that a thread packs, and multiplies by one block of B after the other
+    COLUMNS = 256,            // the most columns of a block
+    PART_NUMBERS = 4 << 20    // part * part_depth, the numbers of an input that are packed at a time
 };
 
 static Block block_of(Tiles tiles) {
@@ -38,13 +38,14 @@ static Matrix rest(Matrix x, size_t row, size_t column) {
     return x;
 }
 
+// How A is arranged.
 typedef enum {
-    PANELS,      // in panels of block.depth columns, row by row
-    TURNED,      // its transpose, packed like B
-    IN_PLACE,    // not packed
+    PANELS,      // packed in panels of block.depth columns, row by row
+    TURNED,      // its transpose packed like B
+    IN_PLACE,    // as it is stored
 } Left;
 
-// A part of the matmul, its first input, and both as packed: A as `left` says, B as a whole.
+// A part of the matmul: its A and, in `a` and `b`, what is packed.
 typedef struct {
     Tiles tiles;
     Block block;
@@ -55,8 +56,10 @@ typedef struct {
 } Packed;
 
 static Left left_of(const Packed *p) {
-    if (p->A.transposed) return tiles_may_turn(p->tiles) && p->k % 2 == 0 ? TURNED : PANELS;
-    return p->A.bf16 && p->tiles != TILES_AMX && p->m % TILE == 0 && p->k % TILE == 0 ? IN_PLACE : PANELS;
+    bool whole = p->m % TILE == 0 && p->k % TILE == 0;
+    if (!tiles_may_turn(p->tiles)) return PANELS;    // AMX, also in place: not measured
+    if (p->A.transposed) return p->k % 2 == 0 ? TURNED : PANELS;
+    return p->A.bf16 && whole ? IN_PLACE : PANELS;
 }
 
 static void *panel_at(const Packed *p, size_t row, size_t depth) {
