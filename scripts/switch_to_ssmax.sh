@@ -14,7 +14,8 @@ case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; e
 cd "$(dirname "$0")/.."
 
 out=${OUT:-out/162M_slimpajama_softmax}
-newest=$(find "$out/ckpt" -maxdepth 1 -name 'step-*' 2> /dev/null | sort | tail -1 || true)
+newest=
+[ ! -d "$out/ckpt" ] || newest=$(find "$out/ckpt" -maxdepth 1 -name 'step-*' | sort | tail -1)
 [ -n "$newest" ] || {
     echo "switch_to_ssmax.sh: $out/ckpt: no checkpoint to continue from. Name the run with OUT=FOLDER." >&2
     exit 2
