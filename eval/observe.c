@@ -177,12 +177,17 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
     s->sum += sum;
     s->zeros += zeros;
     if (absolute != 0) {                                 // also a NaN, which the sums keep
-        entropy = entropy / absolute + log(absolute);    // of p = a/absolute
+        entropy = larger(entropy / absolute + log(absolute), 0);    // of p = a/absolute; rounding may pass 0
         s->entropy += entropy;
         s->entropy_by_n[bin_of(i + 1)] += entropy;
         if (i > 0) s->first += fabs((double)A[0]) / absolute;
-        for (size_t j = 0; j <= i; j++)
-            s->weight_by_distance[bin_of(i - j ? i - j : 1)] += fabs((double)A[j]) / absolute;
+        for (size_t bin = 0, end = i + 1; end > 0; bin++) {
+            size_t beyond = (size_t)2 << bin, first = i + 1 > beyond ? i + 1 - beyond : 0;
+            double weight = 0;
+            for (size_t j = first; j < end; j++) weight += fabs((double)A[j]);
+            s->weight_by_distance[bin] += weight / absolute;
+            end = first;
+        }
     }
     s->rows_by_n[bin_of(i + 1)]++;
     if (isinf(log_Z)) return;
@@ -295,10 +300,15 @@ static void write_row(Observer *o, size_t T, double loss) {
 
 static const char COLUMNS[] = "      sum   1 - sum   entropy     first     zeros     slope   kurtosis   max |x|";
 
+// Rounded to a multiple of 1/unit, zero without a sign: printf() prints "-0.0000" for a small negative number.
+static double rounded(double x, double unit) {
+    return shown(round(x * unit) / unit + 0.0);
+}
+
 static void print_means(const ObserveMeans *m) {
-    printf(" %9.5f %9.5f %9.4f %9.5f %9.5f %9.4f %10.4g %9.4g\n", shown(m->sum),
-           shown(round((1 - m->sum) * 1e6) / 1e6 + 0.0), shown(m->entropy), shown(m->first), shown(m->zeros),
-           m->slopes > 0 ? m->slope / m->slopes : NAN, shown(m->kurtosis), shown(m->largest));
+    printf(" %9.5f %9.5f %9.4f %9.5f %9.5f %9.4f %10.4g %9.4g\n", shown(m->sum), rounded(1 - m->sum, 1e5),
+           shown(m->entropy), shown(m->first), shown(m->zeros),
+           m->slopes > 0 ? rounded(m->slope / m->slopes, 1e4) : NAN, shown(m->kurtosis), shown(m->largest));
 }
 
 static void add_head(ObserveMeans *m, const HeadStats *s, double share) {

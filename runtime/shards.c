@@ -316,7 +316,7 @@ static bool bad_item(const Shards *s, const Shard *shard, Kind kind, uint32_t li
         error, EXIT_INPUT,
         "%s: at offset %s: found token id %u, expected ids below the vocabulary size, %d.\n"
         "  The shard is damaged, or was made with a tokenizer other than the model's. Recreate it with the model's\n"
-        "  tokenizer. A new model (no --init-from, no --resume) can have a larger vocabulary: --model vocab=N.",
+        "  tokenizer. To train a new model with a larger vocabulary: train_gpt2 --model vocab=N.",
         shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);
 }
 

@@ -619,7 +619,7 @@ def needles_picture(plan, title, evals):
         axes.set_axis_on()
         axes.grid(visible=False)
         image = axes.imshow([[100 * columns.get(f"{T} at {depth} %", math.nan) for T in lengths] for depth in depths],
-                            vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+                            vmin=0, vmax=100, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(lengths)), map(str, lengths), fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
         axes.set_title(label, fontsize=9)

@@ -154,7 +154,9 @@ def attention_layers(model):
 
 def attach(model, normalizer, seq_len):
     """Gives each attention layer of a model a Normalizer, `self_attn.normalizer`, whose scalars are trained and saved
-    with the model, and selects the implementation. p of scale=pn is one parameter for the whole model."""
+    with the model, and selects the implementation. p of scale=pn is one parameter for the whole model. Scalars of an
+    earlier attach() are removed first."""
+    detach(model)
     layers = attention_layers(model)
     for layer in layers:
         weight = next(layer.parameters())

@@ -9,12 +9,14 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 import eval_models
 from eval_models import evaluate, overflowing, reference
@@ -163,6 +165,32 @@ def test_activations_that_are_not_finite(model_of, tmp_path):
     assert "model under softmax: its activations are not finite in 4 of 4 questions" in errors
     assert [row[key] for key in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr")] == 4 * [None]
     assert output.splitlines()[-1].split() == ["4", "nan", "nan", "n/a"]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_activations_that_are_not_finite_in_one_ending(at, model_of, tmp_path):
+    """One token fills channel 0 of the residual stream, by which the MLP multiplies with a huge weight."""
+    folder = model_of("llama", "softmax")[0]
+    endings, encode = ["went on", "said on"], AutoTokenizer.from_pretrained(folder).encode
+    [token] = set(encode("the cat said")) - set(encode("the cat went on"))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if re.search("(o|down)_proj", name):
+            tensor[0] = 0
+        elif re.search("(gate|up)_proj", name):
+            tensor[:, 0] = 1e25
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, 0] = 0
+    embedding[token] = np.eye(1, embedding.shape[1])
+    shutil.copytree(folder, tmp_path / "model")
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    question = {"query": "the cat", "choices": endings if at else endings[::-1], "gold": 0}
+    words = ["--task", "choice", "--model", tmp_path / "model", "--data",
+             write_questions(tmp_path / "q.jsonl", [(question,)])]
+    _, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
+    [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
+    assert [value is None for value in row["log_likelihoods"][0]] == [at == 0, at == 1]
+    assert "its activations are not finite in 1 of 1 questions" in errors and row["acc"] is None
 
 
 def test_one_question_has_no_standard_error(model_of, tmp_path):

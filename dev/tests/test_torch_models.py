@@ -108,6 +108,9 @@ def test_attached_scalars(interface, tmp_path):
     start = model(TOKENS).logits
     interface.attach(model, "ssmax", seq_len=64)
     assert torch.equal(model(TOKENS).logits, start)
+    for normalizer in ("ssmax-pn", "ssmax"):        # the second replaces the first
+        interface.attach(model, normalizer, seq_len=64)
+    assert not any("attn_pn" in name for name in [*model.state_dict(), *model._tied_weights_keys])
 
 
 def test_padding_at_the_end(interface):
