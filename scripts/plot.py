@@ -528,6 +528,7 @@ def main():
         else:
             figure, name = chosen(options)
             out = options.out or str(Path(options.runs[0]) / name)
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(out, dpi=110)
             print(out)
     except (Refused, OSError) as error:
