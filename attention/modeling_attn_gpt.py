@@ -480,6 +480,12 @@ def check_config(config):
         raise ValueError(f"config.json: in a gated attention unit (block gau) {', '.join(wrong)}")
 
 
+# The cache's name in the output. It is past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+# Arguments of forward() that go to the loss, and two that some callers pass and that change nothing here.
+KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "cache_position", "token_type_ids"}
+
+
 class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = AttnGPTConfig
     base_model_prefix = "model"
@@ -522,21 +528,25 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
                 labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, output_hidden_states=None,
-                return_dict=None, **kwargs):
-        """attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
+                return_dict=None, cache=None, **kwargs):
+        """cache: what transformers calls past_key_values from 5.24 on. attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
         0: of all. output_attentions: also returns each layer's A (B, heads, T, keys). output_hidden_states: also
         returns the embeddings (B, T, C), and each layer's output, the last one after its RMSNorm."""
         default = lambda value, name: getattr(self.config, name) if value is None else value
+        unknown = [name for name, value in kwargs.items() if value is not None and name not in KNOWN]
+        if unknown:
+            raise TypeError(f"unknown arguments: {', '.join(unknown)}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
         use_cache = default(use_cache, "use_cache")
+        cache = past_key_values if cache is None else cache
         if self.training and self.is_gradient_checkpointing:        # layers run twice, and would fill a cache twice
-            if past_key_values is not None:
+            if cache is not None:
                 raise ValueError("past_key_values: expected None with gradient checkpointing")
             use_cache = False
-        cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
+        cache = DynamicCache() if use_cache and cache is None else cache
         if getattr(cache, "is_compileable", False):
             raise ValueError("past_key_values: expected a cache that grows, such as DynamicCache, found "
                              f"{type(cache).__name__}, whose length is fixed")
@@ -561,7 +571,7 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None,
-                                     hidden_states=None if states is None else tuple(states),
-                                     attentions=None if weights is None else tuple(weights))
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=None if states is None else tuple(states),
+                                     attentions=None if weights is None else tuple(weights),
+                                     **{CACHE: cache if use_cache else None})
         return out if default(return_dict, "return_dict") else out.to_tuple()

@@ -19,22 +19,23 @@ typedef struct {
     bool qk_norm, qkv_bias, mistral;    // what every model of the family has
     // Keys without which transformers assumes a number that does not follow from the others.
     bool needs_kv_heads, needs_head_dim;
+    int seq_len;    // what transformers assumes without the key max_position_embeddings
 } Family;
 
 enum { LLAMA, MISTRAL, QWEN2, QWEN3, OUR_OWN };
 
 // clang-format off
 static const Family FAMILIES[] = {
-    //          model_type, class                  QK norms  biases  Mistral  needs kv_heads, head_dim
-    [LLAMA]   = {"llama",    "LlamaForCausalLM",    false,    false,  false,   false, false},
-    [MISTRAL] = {"mistral",  "MistralForCausalLM",  false,    false,  true,    true,  false},
-    [QWEN2]   = {"qwen2",    "Qwen2ForCausalLM",    false,    true,   false,   true,  false},
-    [QWEN3]   = {"qwen3",    "Qwen3ForCausalLM",    true,     false,  false,   true,  true},
-    [OUR_OWN] = {"attn_gpt", "AttnGPTForCausalLM",  false,    false,  false,   false, false},
+    //          model_type, class                  QK norms  biases  Mistral  needs kv_heads, head_dim  L
+    [LLAMA]   = {"llama",    "LlamaForCausalLM",    false,    false,  false,   false, false,             2048},
+    [MISTRAL] = {"mistral",  "MistralForCausalLM",  false,    false,  true,    true,  false,             131072},
+    [QWEN2]   = {"qwen2",    "Qwen2ForCausalLM",    false,    true,   false,   true,  false,             32768},
+    [QWEN3]   = {"qwen3",    "Qwen3ForCausalLM",    true,     false,  false,   true,  true,              32768},
+    [OUR_OWN] = {"attn_gpt", "AttnGPTForCausalLM",  false,    false,  false,   false, false,             2048},
 };
 // clang-format on
 
-static const Family NO_FAMILY;
+static const Family NO_FAMILY = {.seq_len = 2048};
 
 #define SOFTCAP "final_logit_softcapping"           // Gemma 2's key
 #define SOFTMAX_WINDOW "softmax_sliding_window"    // the window that a Mistral has again after a switch back to softmax
@@ -176,20 +177,21 @@ static const char *const HARMLESS[] = {
 };
 // clang-format on
 
-// Integers. `fallback` is the value if the key is missing or null; REQUIRED: the key must be there.
-enum { REQUIRED = -1 };
+#define LENGTH "max_position_embeddings"
+
+// Integers. All but LENGTH must be there.
 static const struct {
     const char *key;
     size_t offset;
-    int min, max, fallback;
+    int min, max;
 } SIZES[] = {
     // clang-format off
-    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB, REQUIRED},
-    {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536,     REQUIRED},
-    {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144,    REQUIRED},
-    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048,      REQUIRED},
-    {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024,      REQUIRED},
-    {"max_position_embeddings", offsetof(ModelConfig, seq_len),  1, INT_MAX,   1024},
+    {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB},
+    {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536},
+    {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144},
+    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048},
+    {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024},
+    {LENGTH,                    offsetof(ModelConfig, seq_len),  1, INT_MAX},
     // clang-format on
 };
 
@@ -326,7 +328,7 @@ static void read_sizes(Reader *r) {
         int *size = (int *)((char *)r->config + SIZES[i].offset);
         *size = 0;
         if (get(r, SIZES[i].key)) read_int(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, size);
-        else if (SIZES[i].fallback != REQUIRED) *size = SIZES[i].fallback;
+        else if (!strcmp(SIZES[i].key, LENGTH)) *size = r->family->seq_len;
         else if (!r->foreign)
             reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key,
                         SIZES[i].min, SIZES[i].max);

@@ -101,7 +101,8 @@ class Wandb:
             self.run = wandb.init(project=project, name=Path(run).resolve().name, id=self.id, resume="allow",
                                   dir=str(run), config=plot.read_json(Path(run) / "run.json").get("arguments", {}))
         except Exception as error:      # wandb's own, or the network's
-            raise plot.Refused(f"wandb cannot start: {error}. Run `wandb login`, or set WANDB_MODE=offline.")
+            reason = str(error).rstrip(".")
+            raise plot.Refused(f"wandb cannot start: {reason}. Run `wandb login`, or set WANDB_MODE=offline.")
         if self.run.resumed:
             self.first = int(self.run.summary.get("step") or 0)
         self.step = self.first

@@ -6,15 +6,23 @@
 
 register() adds normalizers with overrides, attach() gives a model learned scalars."""
 import torch
+import transformers
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):
+    raise ImportError(f"attn_c.transformers needs transformers 5.4 or newer, found {transformers.__version__}; "
+                      "pip install --upgrade transformers")
+
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from . import PRESETS, Normalizer, attention
 from .library import scalar_names
 
-# What models pass to their attention that would change the result, unless it has one of these values.
+# What models pass to their attention that would change the result, unless it has one of these values; and the tensors
+# that do not. Other tensors, such as the indices of sparse attention, are rejected.
 NEUTRAL = {"dropout": (0, 0.0, None), "output_attentions": (False, None)}
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+UNSUPPORTED = ("softcap",)
+HARMLESS = ("position_ids", "cache_position", "num_items_in_batch", "token_type_ids", "input_ids")
 OTHER = "use another attn_implementation for this model"
 COMPILED = ". Under torch.compile, transformers takes sequences for packed unless attention_mask or a cache is passed"
 
@@ -34,9 +42,9 @@ def check_arguments(module, keys, sliding_window=None, is_causal=None, **argumen
         reject("attention that is not causal", f"is_causal=False in {type(module).__name__}", OTHER)
     if sliding_window and sliding_window < keys:      # 0: none, as in Qwen2-MoE
         reject_window(sliding_window, keys)
-    for name in UNSUPPORTED:
-        if arguments.get(name) is not None:
-            reject(name, describe(arguments[name]), OTHER)
+    for name, value in arguments.items():
+        if name in UNSUPPORTED and value is not None or isinstance(value, torch.Tensor) and name not in HARMLESS:
+            reject(name, describe(value), OTHER)
     for name, neutral in NEUTRAL.items():
         if name in arguments and arguments[name] not in neutral:
             reject(name, arguments[name], f"set it to {neutral[0]}, or {OTHER}")

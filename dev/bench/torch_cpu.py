@@ -236,6 +236,8 @@ def main():
                    stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
     names = attention_cpu.names() if options.attn == "all" else options.attn.split(",")
+    if unknown := set(names) - set(attention_cpu.names()):
+        parser.error(f"--attn: unknown: {', '.join(sorted(unknown))}")
     lengths = [int(T) for T in options.lengths.split(",")]
     if options.overhead:
         lengths = []

@@ -256,6 +256,21 @@ def test_sequences_beyond_a_sliding_window(data, tmp_path):
         assert (found["model_type"], found["sliding_window"]) == ("mistral", window)
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_no_max_position_embeddings(kind, data, tmp_path):
+    """L is what transformers assumes."""
+    torch.manual_seed(0)
+    full = {"sliding_window": None} if kind is MistralConfig else {}
+    AutoModelForCausalLM.from_config(config(kind, **full)).save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items()
+                                if key != "max_position_embeddings"}))
+    run_trainer(data, "--init-from", tmp_path / "model", "--steps", 1, "--out", tmp_path / "out", *flags(data),
+                "--seq-len", 33, model=False)
+    found = json.loads((checkpoint(tmp_path / "out", 1) / "config.json").read_text())
+    assert found["max_position_embeddings"] == kind().max_position_embeddings
+
+
 def test_a_window_that_is_ignored(data, tmp_path):
     """Such a Mistral is one whose training length is the window."""
     torch.manual_seed(0)

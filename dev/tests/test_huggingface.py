@@ -434,7 +434,8 @@ def assert_cache_and_padding(model, logits, weights, cached=True):
     with torch.no_grad():
         cache, parts, past = None, [], 0
         for part in IDS.split([7, 1, 12], dim=1):
-            out = model(part, past_key_values=cache, use_cache=True, output_attentions=True)
+            name = "past_key_values" if past else "cache"       # as transformers 5.24 calls it
+            out = model(part, **{name: cache}, use_cache=True, output_attentions=True)
             cache, end = out.past_key_values, past + part.shape[1]
             parts.append(out.logits)
             difference = torch.stack(out.attentions) - weights[:, :, :, past:end, :end]
@@ -539,6 +540,13 @@ def test_gradient_checkpointing(modeling, block, name, reentrant):
     assert all(torch.equal(x, gradients[1][name]) for name, x in gradients[0].items())
     with pytest.raises(ValueError, match="past_key_values"):
         model(ids, past_key_values=DynamicCache())
+
+
+def test_unknown_arguments_are_rejected(modeling):
+    """One that hides something from the model would otherwise leave wrong numbers. None means that it is not given."""
+    model, _ = pair(modeling, "softmax", L=24)
+    with pytest.raises(TypeError, match="unknown arguments: kv_cache$"):
+        model(IDS, kv_cache=DynamicCache(), head_mask=None, token_type_ids=torch.zeros_like(IDS))
 
 
 def test_packed_texts_are_rejected(modeling):

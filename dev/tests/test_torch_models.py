@@ -216,6 +216,7 @@ REJECTED = {
         call(sliding_window=3),
     "softcap is not supported, found 30.0": call(softcap=30.0),
     "s_aux is not supported, found a tensor": call(s_aux=torch.zeros(2)),
+    r"block_indices is not supported, found a tensor \(1, 4, 2\)": call(block_indices=torch.zeros(1, 4, 2)),
     "attention that is not causal is not supported, found is_causal=False in Module; use another":
         call(is_causal=False),
     "a prepared mask is not supported, found a tensor": call(mask=torch.zeros(1, 1, 4, 4)),
