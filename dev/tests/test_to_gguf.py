@@ -70,7 +70,8 @@ def of_transformers(model_type, **more):
 
 # Loading Qwen3, transformers takes its default size of a head, 128, from no matter what file.
 MODELS = {"ours": llama_of_ours, "ours, grouped": grouped, "llama": of_transformers("llama", rope_theta=500000.0),
-          "qwen2": of_transformers("qwen2", tie_word_embeddings=True), "qwen3": of_transformers("qwen3", head_dim=128),
+          "qwen2": of_transformers("qwen2", tie_word_embeddings=True, rms_norm_eps=1e-6),
+          "qwen3": of_transformers("qwen3", head_dim=128, rms_norm_eps=1e-6),
           "mistral": of_transformers("mistral", sliding_window=None)}
 
 
@@ -85,6 +86,29 @@ def test_the_same_logits(name, data, tmp_path):
     error = (logits(tmp_path, gguf_file="half.gguf") - expected).abs().max() / expected.abs().max()
     assert 0 < error < 0.02
     assert (tmp_path / "half.gguf").stat().st_size < (tmp_path / "out.gguf").stat().st_size
+
+
+# No two keys have the same number, apart from the size of a head. A Qwen2's heads have channels / heads channels.
+SHAPE = dict(num_hidden_layers=3, head_dim=16, rope_theta=500000.0, sliding_window=None)
+EPS = {"llama": 2e-5, "mistral": 3e-5, "qwen2": 1e-6, "qwen3": 4e-6}
+
+
+@pytest.mark.parametrize("family", EPS)
+def test_the_metadata_of_the_shape(family, data, tmp_path):
+    """All of it: transformers takes for granted what it does not read."""
+    import gguf
+    head_dim, name = (8 if family == "qwen2" else 16), {"mistral": "llama"}.get(family, family)
+    more = SHAPE | {"head_dim": head_dim, "rms_norm_eps": EPS[family]}
+    folder = of_transformers(family, **more)(data, tmp_path / "model")
+    convert(folder, tmp_path / "out.gguf")
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "out.gguf").fields.items()}
+    assert fields["general.architecture"] == name
+    assert {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")} == \
+        pytest.approx({"context_length": 64, "embedding_length": 32, "block_count": 3, "feed_forward_length": 48,
+                       "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": head_dim,
+                       "attention.value_length": head_dim, "rope.dimension_count": head_dim,
+                       "rope.freq_base": 500000.0, "attention.layer_norm_rms_epsilon": EPS[family],
+                       "vocab_size": 259}, rel=1e-6)
 
 
 def test_a_mistral_in_a_folder_of_that_name(data, tmp_path):
