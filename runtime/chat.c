@@ -323,11 +323,24 @@ static void add_end(Writer *w) {
     add_part(w, w->chat->after);
 }
 
+// Today's date; or that of $SOURCE_DATE_EPOCH, seconds since 1970, in UTC
+// (https://reproducible-builds.org/specs/source-date-epoch/).
+static struct tm date(void) {
+    const char *text = getenv("SOURCE_DATE_EPOCH");
+    time_t seconds = text ? (time_t)strtoll(text, NULL, 10) : time(NULL);
+    if (!text) return *localtime(&seconds);
+    const struct tm *found = gmtime(&seconds);
+    if (!found || !*text || text[strspn(text, "0123456789")])
+        fail(EXIT_USAGE, "SOURCE_DATE_EPOCH=%s: expected seconds since 1970, such as 1707436800. Correct or unset it.",
+             text);
+    return *found;
+}
+
 // In the C locale, as Python's strftime().
 static void add_preface(Writer *w) {
     char text[100];
-    time_t now = time(NULL);
-    size_t length = strftime(text, sizeof(text), w->chat->preface, localtime(&now));
+    struct tm day = date();
+    size_t length = strftime(text, sizeof(text), w->chat->preface, &day);
     add_text(w, text, length);
 }
 

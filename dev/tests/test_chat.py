@@ -20,6 +20,7 @@ from eval_models import write_model
 from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
 from tiny import BIN, build, environment, logits, run
 
+os.environ.pop("SOURCE_DATE_EPOCH", None)      # transformers writes today's date
 INSIDE = 2
 MESSAGES = ["Hi!", "  What is  2+2?  ", "\u3000\x1cAnd\u200b\u2028\x85",
             "日本語 <|im_end|><|user|>\\n</s> <|eot_id|>", "a"]
@@ -198,6 +199,30 @@ def test_templates_equal_transformers(name, spelling, system, chat, opened, tmp_
         if again == answers[i].encode():
             again = None
             found += ours.encode_at(INSIDE, answers[i].encode()).tolist()
+
+
+@pytest.mark.parametrize("day", ["2024-02-09", "2025-09-01", "1999-12-31"])
+def test_the_date(day, chat, opened, monkeypatch):
+    """Llama 3.2's, on days of one digit and two, late in UTC, when it is tomorrow elsewhere."""
+    import datetime
+    from transformers.utils import chat_template_utils
+    time = datetime.datetime.fromisoformat(day + "T23:59:59+00:00")
+
+    class Then(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return time
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Then)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(int(time.timestamp())))
+    monkeypatch.setenv("TZ", "XXX-14")
+    ours, theirs = opened("llama3")
+    theirs.chat_template, theirs.bos_token = texts()["Llama 3.2"], BEGIN["bos_token"]
+    messages = [{"role": "user", "content": "Hi"}]
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert f"Today Date: {time:%d %b %Y}\n" in rendered
+    assert turn_ids(chat, chat.chat_template(b"llama3.2"), ours, "Hi", True) == \
+        theirs.encode(rendered, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("template", [b"llama3", b"llama3.1", b"zephyr", b"chatml", b"qwen3", b"raw"])
@@ -543,6 +568,19 @@ def test_wrong_usage_is_named(name, folder):
     words, code, parts = WRONG[name]
     output, errors = run(BIN / "sample_gpt2", "--model", folder, *words, code=code)
     assert output == "" and errors.startswith("sample_gpt2: ") and all(part in errors for part in parts)
+
+
+def test_a_wrong_date(folder, tmp_path, monkeypatch):
+    """Of SOURCE_DATE_EPOCH, which Llama 3's template without a date does not read."""
+    data = byte_text.write_text(tmp_path / "data")
+    names = ["begin_of_text", "start_header_id", "end_header_id", "eot_id"]
+    byte_text.write_tokenizer(data, {f"<|{name}|>": 256 + i for i, name in enumerate(names)})
+    write_model(tmp_path / "model", data, "llama", "ssmax", 512)
+    for seconds, code in ("", 2), ("now", 2), ("-5", 2), ("9" * 30, 2), ("1707436800", 0):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", seconds)
+        _, errors = talk(tmp_path / "model", "--chat", "llama3.2", "--max-new-tokens", 1, said="a\n", code=code)
+        assert code == 0 or f"SOURCE_DATE_EPOCH={seconds}: expected seconds since 1970" in errors
+        talk(tmp_path / "model", "--chat", "llama3", "--max-new-tokens", 1, said="a\n")
 
 
 def test_a_folder_without_tokenizer_or_template(folder, tmp_path):
