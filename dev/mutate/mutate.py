@@ -41,7 +41,7 @@ PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kerne
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/graphs")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
-                 "or same_number or recomputing or resume or graphs or stored")
+                 "or same_number or recomputing or resume or graphs or stored or z_loss")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "ssmax_bias_h4_kv2_T33"]),
@@ -106,7 +106,8 @@ TESTS_OF = (
                        *pytest_of("train_gpt2", "test_vocabularies", "-k", "short and qwen")]),
     ("model/weights.c", pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "stored")),
     ("model/config.c", pytest_of("train_gpt2", "test_families", "-k", "beyond")),
-    ("scripts/to_gguf.py", pytest_of("train_gpt2", "test_to_gguf", "-k", "scaled")),
+    ("scripts/to_gguf.py", pytest_of("train_gpt2", "test_to_gguf", "-k", "scaled or metadata_of")),
+    ("runtime/chat.c", pytest_of("sample_gpt2 build/tests/logits", "test_chat", "-k", "date")),
     ("runtime/start.c", [("build/tests/test_process", ["build/tests/test_process"])]),
     ("runtime/mixture.c", [("build/tests/test_mixture", ["build/tests/test_mixture"])]),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
