@@ -529,9 +529,10 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
                 labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, output_hidden_states=None,
                 return_dict=None, cache=None, **kwargs):
-        """cache: what transformers calls past_key_values from 5.24 on. attention_mask (B, keys): 0 for padding. logits_to_keep: computes only the logits of that many last tokens;
-        0: of all. output_attentions: also returns each layer's A (B, heads, T, keys). output_hidden_states: also
-        returns the embeddings (B, T, C), and each layer's output, the last one after its RMSNorm."""
+        """attention_mask (B, keys): 0 for padding. cache: what transformers calls past_key_values from 5.24 on.
+        logits_to_keep: computes only the logits of that many last tokens; 0: of all. output_attentions: also returns
+        each layer's A (B, heads, T, keys). output_hidden_states: also returns the embeddings (B, T, C), and each
+        layer's output, the last one after its RMSNorm."""
         default = lambda value, name: getattr(self.config, name) if value is None else value
         unknown = [name for name, value in kwargs.items() if value is not None and name not in KNOWN]
         if unknown:

@@ -176,7 +176,7 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
     s->weights += n;
     s->sum += sum;
     s->zeros += zeros;
-    if (absolute != 0) {                                 // also a NaN, which the sums keep
+    if (absolute != 0) {                                            // also a NaN, which the sums keep
         entropy = larger(entropy / absolute + log(absolute), 0);    // of p = a/absolute; rounding may pass 0
         s->entropy += entropy;
         s->entropy_by_n[bin_of(i + 1)] += entropy;
