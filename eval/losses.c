@@ -140,9 +140,7 @@ static void print_positions(const Eval *e) {
     for (size_t p = 0, from = 0; from < e->longest; p++) {
         char range[64];
         size_t to = e->first_part << p;
-        if (to > e->longest) to = e->longest;
-        if (from + 1 < to) snprintf(range, sizeof range, "%zu-%zu", from + 1, to);
-        else snprintf(range, sizeof range, "%zu", to);
+        snprintf(range, sizeof range, "%zu-%zu", from + 1, to < e->longest ? to : e->longest);
         printf("\n%17s", range);
         for (size_t i = 0; i < e->count; i++) {
             if (from < e->lengths[i].T) printf(" %9.4f", e->lengths[i].part[p]);

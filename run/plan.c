@@ -109,7 +109,7 @@ static void print_data(const Run *run) {
     for (const Source *s = train->sources; train->weighted && s < train->sources + train->count; s++) {
         double share = (double)s->weight / (double)train->period;
         char percent[32];
-        snprintf(percent, sizeof percent, "%.6g %%", 100 * share);
+        snprintf(percent, sizeof percent, "%.4g %%", 100 * share);
         printf("\n  %-7s %s: ", percent, s->globs);
         print_shards(run, s->shards);
         printf(", %.2f epochs", share * sequences * (double)run->o.steps / (double)shards_windows(s->shards));

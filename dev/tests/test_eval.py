@@ -255,7 +255,7 @@ def test_losses_by_position_equal_the_references(block, attn, weights, data, tmp
             cells = dict(zip([length for length in lengths if first <= length], line.split()[1:], strict=True))
             if first <= T:
                 assert abs(float(cells[T]) - expected[first - 1:min(last, T)].mean()) < 1e-3
-    assert [line.split()[0] for line in table[2:]] == ["1", "2", "3-4", "5-8"] + ["9-16", "17-20"] * (20 in lengths)
+    assert [line.split()[0] for line in table[2:]] == ["1-1", "2-2", "3-4", "5-8"] + ["9-16", "17-20"] * (20 in lengths)
 
 
 def test_ranges_of_positions(softmax, data, tmp_path):

@@ -32,7 +32,8 @@ def data(tmp_path_factory):
 def random_flags(draw, data):
     """Flags of a run: its normalizer, a change of it, precision, data, and how often it validates and saves."""
     flags = ["--steps", STEPS, "--lr", 0.0005, "--batch", 2, "--seed", draw.randrange(1000), "--model",
-             MODEL + draw.choice(["", ",tied=0", ",qk_norm=1", ",bias=qkv"]), "--attn", draw.choice(["softmax", "ssmax", "lssar"]),
+             MODEL + draw.choice(["", ",tied=0", ",qk_norm=1", ",bias=qkv"]),
+             "--attn", draw.choice(["softmax", "ssmax", "lssar"]),
              "--dtype", draw.choice(["fp32", "bf16"]), "--total-batch-tokens", draw.choice([32, 64]),
              "--ckpt-every", draw.choice([7, 25, 60]), "--keep", draw.choice([1, 3]),
              "--val-data", f"{data}/*_val_*.bin", "--val-every", draw.choice([10, 100])]
