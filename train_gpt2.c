@@ -1727,7 +1727,7 @@ int main(int argc, char **argv) {
     static Decoder decoder;
     const TrainOptions *o = &run.o;
     char matmuls[256];
-    double loss, norm, best_peak = 0;
+    double loss, norm, best_peak = 0, first_step[PHASE_COUNT] = {0};
     Batch batch;
 
     // Parse and check the flags, then plan and check the memory. Nothing is written yet.
@@ -1770,6 +1770,7 @@ int main(int argc, char **argv) {
         unpause_step(&run);
         if (run.stopped) break;
         run_report(&run, "", "");
+        if (run.step == run.first_step + 1) memcpy(first_step, phase_seconds, sizeof first_step);
 
         pause_step(&run);
         if (run_sample_due(&run)) draw_sample(&run, &decoder);
@@ -1783,7 +1784,7 @@ int main(int argc, char **argv) {
     if (run_save_due_at_end(&run)) run_save(&run);
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
     if (run_is_main() && o->profile && run.step > run.first_step)
-        profile_print(&run.progress, phase_seconds, run.step - run.first_step);
+        profile_print(&run.progress, phase_seconds, first_step, run.step - run.first_step);
     return end(&run, &model);
 }
 #endif

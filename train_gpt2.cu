@@ -1274,7 +1274,7 @@ static void unpause_step(Run *run) {
 
 // ---- what follows a step
 
-static double phase_seconds[PHASE_COUNT];
+static double phase_seconds[PHASE_COUNT], first_step_seconds[PHASE_COUNT];
 
 // Adds up the times between the first `count` marks, which the device has reached or is waited for. The last of them
 // becomes the first mark.
@@ -1291,14 +1291,15 @@ static void phase_collect(size_t count) {
 }
 
 // Reports the memory that this rank uses on its GPU; with --profile also this step's milliseconds by phase, without
-// PHASE_ASIDE.
-static void report(Run *run, const Model *m) {
+// PHASE_ASIDE.   ended: the number of marks up to the end of the step and of what followed it so far
+static void report(Run *run, const Model *m, size_t ended) {
     static double before[PHASE_COUNT];
     char metrics[1024], line[64];
     size_t size = sizeof metrics,
            at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
     snprintf(line, sizeof line, " | %s", human_bytes((double)m->plan.total).text);
-    if (profiling) phase_collect(m->reported_marks);
+    if (profiling) phase_collect(ended);
+    if (run->step == run->first_step + 1) memcpy(first_step_seconds, phase_seconds, sizeof phase_seconds);
     for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {    // PHASE_ASIDE is the last phase
         at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {",
                                phase_names[i], 1000 * (phase_seconds[i] - before[i]));
@@ -1312,7 +1313,7 @@ static void report(Run *run, const Model *m) {
 static void finish_late(Run *run, Model *m) {
     if (!m->unread) return;
     read_step(run, m);
-    report(run, m);
+    report(run, m, m->reported_marks);
     run_finish_step(run);
 }
 
@@ -1434,7 +1435,7 @@ int main(int argc, char **argv) {
         if (run_reports_scalars(&run)) download_scalars(&model);
         unpause_step(&run);
         if (run.stopped) break;
-        report(&run, &model);
+        report(&run, &model, mark_count);
 
         pause_step(&run);
         if (run_sample_due(&run)) draw_sample(&run, &model);
@@ -1454,7 +1455,7 @@ int main(int argc, char **argv) {
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
     phase_collect(mark_count);
     if (run_is_main() && o->profile && run.step > run.first_step)
-        profile_print(&run.progress, phase_seconds, run.step - run.first_step);
+        profile_print(&run.progress, phase_seconds, first_step_seconds, run.step - run.first_step);
     return end(&run, &model);
 }
 #endif

@@ -18,23 +18,6 @@
 #include "attention/flash.h"
 #include "cuda/hopper.cuh"
 
-// A block: CONSUMERS warpgroups own 64 rows each, and the other side comes in tiles of STREAM rows through STAGES
-// buffers.
-struct Plan90 {
-    enum {
-        CONSUMERS = 2,
-        THREADS = 128 * (CONSUMERS + 1),
-        TILES = 1,    // of 16 rows for each warp
-        OWN = 64 * CONSUMERS,
-        STREAM = 128,
-        NT = STREAM / 8,
-        STAGES = 2,
-        // With 168 registers for each of 384 threads at first, there are 64,512.
-        PRODUCER_REGISTERS = 24,
-        CONSUMER_REGISTERS = 240
-    };
-};
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
 
@@ -98,10 +81,10 @@ DEVICE void ring_wait_full(Ring<STAGES> &ring, int step) {
     mbarrier_wait(&ring.full[step % STAGES], (step / STAGES) % 2);
 }
 
-// By each warp, after the matmuls that read the tile.
+// By each warp, after the matmuls that read the tile; only if `holds`.
 template <int STAGES>
-DEVICE void ring_release(Ring<STAGES> &ring, int step) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[step % STAGES]);
+DEVICE void ring_release(Ring<STAGES> &ring, int step, bool holds = true) {
+    if (threadIdx.x % 32 == 0 && holds) mbarrier_arrive(&ring.empty[step % STAGES]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

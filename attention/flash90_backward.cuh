@@ -7,11 +7,13 @@
 //   dV += Wᵀ dO,  dK += (c dZ)ᵀ Q     with left operands from registers
 //   dQ = dZ K, of the step before     with the dZ of both consumers, from shared memory; each has half of the columns
 //
-// As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ.
+// As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ. All of
+// these are issued together, with S and dP of the next step last where registers allow that, so that the tensor cores
+// are busy while the consumer hands over dQ.
 //
-// Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of a warp of their own.
-// By default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order
-// in which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
+// Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of one or two warps. By
+// default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order in
+// which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
 // is. Blocks draw numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and
 // rounds the sums.
 //
@@ -39,12 +41,25 @@ struct Backward90Plan {
 };
 
 // A head size of 128 leaves room for one buffer of dq. One of 64 leaves registers for K and V as left operands, which
-// then do not have to be read from shared memory again for each tile of queries.
+// then do not have to be read from shared memory again for each tile of queries, and for S and dP of the next step
+// while the other matmuls run.
 template <int HS>
-constexpr int dq_stages = HS <= 64 ? 2 : 1;
+constexpr int dq_stages = HS <= 64 ? 4 : 1;
+
+// The warps that add dq. Each has buffers of its own, of which it sees every phase.
+template <int HS>
+constexpr int dq_adders = dq_stages<HS> > 1 ? 2 : 1;
 
 template <int HS>
 constexpr bool keeps_own = HS <= 64;
+
+template <int HS>
+constexpr bool scores_ahead = HS <= 64;
+
+// Before others may see what a warp has stored, a fence takes some hundred clocks. With several buffers for dq, a step
+// can share it together with the next step's dz.
+template <int HS>
+constexpr bool shares_late = dq_stages<HS> > 1;
 
 // K is in panels of HS/2 columns, of which each consumer needs one for dq.
 template <int HS>
@@ -175,62 +190,66 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
     }
 }
 
-// By STREAM threads: copies a FlashRow each, zeros for rows past T.
+// By a warp: copies the FlashRows, zeros for rows past T.
 template <int HS>
 DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, const Backward90Work &work,
                                  const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
+    enum { EACH = P::STREAM / 32 };    // rows of a lane
     auto &ring = tiles.barriers->queries;
-    const int mine = threadIdx.x % P::STREAM;
+    const int lane = threadIdx.x % 32;
     QueryTile at = first_tile(work, call);
     UNROLL_NOT
     for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
-        const int row = at.tile * P::STREAM + mine;
-        const float4 *from = (const float4 *)(call.rows + (size_t)(work.b * call.NH + at.h) * call.T + row);
-        float4 halves[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
-        if (row < call.T) {
-            halves[0] = from[0];
-            halves[1] = from[1];
+        UNROLL
+        for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
+            const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
+            const float4 *from = (const float4 *)(call.rows + (size_t)(work.b * call.NH + at.h) * call.T + row);
+            float4 halves[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+            if (row < call.T) {
+                halves[0] = from[0];
+                halves[1] = from[1];
+            }
+            if (i == 0) ring_wait_empty(ring, step);
+            float4 *to = tiles.rows + step % P::STAGES * ROW_PIECES + mine;
+            to[0] = halves[0];
+            to[P::STREAM] = halves[1];
         }
-        ring_wait_empty(ring, step);
-        float4 *to = tiles.rows + step % P::STAGES * ROW_PIECES + mine;
-        to[0] = halves[0];
-        to[P::STREAM] = halves[1];
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.full[step % P::STAGES]);
+        if (lane == 0) mbarrier_arrive(&ring.full[step % P::STAGES]);
     }
 }
 
-// By one thread: adds each tile of dq to global memory. A turn is passed on a step late, when the addition is over for
-// sure, rather than waiting for that at once.
+// By one thread of each of dq_adders warps: adds its tiles of dq to global memory. While one waits until the others see
+// that its addition is over, the other begins with the next.
 template <int HS>
-DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, const FlashCall<bf16> &call) {
+DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, const FlashCall<bf16> &call,
+                           int adder) {
     typedef Backward90Plan P;
     auto &ring = tiles.barriers->dq;
+    static_assert(dq_stages<HS> % dq_adders<HS> == 0, "a buffer belongs to one warp");
     const int row_tiles = (call.T - 1) / P::STREAM + 1;
     QueryTile at = first_tile(work, call);
-    unsigned *previous = NULL;
     UNROLL_NOT
     for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
+        if (step % dq_adders<HS> != adder) continue;
         const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
         const float4 *from = tiles.dq + step % dq_stages<HS> * dq_pieces<HS>;
         float *to = call.dq_sums + tile * (P::STREAM * HS);
         unsigned *turn = call.turns + 1 + tile;
         const int before = at.tile * P::STREAM / P::OWN - work.tile;    // how many blocks add before this one
-        ring_wait_full(ring, step);
         if (!call.any_order) wait_for_counter(turn, before);
+        ring_wait_full(ring, step);
         if (!call.any_order && before == 0) bulk_store(to, from, dq_pieces<HS> * 16);
         else bulk_reduce_add(to, (const float *)from, dq_pieces<HS> * 16);
         bulk_commit();
         bulk_wait_read<0>();
         mbarrier_arrive(&ring.empty[step % dq_stages<HS>]);
         if (call.any_order) continue;
-        bulk_wait<1>();
-        if (previous) add_to_counter(previous, 1);
-        previous = turn;
+        bulk_wait<0>();
+        add_to_counter(turn, 1);
     }
     bulk_wait<0>();
-    if (previous) add_to_counter(previous, 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -298,9 +317,9 @@ DEVICE void backward90_begin(Backward90Consumer<HS> &c, const Backward90Tiles<HS
     }
 }
 
-// S and dO · v.
+// Issues S and dO · v.
 template <int HS>
-DEVICE void backward90_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
+DEVICE void backward90_issue_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
     typedef Backward90Plan P;
     const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
     wgmma_fence();
@@ -312,17 +331,16 @@ DEVICE void backward90_scores(Backward90Consumer<HS> &c, const Backward90Tiles<H
         issue_by_rows<P::OWN, HS>(c.d, tiles.v + consumer() * panel_bytes<64>, tiles.dout + offset);
     }
     wgmma_commit();
-    wgmma_wait<0>(c.s, c.d);
 }
 
 // Which of the lane's 4 NT elements are visible: bit 4 nt + e.
 template <int NT>
-DEVICE uint32_t visible_elements(Chunk chunk, int b, const FlashCall<bf16> &call) {
+DEVICE uint32_t visible_elements(Chunk chunk, const FlashCall<bf16> &call) {
     uint32_t visible = 0;
     static_assert(4 * NT <= 32, "one bit each");
     UNROLL
     for (int i = 0; i < 2 * NT; i++) {
-        const int first = call.first ? first_key(call, b, other_position(chunk, {0, i / 2, i % 2})) : 0;
+        const int first = call.first ? first_key(call, chunk.b, other_position(chunk, {0, i / 2, i % 2})) : 0;
         UNROLL
         for (int e = i % 2; e < 4; e += 2) {
             const Element at = {0, i / 2, e};
@@ -341,32 +359,51 @@ DEVICE void hide_elements(uint32_t (&a)[4], uint32_t visible) {
     }
 }
 
-// Scores become weights, and dO · v becomes dz, which both consumers need for dq.
+// The rows of the lane's columns of an operand, 16 queries.
+typedef FlashRow OperandRows[2][2];
+
+template <int HS>
+DEVICE void backward90_rows(OperandRows &rows, const Backward90Tiles<HS> &tiles, int step, int k) {
+    typedef Backward90Plan P;
+    UNROLL
+    for (int nt = 0; nt < 2; nt++)
+        rows_of_lane(rows[nt], tiles.rows + step % P::STAGES * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
+}
+
+// Are those of the first operand read a step ahead? Under other posts they need too many registers.
+template <int POST>
+constexpr bool reads_first_ahead = POST == FLASH_PLAIN;
+
+// Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
+// backward90_share() follows. Rows are read ahead. first: those of the first operand
 template <int HS, int PHI, int POST>
 DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, const Backward90Work &work,
-                             int step, int row0, const FlashCall<bf16> &call) {
+                             int step, int row0, OperandRows &first, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
     enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
-    const float4 *rows = tiles.rows + step % P::STAGES * ROW_PIECES;
+    OperandRows rows[2];
     uint32_t dz[PARTS][4];
+    if (!reads_first_ahead<POST>) backward90_rows(first, tiles, step, 0);
+    wgmma_wait<0>(c.s, c.d);
     UNROLL
     for (int k = 0; k < PARTS; k++) {
+        const OperandRows &now = k == 0 ? first : rows[k % 2];
         float s[1][2][4], d[1][2][4];
+        if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], tiles, step, k + 1);
         for_each_element(s, [&](Element at) {
             s[0][at.nt][at.e] = c.s[2 * k + at.nt][at.e];
             d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
         });
-        dkv_values<PHI, POST, P::STREAM, false>(s, d, rows + 16 * k, [](Element) { return false; }, call);
+        dkv_values<PHI, POST, false>(s, d, [&](int nt) { return now[nt]; }, [](Element) { return false; }, call);
         pack_operand(c.w[k], s[0][0], s[0][1]);
         pack_operand(dz[k], d[0][0], d[0][1]);
-        for_each_element(d, [&](Element at) {
-            d[0][at.nt][at.e] *= rows[16 * k + 8 * at.nt + lane_column() + at.e % 2].x * (1 / unit<bf16, PHI>);
-        });
+        for_each_element(d,
+                         [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale * (1 / unit<bf16, PHI>); });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
-    const Chunk chunk = {warp_key(work), row0};
+    const Chunk chunk = {warp_key(work), row0, work.b};
     if (row0 < chunk.own + 15 || (call.first && chunk.own < first_key(call, work.b, row0 + P::STREAM - 1))) {
-        const uint32_t visible = visible_elements<P::NT>(chunk, work.b, call);
+        const uint32_t visible = visible_elements<P::NT>(chunk, call);
         UNROLL
         for (int k = 0; k < PARTS; k++) {
             hide_elements(c.w[k], visible >> 8 * k);
@@ -380,31 +417,36 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
     UNROLL
     for (int k = 0; k < PARTS; k++)
         stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), dz[k]);
-    fence_proxy_async();
-    __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive(&tiles.barriers->dz.full[step % P::DZ_STAGES]);
 }
 
-// dV and dK.
+// Makes visible what the warp has stored: a step's dz to the other consumer, and a step's dq to backward90_add();
+// -1: none.
 template <int HS>
-DEVICE void backward90_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
+DEVICE void backward90_share(const Backward90Tiles<HS> &tiles, int dz_step, int dq_step) {
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 > 0) return;
+    if (dz_step >= 0) mbarrier_arrive(&tiles.barriers->dz.full[dz_step % Backward90Plan::DZ_STAGES]);
+    if (dq_step >= 0) mbarrier_arrive(&tiles.barriers->dq.full[dq_step % dq_stages<HS>]);
+}
+
+// Issues dV and dK.
+template <int HS>
+DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
     const int offset = step % Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS>;
     wgmma_fence();
     issue_by_columns(c.dv[0], c.w, tiles.dout + offset);
     issue_by_columns(c.dk[0], c.dz, tiles.q + offset);
     wgmma_commit();
-    wgmma_wait<0>(c.dv[0], c.dk[0]);
-    ring_release(tiles.barriers->queries, step);
 }
 
-// The consumer's columns of a step's dq, handed over to backward90_add().
+// Issues the consumer's columns of dq, from `dz`, which has both consumers' rows.
 template <int HS>
-DEVICE void backward90_queries(const Backward90Tiles<HS> &tiles, int step) {
+DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const Backward90Tiles<HS> &tiles,
+                                     const char *dz) {
     typedef Backward90Plan P;
     constexpr int ROW = key_panel<HS> * sizeof(bf16);
-    float dq[key_panel<HS> / 8][4];
-    ring_wait_full(tiles.barriers->dz, step);
-    const uint64_t a = matrix_descriptor(tiles.dz + step % P::DZ_STAGES * DZ_BYTES, 0, 8 * PANEL_ROW, SWIZZLE_128),
+    const uint64_t a = matrix_descriptor(dz, 0, 8 * PANEL_ROW, SWIZZLE_128),
                    b = matrix_descriptor(tiles.k + consumer() * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
     wgmma_fence();
     UNROLL
@@ -412,35 +454,70 @@ DEVICE void backward90_queries(const Backward90Tiles<HS> &tiles, int step) {
         wgmma<MN_MAJOR, MN_MAJOR>(dq, matrix_descriptor_plus(a, k * 16 * PANEL_ROW),
                                   matrix_descriptor_plus(b, k * 16 * ROW), k > 0);
     wgmma_commit();
-    wgmma_wait<0>(dq);
-    ring_release(tiles.barriers->dz, step);
+}
+
+template <int HS>
+DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, int step) {
+    return tiles.dz + step % Backward90Plan::DZ_STAGES * DZ_BYTES;
+}
+
+// Stores a step's dq for backward90_add(), which must not see it yet.
+template <int HS>
+DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4], int step) {
     ring_wait_empty(tiles.barriers->dq, step);
     float4 *to = tiles.dq + step % dq_stages<HS> * dq_pieces<HS> + consumer() * (dq_pieces<HS> / 2) + threadIdx.x % 128;
     UNROLL
     for (int nt = 0; nt < key_panel<HS> / 8; nt++)
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
-    fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&tiles.barriers->dq.full[step % dq_stages<HS>]);
 }
 
+// With a condition around a matmul, ptxas would not overlap any. So the first step computes a dq that nobody uses, from
+// the values in place of a dz, and the last one issues its own scores once more.
 template <int HS, int PHI, int POST>
 DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
                                const Backward90Work &work) {
     typedef Backward90Plan P;
+    constexpr bool LATE = shares_late<HS>;
+    const int steps = work.steps;
     Backward90Consumer<HS> c;
+    float dq[key_panel<HS> / 8][4];
+    OperandRows first;
+    auto begin = [&](int step) {
+        ring_wait_full(tiles.barriers->queries, step);
+        backward90_issue_scores(c, tiles, step);
+        if (reads_first_ahead<POST>) backward90_rows(first, tiles, step, 0);
+    };
     backward90_begin(c, tiles);
     int tile = work.first;
+    if (scores_ahead<HS>) begin(0);
     UNROLL_NOT
-    for (int step = 0; step < work.steps; step++) {
-        ring_wait_full(tiles.barriers->queries, step);
-        backward90_scores(c, tiles, step);
-        backward90_weigh<HS, PHI, POST>(c, tiles, work, step, tile * P::STREAM, call);
-        backward90_keys(c, tiles, step);
-        if (step > 0) backward90_queries<HS>(tiles, step - 1);
+    for (int step = 0; step < steps; step++) {
+        if (!scores_ahead<HS>) begin(step);
+        backward90_weigh<HS, PHI, POST>(c, tiles, work, step, tile * P::STREAM, first, call);
+        backward90_issue_keys(c, tiles, step);
+        backward90_share(tiles, step, LATE && step >= 2 ? step - 2 : -1);
+        if (step > 0) ring_wait_full(tiles.barriers->dz, step - 1);
+        backward90_issue_queries<HS>(dq, tiles, step > 0 ? dz_of(tiles, step - 1) : tiles.v);
+        if constexpr (scores_ahead<HS>) {
+            begin(step + 1 < steps ? step + 1 : step);
+            wgmma_wait<1>(c.dv[0], c.dk[0], dq);
+        } else {
+            wgmma_wait<0>(c.dv[0], c.dk[0], dq);
+        }
+        ring_release(tiles.barriers->queries, step);
+        if (step > 0) {
+            ring_release(tiles.barriers->dz, step - 1);
+            backward90_store_dq<HS>(tiles, dq, step - 1);
+            if (!LATE) backward90_share(tiles, -1, step - 1);
+        }
         tile = tile + 1 < work.first + work.count ? tile + 1 : work.first;    // of the next query head
     }
-    backward90_queries<HS>(tiles, work.steps - 1);
+    if (LATE && steps >= 2) backward90_share(tiles, -1, steps - 2);
+    ring_wait_full(tiles.barriers->dz, steps - 1);
+    backward90_issue_queries<HS>(dq, tiles, dz_of(tiles, steps - 1));
+    wgmma_wait<0>(c.s, c.d, dq);
+    backward90_store_dq<HS>(tiles, dq, steps - 1);
+    backward90_share(tiles, -1, steps - 1);
 
     const float by[2] = {1, 1};
     const int key = warp_key(work), rows = call.T - key;
@@ -455,7 +532,7 @@ template <int HS>
 DEVICE void backward90_init(Backward90Barriers<HS> &barriers) {
     enum { WARPS = 4 * Backward90Plan::CONSUMERS };
     mbarrier_init(&barriers.own, 1);
-    ring_init(barriers.queries, 1 + Backward90Plan::STREAM / 32, WARPS);
+    ring_init(barriers.queries, 2, WARPS);    // backward90_load() and backward90_load_rows()
     ring_init(barriers.dz, WARPS, WARPS);
     ring_init(barriers.dq, WARPS, 1);
     mbarrier_init_fence();
@@ -480,9 +557,9 @@ KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
     if (threadIdx.x / 128 == P::CONSUMERS) {
         setmaxnreg_dec<P::PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
-        if (warp >= 2) backward90_load_rows(tiles, work, call);
-        else if (threadIdx.x % 32 == 0 && warp == 0) backward90_load(tiles, maps, work, call);
-        else if (threadIdx.x % 32 == 0) backward90_add(tiles, work, call);
+        if (warp == 3) backward90_load_rows(tiles, work, call);
+        else if (threadIdx.x % 32 == 0 && warp == 2) backward90_load(tiles, maps, work, call);
+        else if (threadIdx.x % 32 == 0 && warp < dq_adders<HS>) backward90_add(tiles, work, call, warp);
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
         backward90_compute<HS, PHI, POST>(tiles, call, work);

@@ -13,105 +13,194 @@
 template <int POST, int HS>
 constexpr bool keeps_along = flash90_keeps_along(POST, HS);
 
-struct Forward90Maps {
-    TensorMap q, k, v;
+// A block: CONSUMERS warpgroups own 64 rows each, and the keys come in tiles of STREAM rows through STAGES buffers.
+template <int HS>
+struct Forward90Plan {
+    enum {
+        CONSUMERS = 2,
+        THREADS = 128 * (CONSUMERS + 1),
+        OWN = 64 * CONSUMERS,
+        STREAM = 128,
+        NT = STREAM / 8,
+        STAGES = HS <= 64 ? 4 : 2,    // of keys, and of values
+        OWN_STAGES = 2,               // of queries: those of the next rows come while these are in use
+        // With 168 registers for each of 384 threads at first, there are 64,512.
+        PRODUCER_REGISTERS = 24,
+        CONSUMER_REGISTERS = 240
+    };
 };
 
-struct Forward90Barriers {
-    Mbarrier q;
-    Ring<Plan90::STAGES> k, v;
+// ---------------------------------------------------------------------------------------------------------------------
+// Work
+
+// All blocks of rows: `blocks` of each of `heads` heads, from block `first` on. A head counts once for each of its
+// `parts` parts of HS columns of values.
+struct Forward90Work {
+    int heads, parts, first, blocks;
+    int at_once;    // heads whose keys and values fit into the L2 cache together
 };
 
-// Shared memory, and the tiles of keys that a block's rows see: `count` from tile `first` on.
-struct Forward90Tiles {
-    char *q, *k, *v;
-    Forward90Barriers *barriers;
+// Does a block of the grid, of which there are then as many as SMs, compute several blocks of rows, every gridDim.x-th?
+// It loads the next while it finishes the one before. Otherwise, for lack of registers, it computes one.
+template <int HS, int POST>
+constexpr bool forward90_loops = HS <= 64 && POST < FLASH_REWEIGHT;
+
+// The number-th block of rows. Long ones come first, among heads that go together, so that all SMs end at about the
+// same time.
+template <int HS>
+DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, int number) {
+    const int before = number / (work.at_once * work.blocks) * work.at_once, rest = number - before * work.blocks,
+              heads = work.heads - before < work.at_once ? work.heads - before : work.at_once,
+              head = before + rest % heads;
+    QueryBlock at;
+    at.part = head % work.parts;
+    at.head = head / work.parts;
+    at.b = at.head / call.NH;
+    at.h = at.head % call.NH;
+    at.kv = at.h / (call.NH / call.NKV);
+    at.row0 = (work.first + work.blocks - 1 - rest / heads) * Forward90Plan<HS>::OWN;
+    at.warp_row = at.row0 + threadIdx.x / 32 * 16;
+    return at;
+}
+
+// The tiles of keys that its rows see: `count` from tile `first` on.
+struct Forward90Keys {
     int first, count;
 };
 
 template <int HS>
-constexpr size_t forward90_shared =
-    1024 + tile_bytes<Plan90::OWN, HS> + 2 * Plan90::STAGES * tile_bytes<Plan90::STREAM, HS>;
-
-template <int HS>
-DEVICE char *stage_of(char *tiles, int step) {
-    return tiles + (step % Plan90::STAGES) * tile_bytes<Plan90::STREAM, HS>;
+DEVICE Forward90Keys forward90_keys(const FlashCall<bf16> &call, const QueryBlock &at) {
+    typedef Forward90Plan<HS> P;
+    const int end = at.row0 + P::OWN < call.T ? at.row0 + P::OWN : call.T,
+              first = first_key(call, at.b, at.row0) / P::STREAM;
+    return {first, (end - 1) / P::STREAM + 1 - first};
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Shared memory
+
+struct Forward90Maps {
+    TensorMap q, k, v;
+};
+
 template <int HS>
-DEVICE Forward90Tiles forward90_tiles(char *memory, Forward90Barriers *barriers, const FlashCall<bf16> &call,
-                                      QueryBlock at) {
-    Forward90Tiles tiles;
+struct Forward90Barriers {
+    Ring<Forward90Plan<HS>::OWN_STAGES> q;
+    Ring<Forward90Plan<HS>::STAGES> k, v;
+};
+
+// How many tiles have passed through each ring before the current block of rows.
+struct Forward90Passed {
+    int q, k, v;
+};
+
+template <int HS>
+struct Forward90Tiles {
+    char *q, *k, *v;
+    Forward90Barriers<HS> *barriers;
+};
+
+template <int HS>
+constexpr size_t forward90_shared = 1024 + Forward90Plan<HS>::OWN_STAGES * tile_bytes<Forward90Plan<HS>::OWN, HS> +
+                                    2 * Forward90Plan<HS>::STAGES * tile_bytes<Forward90Plan<HS>::STREAM, HS>;
+
+template <int HS>
+DEVICE Forward90Tiles<HS> forward90_tiles(char *memory, Forward90Barriers<HS> *barriers) {
+    typedef Forward90Plan<HS> P;
+    Forward90Tiles<HS> tiles;
     tiles.q = aligned_tile(memory);
-    tiles.k = tiles.q + tile_bytes<Plan90::OWN, HS>;
-    tiles.v = tiles.k + Plan90::STAGES * tile_bytes<Plan90::STREAM, HS>;
+    tiles.k = tiles.q + P::OWN_STAGES * tile_bytes<P::OWN, HS>;
+    tiles.v = tiles.k + P::STAGES * tile_bytes<P::STREAM, HS>;
     tiles.barriers = barriers;
-    const int end = at.row0 + Plan90::OWN < call.T ? at.row0 + Plan90::OWN : call.T;
-    tiles.first = first_key(call, at.b, at.row0) / Plan90::STREAM;
-    tiles.count = (end - 1) / Plan90::STREAM + 1 - tiles.first;
     return tiles;
 }
 
-// The producer's thread. Where there are two sweeps, the first needs no values.
+// The buffer of the step-th tile of queries; of keys or of values.
+template <int HS>
+DEVICE char *own_stage_of(char *tiles, int step) {
+    typedef Forward90Plan<HS> P;
+    return tiles + step % P::OWN_STAGES * tile_bytes<P::OWN, HS>;
+}
+
+template <int HS>
+DEVICE char *stage_of(char *tiles, int step) {
+    typedef Forward90Plan<HS> P;
+    return tiles + step % P::STAGES * tile_bytes<P::STREAM, HS>;
+}
+
+// By the producer's thread: loads what a block of rows needs. Where there are two sweeps, the first needs no values.
 template <int HS, bool TWICE>
-DEVICE void forward90_load(const Forward90Tiles &tiles, const Forward90Maps &maps, QueryBlock at) {
-    Forward90Barriers &barriers = *tiles.barriers;
-    load_rows<Plan90::OWN, HS>(tiles.q, &barriers.q, &maps.q, 0, at.h, at.row0, at.b);
-    const int steps = TWICE ? 2 * tiles.count : tiles.count, adds_from = steps - tiles.count;
+DEVICE void forward90_load(const Forward90Tiles<HS> &tiles, const Forward90Maps &maps, const QueryBlock &at,
+                           Forward90Keys keys, Forward90Passed &passed) {
+    typedef Forward90Plan<HS> P;
+    Forward90Barriers<HS> &barriers = *tiles.barriers;
+    const int steps = TWICE ? 2 * keys.count : keys.count, adds_from = steps - keys.count;
+    ring_wait_empty(barriers.q, passed.q);
+    load_rows<P::OWN, HS>(own_stage_of<HS>(tiles.q, passed.q), &barriers.q.full[passed.q % P::OWN_STAGES], &maps.q, 0,
+                          at.h, at.row0, at.b);
+    passed.q++;
     UNROLL_NOT
     for (int step = 0; step < steps; step++) {
-        const int tile = step - (step >= adds_from ? adds_from : 0), row = (tiles.first + tile) * Plan90::STREAM;
-        ring_wait_empty(barriers.k, step);
-        load_rows<Plan90::STREAM, HS>(stage_of<HS>(tiles.k, step), &barriers.k.full[step % Plan90::STAGES], &maps.k, 0,
-                                      at.kv, row, at.b);
+        const int tile = step - (step >= adds_from ? adds_from : 0), row = (keys.first + tile) * P::STREAM;
+        ring_wait_empty(barriers.k, passed.k);
+        load_rows<P::STREAM, HS>(stage_of<HS>(tiles.k, passed.k), &barriers.k.full[passed.k % P::STAGES], &maps.k, 0,
+                                 at.kv, row, at.b);
+        passed.k++;
         if (step < adds_from) continue;
-        ring_wait_empty(barriers.v, tile);
-        load_rows<Plan90::STREAM, HS>(stage_of<HS>(tiles.v, tile), &barriers.v.full[tile % Plan90::STAGES], &maps.v,
-                                      blockIdx.z * HS, at.kv, row, at.b);
+        ring_wait_empty(barriers.v, passed.v);
+        load_rows<P::STREAM, HS>(stage_of<HS>(tiles.v, passed.v), &barriers.v.full[passed.v % P::STAGES], &maps.v,
+                                 at.part * HS, at.kv, row, at.b);
+        passed.v++;
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The consumers
 
 // Negates each of the warp's rows of q whose lane passes `negative`, for the matmuls of its warpgroup.
 template <int HS>
 DEVICE void forward90_negate(char *q, bool negative, int warpgroup) {
+    typedef Forward90Plan<HS> P;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane;
     if (negative && lane < 16) {
         UNROLL_NOT
         for (int c = 0; c < HS; c++) {
-            bf16 *x = (bf16 *)(q + c / PANEL * panel_bytes<Plan90::OWN> + row * PANEL_ROW) + c % PANEL;
+            bf16 *x = (bf16 *)(q + c / PANEL * panel_bytes<P::OWN> + row * PANEL_ROW) + c % PANEL;
             store_shared(x, __float2bfloat16_rn(-to_float(*x)));
         }
     }
     fence_proxy_async();
-    named_barrier_sync(1 + Plan90::CONSUMERS + warpgroup, 128);
+    named_barrier_sync(1 + P::CONSUMERS + warpgroup, 128);
 }
 
 // What a consumer's warp keeps in registers: its rows, their scores or weights for a tile, the factors of the rows'
 // output so far, and the weights as operands of the matmul.
 template <int HS>
 struct Consumer90 {
+    enum { NT = Forward90Plan<HS>::NT };
     ForwardRows<HS, 1> own;
-    float s[1][Plan90::NT][4], by[2];
-    uint32_t p[Plan90::NT / 2][4];
-    uint32_t along[Plan90::NT / 2][4];    // if keeps_along: r^(P-1) (1 - r) as operands,
-    float along_sum[HS / 8][4];           // and their sums times v
-    const char *q;                        // the warpgroup's rows
+    float s[1][NT][4], by[2];
+    uint32_t p[NT / 2][4];
+    uint32_t along[NT / 2][4];     // if keeps_along: r^(P-1) (1 - r) as operands,
+    float along_sum[HS / 8][4];    // and their sums times v
+    const char *q;                 // the warpgroup's rows
     int warpgroup;
 };
 
-// Issues the scores of a step's tile.
+// Issues the scores of the step-th tile of keys.
 template <int HS>
-DEVICE void forward90_issue_scores(Consumer90<HS> &c, const Forward90Tiles &tiles, int step) {
+DEVICE void forward90_issue_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
     wgmma_fence();
-    issue_by_rows<Plan90::OWN, HS>(c.s[0], c.q, stage_of<HS>(tiles.k, step));
+    issue_by_rows<Forward90Plan<HS>::OWN, HS>(c.s[0], c.q, stage_of<HS>(tiles.k, step));
     wgmma_commit();
 }
 
+// Issues the weights times the step-th tile of values.
 template <int HS, int POST>
-DEVICE void forward90_issue_output(Consumer90<HS> &c, const Forward90Tiles &tiles, int tile) {
+DEVICE void forward90_issue_output(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
     wgmma_fence();
-    issue_by_columns(c.own.sum[0], c.p, stage_of<HS>(tiles.v, tile));
-    if constexpr (keeps_along<POST, HS>) issue_by_columns(c.along_sum, c.along, stage_of<HS>(tiles.v, tile));
+    issue_by_columns(c.own.sum[0], c.p, stage_of<HS>(tiles.v, step));
+    if constexpr (keeps_along<POST, HS>) issue_by_columns(c.along_sum, c.along, stage_of<HS>(tiles.v, step));
     wgmma_commit();
 }
 
@@ -121,9 +210,9 @@ DEVICE void forward90_wait_output(Consumer90<HS> &c) {
     else wgmma_wait<0>(c.own.sum[0]);
 }
 
-// The scores of a step's tile, with no matmul beside them.
+// The scores of the step-th tile of keys, with no matmul beside them.
 template <int HS>
-DEVICE void forward90_scores(Consumer90<HS> &c, const Forward90Tiles &tiles, int step) {
+DEVICE void forward90_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
     ring_wait_full(tiles.barriers->k, step);
     turn_wait(c.warpgroup);
     forward90_issue_scores(c, tiles, step);
@@ -132,31 +221,45 @@ DEVICE void forward90_scores(Consumer90<HS> &c, const Forward90Tiles &tiles, int
     ring_release(tiles.barriers->k, step);
 }
 
-// From the scores of a tile to weights. Rows see all keys of tiles before the one on the diagonal, unless they begin
-// at first_key().
-template <int PHI, int POST, int HS>
-DEVICE void forward90_weigh(Consumer90<HS> &c, const Forward90Tiles &tiles, QueryBlock at, int tile,
-                            const ForwardSweep &sweep, const FlashCall<bf16> &call) {
-    const Chunk chunk = {at.warp_row, (tiles.first + tile) * Plan90::STREAM};
-    static_assert((int)Plan90::OWN == (int)Plan90::STREAM, "one tile of keys is on the diagonal");
+// From the scores of the tile-th of a block's tiles of keys to weights. Rows see all keys of tiles before the one on
+// the diagonal, unless they begin at first_key(). between: see forward_weigh   after(): called with the weights, in the
+// same straight piece of code
+template <int PHI, int POST, int HS, class Between, class After>
+DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Keys keys, int tile,
+                            const ForwardSweep &sweep, const FlashCall<bf16> &call, Between between, After after) {
+    typedef Forward90Plan<HS> P;
+    const Chunk chunk = {at.warp_row, (keys.first + tile) * P::STREAM, at.b};
+    static_assert((int)P::OWN == (int)P::STREAM, "one tile of keys is on the diagonal");
     uint32_t (*along)[4] = keeps_along<POST, HS> ? c.along : NULL;
-    if (tile == tiles.count - 1 || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15)))
-        forward_weigh<true, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along);
-    else forward_weigh<false, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along);
+    if (tile == keys.count - 1 || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15))) {
+        forward_weigh<true, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along, between);
+        after();
+    } else {
+        forward_weigh<false, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along, between);
+        after();
+    }
 }
 
-// The same in the sweep that adds to the output, whose matmul with the tile before it ends meanwhile (except where the
-// weights of both would need too many registers).
+// The same in the sweep that adds to the output. v: the tile's number among all tiles of values. The matmul with the
+// tile before it ends meanwhile: it is over when the rows' maxima are known (or earlier, where the weights of both
+// would need too many registers). So the output is rescaled, and weights are packed, between the exponentials.
 template <int PHI, int POST, int HS>
-DEVICE void forward90_weights(Consumer90<HS> &c, const Forward90Tiles &tiles, QueryBlock at, int tile,
-                              const ForwardSweep &sweep, const FlashCall<bf16> &call) {
-    if constexpr (keeps_along<POST, HS>) forward90_wait_output<HS, POST>(c);
-    forward90_weigh<PHI, POST>(c, tiles, at, tile, sweep, call);
-    forward90_wait_output<HS, POST>(c);
-    if (tile > 0) ring_release(tiles.barriers->v, tile - 1);
-    if (rescales<POST>(sweep)) forward_rescale(c.own.sum, c.by);
-    pack_weights(c.p, c.s[0]);
-    ring_wait_full(tiles.barriers->v, tile);
+DEVICE void forward90_weights(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const QueryBlock &at,
+                              Forward90Keys keys, int tile, int v, const ForwardSweep &sweep,
+                              const FlashCall<bf16> &call) {
+    auto output_ends = [&] {
+        forward90_wait_output<HS, POST>(c);
+        ring_release(tiles.barriers->v, v + Forward90Plan<HS>::STAGES - 1, tile > 0);    // the buffer of tile - 1
+        // For exp, whose factors are otherwise 1, without a condition, so that it runs beside the exponentials.
+        if (PHI == PHI_EXP ? POST < FLASH_RECENTER_L1 : rescales<POST>(sweep)) forward_rescale(c.own.sum, c.by);
+    };
+    auto pack = [&] { pack_weights(c.p, c.s[0]); };
+    if constexpr (keeps_along<POST, HS>) {
+        output_ends();
+        forward90_weigh<PHI, POST>(c, at, keys, tile, sweep, call, [] {}, pack);
+    } else {
+        forward90_weigh<PHI, POST>(c, at, keys, tile, sweep, call, output_ends, pack);
+    }
 }
 
 // For the backward pass under reweight: sum_j r^(P-1) (1 - r) (v_j - out), which needs the rows' sums of w.
@@ -173,32 +276,35 @@ DEVICE void forward90_store_along(Consumer90<HS> &c, const FlashCall<bf16> &call
             for (int e = 2 * r; e < 2 * r + 2; e++) c.along_sum[n][e] -= mean * c.own.sum[0][n][e];
         }
     }
-    bf16 *along = call.along + ((size_t)blockIdx.y * call.T + at.warp_row) * call.VS;
+    bf16 *along = call.along + ((size_t)at.head * call.T + at.warp_row) * call.VS;
     store_rows(TileTarget<bf16>{along, (size_t)call.VS, call.T - at.warp_row, call.VS},
                (float (&)[1][HS / 8][4]) c.along_sum, one);
 }
 
+// A block of rows. more: does this consumer compute another one after it?
 template <int HS, int PHI, int POST>
-DEVICE void forward90_compute(const Forward90Tiles &tiles, const FlashCall<bf16> &call, QueryBlock at) {
+DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
+                              const QueryBlock &at, Forward90Passed &passed, bool more) {
     const ForwardSweep last = forward_sweep<bf16, PHI, POST>(call, true);
-    Consumer90<HS> c;
+    const Forward90Keys keys = forward90_keys<HS>(call, at);
+    char *const q = own_stage_of<HS>(tiles.q, passed.q);
     bool negative;
-    int step = 0, tile = 0;
-    c.warpgroup = threadIdx.x / 128;
-    c.q = tiles.q + c.warpgroup * panel_bytes<64>;
+    int &k = passed.k, &v = passed.v, tile = 0;
+    c.q = q + c.warpgroup * panel_bytes<64>;
+    c.by[0] = c.by[1] = 1;
     forward_begin<PHI, POST>(c.own, &negative, call, at, last.relative);
     if constexpr (keeps_along<POST, HS>) set_zero((float (&)[1][HS / 8][4]) c.along_sum);
-    mbarrier_wait(&tiles.barriers->q, 0);
-    if (last.relative) forward90_negate<HS>(tiles.q, negative, c.warpgroup);
-    if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
+    ring_wait_full(tiles.barriers->q, passed.q);
+    if (last.relative) forward90_negate<HS>(q, negative, c.warpgroup);
 
     if constexpr (POST >= FLASH_RECENTER_L1) {
         const ForwardSweep first = forward_sweep<bf16, PHI, POST>(call, false);
         UNROLL_NOT
-        for (; step < tiles.count; step++) {
-            forward90_scores(c, tiles, step);
-            forward90_weigh<PHI, POST>(c, tiles, at, step, first, call);
+        for (; tile < keys.count; tile++, k++) {
+            forward90_scores(c, tiles, k);
+            forward90_weigh<PHI, POST>(c, at, keys, tile, first, call, [] {}, [] {});
         }
+        tile = 0;
         UNROLL
         for (int r = 0; r < 2; r++)
             forward_between<bf16, PHI, POST>(c.own.row[r], call,
@@ -207,62 +313,92 @@ DEVICE void forward90_compute(const Forward90Tiles &tiles, const FlashCall<bf16>
 
     // The last tile is separate because nothing follows it: with a condition around a matmul, ptxas would not overlap
     // any.
-    forward90_scores(c, tiles, step);
+    forward90_scores(c, tiles, k++);
+    ring_wait_full(tiles.barriers->v, v);
     UNROLL_NOT
-    for (; tile < tiles.count - 1; tile++) {
-        forward90_weights<PHI, POST>(c, tiles, at, tile, last, call);
-        step++;
-        ring_wait_full(tiles.barriers->k, step);
+    for (; tile < keys.count - 1; tile++, k++, v++) {
+        forward90_weights<PHI, POST>(c, tiles, at, keys, tile, v, last, call);
+        ring_wait_full(tiles.barriers->k, k);
         turn_wait(c.warpgroup);
-        forward90_issue_scores(c, tiles, step);
-        forward90_issue_output<HS, POST>(c, tiles, tile);
+        forward90_issue_scores(c, tiles, k);
+        forward90_issue_output<HS, POST>(c, tiles, v);
         turn_pass(c.warpgroup);
+        ring_wait_full(tiles.barriers->v, v + 1);    // while the scores are on their way
         wgmma_wait<1>(c.s[0]);
-        ring_release(tiles.barriers->k, step);
+        ring_release(tiles.barriers->k, k);
     }
-    forward90_weights<PHI, POST>(c, tiles, at, tile, last, call);
+    ring_release(tiles.barriers->q, passed.q++);
+    forward90_weights<PHI, POST>(c, tiles, at, keys, tile, v, last, call);
     turn_wait(c.warpgroup);
-    forward90_issue_output<HS, POST>(c, tiles, tile);
-    if (c.warpgroup == 0) turn_pass(c.warpgroup);
+    forward90_issue_output<HS, POST>(c, tiles, v);
+    if (more || c.warpgroup == 0) turn_pass(c.warpgroup);
     forward90_wait_output<HS, POST>(c);
-    ring_release(tiles.barriers->v, tile);
+    ring_release(tiles.barriers->v, v++);
     if constexpr (keeps_along<POST, HS>) forward90_store_along(c, call, at);
     forward_store<PHI, POST>(c.own, call, at, last.is_signed);
 }
 
 // registers: at most 168 (flash90_forward_kernel)
 template <int HS, int PHI, int POST>
-KERNEL void __launch_bounds__(Plan90::THREADS, 1)
-    flash90_forward_kernel(const FlashCall<bf16> call, GRID_CONSTANT Forward90Maps maps) {
+KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
+    flash90_forward_kernel(const FlashCall<bf16> call, const Forward90Work work, GRID_CONSTANT Forward90Maps maps) {
+    typedef Forward90Plan<HS> P;
     if (!hopper_here()) return;
     DYNAMIC_SHARED(char, memory);
-    SHARED_ARRAY(Forward90Barriers, barriers, 1);
-    const QueryBlock at = query_block<Plan90>(call, call.from);
-    const Forward90Tiles tiles = forward90_tiles<HS>(memory, barriers, call, at);
+    SHARED_ARRAY(Forward90Barriers<HS>, barriers, 1);
+    const Forward90Tiles<HS> tiles = forward90_tiles<HS>(memory, barriers);
+    const int all = work.heads * work.blocks;
+    Forward90Passed passed = {0, 0, 0};
     if (threadIdx.x == 0) {
-        mbarrier_init(&barriers->q, 1);
-        ring_init(barriers->k, 1, 4 * Plan90::CONSUMERS);
-        ring_init(barriers->v, 1, 4 * Plan90::CONSUMERS);
+        ring_init(barriers->q, 1, 4 * P::CONSUMERS);
+        ring_init(barriers->k, 1, 4 * P::CONSUMERS);
+        ring_init(barriers->v, 1, 4 * P::CONSUMERS);
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (threadIdx.x / 128 == Plan90::CONSUMERS) {
-        setmaxnreg_dec<Plan90::PRODUCER_REGISTERS>();
-        if (threadIdx.x % 128 == 0) forward90_load<HS, (POST >= FLASH_RECENTER_L1)>(tiles, maps, at);
+    if (threadIdx.x / 128 == P::CONSUMERS) {
+        setmaxnreg_dec<P::PRODUCER_REGISTERS>();
+        UNROLL_NOT
+        for (int i = blockIdx.x; i < all && threadIdx.x % 128 == 0; i += gridDim.x) {
+            const QueryBlock at = forward90_block<HS>(work, call, i);
+            forward90_load<HS, (POST >= FLASH_RECENTER_L1)>(tiles, maps, at, forward90_keys<HS>(call, at), passed);
+            if (!forward90_loops<HS, POST>) break;
+        }
     } else {
-        setmaxnreg_inc<Plan90::CONSUMER_REGISTERS>();
-        forward90_compute<HS, PHI, POST>(tiles, call, at);
+        setmaxnreg_inc<P::CONSUMER_REGISTERS>();
+        Consumer90<HS> c;
+        c.warpgroup = threadIdx.x / 128;
+        if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
+        UNROLL_NOT
+        for (int i = blockIdx.x; i < all; i += gridDim.x) {
+            const bool more = forward90_loops<HS, POST> && i + (int)gridDim.x < all;
+            forward90_compute<HS, PHI, POST>(c, tiles, call, forward90_block<HS>(work, call, i), passed, more);
+            if (!forward90_loops<HS, POST>) break;
+        }
     }
+}
+
+static inline int processors_of_device(void) {
+    int device, processors;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    return processors;
 }
 
 template <int HS, int PHI, int POST>
 void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
+    typedef Forward90Plan<HS> P;
+    enum { CACHED = 16 << 20 };    // bytes of the L2 cache for keys and values: a third of an H100's
+    const int parts = (call.VS - 1) / HS + 1, first = call.from / P::OWN,
+              at_once = CACHED / (2 * sizeof(bf16) * HS) / call.T;
+    const Forward90Work work = {call.B * call.NH * parts, parts, first, (call.T - 1) / P::OWN + 1 - first,
+                                at_once > 0 ? at_once : 1};
+    const int all = work.heads * work.blocks, processors = forward90_loops<HS, POST> ? processors_of_device() : all;
     Forward90Maps maps;
-    rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, Plan90::OWN);
-    rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, Plan90::STREAM);
-    rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, Plan90::STREAM);
-    const dim3 grid((call.T - 1) / Plan90::OWN + 1 - call.from / Plan90::OWN, call.B * call.NH, (call.VS - 1) / HS + 1);
-    launch(flash90_forward_kernel<HS, PHI, POST>, grid, dim3(Plan90::THREADS), forward90_shared<HS>, stream, call,
-           maps);
+    rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::OWN);
+    rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::STREAM);
+    rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, P::STREAM);
+    launch(flash90_forward_kernel<HS, PHI, POST>, dim3(all < processors ? all : processors), dim3(P::THREADS),
+           forward90_shared<HS>, stream, call, work, maps);
 }
 #endif

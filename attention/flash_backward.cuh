@@ -229,7 +229,7 @@ DEVICE void dq_keys(DqWarp<X, HS, PHI, POST, WIDE> &own, float (&d)[TILES][NT][4
                     bool first, const FlashCall<X> &call) {
     float s[TILES][NT][4], along[may_reweight<POST> ? TILES : 1][NT][4];
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
-    if (MASKED) first_keys(hidden.first, call, chunk.own);
+    if (MASKED) first_keys(hidden.first, call, chunk);
     set_zero(s);
     matmul_by_rows(s, own.q, k);
     if (!WIDE) {
@@ -376,7 +376,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             matmul_wide<P>(d, own.dout, dout_tile, keys.v_tiles, rows_from(dout, at.row0), rows_from(keys.v, key));
         }
         for_each_chunk<P>(call, at, key, [&](bool masked, int c) {
-            const Chunk chunk = {at.warp_row, key + c};
+            const Chunk chunk = {at.warp_row, key + c, at.b};
             if (masked) dq_keys<true>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
             else dq_keys<false>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
         });
@@ -453,14 +453,13 @@ DEVICE void query_tiles_load(const QueryTiles<X, HS, Plan> &tiles, int row0, con
     copy_async_commit();
 }
 
-// Sets to 0 the weights and gradients of rows of sequence b whose first key comes after the lane's. Call only if
-// call.first is set.
+// Sets to 0 the weights and gradients of rows whose first key comes after the lane's. Call only if call.first is set.
 template <class X, int TILES, int NT>
-DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call, int b,
+DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4], const FlashCall<X> &call,
                              Chunk chunk) {
     UNROLL
     for (int i = 0; i < 2 * NT; i++) {
-        const int nt = i / 2, column = i % 2, first = first_key(call, b, other_position(chunk, {0, nt, column}));
+        const int nt = i / 2, column = i % 2, first = first_key(call, chunk.b, other_position(chunk, {0, nt, column}));
         UNROLL
         for (int r = 0; r < 2 * TILES; r++) {
             const Element at = {r / 2, nt, (r % 2) * 2 + column};
@@ -480,14 +479,14 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
 }
 
 // Scores s become weights, and d = dO · v becomes dz, times the row's scale if SCALED. Both are 0 where hides(Element).
-template <int PHI, int POST, int ROWS, bool SCALED, class X, int TILES, int NT, class Hides>
-DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], const float4 *row_tile, Hides hides,
+// rows(nt): the lane's two rows, as by rows_of_lane
+template <int PHI, int POST, bool SCALED, class X, int TILES, int NT, class Rows, class Hides>
+DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides,
                        const FlashCall<X> &call) {
     with_power<POST>(call.power, [&](auto power) {
         UNROLL
         for (int nt = 0; nt < NT; nt++) {
-            FlashRow row[2];
-            rows_of_lane(row, row_tile, 8 * nt, ROWS);
+            const FlashRow *row = rows(nt);
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
@@ -518,8 +517,13 @@ DEVICE void dkv_rows(DkvWarp<X, HS, PHI, POST, MODE> &own, float (&d)[TILES][NT]
     if (MODE != KEYS_DK_WIDE) set_zero(d);
     if (MODE == KEYS_BOTH) matmul_by_rows(d, own.v, dout);
     auto hides = [&](Element at) { return MASKED && !is_visible<true>(chunk, at); };
-    dkv_values<PHI, POST, P::STREAM, true>(s, d, row_tile, hides, call);
-    if (MASKED && call.first) keys_hide_before(s, d, call, blockIdx.y / call.NKV, chunk);
+    FlashRow row[2];
+    auto rows = [&](int nt) {
+        rows_of_lane(row, row_tile, 8 * nt, P::STREAM);
+        return row;
+    };
+    dkv_values<PHI, POST, true>(s, d, rows, hides, call);
+    if (MASKED && call.first) keys_hide_before(s, d, call, chunk);
     if (MODE != KEYS_DK_WIDE) matmul_by_columns<X, HS>(own.dv, s, dout);
     if (MODE != KEYS_DV) matmul_by_columns<X, HS>(own.dk, d, q);
 }
@@ -542,7 +546,7 @@ DEVICE void dkv_tile(DkvWarp<X, HS, PHI, POST, MODE> &own, float (&d)[TILES][NT]
             if (at.warp_key + 16 * TILES <= first_key(call, at.b, row0 + c)) continue;
             masked = masked || at.warp_key < first_key(call, at.b, row0 + c + P::CHUNK - 1);
         }
-        const Chunk chunk = {at.warp_key, row0 + c};
+        const Chunk chunk = {at.warp_key, row0 + c, at.b};
         if (masked) dkv_rows<true>(own, d, q + c * STEP, dout + c * STEP, row_tile + c, chunk, call);
         else dkv_rows<false>(own, d, q + c * STEP, dout + c * STEP, row_tile + c, chunk, call);
     }

@@ -59,7 +59,7 @@ DEVICE void forward_keys(ForwardWarp<X, HS, PHI, POST> &own, const X *k, const X
     float s[P::TILES][P::NT][4], by[2 * P::TILES];
     set_zero(s);
     matmul_by_rows(s, own.q, k);
-    forward_weigh<MASKED, X, PHI, POST>(s, own.row, by, chunk, sweep, call);
+    forward_weigh<MASKED, X, PHI, POST>(s, own.row, by, chunk, sweep, call, NULL, [] {});
     if (!sweep.adds) return;
     if (rescales<POST>(sweep)) forward_rescale(own.sum, by);
     matmul_by_columns<X, HS>(own.sum, s, v);
@@ -84,7 +84,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     own.q.tile = warp_q;
     const X *q = head_at(call, call.q, at.b, at.h) + at.row0 * call.q.row;
     tile_load<P::OWN, HS, P::THREADS>(q_tile, TileSource<X>{q, call.q.row, call.T - at.row0, call.HS});
-    const auto keys = key_tiles<X, HS, P, TWICE>(shared + P::OWN * STEP, true, call, at, blockIdx.z * HS);
+    const auto keys = key_tiles<X, HS, P, TWICE>(shared + P::OWN * STEP, true, call, at, at.part * HS);
     const int steps = steps_of(keys), adds_from = steps - keys.count;
     key_tiles_load(keys, 0, adds_from == 0);
 
@@ -99,7 +99,7 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         const ForwardSweep sweep = step < adds_from ? first : last;
         const int key = key_of(keys, step);
         for_each_chunk<P>(call, at, key, [&](bool masked, int c) {
-            const Chunk chunk = {at.warp_row, key + c};
+            const Chunk chunk = {at.warp_row, key + c, at.b};
             if (masked || !splits_chunks<HS>) forward_keys<true>(own, k + c * STEP, v + c * STEP, chunk, sweep, call);
             else forward_keys<false>(own, k + c * STEP, v + c * STEP, chunk, sweep, call);
         });

@@ -51,7 +51,7 @@ DEVICE bool rescales(const ForwardSweep &sweep) {
 template <class X, int TILES, int NT>
 DEVICE void hide_before(float (&s)[TILES][NT][4], float x, const FlashCall<X> &call, Chunk chunk) {
     int first[2 * TILES];
-    first_keys(first, call, chunk.own);
+    first_keys(first, call, chunk);
     for_each_element(s, [&](Element at) {
         if (is_before(first[own_row(at)], chunk, at)) s[at.m][at.nt][at.e] = x;
     });
@@ -69,13 +69,22 @@ DEVICE void forward_hide(float (&s)[TILES][NT][4], Chunk chunk) {
 // row's output so far
 template <class X, int PHI, int TILES, int NT>
 DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], const float (&s)[TILES][NT][4]) {
+    float top[2 * TILES];
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) top[r] = -INFINITY;
+    UNROLL
+    for (int nt = 0; nt < NT; nt++) {
+        UNROLL
+        for (int r = 0; r < 2 * TILES; r++) {
+            const float *pair = s[r / 2][nt] + (r % 2) * 2;
+            top[r] = fmaxf(top[r], fmaxf(pair[0], pair[1]));
+        }
+    }
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) top[r] = row_max(top[r]);
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        const int m = r / 2, e = (r % 2) * 2;    // the row's elements are s[m][nt][e] and [e + 1]
-        float top = -INFINITY;
-        UNROLL
-        for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[m][nt][e], s[m][nt][e + 1]));
-        float bias = fminf(row[r].bias, -row[r].scale * row_max(top));
+        float bias = fminf(row[r].bias, -row[r].scale * top[r]);
         by[r] = exp_of<X, PHI>(bias - row[r].bias);
         row[r].bias = bias;
         row[r].number = exp_of<X, PHI>(bias - row[r].offset);
@@ -107,16 +116,20 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
     }
 }
 
-// BOTH: the sum of f is also needed, and differs from the sum of |f|.
+// BOTH: the sum of f is also needed, and differs from the sum of |f|. The chunk is summed before the row's earlier
+// chunks are added, so that it need not wait for their rescaling.
 template <bool BOTH, int TILES, int NT>
 DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][NT][4], bool is_signed, bool largest) {
+    float sum[2 * TILES] = {};
     for_each_element(f, [&](Element at) {
         ForwardRow &of = row[own_row(at)];
         const float x = f[at.m][at.nt][at.e];
-        of.sum += is_signed ? fabsf(x) : x;
+        sum[own_row(at)] += is_signed ? fabsf(x) : x;
         if (BOTH && is_signed) of.sum_signed += x;
         if (largest) of.largest = fmaxf(of.largest, x);
     });
+    UNROLL
+    for (int r = 0; r < 2 * TILES; r++) row[r].sum += sum[r];
 }
 
 // Is the first sweep forward_sums_by_z?
@@ -222,12 +235,13 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
 }
 
 // Turns a chunk's scores into weights, in place, and adds them to the rows' numbers. MASKED: not every row sees every
-// key   by: if rescales(), the factors of the rows' output so far   along: see forward_weights
-template <bool MASKED, class X, int PHI, int POST, int TILES, int NT>
+// key   by: if rescales(), the factors of the rows' output so far   along: see forward_weights   between(): called when
+// `by` is known and the weights are not
+template <bool MASKED, class X, int PHI, int POST, int TILES, int NT, class Between>
 DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], Chunk chunk,
-                          const ForwardSweep &sweep, const FlashCall<X> &call, uint32_t (*along)[4] = NULL) {
+                          const ForwardSweep &sweep, const FlashCall<X> &call, uint32_t (*along)[4], Between between) {
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
-    if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(hidden.first, call, chunk.own);
+    if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(hidden.first, call, chunk);
     if constexpr (by_z<X, PHI, POST>) {
         if (sweep.first) return forward_sums_by_z<X, PHI>(row, s, hidden);
     }
@@ -236,6 +250,7 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
         if (MASKED && call.first) hide_before(s, -INFINITY, call, chunk);
         forward_shift<X, PHI>(row, by, s);
     }
+    between();
     forward_values<X, PHI, POST, MASKED>(phi_of<PHI>(call), s, row, chunk);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
     constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
@@ -362,8 +377,8 @@ DEVICE void forward_ends(float (&by)[ROWS], ForwardRow (&row)[ROWS], const Flash
     bool weight;
     float4 stats;
     float factor = forward_end<X, PHI, POST>(&stats, end, call, place_of(call, at.b, at.h, i), &weight);
-    if (i < call.T && blockIdx.z == 0 && threadIdx.x % 4 < ROWS) {
-        *(float4 *)(call.stats + ((size_t)blockIdx.y * call.T + i) * FLASH_STATS) = stats;
+    if (i < call.T && at.part == 0 && threadIdx.x % 4 < ROWS) {
+        *(float4 *)(call.stats + ((size_t)at.head * call.T + i) * FLASH_STATS) = stats;
         if (!weight) atomicAdd(call.all_zero_rows, 1ull);
     }
     UNROLL
@@ -377,7 +392,7 @@ DEVICE void forward_ends(float (&by)[ROWS], ForwardRow (&row)[ROWS], const Flash
 // Writes the warp's rows of the output.
 template <int PHI, int POST, class X, int HS, int TILES>
 DEVICE void forward_store(ForwardRows<HS, TILES> &own, const FlashCall<X> &call, QueryBlock at, bool is_signed) {
-    const int column0 = blockIdx.z * HS, rows = call.T - at.warp_row, columns = call.VS - column0;
+    const int column0 = at.part * HS, rows = call.T - at.warp_row, columns = call.VS - column0;
     float by[2 * TILES];
     forward_ends<PHI, POST>(by, own.row, call, at, is_signed);
     if (POST == FLASH_RECENTER) {
@@ -385,7 +400,7 @@ DEVICE void forward_store(ForwardRows<HS, TILES> &own, const FlashCall<X> &call,
         forward_recenter<HS>(own.sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
     }
     X *out = head_at(call, call.out, at.b, at.h) + at.warp_row * call.out.row + column0;
-    X *rest = call.rest ? call.rest + ((size_t)blockIdx.y * call.T + at.warp_row) * call.VS + column0 : NULL;
+    X *rest = call.rest ? call.rest + ((size_t)at.head * call.T + at.warp_row) * call.VS + column0 : NULL;
     store_rows(TileTarget<X>{out, call.out.row, rows, columns}, own.sum, by, rest, call.VS);
 }
 #endif

@@ -194,9 +194,9 @@ DEVICE float row_shift(const FlashCall<X> &call, RowPlace at, float bias) {
     return subtracts_maximum(call.phi, call.norm) ? row_offset(call.offset, at) - bias : 0;
 }
 
-// A chunk of scores, as positions in the sequence: the warp's first own row, and the other side's first row.
+// A chunk of scores of sequence b, as positions in it: the warp's first own row, and the other side's first row.
 struct Chunk {
-    int own, other;
+    int own, other, b;
 };
 
 // The positions of an element.
@@ -220,12 +220,11 @@ DEVICE bool is_before(int first, Chunk chunk, Element at) {
     return other_position(chunk, at) < first;
 }
 
-// The first visible keys of the rows that a lane owns, in a kernel whose blockIdx.y runs over B·NH.
+// The first visible keys of the rows that a lane owns, in a kernel that owns query rows.
 template <int ROWS, class X>
-DEVICE void first_keys(int (&first)[ROWS], const FlashCall<X> &call, int own) {
+DEVICE void first_keys(int (&first)[ROWS], const FlashCall<X> &call, Chunk chunk) {
     UNROLL
-    for (int r = 0; r < ROWS; r++)
-        first[r] = call.first ? first_key(call, blockIdx.y / call.NH, own + 8 * r + lane_row()) : 0;
+    for (int r = 0; r < ROWS; r++) first[r] = call.first ? first_key(call, chunk.b, chunk.own + 8 * r + lane_row()) : 0;
 }
 
 // What a chunk's rows do not see, in a kernel that owns query rows. MASKED: is there anything?
@@ -240,19 +239,23 @@ DEVICE bool is_hidden(const Hidden<MASKED, ROWS> &hidden, Element at) {
     return MASKED && (!is_visible<false>(hidden.chunk, at) || is_before(hidden.first[own_row(at)], hidden.chunk, at));
 }
 
-// A block of the kernels that own query rows: blockIdx.x is the row block, longest rows first, and blockIdx.y the
-// sequence and head. The grid has the row blocks from the one of row `from` on.
+// A block of query rows.
 struct QueryBlock {
     int b, h, kv;          // the sequence, the query head and the key-value head that it reads
+    int head, part;        // the head's number among all B·NH; which HS columns of the values
     int row0, warp_row;    // the first row of the block, of the warp
 };
 
+// That of the kernels whose blockIdx.x is the row block, longest rows first, blockIdx.y the sequence and head, and
+// blockIdx.z the part. The grid has the row blocks from the one of row `from` on.
 template <class Plan, class X>
 DEVICE QueryBlock query_block(const FlashCall<X> &call, int from = 0) {
     QueryBlock at;
     at.b = blockIdx.y / call.NH;
     at.h = blockIdx.y % call.NH;
     at.kv = at.h / (call.NH / call.NKV);
+    at.head = blockIdx.y;
+    at.part = blockIdx.z;
     at.row0 = (gridDim.x - 1 - blockIdx.x + from / Plan::OWN) * Plan::OWN;
     at.warp_row = at.row0 + (threadIdx.x / 32) * (16 * Plan::TILES);
     return at;

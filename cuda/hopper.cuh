@@ -88,7 +88,13 @@ DEVICE void mbarrier_wait(Mbarrier *b, unsigned parity) {
 
 // ---- TMA. `at` are the coordinates of the box's first element, the contiguous dimension first. Elements out of bounds
 // are loaded as 0, and not stored. The box in shared memory is aligned to 128 bytes, with a swizzle of 32, 64 or 128
-// bytes to 256, 512 or 1,024.
+// bytes to 256, 512 or 1,024. Two more rules, measured on an H200:
+//   - at[0] times the element's size is a multiple of 16 bytes, also where it is negative: floats at -4, but not at -3.
+//     Otherwise a load, store or addition ends the kernel with cudaErrorIllegalInstruction. The other coordinates may
+//     have any value.
+//   - A store writes whole pieces of 16 bytes. If the tensor's rows, sizes[0] elements, are not multiples of 16 bytes,
+//     a box that reaches past a row's end also overwrites what follows the row in its last piece: in bf16, elements 50
+//     to 55 after a row of 50. Loads fill these with 0. What an addition does there was not measured; avoid it, too.
 
 #define HOPPER_TMA(rank, coordinates, ...) \
     if constexpr (RANK == rank) \
@@ -340,6 +346,14 @@ DEVICE void wgmma_wait(float (&d)[NT][4], float (&d2)[NT2][4]) {
     wgmma_result(d2);
 }
 
+template <int groups, int NT, int NT2, int NT3>
+DEVICE void wgmma_wait(float (&d)[NT][4], float (&d2)[NT2][4], float (&d3)[NT3][4]) {
+    wgmma_wait<groups>();
+    wgmma_result(d);
+    wgmma_result(d2);
+    wgmma_result(d3);
+}
+
 // ---- threads of a block
 
 // Barrier `id`, 1 to 15, for `threads` threads, a multiple of 32, of which some may only arrive.
@@ -430,7 +444,8 @@ DEVICE T *aligned_tile(T *p) {
 
 // Describes a tensor of bf16 or float for tma_*: its sizes in elements and its strides in bytes, the contiguous
 // dimension first and without a stride, and the box that one copy moves. Strides and p are multiples of 16 bytes, and
-// with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses it. Writes to *map rather than
+// with a swizzle, a row of the box has as many bytes. Stores also need rows of the tensor that are
+// multiples of 16 bytes (see "TMA" above). Ends the program if CUDA refuses the tensor. Writes to *map rather than
 // returning it: CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
 template <class X>
 static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64_t *sizes, const uint64_t *strides,

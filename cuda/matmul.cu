@@ -202,6 +202,11 @@ static uint32_t alignment_of(const void *p) {
 
 static void run_operands(Matmul *mm, MatmulShape shape, const Operands &x, cudaStream_t stream) {
     const void *const matrices[] = {x.A, x.B, x.C, x.D};
+    if (x.C == x.D && x.factors.beta != 0 && shape.out_type != CUDA_R_32F)
+        fail(EXIT_USAGE,
+             "matmul: C and D (%zu,%zu) in bf16 are the same array, at %p; expected two, because cuBLASLt would round"
+             " the sums before it adds C.",
+             shape.m, shape.n, x.D);
     for (int i = 0; i < 4; i++) shape.alignment[i] = alignment_of(matrices[i]);
     MatmulPlan *plan = find_plan(mm, shape);
     if (mm->measure && !plan->measured && (x.C != x.D || x.factors.beta == 0)) measure(mm, plan, x, stream);

@@ -82,8 +82,10 @@ const MatmulChoice *matmul_rejected(const MatmulFile *file);
 
 bool matmul_same_shape(const MatmulShape &a, const MatmulShape &b);
 
-// Computes D for this shape, without its alignments, which are determined here. C may be D, or NULL to add nothing.
-// Ends with EXIT_PEER if cuBLASLt has no algorithm for the shape.
+// Computes D for this shape, without its alignments, which are determined here. C is NULL to add nothing. C may be D
+// itself if D is float, but not in bf16, where cuBLASLt then rounds the sums before it adds C: with cuBLASLt 13 on an
+// H200, errors were up to 87 times as large as one rounding allows. Ends with EXIT_USAGE if C is D in bf16, and with
+// EXIT_PEER if cuBLASLt has no algorithm for the shape.
 void matmul_run(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
                 cudaStream_t stream);
 
@@ -107,7 +109,8 @@ struct MatmulSize {
 };
 
 // out[n,o] = sum_c inp[n,c] · weight[o,c] (+ add[n,o])
-//   out (N,OC) written   inp (N,C)   weight (OC,C)   add (N,OC), may be out itself, or NULL to add nothing
+//   out (N,OC) written   inp (N,C)   weight (OC,C)   add (N,OC), NULL to add nothing; out itself only in float, see
+//   matmul_run()
 template <class X>
 void matmul_forward(Matmul *mm, X *out, const X *inp, const X *weight, const X *add, MatmulSize s,
                     cudaStream_t stream) {

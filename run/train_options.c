@@ -82,7 +82,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"ckpt-every",  OPT_INT, &o->ckpt_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between checkpoints; 0: only at the end", .on_resume = true},
         {"keep",        OPT_INT, &o->keep, 0, 1e6, .arg = "N", .group = "Run", .help = "newest checkpoints to keep; 0: all", .on_resume = true},
         {"keep-best",   OPT_SWITCH, &o->keep_best, .group = "Run", .help = "also keep the checkpoint with the lowest validation loss", .on_resume = true},
-        {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print the time per phase", .on_resume = true},
+        {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print the time per phase, from the second step on", .on_resume = true},
         {"threads",     OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Run", .help = THREADS_HELP, .on_resume = true},
         {"rank-timeout", OPT_INT, &o->rank_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "end the run after this many seconds without a heartbeat from a rank; 0: never", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything and print the plan; write nothing", .on_resume = true},

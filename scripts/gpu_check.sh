@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests and times the CUDA programs on a GPU, part by part. Each part adds a section to one report; a part that ran out
-# of time resumes in the next call. doc/gpu_check.md has the commands for half an hour on a GPU, with the minutes for
-# each.
+# of time resumes in the next call. doc/gpu_check.md has the commands for a quarter of an hour on a GPU, with the
+# seconds for each.
 #
 #   scripts/gpu_check.sh [PART[=SECONDS]...]
 #   scripts/gpu_check.sh --help
@@ -9,14 +9,14 @@
 # Without PART: all of these but pack and several, in this order. Repeat the call while the exit code is 75.
 # =SECONDS caps a part's time in this call.
 #
-#   pack          on a machine with a network: collects in DEPS what the GPU machine may lack
+#   pack          on a machine with a network: collects in DEPS what the GPU machine may lack, and builds the programs
 #   probe         what this machine has and lacks: GPU, driver, nvcc, libraries, Python packages, profilers. 10 s
-#   build         builds the programs for this GPU in PROGRAMS, and rebuilds them when sources have changed
+#   build         unpacks in PROGRAMS the programs that pack has built from these sources for this GPU, or builds them
 #   tests         compares the wrappers of cuda/gpu.cuh, every kernel, cuBLASLt, the model, and attention under
 #                 every normalizer with their references
 #   determinism   checks that two runs and a resumed one agree to the last bit
 #   train         compares training losses in float32 and in bf16 with the CPU's
-#   attention     times attention: softmax at T = 1k to 16k against PyTorch's, every normalizer against our softmax
+#   attention     times attention: softmax at T = 1k to 16k against PyTorch's, every normalizer at 4k against softmax
 #   step          times the training step at 124M against PyTorch's, and shows where the time goes
 #   evaluation    compares eval_gpt2cu with eval_gpt2, task by task, and times it at 124M next to the trainer
 #   memory        measures a step's memory at T = 1k to 16k
@@ -32,7 +32,7 @@
 #   REPORT=DIR    an earlier call's OUT, which this call continues (build/gpu_check)
 #   FRESH=1       repeats the named parts instead of resuming them
 #   DEPS=DIR      what pack has collected (build/deps)
-#   PROGRAMS=DIR  where the programs are built (build/gpu_programs)
+#   PROGRAMS=DIR  where the programs are built or unpacked (build/gpu_programs)
 #   GPUS=N        compute capability without its dot (this GPU's, or 90)
 #   DATA=DIR      shards to train on (data/shakespeare; without it, this project's own text)
 #   DEVICE=cpu    a dry run: the emulated programs, or TRAIN=PROGRAM, and PyTorch on the CPU, with tiny shapes
@@ -49,6 +49,9 @@ FAILED=1 UNFINISHED=75 NO_GPU=77
 # that and for the report. SMOKE_LIMIT: to build and run a small kernel. ASK_LIMIT: for an answer from nvidia-smi, which
 # hangs if the driver does.
 KILL_AFTER=5 RESERVE=$((KILL_AFTER + 2)) SMOKE_LIMIT=30 ASK_LIMIT=10
+# How many checks that time nothing run side by side: 8, or as many as there are cores if that is fewer, but at least 2.
+AT_ONCE=$(nproc)
+AT_ONCE=$((AT_ONCE > 8 ? 8 : AT_ONCE < 2 ? 2 : AT_ONCE))
 out=${OUT:-build/gpu_check} earlier=${REPORT:-build/gpu_check} budget=${BUDGET:-570}
 deps=$(realpath -m "${DEPS:-build/deps}")
 LOG_BYTES=8000000
@@ -59,6 +62,7 @@ where=cuda suffix=cu
 # A dry run uses the programs that `make` has built, unless PROGRAMS names other ones.
 build=${PROGRAMS:-$([ $dry = 1 ] && echo build || echo build/gpu_programs)}
 bin=$([ "$build" = build ] && echo . || echo "$build")
+packed=$deps/programs
 train=${TRAIN:-$bin/train_gpt2$suffix}
 evaluate=$bin/eval_gpt2$suffix
 tests=$build/$where/tests
@@ -100,28 +104,69 @@ use_deps() {
 # ---------------------------------------------------------------- checks
 
 # The variables that check() passes on to a function of this script, which it runs in a shell of its own.
-VARIABLES="data dry train evaluate deps out part python bin build suffix where flash tests gpus make_flags"
+VARIABLES="data dry train evaluate deps packed use_pack out part python bin build suffix where flash tests gpus"
+VARIABLES+=" make_flags"
 
 # check NAME NEED LIMIT command...: runs the command (a program, or a function of this script) for at most LIMIT
 # seconds, unless fewer than NEED seconds are left or it passed in an earlier call. Its verdict, time and last line of
 # output go into the report, its whole output into the log. Exit code 75 means that the command ran out of time.
 check() {
-    local name=$1 need=$2 limit=$3 start=$SECONDS status=0 text cut
+    margin=0 check_aside "$@"
+    conclude_all
+}
+
+# check_aside NAME NEED LIMIT command...: the same, beside up to AT_ONCE - 1 other checks. Each verdict is recorded as
+# soon as a check ends, so that a killed call keeps what is done; conclude_all waits for those that still run.
+check_aside() {
+    # All may have to be killed at the end, and recording their verdicts takes a few seconds.
+    local name=$1 need=$2 limit=$3 margin=${margin:-$((KILL_AFTER + 5))} cut
     shift 3
     # A dry run has tiny shapes, but may run on a slow machine, so it gets a generous limit.
     [ $dry = 0 ] || { need=$((need / 6)); limit=3600; }
-    report passed "$part" "$name" && { echo "  $name: passed in an earlier call"; return 0; }
-    if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, but only $(left) s are left"; return 1; fi
-    cut=$(($(left) < limit ? $(left) : limit))
-    text=$(mktemp)
-    printf '\n== %s: %s: %s\n' "$part" "$name" "$*" >>"$out/log"
+    if grep -qxF -e "$name" <<<"$passed"; then echo "  $name: passed in an earlier call"; return; fi
+    conclude_ended
+    while [ "$(jobs -rp | wc -l)" -ge "$AT_ONCE" ]; do wait_for_one; done
+    need=$((need + margin)) cut=$(($(left) - margin))
+    if [ "$(left)" -lt "$need" ]; then leave "$name" "needs $need s, but only $(left) s are left"; return; fi
+    cut=$((cut < limit ? cut : limit))
+    aside=${aside:-$(mktemp -d)} runs=$((${runs:-0} + 1))
+    printf '\n== %s: %s: %s\n' "$part" "$name" "$*" >"$aside/$runs.head"
     # shellcheck disable=SC2086
     if declare -F "$1" >/dev/null; then
         set -- bash -c "$(declare -f); $(declare -p $VARIABLES 2>/dev/null); \"\$@\"" - "$@"
     fi
-    timeout -k $KILL_AFTER "$cut" "$@" >"$text" 2>&1 </dev/null || status=$?
-    cat "$text" >>"$out/log"
-    conclude_timed "$name" "$status" $((SECONDS - start)) "$cut" "$limit" "$text"
+    run_aside "$aside/$runs" "$name" "$@" &
+}
+
+# Writes the command's output into FILE, then its exit code and what conclude_ended needs into FILE.status.
+run_aside() {      # FILE NAME command...
+    local file=$1 name=$2 start=$SECONDS
+    shift 2
+    timeout -k $KILL_AFTER "$cut" "$@" >"$file" 2>&1 </dev/null
+    echo "$? $((SECONDS - start)) $cut $limit ${informational:-0} $name" >"$file.new"
+    mv "$file.new" "$file.status"
+}
+
+wait_for_one() { wait -n; conclude_ended; }
+
+conclude_ended() {
+    local file status seconds cut limit informational name
+    [ -n "${aside:-}" ] || return
+    for file in "$aside"/*.status; do
+        [ -e "$file" ] || continue
+        read -r status seconds cut limit informational name <"$file"
+        rm "$file"
+        file=${file%.status}
+        cat "$file.head" "$file" >>"$out/log"
+        conclude_timed "$name" "$status" "$seconds" "$cut" "$limit" "$file"
+    done
+}
+
+conclude_all() {
+    while [ -n "$(jobs -rp)" ]; do wait_for_one; done
+    conclude_ended
+    [ -z "${aside:-}" ] || rm -rf "$aside"
+    aside=""
 }
 
 # timed_out STATUS SECONDS CUT: true if `timeout` stopped a command because its CUT seconds were over. A program that is
@@ -137,7 +182,7 @@ conclude_timed() {
         if [ "$4" -lt "$5" ]; then
             leave "$1" "stopped after $4 s, at the end of this call's time"
             rm -f "$6"
-            return 1
+            return
         fi
     fi
     conclude "$1" "$status" "$3" "$6"
@@ -147,15 +192,14 @@ conclude_timed() {
 conclude() {
     local verdict="FAILED ($2)" detail
     detail=$(grep -v '^[[:space:]]*$' "$4" | tail -1)
-    if [ "$2" = $UNFINISHED ]; then leave "$1" "$detail"; rm -f "$4"; return 1; fi
+    if [ "$2" = $UNFINISHED ]; then leave "$1" "$detail"; rm -f "$4"; return; fi
     [ "$2" = 0 ] && verdict=ok
     [ "$2" = $NO_GPU ] && verdict=info
-    [ "$verdict" = ok ] || [ -z "${informational:-}" ] || verdict=info
+    [ "$verdict" = ok ] || [ "${informational:-0}" = 0 ] || verdict=info
     report check "$part" "$1" "$verdict" "$3" "$detail"
     echo "  $1: $verdict, $3 s${detail:+: ${detail:0:140}}"
     [ "$2" = 0 ] || tail -25 "$4" | sed 's/^/    | /'
     rm -f "$4"
-    [ "$verdict" != "FAILED ($2)" ]
 }
 
 # leave NAME WHY: leaves a check for the next call.
@@ -181,7 +225,7 @@ lacks() {
 part_pack() {
     local thing not_packed=()
     mkdir -p "$deps"/{include,lib,python,cublas}
-    for thing in libraries cudart cublas python text curve; do
+    for thing in libraries cudart cublas python text curve programs; do
         if "pack_$thing"; then say "packed: $thing"; else not_packed+=("$thing"); fi
     done
     say "$deps: $(du -sh "$deps" | cut -f1). Copy it together with the sources ($(sources_size))," \
@@ -190,7 +234,7 @@ part_pack() {
         stop $FAILED "pack: could not pack ${not_packed[*]}. See above for why, and for what the GPU machine then needs"
 }
 
-lacked() { echo "gpu_check: pack: $1" >&2; return 1; }
+lacked() { echo "gpu_check: pack: $*" >&2; return 1; }
 
 # cJSON and xxHash: this machine's, or else Debian's or Ubuntu's packages; unpacking them needs no root.
 pack_libraries() {
@@ -271,6 +315,45 @@ pack_curve() {
     rm -rf "$deps/fp32_on_cpu/ckpt"
 }
 
+# Flags for programs that run on another machine: with no library that it may lack, and with the instructions of every
+# server of the last ten years.
+portable_flags() { echo "GPUS=$gpus MARCH=x86-64-v3 MPI=0 ONEDNN=0 BLAS=0 NCCL=0"; }
+
+packed_sources() { report version build && portable_flags; }
+
+# The programs, and the PyTorch package, for one GPU generation.
+pack_programs() {
+    local folder=build/packed made more
+    [ $dry = 1 ] || [ -n "$(make_variable CUDA)" ] ||
+        { lacked "nvcc is missing here, so the GPU machine must build the programs (half a minute on 16 cores):" \
+            "scripts/setup_cuda.sh installs it"; return 1; }
+    rm -rf "$packed"
+    mkdir -p "$packed"
+    made=$(packed_sources)
+    more="BUILD=$folder BIN=$folder TORCH_CUDA=$((1 - dry)) attn_c"
+    # shellcheck disable=SC2046,SC2086
+    make -j"$(nproc)" $(portable_flags) $more $(programs_in $folder) >"$packed/log" ||
+        { tail -25 "$packed/log"; lacked "the programs cannot be built here, so the GPU machine must do it"; return 1; }
+    [ "$(packed_sources)" = "$made" ] || { lacked "the programs' sources changed while they were built"; return 1; }
+    compress "$packed/programs.tar.xz" $folder || { lacked "the programs cannot be compressed"; return 1; }
+    rm "$packed/log"
+    echo "$made" >"$packed/sources"
+}
+
+# Most of each CUDA program is the same kernels. A dictionary that is longer than a program makes the archive of all
+# hardly larger than that of one.
+compress() {       # archive folder
+    # shellcheck disable=SC2046
+    python3 - "$1" "$2" $(programs_in "$2") "$2/python" <<'PY'
+import lzma, os, sys, tarfile
+archive, folder, *names = sys.argv[1:]
+filters = [{"id": lzma.FILTER_LZMA2, "preset": 2, "dict_size": 512 << 20}]
+with lzma.open(archive, "w", filters=filters) as file, tarfile.open(fileobj=file, mode="w") as tar:
+    for name in names:
+        tar.add(name, os.path.relpath(name, folder))
+PY
+}
+
 sources_size() {
     local files=(git ls-files)
     git rev-parse --git-dir >/dev/null 2>&1 || files=(find . -type f -not -path './build/*')
@@ -292,8 +375,9 @@ free_in() { df -h --output=avail "$1" 2>/dev/null | tail -1 | xargs; }
 first_line() { "$@" 2>/dev/null | head -1; }
 
 part_probe() {
-    local name value cuda release smoke="" facts=() by_pack="scripts/gpu_check.sh pack provides it"
+    local name value cuda release smoke="" facts=() by_pack="scripts/gpu_check.sh pack provides it" to_build=needed
     settle_tools
+    if has_pack; then to_build="" facts+=("programs: pack's, built from these sources for this GPU"); fi
     cuda=$(make_variable CUDA)
     if [ $dry = 0 ] && [ -n "$cuda" ] && has_gpu; then
         smoke=$(mktemp -d)
@@ -302,15 +386,14 @@ part_probe() {
     found GPU "${GPU_CHECK_DEVICE#CPU}" "nothing can be measured"
     release=$(smi | grep -o 'CUDA Version: [0-9.]*')
     found "driver for CUDA" "${release#*: }" "the driver must support CUDA 13"
-    found make "$(first_line make --version)" "install make" needed
-    found g++ "$(first_line g++ --version)" "install g++" needed
+    found make "$(first_line make --version)" "install make" $to_build
+    found g++ "$(first_line g++ --version)" "install g++" $to_build
     release=$(timeout -k $KILL_AFTER $ASK_LIMIT "$cuda/bin/nvcc" --version 2>/dev/null | grep release)
-    found nvcc "${cuda:+$cuda, ${release#*release }}" "scripts/setup_cuda.sh installs it; it needs a network" needed
-    found libcudart_static.a "$(find_cudart)" "$by_pack" needed
-    found cublasLt.h "$(ls "$cublas/include/cublasLt.h" 2>/dev/null)" "$by_pack" needed
-    found libcublasLt "$(compgen -G "$cublas/lib*/libcublasLt.so*" | head -1)" "it comes with PyTorch for CUDA 13" \
-        needed
-    for name in cjson/cJSON.h xxhash.h; do found "$name" "$(compile_test $name && echo yes)" "$by_pack" needed; done
+    found nvcc "${cuda:+$cuda, ${release#*release }}" "scripts/setup_cuda.sh installs it; it needs a network" $to_build
+    found libcudart_static.a "$(find_cudart)" "$by_pack" $to_build
+    found cublasLt.h "$(ls "$cublas/include/cublasLt.h" 2>/dev/null)" "$by_pack" $to_build
+    found libcublasLt "$(cublas_library)" "it comes with PyTorch for CUDA 13" needed
+    for name in cjson/cJSON.h xxhash.h; do found "$name" "$(compile_test $name && echo yes)" "$by_pack" $to_build; done
     found Python "$("$python" --version 2>&1), $(command -v "$python")" "install Python 3"
     while read -r name value; do found "Python's $name" "$value" "$(without "$name")"; done < <(python_packages)
     for name in ncu compute-sanitizer; do found $name "$(command -v $name)" "$(without $name)"; done
@@ -393,7 +476,7 @@ settle_tools() {
     cublas=$(make_variable CUBLAS)
     lacking=" $(make -s lacking 2>/dev/null) "
     if [[ $lacking != *" cublas "* ]] && [ -n "$(compgen -G "$cublas/lib*/libcublasLt.so*")" ]; then return; fi
-    library=$(cublas_libraries | while read -r glob; do compgen -G "$glob"; done | head -1)
+    library=$(cublas_libraries | first_file)
     [ -n "$library" ] && [ -f "$deps/cublas/include/cublasLt.h" ] || return
     ln -sfn "$(dirname "$library")" "$deps/cublas/lib"
     cublas=$deps/cublas
@@ -406,31 +489,40 @@ cublas_libraries() {
     ldconfig -p | sed -n 's/.*libcublasLt.so.13.* => //p'
 }
 
-programs() {
-    echo "$bin/train_gpt2$suffix $bin/test_gpt2$suffix $evaluate $bin/train_gpt2 $bin/eval_gpt2"
-    echo "$tests/test_kernels $tests/test_matmul $flash"
+first_file() { while read -r glob; do compgen -G "$glob"; done | head -1; }
+
+cublas_library() { { cublas_libraries; echo "$cublas/lib*/libcublasLt.so*"; } | first_file; }
+
+programs_in() {    # folder
+    local name
+    for name in {train,test,eval}_gpt2$suffix {train,eval}_gpt2 $where/tests/test_{kernels,matmul} $where/flash.so; do
+        echo "$1/$name"
+    done
 }
 
 # Identifies the sources of the programs by their contents, because copying may have changed their times.
-sources() {
-    report version build
-    echo "${make_flags[*]}"
-}
+sources() { report version build && echo "${make_flags[*]}"; }
 
 # shellcheck disable=SC2046
-products() { cat $(programs) 2>/dev/null | sha256sum; }
+products() { cat $(programs_in "$build") 2>/dev/null | sha256sum; }
 
 has_same_sources() { [ "$(sources)" = "$(cat "$build/sources" 2>/dev/null)" ]; }
 
+# True if the programs in $build are pack's.
+is_unpacked() { [ $use_pack = 1 ] && [ "$(packed_sources)" = "$(cat "$build/sources" 2>/dev/null)" ]; }
+
+# True if pack has built the programs from these sources for this GPU.
+has_pack() { [ $use_pack = 1 ] && [ "$(packed_sources)" = "$(cat "$packed/sources" 2>/dev/null)" ]; }
+
 is_built() {
     local file
-    for file in $(programs); do [ -e "$file" ] || return 1; done
-    has_same_sources && [ "$(products)" = "$(cat "$build/products" 2>/dev/null)" ]
+    for file in $(programs_in "$build"); do [ -e "$file" ] || return 1; done
+    { has_same_sources || is_unpacked; } && [ "$(products)" = "$(cat "$build/products" 2>/dev/null)" ]
 }
 
 make_programs() {
     # shellcheck disable=SC2046
-    make -j"$(nproc)" "${make_flags[@]}" $(programs) && products >"$build/products"
+    make -j"$(nproc)" "${make_flags[@]}" $(programs_in "$build") && products >"$build/products"
 }
 
 part_build() {
@@ -439,36 +531,78 @@ part_build() {
     if is_built; then
         report check "$part" "make, sm_$gpus" ok 0 "the programs in $build are built from these sources"
         echo "  nothing to do"
-        return
-    fi
-    if has_same_sources && [ ! -e "$build/products" ]; then
+    elif has_same_sources && [ ! -e "$build/products" ]; then
         say "resuming an unfinished build in $build"
         find "$build" -type f -exec touch {} +                # these objects match the sources, whatever the times say
-    elif [ -d "$build" ]; then
-        say "$build holds programs built from other sources; rebuilding them"
-        rm -rf "$build"
+        build_here
+    else
+        [ ! -d "$build" ] || say "$build holds programs built from other sources or with other flags; rebuilding them"
+        take_pack || { rm -rf "$build"; build_here; }
     fi
+}
+
+build_here() {
     mkdir -p "$build"
     sources >"$build/sources"
     fact "$(nproc) cores; cuBLASLt $cublas"
     check "make, sm_$gpus" 20 3600 make_programs
 }
 
+# Unpacks the programs that pack has built, if they suit these sources and this GPU, and start on this machine.
+take_pack() {
+    [ $use_pack = 1 ] && [ -e "$packed/sources" ] || return
+    has_pack || { fact "pack's programs were built from other sources or for another GPU: not used"; return 1; }
+    find_cublas
+    informational=1 check "pack's programs, sm_$gpus" 5 60 unpack
+    is_built || { fact "pack's programs cannot be used here"; return 1; }
+}
+
+unpack() {
+    rm -rf "$build"
+    mkdir -p "$build"
+    python3 -m tarfile -e "$packed/programs.tar.xz" "$build" && programs_start || return 1
+    products >"$build/products"
+    cp "$packed/sources" "$build/sources"
+    echo "built from these sources, and they start here"
+}
+
+# True if the loader finds the libraries of every program, in versions that are new enough, and the processor has the
+# instructions that they use.
+programs_start() {
+    local program
+    for program in $(programs_in "$build"); do
+        if ldd "$program" 2>&1 | grep -m3 "not found"; then return 1; fi
+        case $program in
+            */train_* | */eval_*) "$program" --help >/dev/null || { echo "$program --help: exit code $?"; return 1; } ;;
+        esac
+    done
+}
+
+# Programs that were linked here know the folder of cuBLASLt's library; pack's do not.
+find_cublas() {
+    local library
+    library=$(cublas_library)
+    [ -z "$library" ] || export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}${library%/*}
+}
+
 # Builds the programs, which a fresh machine lacks, for a part that needs them.
 ensure_built() {
     [ $dry = 1 ] && [ "$build" = build ] && return
-    [ -z "${build_failed:-}" ] || return 1
+    [ -z "${ready:-}" ] || return "$ready"
     settle_tools
-    is_built && return
-    local caller=$part
-    part=build
-    echo "== build (for $caller)"
+    is_built || build_for "$part"
+    is_built && ready=0 || ready=1
+    [ $ready = 1 ] || ! is_unpacked || find_cublas
+    return $ready
+}
+
+build_for() {      # part
+    local part=build passed=""
+    echo "== build (for $1)"
     report forget build
     report begin build
     part_build
     report end build ""
-    part=$caller
-    is_built || { build_failed=1; return 1; }
 }
 
 # ---------------------------------------------------------------- tests
@@ -480,16 +614,16 @@ MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _bias_T
 # Every group runs in a process of its own, so that a kernel that crashes ends only its group.
 part_tests() {
     local group
-    for group in $KERNELS; do
-        check "kernels: $group" 10 90 "$tests/test_kernels" "$group"
-        [ "$group" != wrappers ] || try_wgmma
-    done
-    for group in $PRODUCTS; do check "cuBLASLt: $group" 10 60 "$tests/test_matmul" "$group"; done
+    check "kernels: wrappers" 10 90 "$tests/test_kernels" wrappers
+    try_wgmma
+    for group in ${KERNELS#wrappers }; do check_aside "kernels: $group" 10 90 "$tests/test_kernels" "$group"; done
+    for group in $PRODUCTS; do check_aside "cuBLASLt: $group" 10 60 "$tests/test_matmul" "$group"; done
     # Sizes and calls that the trainer never uses: the library's answers are only informational.
     for group in unaligned orders refused; do
-        informational=1 check "cuBLASLt, not needed: $group" 10 60 "$tests/test_matmul" "$group"
+        informational=1 check_aside "cuBLASLt, not needed: $group" 10 60 "$tests/test_matmul" "$group"
     done
-    for group in $(model_groups); do check "the model: $group" 10 120 "$bin/test_gpt2$suffix" "$group"; done
+    for group in $(model_groups); do check_aside "the model: $group" 10 120 "$bin/test_gpt2$suffix" "$group"; done
+    conclude_all
     has_module torch && has_module pytest || { lacks "PyTorch or pytest" "attention is not tested"; return 1; }
     check "attention, a selection" 30 180 test_attention 0
     [ $dry = 1 ] || check "attention, every normalizer" 60 300 test_attention 1
@@ -524,11 +658,11 @@ test_attention() {
 }
 
 run_pytest() {
-    local flags=(-q -p no:cacheprovider --maxfail=15)
-    has_module xdist && flags+=(-n "$((dry ? 2 : 8))" --max-worker-restart=15)
+    local flags=(-q -p no:cacheprovider --maxfail=15) processes
+    processes=$((dry ? 2 : ($(nproc) * 3 + 3) / 4))
+    has_module xdist && flags+=(-n "$processes" --max-worker-restart=15)
     has_module pytest_timeout && flags+=(--timeout=60 --timeout-method=thread)
-    # Each process has a CUDA context of its own, so a few threads are enough.
-    OMP_NUM_THREADS=2 "$python" -m pytest "${flags[@]}" "$@"
+    OMP_NUM_THREADS=1 "$python" -m pytest "${flags[@]}" "$@"
 }
 
 # ---------------------------------------------------------------- runs on text
@@ -587,21 +721,27 @@ part_train() {
 }
 
 curves_beside() {  # folder
-    local dtype
+    local status=0
     if [ ! -e "$1/fp32_on_cpu" ]; then
         [ $dry = 1 ] || make -j"$(nproc)" train_gpt2 || return 1
         run_cpu ./train_gpt2 "$1/fp32_on_cpu" || return 1
     fi
-    for dtype in fp32 bf16; do run "$train" "$1/$dtype" --dtype $dtype || return 1; done
+    run "$train" "$1/bf16" --dtype bf16 >"$1/said" 2>&1 &
+    run "$train" "$1/fp32" --dtype fp32 || status=1
+    wait $! || status=1
+    cat "$1/said"
+    [ $status = 0 ] || return 1
     "$python" scripts/plot.py "$1/fp32_on_cpu" "$1/fp32" "$1/bf16" --out "$out/loss.png" || echo "no picture"
     report curves "$part" "$1/fp32_on_cpu" "$1/fp32" "$1/bf16"
 }
 
 part_determinism() {
     local dtype
-    for dtype in bf16 fp32; do check "$dtype: two runs, one resumed half-way, and one without graphs agree" 35 200 same_runs $dtype; done
-    check "bf16 with Muon and z-loss: the same" 35 200 same_runs bf16 --optimizer muon --z-loss 1e-4
-    check "bf16, --deterministic 0, and its matmul algorithms in two runs" 20 90 free_run
+    for dtype in bf16 fp32; do
+        check_aside "$dtype: two runs, one resumed half-way, and one without graphs agree" 35 200 same_runs $dtype
+    done
+    check_aside "bf16 with Muon and z-loss: the same" 35 200 same_runs bf16 --optimizer muon --z-loss 1e-4
+    check_aside "bf16, --deterministic 0, and its matmul algorithms in two runs" 20 90 free_run
 }
 
 same_runs() {      # dtype, flags...
@@ -619,7 +759,6 @@ same_runs() {      # dtype, flags...
     # shellcheck disable=SC2086
     run "$train" "$folder/d" "$@" $graphs || status=1
     for name in b c d; do python3 dev/bench/gpu_report.py compare same "$folder/a" "$folder/$name" || status=1; done
-    echo "a small step takes $(step_ms "$folder/a") ms, and $(step_ms "$folder/d") ms without graphs (medians)"
     rm -rf "$folder"
     return $status
 }
@@ -631,20 +770,11 @@ free_run() {
     [[ $("$train" --help) == *--deterministic* ]] || free='' stored=''
     export STEPS=$((dry ? 4 : 30))
     # shellcheck disable=SC2086
-    run "$train" "$folder/free" --dtype bf16 $free $stored && run "$train" "$folder/bf16" --dtype bf16 || return 1
+    run "$train" "$folder/free" --dtype bf16 $free $stored || return 1
     # shellcheck disable=SC2086
     for name in stored again; do run "$train" "$folder/$name" --dtype bf16 $stored || return 1; done
     python3 dev/bench/gpu_report.py compare same "$folder/stored" "$folder/again" || return 1
-    echo "a small step takes $(step_ms "$folder/free") ms with --deterministic 0, $(step_ms "$folder/bf16") ms without," \
-        "$(step_ms "$folder/stored") ms with the matmul algorithms that the first run stored (medians)"
     rm -rf "$folder"
-}
-
-step_ms() {
-    python3 - "$1/metrics.jsonl" <<'PY'
-import json, statistics, sys
-print(round(statistics.median(json.loads(line)["ms"] for line in open(sys.argv[1])), 2))
-PY
 }
 
 # scripts/launch.sh, as a program for run().
@@ -689,7 +819,13 @@ timing() {
         ${TIMING_FLAGS:-}
 }
 
-part_attention() { timing 60 torch attention_gpu.py --library "$flash"; }
+# Short measurements, each the median of at least 12 passes: there are more than thirty normalizers.
+part_attention() {
+    local flags=(--lengths 4096 --seconds 0.06)
+    [ $dry = 0 ] || flags=()
+    timing 60 torch attention_gpu.py --library "$flash" "${flags[@]}"
+}
+
 part_others() { timing 90 triton attention_gpu.py --library "$flash"; }
 part_step() { timing 60 triton gpu_step.py --ours "$train"; }
 part_memory() { timing 45 triton gpu_step.py --ours "$train"; }
@@ -713,10 +849,8 @@ part_package() {
 }
 
 test_package() {
-    local package=$build/python flags=(PACKAGE="$package" TORCH_CUDA=1)
-    [ $dry = 0 ] || flags=(PACKAGE="$package")
-    make -s -j"$(nproc)" "${make_flags[@]}" "${flags[@]}" attn_c || return 1
-    PYTHONPATH=$package "$python" dev/bench/torch_gpu.py --device "$([ $dry = 1 ] && echo cpu || echo cuda)"
+    is_unpacked || make -s -j"$(nproc)" "${make_flags[@]}" TORCH_CUDA=$((1 - dry)) attn_c || return 1
+    PYTHONPATH=$build/python "$python" dev/bench/torch_gpu.py --device "$([ $dry = 1 ] && echo cpu || echo cuda)"
 }
 
 part_counters() {
@@ -780,54 +914,18 @@ sanitizer_runs() {
     done
 }
 
-# Records each run as soon as it ends, so that a killed call keeps what is done.
 part_sanitizer() {
-    local folder name command cut i=0 limit=240 need=40 prefix
+    local name command prefix
     if [ $dry = 0 ] && ! command -v compute-sanitizer >/dev/null; then
         lacks compute-sanitizer "it comes with the CUDA Toolkit"
         return 1
     fi
-    folder=$(mktemp -d)
     while IFS='|' read -r name command; do
-        report passed "$part" "$name" && continue
-        conclude_ended "$folder"
-        while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait_for_one "$folder"; done
-        if [ "$(left)" -lt $need ]; then leave "$name" "$(left) s are left"; continue; fi
-        # Up to eight runs may end at once, and recording their verdicts takes a few seconds.
-        cut=$(($(left) - KILL_AFTER - 5 < limit ? $(left) - KILL_AFTER - 5 : limit))
         prefix=""
         [ $dry = 1 ] || prefix="compute-sanitizer --tool ${name%%,*} --error-exitcode 9 --print-limit 20"
-        i=$((i + 1))
         # shellcheck disable=SC2086
-        run_aside "$folder/$i" "$name" "$cut" $prefix $command &
+        check_aside "$name" 30 240 $prefix $command
     done < <(sanitizer_runs)
-    while [ -n "$(jobs -rp)" ]; do wait_for_one "$folder"; done
-    conclude_ended "$folder"
-    rm -rf "$folder"
-}
-
-wait_for_one() { wait -n; conclude_ended "$1"; }
-
-# run_aside FILE NAME CUT command...: writes the command's output into FILE, then its exit code, seconds, CUT and NAME
-# into FILE.status.
-run_aside() {
-    local file=$1 name=$2 cut=$3 start=$SECONDS
-    shift 3
-    timeout -k $KILL_AFTER "$cut" "$@" >"$file" 2>&1 </dev/null
-    echo "$? $((SECONDS - start)) $cut $name" >"$file.new"
-    mv "$file.new" "$file.status"
-}
-
-conclude_ended() { # folder
-    local file status seconds cut name
-    for file in "$1"/*.status; do
-        [ -e "$file" ] || continue
-        read -r status seconds cut name <"$file"
-        rm "$file"
-        file=${file%.status}
-        { printf '\n== %s: %s\n' "$part" "$name"; cat "$file"; } >>"$out/log"
-        conclude_timed "$name" "$status" "$seconds" "$cut" "$limit" "$file"
-    done
 }
 
 # ---------------------------------------------------------------- main
@@ -835,7 +933,7 @@ conclude_ended() { # folder
 has_gpu() { [ $dry = 1 ] || [ "$GPU_CHECK_DEVICE" != CPU ]; }
 
 run_part() {
-    local start=$SECONDS end="" state
+    local start=$SECONDS end="" state passed
     part=${1%%=*} part_end=$((budget - RESERVE))
     [[ $1 != *=* ]] || part_end=$((SECONDS + 10#${1#*=} < part_end ? SECONDS + 10#${1#*=} : part_end))
     echo "== $part"
@@ -852,6 +950,7 @@ run_part() {
         done:* | failed:0) echo "  $state in an earlier call (FRESH=1 scripts/gpu_check.sh $part repeats it)"; return ;;
     esac
     report begin "$part"
+    passed=$(report passed "$part")
     [ $dry = 0 ] || fact "a dry run on the CPU, which measures nothing"
     avoid_wgmma
     case $part in
@@ -860,6 +959,7 @@ run_part() {
            elif [ "$(report state build)" = failed ]; then lacks programs "the part build failed"
            else leave programs "the build is unfinished"; fi ;;
     esac
+    conclude_all
     echo "  $part: $((SECONDS - start)) s"
     report took "$part" $((SECONDS - start))
     report end "$part" "$end"
@@ -890,8 +990,10 @@ done
 budget=$((10#$budget))
 named=1
 [ $# -gt 0 ] || { named=0; set -- $ALL; }
-only_pack=1 wanted=()
+# Two ranks need MPI and NCCL, which pack's programs do not have.
+only_pack=1 use_pack=1 wanted=()
 for word in "$@"; do
+    [ "${word%%=*}" != several ] || use_pack=0
     [ "${word%%=*}" = pack ] || { only_pack=0; wanted+=("${word%%=*}"); }
 done
 

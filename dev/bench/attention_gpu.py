@@ -26,6 +26,9 @@ formula: a method whose error is more than three times that of the plain bf16 fo
 Under qk=l2 all sides get q and k that already have norm 1 (in the trainer that is part of RoPE's kernel). Compilation
 is never timed.
 
+After an error of CUDA, such as an illegal memory access, a process can no longer use the GPU. The method in which it
+occurred is recorded as failed, and the program starts anew with the time that is left.
+
 Exit codes: 0: done; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import argparse
@@ -37,6 +40,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,11 +61,18 @@ FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmo
          "softplus-l1", "relu2-n", "softmax-recentered", "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn",
          "identity-l1", "exp")
 LIMIT = 150                      # seconds after which a case, or its compilation, has failed
+START = 5                        # seconds that a new process takes to begin
 DRY = False
 
 
 def device():
     return "cpu" if DRY else "cuda"
+
+
+def synchronize():
+    """Waits for the device, so that an error in what ran there is raised here."""
+    if not DRY:
+        torch.cuda.synchronize()
 
 
 def shape_of(T):
@@ -99,13 +110,22 @@ class Case:
 # ---------------------------------------------------------------- ours
 
 class Flash:
-    """Loads flash.so; a dry run uses the one in build/on_cpu, whose device memory belongs to the emulator."""
+    """Loads flash.so; a dry run uses the one in build/on_cpu, whose device memory belongs to the emulator.
+
+    flash.so ends the process on an error. Before that it calls `failed`, if there is one, with a text."""
 
     def __init__(self, path):
         if not Path(path).exists():
             raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.sh build builds it")
         self.library = ctypes.CDLL(str(path))
         self.library.flash_on_device_scratch.restype = self.library.flash_on_device_stats.restype = ctypes.c_size_t
+        self.failed = None
+        self.hook = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.ends)           # fail_hook of runtime/error.h
+        ctypes.c_void_p.in_dll(self.library, "fail_hook").value = ctypes.cast(self.hook, ctypes.c_void_p).value
+
+    def ends(self, code):
+        if self.failed:
+            self.failed(f"flash.so ended with exit code {code}")
 
     def tensor(self, shape, dtype):
         """Zeros on the device."""
@@ -327,11 +347,11 @@ class Torch:
         allocator."""
         if DRY:
             return None
-        torch.cuda.synchronize()
+        synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.both(0)
-        torch.cuda.synchronize()
+        synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
@@ -423,6 +443,7 @@ class Timed:
     """A variant and its record: checked, its memory measured, captured, then timed round by round."""
 
     def __init__(self, variant, judge, sets):
+        self.variant = variant          # its tensors, to which the graphs have only pointers, live as long as they do
         self.record = {"forward_ms": [], "both_ms": [], "error": judge.error(variant), "allowed": judge.allowed}
         self.record["wrong"] = not self.record["error"] <= judge.allowed
         self.record["peak_gb"] = variant.peak_gb()
@@ -436,54 +457,98 @@ class Timed:
         self.passes = passes
 
     def round(self, seconds):
-        for key, calls in zip(("forward_ms", "both_ms"), self.passes):
-            self.record[key].append(milliseconds(calls, seconds))
+        forward, both = self.passes
+        self.record["forward_ms"].append(milliseconds(forward, seconds))        # a traceback shows which of the two
+        self.record["both_ms"].append(milliseconds(both, seconds))
+
+
+def first_line(error):
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
+def ends_context(error):
+    """True for an error of CUDA, after which this process may be unable to use the GPU."""
+    return (isinstance(error, getattr(torch, "AcceleratorError", ()))
+            or isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "Triton Error [CUDA]")))
+
+
+def start_anew(seconds):
+    """Replaces this process by a new one, with so many seconds left, that skips what has been recorded."""
+    print("attention_gpu: starts anew", flush=True)
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.argv, "--budget", f"{max(0, seconds - START):.1f}"])
 
 
 class Watch:
-    """Guards against a case that does not end within LIMIT seconds: the method that hangs is recorded as failed, and
-    this process ends, since a call into the driver cannot be interrupted. The next call continues with the rest."""
+    """Guards the measurement of a case. `name` and `way` say what runs. If it does not end within LIMIT seconds, it is
+    recorded as failed, and this process ends, since a call into the driver cannot be interrupted; the next call
+    continues with the rest. If CUDA or flash.so fails, it is recorded as failed, and the program starts anew. The
+    case's other methods, whose rounds are not complete, are then measured again."""
 
-    def __init__(self, report, part, name, T):
-        self.report, self.part, self.name, self.T, self.way = report, part, name, T, "ours"
+    def __init__(self, report, part, name, T, way="ours", budget=None, flash=None):
+        self.report, self.part, self.T, self.budget, self.flash = report, part, T, budget, flash
+        self.at(name, way)
         self.seconds = LIMIT * (10 if DRY else 1)
         self.timer = threading.Timer(self.seconds, self.give_up)
         self.timer.daemon = True
 
-    def give_up(self):
-        text = f"timed out after {self.seconds:g} s"
+    def at(self, name, way):
+        self.name, self.way = name, way
+
+    def record(self, text):
         keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}})
         print(f"attention_gpu: {self.name} T={self.T} {self.way}: {text}", flush=True)
+
+    def give_up(self):
+        self.record(f"timed out after {self.seconds:g} s")
         os._exit(gpu_report.FAILED if self.way in OURS else gpu_report.UNFINISHED)
 
+    def failed(self, text):
+        self.timer.cancel()
+        self.record(text)
+        start_anew(self.budget.left())
+
     def __enter__(self):
+        if self.flash:
+            self.flash.failed = self.failed
         self.timer.start()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, error, trace):
         self.timer.cancel()
+        if self.flash:
+            self.flash.failed = None
+        if error is not None and ends_context(error):
+            traceback.print_exception(kind, error, trace)
+            self.failed(first_line(error))
 
 
 def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
     """{method: record} for a normalizer at a length; the methods are OURS and those of way_names(). Each of our
-    rounds is compared with a round of `beside`, a Timed (record["of_softmax"])."""
+    rounds is compared with a round of `beside`, a Timed of softmax (record["of_softmax"]). The device has finished one
+    method before the next begins, so that an error is raised while `watch` names the method that it belongs to."""
+    watch.at(name, ways[0])
     case = Case(name, T, 1 if DRY else SETS)
     sets = len(case.joined)
     judge = Judge(case)
     found, timed = {}, {}
     for way in ways:
-        watch.way = way
+        watch.at(name, way)
         try:
             timed[way] = Timed(Ours(case, flash, way) if way in OURS else Torch(case, way), judge, sets)
         except (RuntimeError, NotImplementedError, ValueError, ImportError) as error:
+            if ends_context(error):
+                raise
             # Out of memory, or an unsupported shape.
-            said = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
-            found[way] = {"failed": f"{type(error).__name__}: {said}"}
+            found[way] = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        synchronize()
     for round_ in range(rounds):
         for way in list(timed) if round_ % 2 == 0 else reversed(list(timed)):
-            watch.way = way
             if beside and way == "ours":
+                watch.at("softmax", way)
                 beside.round(seconds)
+            watch.at(name, way)
             timed[way].round(seconds)
             if beside and way == "ours":
                 ratio = timed[way].record["both_ms"][-1] / beside.record["both_ms"][-1]
@@ -517,10 +582,18 @@ class Budget:
         return self.end - time.monotonic()
 
 
+def recorded(report, part, **keys):
+    return [r for r in report.part(part)["records"]
+            if all(r.get(k) == v for k, v in {**keys, "device": device()}.items())]
+
+
 def has(report, part, **keys):
     """True for failed cases as well, so that a method that does not exist here is tried only once."""
-    return any(all(r.get(k) == v for k, v in {**keys, "device": device()}.items())
-               for r in report.part(part)["records"])
+    return bool(recorded(report, part, **keys))
+
+
+def has_failed(report, part, **keys):
+    return any("failed" in r for r in recorded(report, part, **keys))
 
 
 def part_attention(report, options, flash):
@@ -528,14 +601,14 @@ def part_attention(report, options, flash):
     were left."""
     budget, left_out = Budget(options.budget), []
     for T in options.sweep:
-        if has(report, "attention", attn="softmax", T=T, way="ours"):
+        ways = [way for way in (*OURS, "sdpa-flash", "sdpa-cudnn")
+                if not has(report, "attention", attn="softmax", T=T, way=way)]
+        if not ways:
             continue
         if budget.left() < 10:
             left_out.append(f"softmax at T = {T}")
             continue
-        with Watch(report, "attention", "softmax", T) as watch:
-            ways = [way for way in (*OURS, "sdpa-flash", "sdpa-cudnn")
-                    if not has(report, "attention", attn="softmax", T=T, way=way)]
+        with Watch(report, "attention", "softmax", T, ways[0], budget, flash) as watch:
             found = measure("softmax", T, ways, flash, ROUNDS + 1, options.seconds, watch)
         say("softmax", T, found)
         keep(report, "attention", "softmax", T, found)
@@ -547,8 +620,9 @@ def part_attention(report, options, flash):
             if budget.left() < 10:
                 left_out.append(f"{name} at T = {T}")
                 continue
-            with Watch(report, "attention", name, T) as watch:
-                beside = beside or timed_softmax(T, flash)
+            with Watch(report, "attention", "softmax", T, "ours", budget, flash) as watch:
+                if beside is None and not has_failed(report, "attention", attn="softmax", T=T, way="ours"):
+                    beside = timed_softmax(T, flash)
                 found = measure(name, T, ["ours"], flash, ROUNDS, options.seconds, watch, beside)
             say(name, T, found)
             keep(report, "attention", name, T, found)
@@ -558,7 +632,9 @@ def part_attention(report, options, flash):
 
 def timed_softmax(T, flash):
     case = Case("softmax", T, 1 if DRY else SETS)
-    return Timed(Ours(case, flash), Judge(case), len(case.joined))
+    timed = Timed(Ours(case, flash), Judge(case), len(case.joined))
+    synchronize()
+    return timed
 
 
 A_PROCESS_GB = 20                # of a compiling process at T = 4096: several T×T arrays in float32
@@ -601,7 +677,7 @@ def part_warm(options):
     (name,), (T,) = options.attn, options.lengths
     torch_ = Torch(Case(name, T, 1), options.way)
     torch_.both(0)
-    torch.cuda.synchronize()
+    synchronize()
 
 
 def part_others(report, options, flash):
@@ -613,8 +689,10 @@ def part_others(report, options, flash):
         """The methods of PyTorch to measure; those that failed are not tried again."""
         return [way for way in way_names(name) if not has(report, "others", attn=name, T=T, way=way)]
 
-    missing = [(name, T) for T in options.lengths for name in options.attn
-               if not has(report, "others", attn=name, T=T, way="ours")]
+    def lacks_ours(name, T):
+        return [] if has(report, "others", attn=name, T=T, way="ours") else ["ours"]
+
+    missing = [(name, T) for T in options.lengths for name in options.attn if lacks_ours(name, T) or lacks(name, T)]
     while missing:
         T = missing[0][1]
         size = len(missing) if DRY else workers(T)
@@ -631,11 +709,14 @@ def part_others(report, options, flash):
             if budget.left() < 15 or len(ways) < len(lacks(name, T)):
                 left_out.append(f"{name} at T = {T}")
                 continue
+            ways = lacks_ours(name, T) + ways
+            if not ways:                                      # its last method has just failed to compile
+                continue
             torch._dynamo.reset()
             if not DRY:
                 torch.cuda.empty_cache()
-            with Watch(report, "others", name, T) as watch:
-                found = measure(name, T, ["ours", *ways], flash, ROUNDS, options.seconds, watch)
+            with Watch(report, "others", name, T, ways[0], budget, flash) as watch:
+                found = measure(name, T, ways, flash, ROUNDS, options.seconds, watch)
             say(name, T, found)
             keep(report, "others", name, T, found)
     tables_others(report, left_out)

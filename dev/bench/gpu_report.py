@@ -4,7 +4,7 @@ section and leaves the others alone.
     python3 dev/bench/gpu_report.py FOLDER state PART                 prints new, unfinished, done or failed
     python3 dev/bench/gpu_report.py FOLDER begin PART                 until `end`, the part is "unfinished"
     python3 dev/bench/gpu_report.py FOLDER check PART NAME VERDICT SECONDS DETAIL
-    python3 dev/bench/gpu_report.py FOLDER passed PART NAME           exit code 0: passed, by this version and device
+    python3 dev/bench/gpu_report.py FOLDER passed PART                prints what this version on this device passed
     python3 dev/bench/gpu_report.py FOLDER failed PART NAME           exit code 0: failed
     python3 dev/bench/gpu_report.py FOLDER fact PART TEXT...
     python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]          without STATUS, the checks decide
@@ -61,7 +61,7 @@ PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench
 PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
                 "package": ("test_package", "part_package"),
                 "determinism": ("recipe", "run", "same_runs", "free_run", "part_determinism"),
-                "sanitizer": ("KERNELS", "attention_kinds", "sanitizer_runs", "part_sanitizer", "run_aside")}
+                "sanitizer": ("KERNELS", "attention_kinds", "sanitizer_runs", "part_sanitizer")}
 
 
 def ask_gpu(query):
@@ -143,9 +143,10 @@ class Report:
             return "new"
         return status if status in ("done", "failed") else "unfinished"
 
-    def passed(self, name, check):
-        return self.is_current(name) and any(c["name"] == check and c["verdict"] in ("ok", "info")
-                                             for c in self.part(name)["checks"])
+    def passed(self, name):
+        """The names of the checks that need not run again."""
+        checks = self.part(name)["checks"] if self.is_current(name) else []
+        return [c["name"] for c in checks if c["verdict"] in ("ok", "info")]
 
     def failed(self, name, check):
         return self.is_current(name) and any(c["name"] == check and c["verdict"].startswith("FAILED")
@@ -460,7 +461,7 @@ def verdict_of(compare, *words):
 
 
 # How many words follow a verb: at least and at most (None: any number).
-COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (2, 2), "failed": (2, 2), "fact": (1, None),
+COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (1, 1), "failed": (2, 2), "fact": (1, None),
           "end": (1, 2), "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0),
           "status": (0, None), "version": (1, 1), "curves": (2, None)}
 COMPARISONS = {"same": (2, 2), "close": (3, 3)}
@@ -511,8 +512,11 @@ def main():
     if verb in ("state", "version"):
         print(report.state(part) if verb == "state" else version(part))
         return 0
-    if verb in ("passed", "failed"):
-        return 0 if getattr(report, verb)(part, words[1]) else FAILED
+    if verb == "passed":
+        print("\n".join(report.passed(part)))
+        return 0
+    if verb == "failed":
+        return 0 if report.failed(part, words[1]) else FAILED
     writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone,
                "forget": lambda name: report.parts.pop(name, None),
                "check": lambda part, name, verdict, seconds, detail: (

@@ -67,7 +67,7 @@ struct Settings {
     // CUDA_ON_CPU_WATCHED   blocks of each launch that the race check watches, which takes long; default: all.
     uint64_t watched;
     // CUDA_ON_CPU_RESIDENT  blocks that may have started and not ended at a time, of which some wait for others.
-    uint64_t resident;
+    uint64_t resident, processors;
     bool report;             // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
     const char *schedule;    // CUDA_ON_CPU_SCHEDULE    a file for the operations of all streams; NULL: none
 };

@@ -43,10 +43,10 @@ struct Barrier {    // an mbarrier
     std::bitset<BLOCK_THREADS> arrived;    // in this phase
 };
 
-struct Piece {             // up to 16 bytes of a copy
-    uint32_t offset;       // in shared memory
-    char *global;          // of the piece's first byte, even if that byte is out of bounds
-    uint8_t first, end;    // the bytes that are in bounds
+struct Piece {          // 16 bytes of a copy
+    uint32_t offset;    // in shared memory
+    char *global;
+    uint8_t inside;    // of its bytes, so many are in bounds, from the first on
 };
 
 struct BulkCopy {
@@ -466,8 +466,12 @@ struct TensorMapBits {    // a CUtensorMap of the emulation
 static_assert(sizeof(TensorMapBits) <= sizeof(CUtensorMap), "the emulated tensor map fits into CUDA's");
 static const uint64_t TENSOR_MAP = 0x70616d726f736e74;
 
+static int64_t row_bytes(const TensorMapBits &m) {
+    return (int64_t)(m.dims[0] * m.element_bytes);
+}
+
 static uint64_t extent(const TensorMapBits &m) {    // in bytes
-    uint64_t bytes = m.dims[0] * m.element_bytes;
+    uint64_t bytes = (uint64_t)row_bytes(m);
     for (uint32_t i = 1; i < m.rank; i++) bytes += (m.dims[i] - 1) * m.strides[i - 1];
     return bytes;
 }
@@ -580,12 +584,10 @@ static void list_pieces(BulkCopy &c, const TensorMapBits &m, const int *at, uint
             from += x * (int64_t)m.strides[i - 1];
         }
         for (uint32_t p = 0; p < row_pieces; p++) {
-            int64_t first = (int64_t)at[0] * m.element_bytes + p * PIECE, end = (int64_t)(m.dims[0] * m.element_bytes);
-            int64_t low = std::min<int64_t>(std::max<int64_t>(-first, 0), PIECE);
-            int64_t high = std::max(std::min<int64_t>(end - first, PIECE), low);
-            Piece piece = {swizzled(to + (row * row_pieces + p) * PIECE, (int)m.swizzle), m.base + from + first,
-                           (uint8_t)(inside ? low : 0), (uint8_t)(inside ? high : 0)};
-            c.pieces.push_back(piece);
+            const int64_t first = (int64_t)at[0] * m.element_bytes + p * PIECE, left = row_bytes(m) - first;
+            const bool some = inside && first >= 0 && left > 0;
+            c.pieces.push_back({swizzled(to + (row * row_pieces + p) * PIECE, (int)m.swizzle), m.base + from + first,
+                                (uint8_t)(some ? std::min<int64_t>(left, PIECE) : 0)});
         }
     }
 }
@@ -604,9 +606,9 @@ static void announce_copy(Worker &w, AsyncThread &t, const BulkCopy &c) {
         char *shared = shared_pointer(w, p.offset);
         if (c.kind == TMA_LOAD) __tsan_write_range(shared, PIECE);
         else __tsan_read_range(shared, PIECE);
-        if (p.end == p.first) continue;
-        if (c.kind == TMA_LOAD) __tsan_read_range(p.global + p.first, p.end - p.first);
-        if (c.kind == TMA_STORE) __tsan_write_range(p.global + p.first, p.end - p.first);
+        if (p.inside == 0) continue;
+        if (c.kind == TMA_LOAD) __tsan_read_range(p.global, p.inside);
+        if (c.kind == TMA_STORE) __tsan_write_range(p.global, p.inside);
     }
     if (c.barrier) __tsan_release(sync_of(*c.barrier, c.phase));
     __tsan_switch_to_fiber(context, 1);
@@ -661,7 +663,7 @@ static void complete_load(Worker &w, Async &a, BulkCopy &c) {
         if (!is_filled(to, PIECE, POISON))
             die("BUFFER IN USE: something has stored to shared memory that the TMA load at %s:%d was still writing",
                 c.site.file, c.site.line);
-        memcpy(bytes + p.first, p.global + p.first, (size_t)(p.end - p.first));
+        memcpy(bytes, p.global, p.inside);
         memcpy(to, bytes, PIECE);
         memcpy(a.shadow + p.offset, bytes, PIECE);
         a.loaded[p.offset / PIECE].in_flight = false;
@@ -686,10 +688,8 @@ static void read_source(Worker &w, Async &a, BulkCopy &c, const char *name) {
 static void write_target(BulkCopy &c) {
     for (size_t i = 0; i < c.pieces.size(); i++) {
         const Piece &p = c.pieces[i];
-        char *to = p.global + p.first;
-        const char *from = &c.source[i * PIECE + p.first];
-        if (c.kind == TMA_REDUCE_ADD) add_floats(to, from, p.end - p.first);
-        else memcpy(to, from, (size_t)(p.end - p.first));
+        if (c.kind == TMA_REDUCE_ADD) add_floats(p.global, &c.source[i * PIECE], p.inside);
+        else memcpy(p.global, &c.source[i * PIECE], p.inside);
     }
 }
 
@@ -728,6 +728,14 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const cha
     step_copy(w, a, a.copies.size() - 1);
 }
 
+// Hardware stores whole pieces: what is left of a row's last one, beyond the tensor's end, is overwritten as well.
+static void check_row_end(const BulkCopy &c, const TensorMapBits &m, const char *name) {
+    for (const Piece &p : c.pieces)
+        if (p.inside % PIECE != 0)
+            die("STORE PAST THE ROW'S END: %s at %s:%d writes whole pieces of 16 bytes, and so %d bytes past the end of rows of %lld bytes",
+                name, c.site.file, c.site.line, PIECE - p.inside, (long long)row_bytes(m));
+}
+
 void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, const int *at, int rank, Site site) {
     Unseen unseen;
     Worker &w = *worker;
@@ -756,7 +764,11 @@ void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, co
     if (offset % alignment_of((int)m.swizzle) != 0)
         die("MISALIGNED: the box of %s at %s:%d is at byte %zu of shared memory, which is not a multiple of %u", name,
             site.file, site.line, offset, alignment_of((int)m.swizzle));
+    if ((int64_t)at[0] * m.element_bytes % PIECE != 0)
+        die("MISALIGNED COORDINATE: %s at %s:%d: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
+            name, site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
     list_pieces(*c, m, at, (uint32_t)offset);
+    if (kind != TMA_LOAD) check_row_end(*c, m, name);
     issue(w, a, std::move(c), name, b, (int)m.swizzle);
 }
 
@@ -779,7 +791,7 @@ void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, 
     c->site = site;
     c->bytes = bytes;
     for (uint32_t i = 0; i < bytes; i += PIECE)
-        c->pieces.push_back({(uint32_t)shared_offset(w, shared) + i, (char *)global + i, 0, PIECE});
+        c->pieces.push_back({(uint32_t)shared_offset(w, shared) + i, (char *)global + i, PIECE});
     issue(w, a, std::move(c), name, b, SWIZZLE_NONE);
 }
 

@@ -172,6 +172,10 @@ template <int groups, int NT, int NT2>
 DEVICE void wgmma_wait(float (&d)[NT][4], float (&d2)[NT2][4], CUDA_ON_CPU_SITE) {
     cuda_on_cpu::wgmma_wait_for(groups, {(float *)d, (float *)d2}, {file, line});
 }
+template <int groups, int NT, int NT2, int NT3>
+DEVICE void wgmma_wait(float (&d)[NT][4], float (&d2)[NT2][4], float (&d3)[NT3][4], CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::wgmma_wait_for(groups, {(float *)d, (float *)d2, (float *)d3}, {file, line});
+}
 
 // ---- threads of a block
 

@@ -100,6 +100,8 @@ static Settings from_environment() {
     s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
     s.resident = number("CUDA_ON_CPU_RESIDENT", PROCESSORS);
     if (s.resident == 0) die("CUDA_ON_CPU_RESIDENT=0: at least one block has to run");
+    s.processors = number("CUDA_ON_CPU_PROCESSORS", PROCESSORS);
+    if (s.processors == 0) die("CUDA_ON_CPU_PROCESSORS=0: at least one is needed");
     s.report = number("CUDA_ON_CPU_REPORT", 0) != 0;
     s.schedule = setting("CUDA_ON_CPU_SCHEDULE");
     refuse_unknown();
@@ -1309,7 +1311,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->maxGridSize[1] = p->maxGridSize[2] = 65535;
     p->major = settings().capability / 10;
     p->minor = settings().capability % 10;
-    p->multiProcessorCount = PROCESSORS;
+    p->multiProcessorCount = (int)settings().processors;
     p->l2CacheSize = 50 * 1024 * 1024;
     p->memoryBusWidth = 5120;
     p->totalConstMem = 65536;

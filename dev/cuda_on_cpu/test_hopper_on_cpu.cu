@@ -73,16 +73,21 @@ DEVICE T *aligned(T *p) {    // to a multiple of 1,024 bytes of shared memory; t
 // ---- numbers: TMA
 
 enum { TMA_TILE = 16 * 1024 };
+enum { LOAD_ONLY = 0, STORE = 1, ADD = 2 };
 
-// Loads a box, adds it to another tensor, and stores it into a third.
+// Loads a box from `where`; stores it into another tensor, adds it to a third, or neither, at the coordinates that
+// follow those of the load.
 template <class T, int RANK>
 KERNEL void tma_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap out, GRID_CONSTANT TensorMap sums,
-                       const int *where, T *tile_copy, int bytes) {
+                       const int *where, T *tile_copy, int bytes, int then) {
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Mbarrier, full, 1);
     T *tile = (T *)aligned(memory);
-    int at[RANK];
-    for (int i = 0; i < RANK; i++) at[i] = where[i];
+    int at[RANK], to[RANK];
+    for (int i = 0; i < RANK; i++) {
+        at[i] = where[i];
+        to[i] = where[RANK + i];
+    }
     if (threadIdx.x == 0) {
         mbarrier_init(full, 1);
         mbarrier_init_fence();
@@ -95,8 +100,8 @@ KERNEL void tma_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap out, 
     mbarrier_wait(full, 0);
     for (int i = (int)threadIdx.x; i < bytes / (int)sizeof(T); i += (int)blockDim.x) tile_copy[i] = tile[i];
     if (threadIdx.x != 0) return;
-    tma_store(&out, tile, at);
-    if (sizeof(T) == 4) tma_reduce_add(&sums, tile, at);
+    if (then & STORE) tma_store(&out, tile, to);
+    if (then & ADD) tma_reduce_add(&sums, tile, to);
     bulk_commit();
     bulk_wait<0>();
 }
@@ -107,45 +112,81 @@ static size_t swizzled_byte(size_t byte, Swizzle swizzle) {    // in a tile that
     return swizzle ? row * 128 + (piece ^ change) * 16 + byte % 16 : byte;
 }
 
+struct TmaTensor {
+    std::vector<cuuint64_t> dims, strides;    // in bytes, from the second dimension on, with gaps between rows
+    size_t element, n;                        // bytes; number of elements, those in gaps included
+
+    TmaTensor(std::vector<cuuint64_t> sizes, size_t element) : dims(sizes), element(element), n(sizes[0]) {
+        for (size_t i = 1; i < dims.size(); i++)
+            strides.push_back(i == 1 ? (dims[0] * element + 31) / 16 * 16 : strides.back() * dims[i - 1]);
+        if (!strides.empty()) n = strides.back() * dims.back() / element;
+    }
+
+    // Sets *index to that of the box's i-th element. False if it is out of bounds.
+    bool find(size_t *index, size_t i, const std::vector<cuuint32_t> &box, const int *at) const {
+        bool inside = true;
+        *index = 0;
+        for (size_t d = 0; d < dims.size(); d++) {
+            const int64_t c = at[d] + (int64_t)(i % box[d]);
+            i /= box[d];
+            inside &= c >= 0 && c < (int64_t)dims[d];
+            if (inside) *index += (size_t)c * (d == 0 ? 1 : strides[d - 1] / element);
+        }
+        return inside;
+    }
+};
+
+// The box is loaded at `at`, and stored and added, according to `then`, at `to`, by default the same place.
 template <class T, int RANK>
-static void tma_numbers(std::vector<cuuint64_t> dims, std::vector<cuuint32_t> box, std::vector<int> at,
-                        Swizzle swizzle) {
-    std::vector<cuuint64_t> strides;
-    size_t n = 1, boxed = 1;
-    cuuint64_t row = (dims[0] * sizeof(T) + 31) / 16 * 16;    // with a gap
-    for (int i = 1; i < RANK; i++) strides.push_back(i == 1 ? row : strides.back() * dims[(size_t)i - 1]);
-    n = RANK == 1 ? dims[0] : strides.back() * dims.back() / sizeof(T);
+static void tma_numbers(std::vector<cuuint64_t> dims, std::vector<cuuint32_t> box, std::vector<int> at, Swizzle swizzle,
+                        int then = sizeof(T) == 4 ? STORE | ADD : STORE, std::vector<int> to = {}) {
+    const TmaTensor tensor(dims, sizeof(T));
+    const size_t n = tensor.n;
+    size_t boxed = 1;
     for (cuuint32_t b : box) boxed *= b;
+    at.insert(at.end(), to.empty() ? at.begin() : to.begin(), to.empty() ? at.end() : to.end());
     std::vector<T> x = small_numbers<T>(n, 1), y(n), z = small_numbers<T>(n, 2);
     for (T &v : y) set(v, 99.0f);
     Device<T> in(x), out(y), sums(z), tile(TMA_TILE / sizeof(T));
     Device<int> where(at);
     TensorMap maps[3];
     T *p[] = {in.p, out.p, sums.p};
-    for (int i = 0; i < 3; i++) CHECK(encode(&maps[i], p[i], dims, strides, box, swizzle) == CUDA_SUCCESS, "encode");
+    for (int i = 0; i < 3; i++)
+        CHECK(encode(&maps[i], p[i], dims, tensor.strides, box, swizzle) == CUDA_SUCCESS, "encode");
     launch(tma_kernel<T, RANK>, 1, 64, TMA_TILE + 1024, NULL, maps[0], maps[1], maps[2], where.p, tile.p,
-           (int)(boxed * sizeof(T)));
+           (int)(boxed * sizeof(T)), then);
     std::vector<T> got = tile.host(), stored = out.host(), added = sums.host();
     for (size_t i = 0; i < boxed; i++) {
-        size_t rest = i, byte = swizzled_byte(i * sizeof(T), swizzle), from = 0;
-        bool inside = true;
-        for (int d = 0; d < RANK; d++) {
-            int64_t c = at[(size_t)d] + (int64_t)(rest % box[(size_t)d]);
-            rest /= box[(size_t)d];
-            inside &= c >= 0 && c < (int64_t)dims[(size_t)d];
-            if (inside) from += (size_t)c * (d == 0 ? 1 : strides[(size_t)d - 1] / sizeof(T));
-        }
-        float expected = inside ? to_float(x[from]) : 0.0f;
+        size_t byte = swizzled_byte(i * sizeof(T), swizzle), index;
+        float expected = tensor.find(&index, i, box, at.data()) ? to_float(x[index]) : 0.0f;
         CHECK(to_float(got[byte / sizeof(T)]) == expected, "rank %d swizzle %d element %zu: %g, not %g", RANK, swizzle,
               i, to_float(got[byte / sizeof(T)]), expected);
-        if (!inside) continue;
-        set(y[from], expected);
-        set(z[from], to_float(z[from]) + expected);
+        if (!tensor.find(&index, i, box, &at[RANK])) continue;
+        if (then & STORE) set(y[index], expected);
+        if (then & ADD) set(z[index], to_float(z[index]) + expected);
     }
     for (size_t i = 0; i < n; i++) {
         CHECK(to_float(stored[i]) == to_float(y[i]), "rank %d: stored %zu: %g", RANK, i, to_float(stored[i]));
-        CHECK(sizeof(T) == 2 || to_float(added[i]) == to_float(z[i]), "rank %d: added %zu", RANK, i);
+        CHECK(to_float(added[i]) == to_float(z[i]), "rank %d: added %zu", RANK, i);
     }
+}
+
+// ---- defects at the edges of a tensor
+
+static void load_at_misaligned_coordinate(bool defect) {
+    tma_numbers<float, 2>({20, 9}, {24, 4}, {defect ? -3 : -4, -1}, SWIZZLE_NONE, LOAD_ONLY);
+}
+static void store_at_misaligned_coordinate(bool defect) {
+    tma_numbers<bf16, 2>({56, 9}, {16, 4}, {8, 3}, SWIZZLE_32, STORE, {defect ? 12 : 16, 3});
+}
+static void reduction_at_misaligned_coordinate(bool defect) {
+    tma_numbers<float, 2>({20, 9}, {24, 4}, {0, 0}, SWIZZLE_NONE, ADD, {defect ? 3 : 4, 7});
+}
+static void store_past_row_end(bool defect) {
+    tma_numbers<bf16, 2>({defect ? 50u : 56u, 40}, {48, 16}, {16, 30}, SWIZZLE_NONE);
+}
+static void reduction_past_row_end(bool defect) {
+    tma_numbers<float, 2>({defect ? 17u : 20u, 9}, {24, 4}, {-4, 7}, SWIZZLE_NONE, ADD);
 }
 
 // ---- numbers: wgmma
@@ -705,10 +746,15 @@ static void registers_numbers() {
 static void numbers() {
     for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
         const unsigned row = s ? 16u << s : 96;
-        tma_numbers<bf16, 2>({50, 40}, {row / 2, 16}, {8, 30}, s);
-        tma_numbers<float, 3>({17, 9, 5}, {row / 4, 4, 3}, {-3, -1, 3}, s);
+        tma_numbers<bf16, 2>({56, 40}, {row / 2, 16}, {48, 30}, s);
+        tma_numbers<bf16, 2>({50, 40}, {row / 2, 16}, {48, 30}, s, LOAD_ONLY);
+        tma_numbers<float, 3>({20, 9, 5}, {row / 4, 4, 3}, {-4, -1, 3}, s);
         tma_numbers<bf16, 4>({32, 3, 5, 2}, {row / 2, 2, 4, 1}, {0, 1, 2, 1}, s);
     }
+    // Rows of 68 bytes, of which boxes leave out the last 4: they end before, begin behind, or have no row in bounds.
+    tma_numbers<float, 2>({17, 9}, {16, 4}, {0, 7}, SWIZZLE_NONE);
+    tma_numbers<float, 2>({17, 9}, {16, 4}, {20, 7}, SWIZZLE_NONE);
+    tma_numbers<float, 2>({17, 9}, {16, 4}, {16, -4}, SWIZZLE_NONE);
     tma_numbers<float, 1>({100}, {64}, {60}, SWIZZLE_NONE);
     tma_numbers<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {0, 2, -1, 1, 1}, SWIZZLE_32);
     wgmma_majors<1>();
@@ -735,7 +781,9 @@ PIPELINE_DEFECTS(X)
     X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(missing_counter_wait) X(counter_not_advanced) \
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
     X(tickets_before_writes) X(last_turn_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
-    X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation)
+    X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation) X(load_at_misaligned_coordinate) \
+    X(store_at_misaligned_coordinate) X(reduction_at_misaligned_coordinate) X(store_past_row_end) \
+    X(reduction_past_row_end)
 
 int main(int argc, char **argv) {
 #define X(f) {#f, f},

@@ -132,6 +132,16 @@ FOUND = {
     "map_box_too_large": (r"cuTensorMapEncodeTiled: the box has the size 512 in dimension 1", "plain", [DEFAULT]),
     "map_past_allocation": (r"cuTensorMapEncodeTiled: the tensor's \d+ bytes at .* are not all device memory", "plain",
                             [DEFAULT]),
+    "load_at_misaligned_coordinate": (r"MISALIGNED COORDINATE: tma_load at .* coordinate, -3, is at byte -12 ", "plain",
+                                      [DEFAULT]),
+    "store_at_misaligned_coordinate": (r"MISALIGNED COORDINATE: tma_store at .* coordinate, 12, is at byte 24 ",
+                                       "plain", [DEFAULT]),
+    "reduction_at_misaligned_coordinate": (r"MISALIGNED COORDINATE: tma_reduce_add at .* coordinate, 3, is at byte 12 ",
+                                           "plain", [DEFAULT]),
+    "store_past_row_end": (r"STORE PAST THE ROW'S END: tma_store at .* 12 bytes past the end of rows of 100 bytes",
+                           "plain", [DEFAULT]),
+    "reduction_past_row_end": (r"STORE PAST THE ROW'S END: tma_reduce_add at .* 12 bytes past the end of rows of "
+                               r"68 bytes", "plain", [DEFAULT]),
 }
 
 SETTINGS = [f"ORDER={order} ASYNC={when} SEED={seed}" for order, when, seed in itertools.product(

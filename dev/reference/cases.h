@@ -20,6 +20,9 @@
 #ifndef UPDATE_BOUND
 #define UPDATE_BOUND 1e-3                                // of a tensor's change over ten steps
 #endif
+#ifndef GRADIENT_BOUND
+#define GRADIENT_BOUND(attn) 1e-4                        // of a tensor's gradient, under a Normalizer *
+#endif
 
 static int passed, failed;
 static const char *case_name;
@@ -272,7 +275,7 @@ static void test_model(void) {
     check("loss", relative(loss, losses[0]), 1e-5);
     // At T = 1 under l1, the gradients of q and k are 0, so that only rounding is left.
     double floor = (c.T == 1 ? 1e-2 : 1e-3) * subject_norm();
-    worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, 1e-4));
+    worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, GRADIENT_BOUND(&c.config.attn)));
     if (c.B == 2) check_accumulation(&c, batch, loss);
     if (steps) worst = largest(worst, check_training(&c, steps));
     case_done(before, worst);

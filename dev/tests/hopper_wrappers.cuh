@@ -33,11 +33,12 @@ static std::vector<X> whole(size_t n, unsigned seed) {
     return y;
 }
 
-// ---- TMA: a box is loaded, copied to `tile`, stored into `out` and added to `sums`.
+// ---- TMA: a box is loaded, copied to `tile`, and, unless `load_only`, stored into `out` and added to `sums`.
 
 template <class X, int RANK>
 struct TmaCase {
     int at[RANK];
+    bool load_only;
     int bytes, phases;    // the load is repeated, so that phases of the mbarrier alternate
 };
 
@@ -62,7 +63,7 @@ KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap 
         __syncthreads();
     }
     for (int i = threadIdx.x; i < c.bytes / (int)sizeof(X); i += blockDim.x) tile[i] = shared[i];
-    if (threadIdx.x > 0) return;
+    if (threadIdx.x > 0 || c.load_only) return;
     tma_store(&out, shared, c.at);
     bulk_commit();
     if (sizeof(X) == 4) tma_reduce_add(&sums, shared, c.at);
@@ -80,8 +81,10 @@ static size_t swizzle_table(size_t byte, Swizzle swizzle) {
 }
 
 template <class X, int RANK>
-static void test_tma(std::vector<uint64_t> sizes, std::vector<uint32_t> box, TmaCase<X, RANK> c, Swizzle swizzle) {
-    if (!case_begins("wrappers tma %s %d dimensions, swizzle %d", type_name<X>(), RANK, swizzle ? 16 << swizzle : 0))
+static void test_tma(const char *what, std::vector<uint64_t> sizes, std::vector<uint32_t> box, TmaCase<X, RANK> c,
+                     Swizzle swizzle) {
+    if (!case_begins("wrappers tma %s rank %d, swizzle %d, %s", type_name<X>(), RANK, swizzle ? 16 << swizzle : 0,
+                     what))
         return;
     std::vector<uint64_t> strides;
     size_t boxed = 1;
@@ -116,7 +119,7 @@ static void test_tma(std::vector<uint64_t> sizes, std::vector<uint32_t> box, Tma
             if (inside) from += (size_t)at * (d == 0 ? 1 : strides[(size_t)d - 1] / sizeof(X));
         }
         got[swizzle_table(i * sizeof(X), swizzle) / sizeof(X)] = inside ? x[from] : 0;
-        if (!inside) continue;
+        if (!inside || c.load_only) continue;
         stored[from] = x[from];
         added[from] += sizeof(X) == 4 ? x[from] : 0;
     }
@@ -126,15 +129,31 @@ static void test_tma(std::vector<uint64_t> sizes, std::vector<uint32_t> box, Tma
     case_ends();
 }
 
+// A box that begins before the start of every dimension, and one that ends past every end.
+template <class X, int RANK>
+static void test_tma_edges(std::vector<uint64_t> sizes, std::vector<uint32_t> box, Swizzle swizzle) {
+    TmaCase<X, RANK> before = {}, past = {};
+    for (int d = 0; d < RANK; d++) {
+        const int half = (int)box[(size_t)d] / 2;
+        before.at[d] = -half;
+        past.at[d] = (int)sizes[(size_t)d] - half;
+    }
+    test_tma<X, RANK>("before the start", sizes, box, before, swizzle);
+    test_tma<X, RANK>("past the end", sizes, box, past, swizzle);
+}
+
 static void test_tmas(void) {
     for (Swizzle s : {SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128}) {
         const uint32_t row = s ? 16u << s : 96;    // bytes
-        test_tma<bf16, 2>({50, 40}, {row / 2, 16}, {{8, 30}, 0, 0}, s);
-        test_tma<float, 3>({17, 9, 5}, {row / 4, 4, 3}, {{-3, -1, 3}, 0, 0}, s);
-        test_tma<bf16, 4>({64, 3, 5, 2}, {row / 2, 2, 8, 1}, {{0, 1, 2, 1}, 0, 0}, s);
+        test_tma_edges<bf16, 2>({56, 40}, {row / 2, 16}, s);
+        test_tma_edges<float, 3>({20, 9, 5}, {row / 4, 4, 3}, s);
+        test_tma_edges<bf16, 4>({64, 3, 5, 2}, {row / 2, 2, 8, 2}, s);
     }
-    test_tma<float, 1>({100}, {64}, {{60}, 0, 0}, SWIZZLE_NONE);
-    test_tma<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {{0, 2, -1, 1, 1}, 0, 0}, SWIZZLE_32);
+    test_tma_edges<float, 1>({100}, {64}, SWIZZLE_NONE);
+    test_tma_edges<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, SWIZZLE_32);
+    test_tma<float, 3>("past both ends", {16, 3, 2}, {24, 5, 4}, {{-4, -1, -1}, false, 0, 0}, SWIZZLE_NONE);
+    test_tma<bf16, 2>("rows of 100 bytes", {50, 40}, {64, 16}, {{8, 30}, true, 0, 0}, SWIZZLE_128);
+    test_tma<float, 3>("rows of 68 bytes", {17, 9, 5}, {24, 4, 3}, {{-4, -1, 3}, true, 0, 0}, SWIZZLE_NONE);
 }
 
 // ---- a ring of two stages, filled by bulk_load in one warpgroup and emptied by two others, which get its registers.

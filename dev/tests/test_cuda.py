@@ -742,12 +742,53 @@ def test_dry_run(cuda, data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+PHASES = ("attention", "rmsnorm", "logits and loss", "gradient norm and AdamW")
+ASIDE = "validation, samples, checkpoints"
+
+
+def profile(text):
+    """{phase: milliseconds per step} of the table that --profile prints."""
+    return {name: float(ms) for name, ms in re.findall(r"^(.+?) +([\d.]+) +[\d.]+%$", text.split("phase")[1], re.M)}
+
+
 def test_profile(cuda, data):
     text = train(data, *SMALL, "--steps", 3, "--profile", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
     assert launches(text)[0][1] == 0                     # each phase is timed by itself
-    rows = dict(re.findall(r"^(.+?) +([\d.]+) +[\d.]+%$", text.split("phase")[1], re.M))
-    for name in ("attention", "rmsnorm", "logits and loss", "gradient norm and AdamW"):
-        assert name in rows
+    assert profile(text).keys() >= set(PHASES)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("flags", [[], ["--sample-every", 1]], ids=["late", "pauses"])
+def test_a_profile_leaves_out_the_first_step(cuda, data, tmp_path, count, flags):
+    """The table has the averages of the metrics' phases from the second step on, or those of a run's only step."""
+    text = train(data, *SMALL, *flags, "--steps", count, "--profile", "--out", tmp_path / "out", program=cuda)
+    counted = [phases for phases, in metrics(tmp_path / "out", ["ms_by_phase"])][1 if count > 1 else 0:]
+    for name in PHASES:
+        assert profile(text)[name] == pytest.approx(np.mean([phases[name] for phases in counted]), abs=0.006)
+
+
+def test_a_profile_leaves_out_the_first_validation(cuda, data):
+    """With a validation after both of two steps, or after the second alone, one validation counts."""
+    flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 500, "--sample-every", 0, "--profile"]
+    ratios = []
+    while not ratios or not 0.6 < ratios[-1] < 1.5:      # on a busy machine one may take longer
+        assert len(ratios) < 4, ratios
+        both, one = (profile(train(data, *flags, "--steps", 2, "--val-every", every, program=cuda))[ASIDE]
+                     for every in (1, 2))
+        ratios.append(both / one)
+
+
+def test_a_profile_on_the_cpu(data, tmp_path):
+    """The phases add up to the time of the steps after the first."""
+    flags = ["--model", "layers=2,heads=4,channels=256,ffn=512,vocab=97", "--seq-len", 64, "--batch", 8, "--steps", 3,
+             "--warmup", 2, "--profile"]
+    ratios = []
+    while not ratios or not 0.9 < ratios[-1] < 1.1:
+        assert len(ratios) < 4, ratios
+        out = tmp_path / str(len(ratios))
+        rows = profile(train(data, *flags, "--out", out))
+        ratios.append(sum(ms for name, ms in rows.items() if name != ASIDE)
+                      / np.mean([ms for ms, in metrics(out, ["ms"])][1:]))
 
 
 def test_metrics_have_the_gpu_memory(cuda, data, tmp_path):

@@ -36,6 +36,9 @@ ON_GPU = torch.cuda.is_available() or (shutil.which("nvidia-smi") is not None an
 
 # ---- The library
 
+SETTINGS = {"PROCESSORS": "2"}
+
+
 def library_file():
     if "FLASH_SO" in os.environ:
         return Path(os.environ["FLASH_SO"])
@@ -82,17 +85,19 @@ class Libraries:
 
 @pytest.fixture(scope="session")
 def flash(flash_file, tmp_path_factory):
-    return Libraries(flash_file, tmp_path_factory.mktemp("flash"), {})
+    return Libraries(flash_file, tmp_path_factory.mktemp("flash"), SETTINGS)
 
 
 @pytest.fixture(scope="session")
 def flash_with(flash_file, tmp_path_factory):
-    """The library with settings of the emulator, loaded once for the same settings."""
+    """The library with settings of the emulator, loaded once for the same settings. With few SMs, blocks of the forward
+    kernel compute several blocks of rows; PROCESSORS="132" gives each its own."""
     loaded = {}
 
     def libraries(**settings):
         if ON_GPU:
             pytest.skip("a GPU has no settings for the order")
+        settings = SETTINGS | settings
         key = tuple(sorted(settings.items()))
         if key not in loaded:
             loaded[key] = Libraries(flash_file, tmp_path_factory.mktemp("flash"), settings)

@@ -78,18 +78,26 @@ def fake_programs(folder, **texts):
     return f"{folder}:/usr/bin:/bin"
 
 
-# The programs that make "builds" on the machine below; they record their arguments. One group of kernels crashes, and
-# another is killed, as if memory had run out.
+# The programs that make "builds" on the machine below; they record their arguments, and when they run. One group of
+# kernels crashes, and another is killed, as if memory had run out.
 PROGRAM = """#!/bin/sh
 echo "$0 $*" >>"{log}"
-case $1 in rope) kill -SEGV $$ ;; swiglu) kill -KILL $$ ;; orders) echo "note: refused"; exit 6 ;; --help) ;; esac
+[ "$1" != --help ] || exit ${{HELP_CODE:-0}}
+echo "begin $1" >>"{log}.order"
+sleep ${{NAP:-0}}
+echo "end $1" >>"{log}.order"
+case $1 in rope) kill -SEGV $$ ;; swiglu) kill -KILL $$ ;; orders) echo "note: refused"; exit 6 ;; esac
 echo "3 passed, 0 failed"
 """
 MAKE = """#!/bin/sh
 case "$*" in *lacking*|*--version*) exit 0 ;; *show-it*CUDA*|*show-it*CUBLAS*) echo "{cuda}"; exit 0 ;; esac
 echo made >>"{log}"
 for word in "$@"; do
-    case $word in build/*) mkdir -p "$(dirname "$word")"; cp "{program}" "$word"; chmod +x "$word" ;; esac
+    case $word in
+        BUILD=*) build=${{word#*=}} ;;
+        attn_c) mkdir -p "$build/python/attn_c" ;;
+        build/*) mkdir -p "$(dirname "$word")"; cp "{program}" "$word"; chmod +x "$word" ;;
+    esac
 done
 """
 
@@ -154,6 +162,90 @@ def test_built_by_contents_not_by_times(tmp_path):
     assert machine.calls("made") == 4 and (program.parent / "an.o").exists()
 
 
+def packed(folder, **programs):
+    """A machine with the programs that pack has built there; what else pack collects needs a network."""
+    machine = Machine(folder, **programs)
+    machine.edit("scripts/gpu_check.sh", "for thing in libraries cudart cublas python text curve programs",
+                 "for thing in programs")
+    machine.call("pack", code=0)
+    shutil.rmtree(machine.root / "build/packed")
+    assert machine.calls("made") == 1
+    return machine
+
+
+@pytest.mark.drawn(3, of="whole calls")
+def test_packed_programs_are_used(tmp_path):
+    machine = packed(tmp_path)
+    assert "pack's programs, sm_90: ok" in machine.call("build", code=0)
+    assert "nothing to do" in machine.call("build", code=0)
+    assert "== build" not in machine.call("tests", code=1)                   # 1: some of these programs crash
+    assert machine.calls("made") == 1 and machine.calls("test_kernels norms") == 1
+    (machine.root / "build/gpu_programs/train_gpt2cu").write_text("something else was built here\n")
+    assert "pack's programs, sm_90: ok" in machine.call("build", code=0)
+    assert machine.calls("made") == 1
+    machine.call("several", code=gpu_report.NO_GPU)      # which needs MPI and NCCL
+    assert machine.calls("made") == 2
+    assert "nothing to do" in machine.call("build", code=0)
+
+
+@pytest.mark.drawn(3, of="whole calls")
+def test_packed_programs_of_another_version_are_not_used(tmp_path):
+    machine = packed(tmp_path)
+    assert "or for another GPU: not used" in machine.call("build", code=0, GPUS="80")
+    assert machine.calls("made") == 2
+    shutil.rmtree(machine.root / "build/gpu_programs")
+    flash = machine.root / "attention/flash.cuh"
+    flash.write_text(flash.read_text() + "// changed\n")
+    assert "built from other sources" in machine.call("build", code=0)
+    assert machine.calls("made") == 3
+
+
+# As glibc's, for a program that was linked with a newer one.
+LDD = "echo \"$1: libc.so.6: version \\`GLIBC_2.99' not found (required by $1)\""
+
+
+@pytest.mark.drawn(3, of="whole calls")
+@pytest.mark.parametrize("settings, programs, says", [
+    ({"HELP_CODE": "1"}, {}, "train_gpt2cu --help: exit code 1"), ({}, {"ldd": LDD}, "GLIBC_2.99' not found"),
+    ({"TRUNCATED": "1"}, {}, "ended before the end-of-stream marker")], ids=["help", "glibc", "truncated"])
+def test_packed_programs_that_do_not_start_are_rebuilt(tmp_path, settings, programs, says):
+    machine = packed(tmp_path, **programs)
+    archive, = (machine.out / "deps/programs").glob("*.xz")
+    if "TRUNCATED" in settings:
+        os.truncate(archive, archive.stat().st_size - 40)
+    said = machine.call("build", code=0, **settings)
+    assert "pack's programs, sm_90: info" in said and says in said
+    build = parts_of(machine.out)["build"]
+    assert build["status"] == "done" and [c["verdict"] for c in build["checks"]] == ["info", "ok"]
+    assert machine.calls("made") == 2
+    assert "nothing to do" in machine.call("build", code=0, **settings)      # they are not tried again
+
+
+def test_packed_programs_need_no_compiler(tmp_path):
+    machine = packed(tmp_path)
+    (tmp_path / "cuda/include/cublasLt.h").unlink()
+    machine.nvcc('printf "#!/bin/sh\\n" >"$3"; chmod +x "$3"')                # the kernel that the probe builds
+    said = machine.call("probe", code=0)
+    assert "programs: pack's" in said and "cublasLt.h: missing" in said
+
+
+@pytest.mark.drawn(3, of="whole calls")
+def test_checks_run_side_by_side(tmp_path):
+    """The wrappers' alone, before all others, and never more than AT_ONCE."""
+    machine = Machine(tmp_path)
+    machine.edit("scripts/gpu_check.sh", "AT_ONCE=$(nproc)\n", "AT_ONCE=3\n")
+    machine.call("tests", code=1, NAP="0.3")
+    order = [line.split() for line in Path(f"{machine.log}.order").read_text().splitlines()]
+    assert order[:2] == [["begin", "wrappers"], ["end", "wrappers"]]
+    running, most = set(), 0
+    for what, group in order:
+        (running.add if what == "begin" else running.discard)(group)
+        most = max(most, len(running))
+    assert most == 3 and not running
+    log = (machine.out / "log").read_text()
+    assert "== tests: kernels: norms: build/gpu_programs/cuda/tests/test_kernels norms\n3 passed, 0 failed\n" in log
+
+
 SYSTEMS_PYTHON = ["/usr/bin/env", "-i", "PATH=/usr/bin:/bin", "python3"]
 
 
@@ -201,7 +293,7 @@ def test_sanitizer_findings_are_reported(tmp_path):
     machine, ended = Machine(tmp_path, **{"compute-sanitizer": SANITIZER}), "norms"
     for old, new in (("phi rmsnorm", ""), ("gau embedding classifier adamw", ""), ("refused | peak", "refused"),
                      ("KILL_AFTER=5", "KILL_AFTER=1"), ("memcheck racecheck synccheck", "memcheck"),
-                     ("cat <<'TABLE'", "return; cat <<'TABLE'"), ("need=40", "need=7")):
+                     ("cat <<'TABLE'", "return; cat <<'TABLE'"), ('"$name" 30 240', '"$name" 1 240')):
         machine.edit("scripts/gpu_check.sh", old, new)
 
     def verdicts():
@@ -356,7 +448,7 @@ def test_runs_on_the_cpu(tmp_path, known):
 def test_a_part_without_time_is_left_and_resumed(tmp_path, known):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     said = gpu_check("determinism=3", out=first, code=gpu_report.UNFINISHED, **known)
-    assert "left for the next call: needs 5 s" in said and "time ran out: call again" in said
+    assert "left for the next call: needs 15 s" in said and "time ran out: call again" in said
     assert parts_of(first)["determinism"]["status"] == "unfinished"
     verdicts = [check["verdict"] for check in parts_of(first)["determinism"]["checks"]]
     assert verdicts[:2] == ["left", "left"]
