@@ -33,7 +33,6 @@ struct Backward90Plan {
         STREAM = FLASH90_QUERIES,
         NT = STREAM / 8,
         STAGES = 2,
-        DZ_STAGES = 3,    // dz waits for the other consumer, up to a step
         // With 168 registers for each of 384 threads at first, there are 64,512.
         PRODUCER_REGISTERS = 24,
         CONSUMER_REGISTERS = 240
@@ -52,6 +51,11 @@ constexpr int dq_adders = dq_stages<HS> > 1 ? 2 : 1;
 
 template <int HS>
 constexpr bool keeps_own = HS <= 64;
+
+// The buffers of dz. Whoever writes that of step j has waited for the other's of step j - 2, which it writes after its
+// dq of step j - 4 is complete. So with four buffers, nobody has to wait until one is free; three need barriers.
+template <int HS>
+constexpr int dz_stages = HS <= 64 ? 4 : 3;
 
 template <int HS>
 constexpr bool scores_ahead = HS <= 64;
@@ -76,7 +80,7 @@ template <int HS>
 struct Backward90Barriers {
     Mbarrier own;                            // k and v
     Ring<Backward90Plan::STAGES> queries;    // q, dout and rows
-    Ring<Backward90Plan::DZ_STAGES> dz;
+    Ring<dz_stages<HS>> dz;
     Ring<dq_stages<HS>> dq;
 };
 
@@ -85,7 +89,7 @@ template <int HS>
 struct Backward90Tiles {
     char *k, *v;       // (OWN,HS)
     char *q, *dout;    // STAGES of (STREAM,HS)
-    char *dz;          // STAGES of (OWN,STREAM)
+    char *dz;          // dz_stages of (OWN,STREAM)
     float4 *dq;        // dq_stages of (STREAM,HS) floats, in the order in which threads hold them
     float4 *rows;      // STAGES of (2,STREAM): halves of FlashRow
     Backward90Barriers<HS> *barriers;
@@ -99,7 +103,7 @@ enum { DZ_BYTES = Backward90Plan::OWN * PANEL_ROW, ROW_PIECES = 2 * Backward90Pl
 template <int HS>
 constexpr size_t backward90_shared =
     1024 + 2 * tile_bytes<Backward90Plan::OWN, HS> +
-    2 * Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS> + Backward90Plan::DZ_STAGES * DZ_BYTES +
+    2 * Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS> + dz_stages<HS> * DZ_BYTES +
     (dq_stages<HS> * dq_pieces<HS> + Backward90Plan::STAGES * ROW_PIECES) * 16;
 
 template <int HS>
@@ -111,7 +115,7 @@ DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS>
     tiles.q = tiles.v + tile_bytes<P::OWN, HS>;
     tiles.dout = tiles.q + P::STAGES * tile_bytes<P::STREAM, HS>;
     tiles.dz = tiles.dout + P::STAGES * tile_bytes<P::STREAM, HS>;
-    tiles.dq = (float4 *)(tiles.dz + P::DZ_STAGES * DZ_BYTES);
+    tiles.dq = (float4 *)(tiles.dz + dz_stages<HS> * DZ_BYTES);
     tiles.rows = tiles.dq + dq_stages<HS> * dq_pieces<HS>;
     tiles.barriers = barriers;
     return tiles;
@@ -286,13 +290,14 @@ struct Backward90Consumer {
     uint32_t k[KEPT][4], v[KEPT][4];         // left operands
 };
 
-// The consumer's number, and its warp's first key. Recomputed where they are needed, so that they occupy no registers.
+// The consumer's number, and the first of its warp's keys among the block's. Recomputed where they are needed, so that
+// they occupy no registers.
 DEVICE int consumer() {
     return anew(threadIdx.x) / 128;
 }
 
-DEVICE int warp_key(const Backward90Work &work) {
-    return work.tile * Backward90Plan::OWN + anew(threadIdx.x) / 32 * 16;
+DEVICE int warp_row() {
+    return anew(threadIdx.x) / 32 * 16;
 }
 
 // A left operand, 16 rows by 16 columns, of a tile in panels of WIDTH columns and ROWS rows.
@@ -370,20 +375,26 @@ DEVICE void backward90_rows(OperandRows &rows, const Backward90Tiles<HS> &tiles,
         rows_of_lane(rows[nt], tiles.rows + step % P::STAGES * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
 }
 
-// Are those of the first operand read a step ahead? Under other posts they need too many registers.
-template <int POST>
-constexpr bool reads_first_ahead = POST == FLASH_PLAIN;
+// A block's steps, its first key, and the query after those of its first head that see its keys.
+struct Backward90Span {
+    int steps, key0, end;
+};
+
+// Are those of the first operand read a step ahead? In other cases there are too few registers.
+template <int HS, int POST>
+constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
-// backward90_share() follows. Rows are read ahead. first: those of the first operand
-template <int HS, int PHI, int POST>
+// backward90_share() follows. Rows are read ahead. span(): the block's Backward90Span   first: the rows of the first
+// operand
+template <int HS, int PHI, int POST, class Span>
 DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, const Backward90Work &work,
-                             int step, int row0, OperandRows &first, const FlashCall<bf16> &call) {
+                             int step, Span span, int row0, OperandRows &first, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
     enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
     OperandRows rows[2];
     uint32_t dz[PARTS][4];
-    if (!reads_first_ahead<POST>) backward90_rows(first, tiles, step, 0);
+    if (!reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
     wgmma_wait<0>(c.s, c.d);
     UNROLL
     for (int k = 0; k < PARTS; k++) {
@@ -401,9 +412,9 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
                          [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale * (1 / unit<bf16, PHI>); });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
-    const Chunk chunk = {warp_key(work), row0, work.b};
-    if (row0 < chunk.own + 15 || (call.first && chunk.own < first_key(call, work.b, row0 + P::STREAM - 1))) {
-        const uint32_t visible = visible_elements<P::NT>(chunk, call);
+    const int warp_key = span().key0 + warp_row();
+    if (row0 < warp_key + 15 || (call.first && warp_key < first_key(call, work.b, row0 + P::STREAM - 1))) {
+        const uint32_t visible = visible_elements<P::NT>({warp_key, row0, work.b}, call);
         UNROLL
         for (int k = 0; k < PARTS; k++) {
             hide_elements(c.w[k], visible >> 8 * k);
@@ -412,8 +423,8 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         }
     }
     const int thread = anew(threadIdx.x), key = thread / 32 * 16 + thread % 16, query = thread % 32 / 16 * 8;
-    char *tile = tiles.dz + step % P::DZ_STAGES * DZ_BYTES;
-    ring_wait_empty(tiles.barriers->dz, step);
+    char *tile = tiles.dz + step % dz_stages<HS> * DZ_BYTES;
+    if (dz_stages<HS> < 4) ring_wait_empty(tiles.barriers->dz, step);
     UNROLL
     for (int k = 0; k < PARTS; k++)
         stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), dz[k]);
@@ -425,9 +436,9 @@ template <int HS>
 DEVICE void backward90_share(const Backward90Tiles<HS> &tiles, int dz_step, int dq_step) {
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 > 0) return;
-    if (dz_step >= 0) mbarrier_arrive(&tiles.barriers->dz.full[dz_step % Backward90Plan::DZ_STAGES]);
-    if (dq_step >= 0) mbarrier_arrive(&tiles.barriers->dq.full[dq_step % dq_stages<HS>]);
+    const bool first = threadIdx.x % 32 == 0;
+    if (first && dz_step >= 0) mbarrier_arrive(&tiles.barriers->dz.full[dz_step % dz_stages<HS>]);
+    if (first && dq_step >= 0) mbarrier_arrive(&tiles.barriers->dq.full[dq_step % dq_stages<HS>]);
 }
 
 // Issues dV and dK.
@@ -458,7 +469,7 @@ DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const Ba
 
 template <int HS>
 DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, int step) {
-    return tiles.dz + step % Backward90Plan::DZ_STAGES * DZ_BYTES;
+    return tiles.dz + step % dz_stages<HS> * DZ_BYTES;
 }
 
 // Stores a step's dq for backward90_add(), which must not see it yet.
@@ -478,40 +489,57 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
                                const Backward90Work &work) {
     typedef Backward90Plan P;
     constexpr bool LATE = shares_late<HS>;
-    const int steps = work.steps;
+    // `work` is in shared memory, from which loads take long while matmuls read it; so it is copied if registers allow.
+    auto read_span = [&] {
+        const int key0 = work.tile * P::OWN;
+        return Backward90Span{work.steps, key0, key0 + work.count * P::STREAM};
+    };
+    const Backward90Span copy = read_span();
+    auto span = [&] {
+        if constexpr (HS <= 64) return copy;
+        else return read_span();
+    };
     Backward90Consumer<HS> c;
     float dq[key_panel<HS> / 8][4];
     OperandRows first;
-    auto begin = [&](int step) {
+    auto scores_of = [&](int step) {
         ring_wait_full(tiles.barriers->queries, step);
-        backward90_issue_scores(c, tiles, step);
-        if (reads_first_ahead<POST>) backward90_rows(first, tiles, step, 0);
+        if (reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
     };
     backward90_begin(c, tiles);
-    int tile = work.first;
-    if (scores_ahead<HS>) begin(0);
+    int row0 = span().key0;    // the queries before these keys see none of them
+    if (scores_ahead<HS>) {
+        scores_of(0);
+        backward90_issue_scores(c, tiles, 0);
+    }
     UNROLL_NOT
-    for (int step = 0; step < steps; step++) {
-        if (!scores_ahead<HS>) begin(step);
-        backward90_weigh<HS, PHI, POST>(c, tiles, work, step, tile * P::STREAM, first, call);
+    for (int step = 0; step < span().steps; step++) {
+        const int next = step + 1 < span().steps ? step + 1 : step;
+        if (!scores_ahead<HS>) {
+            scores_of(step);
+            backward90_issue_scores(c, tiles, step);
+        }
+        backward90_weigh<HS, PHI, POST>(c, tiles, work, step, span, row0, first, call);
+        if (scores_ahead<HS>) scores_of(next);
         backward90_issue_keys(c, tiles, step);
         backward90_share(tiles, step, LATE && step >= 2 ? step - 2 : -1);
         if (step > 0) ring_wait_full(tiles.barriers->dz, step - 1);
         backward90_issue_queries<HS>(dq, tiles, step > 0 ? dz_of(tiles, step - 1) : tiles.v);
         if constexpr (scores_ahead<HS>) {
-            begin(step + 1 < steps ? step + 1 : step);
+            backward90_issue_scores(c, tiles, next);
             wgmma_wait<1>(c.dv[0], c.dk[0], dq);
         } else {
             wgmma_wait<0>(c.dv[0], c.dk[0], dq);
         }
         ring_release(tiles.barriers->queries, step);
         if (step > 0) {
-            ring_release(tiles.barriers->dz, step - 1);
+            if (dz_stages<HS> < 4) ring_release(tiles.barriers->dz, step - 1);
             backward90_store_dq<HS>(tiles, dq, step - 1);
             if (!LATE) backward90_share(tiles, -1, step - 1);
         }
-        tile = tile + 1 < work.first + work.count ? tile + 1 : work.first;    // of the next query head
+        row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
     }
+    const int steps = span().steps;
     if (LATE && steps >= 2) backward90_share(tiles, -1, steps - 2);
     ring_wait_full(tiles.barriers->dz, steps - 1);
     backward90_issue_queries<HS>(dq, tiles, dz_of(tiles, steps - 1));
@@ -520,7 +548,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     backward90_share(tiles, -1, steps - 1);
 
     const float by[2] = {1, 1};
-    const int key = warp_key(work), rows = call.T - key;
+    const int key = span().key0 + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
     if (call.rope.cosines) undo_rope<HS>(c.dk, by, key, call);

@@ -37,30 +37,52 @@ struct Forward90Plan {
 // `parts` parts of HS columns of values.
 struct Forward90Work {
     int heads, parts, first, blocks;
-    int at_once;    // heads whose keys and values fit into the L2 cache together
 };
 
-// Does a block of the grid, of which there are then as many as SMs, compute several blocks of rows, every gridDim.x-th?
-// It loads the next while it finishes the one before. Otherwise, for lack of registers, it computes one.
+// Does a block of the grid, of which there are then as many as SMs, compute several blocks of rows? It loads the next
+// while it finishes the one before. Otherwise, for lack of registers, it computes one.
 template <int HS, int POST>
 constexpr bool forward90_loops = HS <= 64 && POST < FLASH_REWEIGHT;
 
-// The number-th block of rows. Long ones come first, among heads that go together, so that all SMs end at about the
-// same time.
+// Which block of rows: those of a head come in pairs, the longest with the shortest and so on, so that all pairs take
+// the same time. A block of the grid takes every gridDim.x-th pair, and neighbors share a head's keys and values.
+struct Forward90Place {
+    int pair;
+    bool second;
+};
+
+DEVICE int forward90_pairs(const Forward90Work &work) {
+    return (work.blocks + 1) / 2;    // of a head
+}
+
+// The block after `at`; false if there is none. The middle one of an odd number of blocks is alone.
+DEVICE bool forward90_next(Forward90Place &at, const Forward90Work &work) {
+    if (!at.second && 2 * (at.pair % forward90_pairs(work)) + 1 < work.blocks) {
+        at.second = true;
+    } else {
+        at.second = false;
+        at.pair += gridDim.x;
+    }
+    return at.pair < work.heads * forward90_pairs(work);
+}
+
 template <int HS>
-DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, int number) {
-    const int before = number / (work.at_once * work.blocks) * work.at_once, rest = number - before * work.blocks,
-              heads = work.heads - before < work.at_once ? work.heads - before : work.at_once,
-              head = before + rest % heads;
+DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, int head, int block) {
     QueryBlock at;
     at.part = head % work.parts;
     at.head = head / work.parts;
     at.b = at.head / call.NH;
     at.h = at.head % call.NH;
     at.kv = at.h / (call.NH / call.NKV);
-    at.row0 = (work.first + work.blocks - 1 - rest / heads) * Forward90Plan<HS>::OWN;
+    at.row0 = (work.first + block) * Forward90Plan<HS>::OWN;
     at.warp_row = at.row0 + threadIdx.x / 32 * 16;
     return at;
+}
+
+template <int HS>
+DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, Forward90Place at) {
+    const int pairs = forward90_pairs(work), short_one = at.pair % pairs;
+    return forward90_block<HS>(work, call, at.pair / pairs, at.second ? short_one : work.blocks - 1 - short_one);
 }
 
 // The tiles of keys that its rows see: `count` from tile `first` on.
@@ -347,7 +369,6 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Forward90Barriers<HS>, barriers, 1);
     const Forward90Tiles<HS> tiles = forward90_tiles<HS>(memory, barriers);
-    const int all = work.heads * work.blocks;
     Forward90Passed passed = {0, 0, 0};
     if (threadIdx.x == 0) {
         ring_init(barriers->q, 1, 4 * P::CONSUMERS);
@@ -356,24 +377,35 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
+    // Without loops, blockIdx.x is the block, the longest of each head first.
+    Forward90Place place = {(int)blockIdx.x, false};
+    const int block = work.blocks - 1 - (int)blockIdx.x % work.blocks;
     if (threadIdx.x / 128 == P::CONSUMERS) {
         setmaxnreg_dec<P::PRODUCER_REGISTERS>();
-        UNROLL_NOT
-        for (int i = blockIdx.x; i < all && threadIdx.x % 128 == 0; i += gridDim.x) {
-            const QueryBlock at = forward90_block<HS>(work, call, i);
+        if (threadIdx.x % 128 > 0) return;
+        auto load = [&](const QueryBlock &at) {
             forward90_load<HS, (POST >= FLASH_RECENTER_L1)>(tiles, maps, at, forward90_keys<HS>(call, at), passed);
-            if (!forward90_loops<HS, POST>) break;
+        };
+        if constexpr (forward90_loops<HS, POST>) {
+            do load(forward90_block<HS>(work, call, place));
+            while (forward90_next(place, work));
+        } else {
+            load(forward90_block<HS>(work, call, blockIdx.x / work.blocks, block));
         }
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
         Consumer90<HS> c;
         c.warpgroup = threadIdx.x / 128;
         if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
-        UNROLL_NOT
-        for (int i = blockIdx.x; i < all; i += gridDim.x) {
-            const bool more = forward90_loops<HS, POST> && i + (int)gridDim.x < all;
-            forward90_compute<HS, PHI, POST>(c, tiles, call, forward90_block<HS>(work, call, i), passed, more);
-            if (!forward90_loops<HS, POST>) break;
+        if constexpr (forward90_loops<HS, POST>) {
+            for (bool more = true; more;) {
+                const QueryBlock at = forward90_block<HS>(work, call, place);
+                more = forward90_next(place, work);
+                forward90_compute<HS, PHI, POST>(c, tiles, call, at, passed, more);
+            }
+        } else {
+            forward90_compute<HS, PHI, POST>(
+                c, tiles, call, forward90_block<HS>(work, call, blockIdx.x / work.blocks, block), passed, false);
         }
     }
 }
@@ -388,17 +420,18 @@ static inline int processors_of_device(void) {
 template <int HS, int PHI, int POST>
 void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     typedef Forward90Plan<HS> P;
-    enum { CACHED = 16 << 20 };    // bytes of the L2 cache for keys and values: a third of an H100's
-    const int parts = (call.VS - 1) / HS + 1, first = call.from / P::OWN,
-              at_once = CACHED / (2 * sizeof(bf16) * HS) / call.T;
-    const Forward90Work work = {call.B * call.NH * parts, parts, first, (call.T - 1) / P::OWN + 1 - first,
-                                at_once > 0 ? at_once : 1};
-    const int all = work.heads * work.blocks, processors = forward90_loops<HS, POST> ? processors_of_device() : all;
+    const int parts = (call.VS - 1) / HS + 1, first = call.from / P::OWN;
+    const Forward90Work work = {call.B * call.NH * parts, parts, first, (call.T - 1) / P::OWN + 1 - first};
+    int blocks = work.heads * work.blocks;
+    if (forward90_loops<HS, POST>) {
+        const int pairs = work.heads * ((work.blocks + 1) / 2), processors = processors_of_device();
+        blocks = pairs < processors ? pairs : processors;
+    }
     Forward90Maps maps;
     rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::OWN);
     rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::STREAM);
     rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, P::STREAM);
-    launch(flash90_forward_kernel<HS, PHI, POST>, dim3(all < processors ? all : processors), dim3(P::THREADS),
-           forward90_shared<HS>, stream, call, work, maps);
+    launch(flash90_forward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), forward90_shared<HS>, stream, call,
+           work, maps);
 }
 #endif

@@ -77,14 +77,16 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     return row;
 }
 
-enum { ROW_LANES = 8 };    // lanes per row in flash_rows_kernel
+enum { ROW_LANES = 8, ROW_THREADS = 256 };    // of flash_rows_kernel: lanes per row, and threads
 
+// blockIdx.y is the sequence and head.
 template <class X>
 KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / ROW_LANES, rows = (size_t)call.B * call.NH * call.T;
-    bool there = i < rows;
-    if (!there) i = rows - 1;    // stay in range; the lane still takes part in the shuffles
-    int lane = threadIdx.x % ROW_LANES, t = i % call.T, h = (i / call.T) % call.NH, b = i / call.T / call.NH;
+    const int lane = threadIdx.x % ROW_LANES, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH,
+              row = blockIdx.x * (ROW_THREADS / ROW_LANES) + threadIdx.x / ROW_LANES;
+    const bool there = row < call.T;
+    const int t = there ? row : call.T - 1;    // stay in range; the lane still takes part in the shuffles
+    const size_t i = (size_t)blockIdx.y * call.T + t;
     const X *dout_row = head_at(call, call.dout, b, h) + t * call.dout.row;
     const X *out_row = head_at(call, call.out, b, h) + t * call.out.row;
     size_t prefix = (((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T + t) * call.VS;

@@ -7,8 +7,9 @@ sums in dq costs, and what other orders of the blocks would.
 
 Nothing here is measured. Time is counted in steps of a block, a tile of 128 keys by 64 queries, which all take equally
 long. A block starts when a multiprocessor is free and draws the next number, and takes START steps more than its tiles.
-An addition to dq takes LATENCY steps, and the next block in the order of sums may add to the same queries once the
-block has started to add to its next ones, too. Consumers are up to BUFFERS tiles of dq ahead of the additions.
+An addition to dq takes LATENCY steps, and then the next block in the order of sums may add to the same queries. ADDERS
+warps take turns with the additions, and each ends one before it starts its next. Consumers are up to BUFFERS tiles of
+dq ahead of the additions. These are the numbers for a head size of 64.
 
 L2 and DRAM are not modeled: the more heads the blocks of one moment belong to, the less of q, dout and the sums is in
 L2.
@@ -19,7 +20,8 @@ import heapq
 SMS = 132
 START = 2.0
 LATENCY = 1.0
-BUFFERS = 2
+ADDERS = 2
+BUFFERS = 4
 KEYS, QUERIES = 128, 64
 
 
@@ -52,18 +54,16 @@ def block(now, queries, before):
         return now + START + queries + LATENCY, None
     computed, added, done = now + START, [], []
     for step in range(queries):
-        # The last buffer of dq has to be read before dq of this step can be written.
+        # The buffer that dq of this step goes to has to be read first.
         computed += 1
         if step >= BUFFERS and added[step - BUFFERS] > computed:
             computed = added[step - BUFFERS]
         at = before[step] if before[step] > computed else computed
-        if step >= 2 and added[step - 2] + LATENCY > at:
-            at = added[step - 2] + LATENCY
+        if step >= ADDERS and done[step - ADDERS] > at:
+            at = done[step - ADDERS]
         added.append(at)
-        if step:
-            done.append(max(at, added[step - 1] + LATENCY))
-    done.append(added[-1] + LATENCY)
-    return done[-1], done
+        done.append(at + LATENCY)
+    return max(done[-ADDERS:]), done
 
 
 def simulate(heads, T, order, sms=SMS):

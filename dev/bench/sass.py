@@ -43,6 +43,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -165,18 +166,21 @@ def measure(call, HS):
 
 # The kernels for compute capability 9.0: the threads of which one warp each is followed, a computing one first, and
 # the warps that do the same as it.
-KERNELS90 = {"forward": {0: 8, 256: 1}, "backward": {0: 8, 256: 1, 288: 1, 320: 2}}
+KERNELS90 = {"forward": {0: 8, 256: 1}, "backward": {0: 8, 256: 1, 288: 1, 320: 1, 352: 1}}
 FLOPS = {"forward": 4, "backward": 10}
 
 
-def traces90(kernel, name, arguments, tiles):
-    """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. Thread 0 stores in shared memory what
-    the block does; a block of the backward kernel draws its number from a counter."""
-    blocks, found = T // 128, []
-    place = {"forward": (blocks - tiles, 0, 0), "backward": (0, 0, 0)}[name]
-    grid = {"forward": (blocks, B * NH, 1), "backward": (blocks * B * NH, 1, 1)}[name]
+def traces90(kernel, name, call, tiles):
+    """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
+    (heads, parts, first, blocks) has one block of rows, which sees that many tiles. A block of the backward kernel
+    draws its number from a counter, and thread 0 stores in shared memory what the block does."""
+    work = struct.pack("<4i", 1, 1, tiles - 1, 1) if name == "forward" else b""
+    arguments = bytes.fromhex(call["call"]) + work
+    arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
+    grid, found = (1 if name == "forward" else T // 128 * B * NH, 1, 1), []
     for thread in KERNELS90[name]:
-        found.append(Trace(kernel, arguments, place, grid, 384, thread, found[0].shared if found else (), tiles - 1))
+        found.append(Trace(kernel, arguments, (0, 0, 0), grid, 384, thread, found[0].shared if found else (),
+                           tiles - 1))
     return found
 
 
@@ -196,11 +200,9 @@ def measure90(call, HS, kernels, name):
     kernel = next((k for n, k in kernels.items() if re.search(rf"flash90_{name}_kernelILi{HS}E", n)), None)
     if not kernel:
         return None
-    arguments = bytes.fromhex(call["call"])
-    arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
 
     def counted(tiles):
-        return [t.issued + t.work for t in traces90(kernel, name, arguments, tiles)]
+        return [t.issued + t.work for t in traces90(kernel, name, call, tiles)]
 
     few, *others = ((tiles, counted(tiles)) for tiles in (4, 5, 6, 9))
     one = [Counter({key: more[key] - less[key] for key in more}) for more, less in zip(others[0][1], few[1])]

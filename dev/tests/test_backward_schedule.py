@@ -11,19 +11,27 @@ from backward_schedule import LATENCY, START
 
 
 def test_a_block_by_hand():
-    """Alone, it adds after each step. Each tile is passed on when the next one's addition has started and its own is
-    over."""
+    """Alone, it adds after each step, and passes each tile on when its addition is over."""
     end, done = model.block(10, 4, [0] * 4)
     assert end == 10 + START + 4 + LATENCY == model.block(10, 4, None)[0]
     assert done == [10 + START + step + LATENCY for step in (1, 2, 3, 4)]
 
 
 def test_a_block_that_waits():
-    """Its second tile is late by 20: it computes two more, and continues once the buffers of dq are free."""
-    end, done = model.block(0, 6, [0, 20, 0, 0, 0, 0])
-    assert done[0] == 20 and done[1] == 20 + LATENCY
-    # The fourth dq waits for the addition of the second, at 20; the last two follow a step apart.
-    assert end == 22 + LATENCY
+    """Its second tile is late: it comes at 20. The block computes four more, of which the other warp adds two, and
+    continues once the buffers of dq are free."""
+    end, done = model.block(0, 8, [0, 20, 0, 0, 0, 0, 0, 0])
+    # At 3, 20, 5, after the second's end 21, 7, and again after the other's end 22.
+    assert done == [at + LATENCY for at in (3, 20, 5, 21, 7, 22, 21, 23)]
+    assert end == 23 + LATENCY
+
+
+def test_a_block_whose_additions_are_slow(monkeypatch):
+    """Two warps that add for three steps each delay a block to two thirds of its speed."""
+    monkeypatch.setattr(model, "LATENCY", 3.0)
+    end, done = model.block(0, 60, [0] * 60)
+    assert done[-1] - done[-21] == 30
+    assert end == done[-1]
 
 
 @pytest.mark.parametrize("order", model.ORDERS)

@@ -204,7 +204,7 @@ def test_steps_that_differ_are_an_error(monkeypatch):
     call = {"preset": "softmax", "call": "", "sweeps": 1}
     kernels = {"flash90_backward_kernelILi64E": "not looked at"}
     issued = {tiles: 7 + 3 * tiles for tiles in range(20)}
-    monkeypatch.setattr(sass, "traces90", lambda kernel, name, arguments, tiles: [Fake(issued[tiles])] * 4)
+    monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles: [Fake(issued[tiles])] * 5)
     assert sass.measure90(call, 64, kernels, "backward")["HMMA"] == 3
     issued[9] += 1
     with pytest.raises(SystemExit, match="does not do the same"):
