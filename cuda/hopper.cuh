@@ -88,13 +88,15 @@ DEVICE void mbarrier_wait(Mbarrier *b, unsigned parity) {
 
 // ---- TMA. `at` are the coordinates of the box's first element, the contiguous dimension first. Elements out of bounds
 // are loaded as 0, and not stored. The box in shared memory is aligned to 128 bytes, with a swizzle of 32, 64 or 128
-// bytes to 256, 512 or 1,024. Two more rules, measured on an H200:
+// bytes to 256, 512 or 1,024. Three more rules, measured on an H200:
 //   - at[0] times the element's size is a multiple of 16 bytes, also where it is negative: floats at -4, but not at -3.
-//     Otherwise a load, store or addition ends the kernel with cudaErrorIllegalInstruction. The other coordinates may
-//     have any value.
-//   - A store writes whole pieces of 16 bytes. If the tensor's rows, sizes[0] elements, are not multiples of 16 bytes,
-//     a box that reaches past a row's end also overwrites what follows the row in its last piece: in bf16, elements 50
-//     to 55 after a row of 50. Loads fill these with 0. What an addition does there was not measured; avoid it, too.
+//     Otherwise a load, store or addition ends the kernel with cudaErrorIllegalInstruction.
+//   - No coordinate of a store or addition is negative, or the kernel ends likewise, even if at[0] is a multiple of 16
+//     bytes. Loads may begin before the tensor's start, and all three may reach past its end, in any dimension.
+//   - A store or addition writes whole pieces of 16 bytes. If the tensor's rows, sizes[0] elements, are not multiples
+//     of 16 bytes, a box that reaches past a row's end also overwrites, or adds to, what follows the row in its last
+//     piece: in bf16, elements 50 to 55 after a row of 50; in float, 17 to 19 after a row of 17. Loads fill these
+//     with 0.
 
 #define HOPPER_TMA(rank, coordinates, ...) \
     if constexpr (RANK == rank) \

@@ -172,7 +172,15 @@ bool layout_fits(const char *name, const Layout &x, uint64_t rows, uint64_t cols
     return true;
 }
 
-// Fills the problem; false if sizes or values contradict each other.
+// The library mixes neither of the two types that this emulation knows with the other.
+bool types_match(const char *names, const Layout &x, const Layout &y) {
+    auto known = [](uint32_t type) { return type == CUDA_R_32F || type == CUDA_R_16BF; };
+    if (known(x.type) && known(y.type) && x.type != y.type)
+        return refuse("%s have the types %u and %u, expected the same", names, x.type, y.type);
+    return true;
+}
+
+// Fills the problem; false if sizes, types or values contradict each other.
 bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                       cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d) {
     if (!op || !a || !b || !c || !d) return refuse("a descriptor is NULL");
@@ -182,6 +190,9 @@ bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_
     p->n = p->d.cols;
     p->k = ta ? p->a.rows : p->a.cols;
     int batches = p->d.batches;
+    if (p->op.compute == CUBLAS_COMPUTE_32F && p->op.scale != CUDA_R_32F)
+        return refuse("scale type %d does not match sums in float", p->op.scale);
+    if (!types_match("A and B", p->a, p->b) || !types_match("C and D", p->c, p->d)) return false;
     return layout_fits("D", p->d, p->m, p->n, batches) && layout_fits("C", p->c, p->m, p->n, batches) &&
            layout_fits("A", p->a, ta ? p->k : p->m, ta ? p->m : p->k, batches) &&
            layout_fits("B", p->b, tb ? p->n : p->k, tb ? p->k : p->n, batches);

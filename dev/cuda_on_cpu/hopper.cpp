@@ -728,7 +728,16 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const cha
     step_copy(w, a, a.copies.size() - 1);
 }
 
-// Hardware stores whole pieces: what is left of a row's last one, beyond the tensor's end, is overwritten as well.
+// Hardware loads a box that begins before the tensor's start, but neither stores nor adds one.
+static void check_start(const BulkCopy &c, const int *at, int rank, const char *name) {
+    for (int i = 0; i < rank; i++)
+        if (at[i] < 0)
+            die("NEGATIVE COORDINATE: %s at %s:%d: the coordinate of dimension %d is %d; only loads may begin before the tensor's start",
+                name, c.site.file, c.site.line, i, at[i]);
+}
+
+// Hardware writes whole pieces: what is left of a row's last one, beyond the tensor's end, is overwritten or added to
+// as well.
 static void check_row_end(const BulkCopy &c, const TensorMapBits &m, const char *name) {
     for (const Piece &p : c.pieces)
         if (p.inside % PIECE != 0)
@@ -768,7 +777,10 @@ void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, co
         die("MISALIGNED COORDINATE: %s at %s:%d: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
             name, site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
     list_pieces(*c, m, at, (uint32_t)offset);
-    if (kind != TMA_LOAD) check_row_end(*c, m, name);
+    if (kind != TMA_LOAD) {
+        check_start(*c, at, rank, name);
+        check_row_end(*c, m, name);
+    }
     issue(w, a, std::move(c), name, b, (int)m.swizzle);
 }
 

@@ -182,11 +182,23 @@ static void store_at_misaligned_coordinate(bool defect) {
 static void reduction_at_misaligned_coordinate(bool defect) {
     tma_numbers<float, 2>({20, 9}, {24, 4}, {0, 0}, SWIZZLE_NONE, ADD, {defect ? 3 : 4, 7});
 }
+static void store_before_row_start(bool defect) {
+    tma_numbers<bf16, 2>({56, 9}, {48, 4}, {-8, -3}, SWIZZLE_NONE, STORE, {defect ? -8 : 0, 0});
+}
+static void store_before_first_row(bool defect) {
+    tma_numbers<bf16, 4>({56, 5, 3, 2}, {48, 2, 2, 1}, {0, 1, -1, 0}, SWIZZLE_NONE, STORE, {0, 1, defect ? -1 : 0, 0});
+}
+static void reduction_before_row_start(bool defect) {
+    tma_numbers<float, 1>({100}, {64}, {-4}, SWIZZLE_NONE, ADD, {defect ? -4 : 0});
+}
+static void reduction_before_first_row(bool defect) {
+    tma_numbers<float, 3>({20, 9, 5}, {24, 4, 3}, {-4, -1, -1}, SWIZZLE_NONE, ADD, {0, 7, defect ? -1 : 3});
+}
 static void store_past_row_end(bool defect) {
     tma_numbers<bf16, 2>({defect ? 50u : 56u, 40}, {48, 16}, {16, 30}, SWIZZLE_NONE);
 }
 static void reduction_past_row_end(bool defect) {
-    tma_numbers<float, 2>({defect ? 17u : 20u, 9}, {24, 4}, {-4, 7}, SWIZZLE_NONE, ADD);
+    tma_numbers<float, 2>({defect ? 17u : 20u, 9}, {24, 4}, {0, 7}, SWIZZLE_NONE, ADD);
 }
 
 // ---- numbers: wgmma
@@ -748,15 +760,17 @@ static void numbers() {
         const unsigned row = s ? 16u << s : 96;
         tma_numbers<bf16, 2>({56, 40}, {row / 2, 16}, {48, 30}, s);
         tma_numbers<bf16, 2>({50, 40}, {row / 2, 16}, {48, 30}, s, LOAD_ONLY);
-        tma_numbers<float, 3>({20, 9, 5}, {row / 4, 4, 3}, {-4, -1, 3}, s);
+        tma_numbers<float, 3>({20, 9, 5}, {row / 4, 4, 3}, {-4, -1, -2}, s, LOAD_ONLY);
+        tma_numbers<float, 3>({20, 9, 5}, {row / 4, 4, 3}, {16, 7, 3}, s);
         tma_numbers<bf16, 4>({32, 3, 5, 2}, {row / 2, 2, 4, 1}, {0, 1, 2, 1}, s);
     }
     // Rows of 68 bytes, of which boxes leave out the last 4: they end before, begin behind, or have no row in bounds.
     tma_numbers<float, 2>({17, 9}, {16, 4}, {0, 7}, SWIZZLE_NONE);
     tma_numbers<float, 2>({17, 9}, {16, 4}, {20, 7}, SWIZZLE_NONE);
-    tma_numbers<float, 2>({17, 9}, {16, 4}, {16, -4}, SWIZZLE_NONE);
+    tma_numbers<float, 2>({17, 9}, {16, 4}, {16, 9}, SWIZZLE_NONE);
     tma_numbers<float, 1>({100}, {64}, {60}, SWIZZLE_NONE);
-    tma_numbers<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {0, 2, -1, 1, 1}, SWIZZLE_32);
+    tma_numbers<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {0, 2, -1, 1, 1}, SWIZZLE_32, LOAD_ONLY);
+    tma_numbers<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, {4, 2, 1, 2, 1}, SWIZZLE_32);
     wgmma_majors<1>();
     wgmma_majors<8>();
     wgmma_majors<12>();
@@ -782,7 +796,8 @@ PIPELINE_DEFECTS(X)
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
     X(tickets_before_writes) X(last_turn_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
     X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation) X(load_at_misaligned_coordinate) \
-    X(store_at_misaligned_coordinate) X(reduction_at_misaligned_coordinate) X(store_past_row_end) \
+    X(store_at_misaligned_coordinate) X(reduction_at_misaligned_coordinate) X(store_before_row_start) \
+    X(store_before_first_row) X(reduction_before_row_start) X(reduction_before_first_row) X(store_past_row_end) \
     X(reduction_past_row_end)
 
 int main(int argc, char **argv) {

@@ -129,7 +129,7 @@ static void test_tma(const char *what, std::vector<uint64_t> sizes, std::vector<
     case_ends();
 }
 
-// A box that begins before the start of every dimension, and one that ends past every end.
+// A box that begins before the start of every dimension, where only loads may, and one that ends past every end.
 template <class X, int RANK>
 static void test_tma_edges(std::vector<uint64_t> sizes, std::vector<uint32_t> box, Swizzle swizzle) {
     TmaCase<X, RANK> before = {}, past = {};
@@ -138,6 +138,7 @@ static void test_tma_edges(std::vector<uint64_t> sizes, std::vector<uint32_t> bo
         before.at[d] = -half;
         past.at[d] = (int)sizes[(size_t)d] - half;
     }
+    before.load_only = true;
     test_tma<X, RANK>("before the start", sizes, box, before, swizzle);
     test_tma<X, RANK>("past the end", sizes, box, past, swizzle);
 }
@@ -151,7 +152,8 @@ static void test_tmas(void) {
     }
     test_tma_edges<float, 1>({100}, {64}, SWIZZLE_NONE);
     test_tma_edges<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, SWIZZLE_32);
-    test_tma<float, 3>("past both ends", {16, 3, 2}, {24, 5, 4}, {{-4, -1, -1}, false, 0, 0}, SWIZZLE_NONE);
+    test_tma<float, 3>("past both ends", {16, 3, 2}, {24, 5, 4}, {{-4, -1, -1}, true, 0, 0}, SWIZZLE_NONE);
+    test_tma<float, 3>("larger than the tensor", {16, 3, 2}, {24, 5, 4}, {{0, 0, 0}, false, 0, 0}, SWIZZLE_NONE);
     test_tma<bf16, 2>("rows of 100 bytes", {50, 40}, {64, 16}, {{8, 30}, true, 0, 0}, SWIZZLE_128);
     test_tma<float, 3>("rows of 68 bytes", {17, 9, 5}, {24, 4, 3}, {{-4, -1, 3}, true, 0, 0}, SWIZZLE_NONE);
 }
