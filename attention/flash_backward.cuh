@@ -376,7 +376,7 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             matmul_wide<P>(d, own.dout, dout_tile, keys.v_tiles, rows_from(dout, at.row0), rows_from(keys.v, key));
         }
         for_each_chunk<P>(call, at, key, [&](bool masked, int c) {
-            const Chunk chunk = {at.warp_row, key + c, at.b};
+            const Chunk chunk = {at.warp_row, key + c, (int)(blockIdx.y / call.NH)};
             if (masked) dq_keys<true>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
             else dq_keys<false>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
         });

@@ -99,7 +99,9 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         const ForwardSweep sweep = step < adds_from ? first : last;
         const int key = key_of(keys, step);
         for_each_chunk<P>(call, at, key, [&](bool masked, int c) {
-            const Chunk chunk = {at.warp_row, key + c, at.b};
+            // at.b, recomputed where it would otherwise cost spilled registers
+            const int b = POST < FLASH_REWEIGHT ? (int)(blockIdx.y / call.NH) : at.b;
+            const Chunk chunk = {at.warp_row, key + c, b};
             if (masked || !splits_chunks<HS>) forward_keys<true>(own, k + c * STEP, v + c * STEP, chunk, sweep, call);
             else forward_keys<false>(own, k + c * STEP, v + c * STEP, chunk, sweep, call);
         });

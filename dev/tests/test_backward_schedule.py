@@ -18,10 +18,10 @@ def test_a_block_by_hand():
 
 
 def test_a_block_that_waits():
-    """Its second tile is late: it comes at 20. The block computes four more, of which the other warp adds two, and
-    continues once the buffers of dq are free."""
+    """Its second tile is late: it comes at 20. The block hands over three more, of which the other warp adds two, and
+    continues once the late one's buffer is free."""
     end, done = model.block(0, 8, [0, 20, 0, 0, 0, 0, 0, 0])
-    # At 3, 20, 5, after the second's end 21, 7, and again after the other's end 22.
+    # Steps 0, 2 and 4 at once; 3, 5 and 7 each when their warp has ended the one before; 6 after its dq.
     assert done == [at + LATENCY for at in (3, 20, 5, 21, 7, 22, 21, 23)]
     assert end == 23 + LATENCY
 

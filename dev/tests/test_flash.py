@@ -576,15 +576,16 @@ def test_no_bank_conflicts(flash_with):
 
 @pytest.mark.parametrize("dtype, capability", ((BF16, 90), (BF16, 80), (FLOAT, 90)))
 def test_all_zero_rows(flash, dtype, capability):
-    """relu divided by its sum, where every second query has no positive score; reweight, where all weights of a row are
-    equal."""
-    case = Case("relu-l1+post=recenter-l1", dtype, 33, 48, capability=capability)
-    x, scalars = inputs(case)
-    x["k"] = x["k"].abs()
-    x["q"] = x["q"].abs() * torch.where(torch.arange(33) % 2 == 0, -1.0, 1.0)[:, None, None]
-    got = by_flash(flash, case, x, scalars)
-    assert got["rows"] == case.B * case.NH * 17
-    assert (got["out"][:, ::2] == 0).all() and (got["dq"][:, ::2] == 0).all() and (got["out"][:, 1::2] != 0).any()
+    """relu and its square divided by their sum, where every second query has no positive score; reweight, where all
+    weights of a row are equal. A row counts once."""
+    for attn in ("relu-l1+post=recenter-l1", "relu2-l1"):
+        case = Case(attn, dtype, 33, 48, capability=capability)
+        x, scalars = inputs(case)
+        x["k"] = x["k"].abs()
+        x["q"] = x["q"].abs() * torch.where(torch.arange(33) % 2 == 0, -1.0, 1.0)[:, None, None]
+        got = by_flash(flash, case, x, scalars)
+        assert got["rows"] == case.B * case.NH * 17
+        assert (got["out"][:, ::2] == 0).all() and (got["dq"][:, ::2] == 0).all() and (got["out"][:, 1::2] != 0).any()
     case = Case("softplus-l1+post=reweight:3", dtype, 200, 48, capability=capability)
     x, scalars = inputs(case)
     x["q"] = torch.zeros_like(x["q"])

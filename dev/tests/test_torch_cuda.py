@@ -1,7 +1,6 @@
 """attn_c's implementation for GPUs, on an emulated one (dev/cuda_on_cpu), whose memory is the host's: the same code but
 for the stream. Compute capability 8.0, because the emulated TMA of 9.0 reads only what cudaMalloc() returned; scratch
-memory must be such memory here, too. No GPU has run it yet. ATTN_C_CUDA_SO=FILE uses this library instead
-of make's."""
+memory must be such memory here, too. ATTN_C_CUDA_SO=FILE uses this library instead of make's."""
 import ctypes
 import os
 from pathlib import Path
