@@ -625,8 +625,8 @@ part_tests() {
     for group in $(model_groups); do check_aside "the model: $group" 10 120 "$bin/test_gpt2$suffix" "$group"; done
     conclude_all
     has_module torch && has_module pytest || { lacks "PyTorch or pytest" "attention is not tested"; return 1; }
-    check "attention, a selection" 30 180 test_attention 0
-    [ $dry = 1 ] || check "attention, every normalizer" 60 300 test_attention 1
+    check "attention, a selection" 25 180 test_attention 0
+    [ $dry = 1 ] || check "attention, every normalizer" 45 300 test_attention 1
 }
 
 # Attention's kernels for compute capability 9.0, before everything that uses them: if they hang, each check would take
@@ -713,7 +713,7 @@ part_train() {
     if [ -n "${packed_curve:-}" ]; then
         cp -r "$deps/fp32_on_cpu" "$folder/"
         fact "the CPU's losses are pack's"
-        check "the same losses on CPU and GPU" 30 180 curves_beside "$folder"
+        check "the same losses on CPU and GPU" 15 180 curves_beside "$folder"
     else
         check "the same losses on CPU and GPU" 60 480 curves_beside "$folder"
     fi
@@ -738,10 +738,10 @@ curves_beside() {  # folder
 part_determinism() {
     local dtype
     for dtype in bf16 fp32; do
-        check_aside "$dtype: two runs, one resumed half-way, and one without graphs agree" 35 200 same_runs $dtype
+        check_aside "$dtype: two runs, one resumed half-way, and one without graphs agree" 15 200 same_runs $dtype
     done
-    check_aside "bf16 with Muon and z-loss: the same" 35 200 same_runs bf16 --optimizer muon --z-loss 1e-4
-    check_aside "bf16, --deterministic 0, and its matmul algorithms in two runs" 20 90 free_run
+    check_aside "bf16 with Muon and z-loss: the same" 15 200 same_runs bf16 --optimizer muon --z-loss 1e-4
+    check_aside "bf16, --deterministic 0, and its matmul algorithms in two runs" 15 90 free_run
 }
 
 same_runs() {      # dtype, flags...
@@ -826,14 +826,14 @@ part_attention() {
     timing 60 torch attention_gpu.py --library "$flash" "${flags[@]}"
 }
 
-part_others() { timing 90 triton attention_gpu.py --library "$flash"; }
+part_others() { timing 75 triton attention_gpu.py --library "$flash"; }
 part_step() { timing 60 triton gpu_step.py --ours "$train"; }
 part_memory() { timing 45 triton gpu_step.py --ours "$train"; }
 part_larger() { timing 45 triton gpu_step.py --ours "$train"; }
 
 part_evaluation() {
-    check "the same results as eval_gpt2" 30 300 test_evaluation
-    timing 45 tqdm gpu_eval.py --train "$train" --evaluate "$evaluate"
+    check "the same results as eval_gpt2" 25 300 test_evaluation
+    timing 30 tqdm gpu_eval.py --train "$train" --evaluate "$evaluate"
 }
 
 # The CPU's programs are in $bin too.
@@ -845,7 +845,7 @@ test_evaluation() {
 
 part_package() {
     has_module torch || [ $dry = 1 ] || { lacks "Python's torch" "$(without torch)"; return 1; }
-    check "attn_c: every normalizer on the GPU and on the CPU" 60 300 test_package
+    check "attn_c: every normalizer on the GPU and on the CPU" 35 300 test_package
 }
 
 test_package() {
