@@ -1386,6 +1386,7 @@ static void draw_sample(Run *run, Model *m) {
 
 static int end(Run *run, Model *m) {
     graphs_drop(&m->graphs);
+    for (const Mark &mark : marks) CUDA_CHECK(cudaEventDestroy(mark.event));
     matmul_file_save(&m->matmul_file);    // what a validation or a sample at the end has measured
     if (m->params) matmul_end(&m->matmul);
     if (m->muon.x) matmul_end(&m->muon_matmul);

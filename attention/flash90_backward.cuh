@@ -45,15 +45,16 @@ struct Backward90Plan {
 template <int HS>
 constexpr int dq_stages = HS <= 64 ? 4 : 1;
 
-// The warps that add dq. Each has buffers of its own, of which it sees every phase.
+// The warps that add dq. A buffer belongs to one of them, which so waits for each of its phases in turn.
 template <int HS>
 constexpr int dq_adders = dq_stages<HS> > 1 ? 2 : 1;
 
 template <int HS>
 constexpr bool keeps_own = HS <= 64;
 
-// The buffers of dz. Whoever writes that of step j has waited for the other's of step j - 2, which it writes after its
-// dq of step j - 4 is complete. So with four buffers, nobody has to wait until one is free; three need barriers.
+// The buffers of dz. Before a consumer writes step j, it has waited for the other's dz of step j - 2, which the other
+// wrote after its dq of step j - 4 was complete, the last reader of this buffer. So with four buffers, nobody has to
+// wait until one is free; three need barriers.
 template <int HS>
 constexpr int dz_stages = HS <= 64 ? 4 : 3;
 

@@ -37,6 +37,7 @@ struct Forward90Plan {
 // `parts` parts of HS columns of values.
 struct Forward90Work {
     int heads, parts, first, blocks;
+    int pairs;    // of a head, or `blocks` if there are SMs for all blocks of rows: then none has a second one
 };
 
 // Does a block of the grid, of which there are then as many as SMs, compute several blocks of rows? It loads the next
@@ -44,26 +45,23 @@ struct Forward90Work {
 template <int HS, int POST>
 constexpr bool forward90_loops = HS <= 64 && POST < FLASH_REWEIGHT;
 
-// Which block of rows: those of a head come in pairs, the longest with the shortest and so on, so that all pairs take
-// the same time. A block of the grid takes every gridDim.x-th pair, and neighbors share a head's keys and values.
+// Which block of rows: those of a head come in pairs, the longest with the shortest and so on, so that without
+// documents all pairs take nearly the same time. A block of the grid takes every gridDim.x-th pair, and neighbors share
+// a head's keys and values.
 struct Forward90Place {
     int pair;
     bool second;
 };
 
-DEVICE int forward90_pairs(const Forward90Work &work) {
-    return (work.blocks + 1) / 2;    // of a head
-}
-
 // The block after `at`; false if there is none. The middle one of an odd number of blocks is alone.
 DEVICE bool forward90_next(Forward90Place &at, const Forward90Work &work) {
-    if (!at.second && 2 * (at.pair % forward90_pairs(work)) + 1 < work.blocks) {
+    if (work.pairs < work.blocks && !at.second && 2 * (at.pair % work.pairs) + 1 < work.blocks) {
         at.second = true;
     } else {
         at.second = false;
         at.pair += gridDim.x;
     }
-    return at.pair < work.heads * forward90_pairs(work);
+    return at.pair < work.heads * work.pairs;
 }
 
 template <int HS>
@@ -81,8 +79,8 @@ DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf1
 
 template <int HS>
 DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, Forward90Place at) {
-    const int pairs = forward90_pairs(work), short_one = at.pair % pairs;
-    return forward90_block<HS>(work, call, at.pair / pairs, at.second ? short_one : work.blocks - 1 - short_one);
+    const int short_one = at.pair % work.pairs;
+    return forward90_block<HS>(work, call, at.pair / work.pairs, at.second ? short_one : work.blocks - 1 - short_one);
 }
 
 // The tiles of keys that its rows see: `count` from tile `first` on.
@@ -421,11 +419,12 @@ template <int HS, int PHI, int POST>
 void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     typedef Forward90Plan<HS> P;
     const int parts = (call.VS - 1) / HS + 1, first = call.from / P::OWN;
-    const Forward90Work work = {call.B * call.NH * parts, parts, first, (call.T - 1) / P::OWN + 1 - first};
+    Forward90Work work = {call.B * call.NH * parts, parts, first, (call.T - 1) / P::OWN + 1 - first, 0};
     int blocks = work.heads * work.blocks;
-    if (forward90_loops<HS, POST>) {
-        const int pairs = work.heads * ((work.blocks + 1) / 2), processors = processors_of_device();
-        blocks = pairs < processors ? pairs : processors;
+    work.pairs = work.blocks;
+    if (const int processors = processors_of_device(); forward90_loops<HS, POST> && blocks > processors) {
+        work.pairs = (work.blocks + 1) / 2;
+        blocks = work.heads * work.pairs < processors ? work.heads * work.pairs : processors;
     }
     Forward90Maps maps;
     rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::OWN);

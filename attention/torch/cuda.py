@@ -1,5 +1,5 @@
-"""The operators on CUDA GPUs, by attention/flash.h's kernels (attn_c_cuda.cu). Compiled and tested on an emulated GPU;
-never run on a real one.
+"""The operators on CUDA GPUs, by attention/flash.h's kernels (attn_c_cuda.cu). Tested on an emulated GPU, and by
+dev/bench/torch_gpu.py on a real one.
 
 The kernels compute all positions of adjacent sequences. Fewer queries than keys are padded in front, which costs a
 backward pass as much as all queries would."""

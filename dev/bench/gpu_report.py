@@ -290,7 +290,7 @@ def bounds(parts):
         value, case = pick(found, default=(None, ""))
         passes = lambda bound: bound is None or (value >= bound if sign == "≥" else value <= bound)
         verdict = (MISSING if value is None else "below must" if not passes(must)
-                   else "PASS, aim reached" if passes(aim) else "PASS")
+                   else "PASS, aim reached" if passes(aim) else "aim missed" if must is None else "PASS")
         bounds = ["" if bound is None else f"{sign} {bound:g}{unit}" for bound in (must, aim)]
         measured = MISSING if value is None else f"{value:.2f}{unit}"
         rows.append([what, *bounds, measured, f"{case} (of {len(found)})" if found else "", verdict])

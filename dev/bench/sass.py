@@ -174,7 +174,7 @@ def traces90(kernel, name, call, tiles):
     """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
     (heads, parts, first, blocks) has one block of rows, which sees that many tiles. A block of the backward kernel
     draws its number from a counter, and thread 0 stores in shared memory what the block does."""
-    work = struct.pack("<4i", 1, 1, tiles - 1, 1) if name == "forward" else b""
+    work = struct.pack("<5i", 1, 1, tiles - 1, 1, 1) if name == "forward" else b""
     arguments = bytes.fromhex(call["call"]) + work
     arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
     grid, found = (1 if name == "forward" else T // 128 * B * NH, 1, 1), []

@@ -430,6 +430,16 @@ def test_kinds_of_many_rows(flash, attn):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
+@pytest.mark.parametrize("T", (300, 384, 520))
+@pytest.mark.parametrize("attn", ("softmax", "softmax-recentered-l1"))
+def test_an_sm_for_each_block(flash, flash_with, attn, T):
+    """With as many SMs as blocks of rows, the forward kernel computes one in each block, and the bits are the same."""
+    case = Case(attn, BF16, T, 64, B=1, NH=2)
+    x, scalars = inputs(case)
+    check(case, whole := by_flash(flash_with(PROCESSORS="132"), case, x, scalars))
+    assert same(whole, by_flash(flash, case, x, scalars))
+
+
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_repeats_to_the_last_bit(flash, case):
     case = replace(case, B=3)
