@@ -45,7 +45,7 @@ struct Backward90Plan {
 template <int HS>
 constexpr int dq_stages = HS <= 64 ? 4 : 1;
 
-// The warps that add dq. A buffer belongs to one of them, which so waits for each of its phases in turn.
+// The warps that add dq. Each has buffers of its own, so it waits for every phase of a buffer, in turn.
 template <int HS>
 constexpr int dq_adders = dq_stages<HS> > 1 ? 2 : 1;
 
@@ -490,7 +490,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
                                const Backward90Work &work) {
     typedef Backward90Plan P;
     constexpr bool LATE = shares_late<HS>;
-    // `work` is in shared memory, from which loads take long while matmuls read it; so it is copied if registers allow.
+    // `work` is in shared memory, from which loads are slow while matmuls read it. It is copied if registers suffice.
     auto read_span = [&] {
         const int key0 = work.tile * P::OWN;
         return Backward90Span{work.steps, key0, key0 + work.count * P::STREAM};
