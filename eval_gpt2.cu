@@ -3,7 +3,8 @@
 //
 // The activations of all layers stay on the device from one forward pass to the next, so they serve as the key-value
 // cache of a needle's answer, and of prompts of one haystack: a pass computes only the rows from Model.from on. Weights
-// of attention, which the kernels never store, are computed on the host from the q and k of a layer.
+// of attention, which the kernels never store, are computed on the host: from the q and k of a layer, or, where only
+// those of one query are wanted, from its scores.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
@@ -16,6 +17,7 @@
 #include <omp.h>
 
 #include "attention/attention_cpu.h"
+#include "cuda/scores.cuh"
 #include "eval/eval.h"
 #include "eval/needle.h"
 #include "eval/observe.h"
@@ -31,6 +33,7 @@ typedef struct {
     float *weights;      // of attention, see plan_computer()
     float *p_n;          // (T) a fit that replaces the learned p_n
     float *p_n_there;    // on the device
+    float *scores;       // on the device, of a prompt's last token (layers,NH,T); only for needles
     int32_t *ints;       // (3 B T) a batch
     void *raw;           // what is copied from the device, before it is widened
     uint64_t rows;       // attention rows since the last all_zero_share()
@@ -67,6 +70,7 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     if (e->count) lengths.count = e->count;
     plan_model(m, others, 1, &lengths, B, T);
     memory_add(&m->plan, "p_n", (void **)&c->p_n_there, T * sizeof(float));
+    if (e->o.task == TASK_NEEDLE) memory_add(&m->plan, "scores", (void **)&c->scores, heads * T * sizeof(float));
 
     MemoryPlan *plan = &m->host_plan;
     memory_add(plan, "parameters", (void **)&m->host.params, m->list.floats * sizeof(float));
@@ -212,19 +216,19 @@ static const float *batch_losses(Computer *c, const int32_t *inputs, const int32
     return c->losses;
 }
 
-// Attention's input on the host: rows `from` to T - 1 of q, and all of k, of layer l, which has just been computed.
+// Attention's input on the host: q and k of layer l, which has just been computed.
 template <class X>
-static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l, size_t T, size_t from) {
+static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l, size_t T) {
     Model *m = &model;
     const ModelConfig *config = &m->config;
     size_t HS = head_size(config), K = query_width(config), KV = key_width(config);
     FlashInput<X> in = attention_input(m, layer_of(m, a, l, 0).projected, l);
-    rows_to_host(c, c->q, in.q.p + from * in.q.row, T - from, K, in.q.row);
+    rows_to_host(c, c->q, in.q.p, T, K, in.q.row);
     rows_to_host(c, c->k, in.k.p, T, KV, in.k.row);
     AttentionInput host = {};
     host.q = {c->q, K, HS};
     host.k = {c->k, KV, HS};
-    host.first = m->doc_mask ? c->ints + 2 * T + from : NULL;
+    host.first = m->doc_mask ? c->ints + 2 * T : NULL;
     return host;
 }
 
@@ -260,7 +264,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
         model_embed(m, a, m->batch, T);
         for (size_t l = 0; l < (size_t)m->config.layers; l++) {
             block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
-            AttentionInput in = host_input(c, a, l, T, 0);
+            AttentionInput in = host_input(c, a, l, T);
             #pragma omp parallel for schedule(dynamic)
             for (size_t h = 0; h < (size_t)m->config.heads; h++) {
                 AttentionRows at = {};
@@ -309,30 +313,49 @@ struct ByRow {
     ByRow(const ByRow &) = delete;
 };
 
+// Computes the scores of a prompt's last token in layer l, whose q and k have just been computed.
+template <class X>
+static void last_scores(Computer *c, const Activations<X> *a, size_t l, size_t T) {
+    Model *m = &model;
+    FlashInput<X> in = attention_input(m, layer_of(m, a, l, 0).projected, l);
+    size_t NH = (size_t)m->config.heads, NKV = (size_t)m->config.kv_heads;
+    query_scores<X>(c->scores + l * NH * T,
+                    {in.q.p + (T - 1) * in.q.row, in.k.p, in.k.row, T, NH, NKV, head_size(&m->config)}, stream);
+}
+
+// The weights of a prompt's last token in c->weights (layers,NH,T), from its scores.
+static void last_weights(Computer *c, size_t T) {
+    Model *m = &model;
+    size_t NH = (size_t)m->config.heads, heads = (size_t)m->config.layers * NH;
+    AttentionShape shape = host_shape(1);
+    shape.cached = true;
+    shape.past = T - 1;
+    CUDA_CHECK(cudaMemcpyAsync(c->weights, c->scores, heads * T * sizeof(float), cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < heads; i++)
+        attention_weights_of_scores(c->weights + i * T, T, NULL, NULL, host_scalars(c, i / NH), shape,
+                                    (AttentionRows){0, i % NH, 0, 1});
+}
+
 // Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.
 static const float *prompt_logits(Computer *c, Needle *n) {
     Model *m = &model;
     const NeedleTrial *t = &n->trial;
-    size_t T = t->count, NH = (size_t)m->config.heads;
+    size_t T = t->count;
     ByRow by_row;
-    AttentionShape shape = host_shape(1);
-    shape.cached = true;
-    shape.past = T - 1;
     upload_tokens(c, t->tokens, NULL, 1, T);
     m->from = cached_tokens(c, t);
     by_type([&](auto *a) {
         model_embed(m, a, m->batch, T);
         for (size_t l = 0; l < (size_t)m->config.layers; l++) {
             block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
-            AttentionInput in = host_input(c, a, l, T, T - 1);
-            for (size_t h = 0; h < NH; h++) {
-                AttentionRows at = {0, h, 0, 1};
-                attention_weights(c->weights + (l * NH + h) * m->T, m->T, NULL, in, host_scalars(c, l), shape, at);
-            }
+            last_scores(c, a, l, T);
         }
     });
-    needle_weights(n, c->weights, m->T);
     const float *logits = last_logits(c, T);
+    last_weights(c, T);
+    needle_weights(n, c->weights, T);
     m->from = 0;
     return logits;
 }

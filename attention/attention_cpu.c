@@ -934,14 +934,10 @@ static uint64_t queries_forward(real *out, real *stats, const AttentionInput *in
     return all_zero;
 }
 
-void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
-                       AttentionRows at) {
-    size_t group_heads = shape.NH / shape.NKV, keys = shape.past + at.from + at.rows;
-    Group group = {.b = at.b, .kv = at.h / group_heads};
-    Head head = head_of(shape, &in, &group, at.h % group_heads);
-    const real *k = in.k.p + group_offset(&group, key_count(shape), in.k.row, in.k.head);
-    gemm(in.mm, at.rows, keys, shape.HS, as_stored(head.q + at.from * in.q.row, in.q.row), transposed(k, in.k.row), 0,
-         weights, ld);
+void attention_weights_of_scores(real *weights, size_t ld, real *log_Z, const int32_t *first, Scalars scalars,
+                                 AttentionShape shape, AttentionRows at) {
+    size_t keys = shape.past + at.from + at.rows;
+    Head head = {.h = at.h, .first = first ? first + at.b * shape.T : NULL};
     for (size_t r = 0; r < at.rows; r++) {
         bool weight;
         size_t hidden;
@@ -954,6 +950,17 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
         for (size_t j = 0; j < keys; j++) scores[j] *= factor;
         if (log_Z) log_Z[r] = row.inverse > 0 ? row.shift - real_log(row.inverse) : -INFINITY;
     }
+}
+
+void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
+                       AttentionRows at) {
+    size_t group_heads = shape.NH / shape.NKV;
+    Group group = {.b = at.b, .kv = at.h / group_heads};
+    Head head = head_of(shape, &in, &group, at.h % group_heads);
+    const real *k = in.k.p + group_offset(&group, key_count(shape), in.k.row, in.k.head);
+    gemm(in.mm, at.rows, shape.past + at.from + at.rows, shape.HS, as_stored(head.q + at.from * in.q.row, in.q.row),
+         transposed(k, in.k.row), 0, weights, ld);
+    attention_weights_of_scores(weights, ld, log_Z, in.first, scalars, shape, at);
 }
 
 uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,

@@ -91,6 +91,11 @@ void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *do
 void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
                        AttentionRows at);
 
+// The same from scores that are known.
+//   weights (rows, ld): q · k on entry   first (B,T) or NULL, as in AttentionInput
+void attention_weights_of_scores(real *weights, size_t ld, real *log_Z, const int32_t *first, Scalars scalars,
+                                 AttentionShape shape, AttentionRows at);
+
 // Attention of one query of head h over its n visible keys, for generation.
 //   out (VS) written   q (HS)   k, v: p is the row of the first visible key in the head that h reads   scratch (n)
 //   shape.T: the current length of the sample

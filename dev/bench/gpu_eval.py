@@ -12,8 +12,8 @@ are random, and a sequence is a batch of its own.
     prefill      eval_gpt2cu --task needle: prompts of 8,000 tokens, each with an answer of a single token
 
 Evaluation and prefill are timed from the first batch on, so they include the work of first launches, in which the
-device waits for the host; prefill also includes the copies of each layer's keys to the host, which computes the weights
-on the needle from them.
+device waits for the host; prefill also includes a prompt's scores, from which the host computes the weights on the
+needle.
 
 Exit codes: 0: done; 1: one of the programs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
@@ -35,7 +35,7 @@ import gpu_step
 CASES = ("forward", "evaluation", "prefill")
 LENGTH, PROMPT = 10240, 8000
 SEQUENCES = {"bf16": 400, "fp32": 40}     # some seconds of evaluation on one H100
-PROMPTS = {"bf16": 40, "fp32": 10}
+PROMPTS = {"bf16": 400, "fp32": 40}
 NEED = 25                                 # seconds that must be left to start a case
 
 

@@ -116,6 +116,20 @@ def test_same_results(task, name, dtype, models, tmp_path):
         np.testing.assert_allclose(np.load(path), np.load(tmp_path / "cuda" / path.name), atol=MAP_BOUNDS[dtype])
 
 
+def test_doc_mask_keeps_documents_apart(models, tmp_path):
+    """Large weights make the losses depend on what each token sees."""
+    data, losses = models("ssmax-pn")["data"], []
+    model = tiny.train(data, tmp_path, "--model", f"layers=2,heads=1,channels=16,ffn=16,vocab={VOCAB}", "--attn",
+                       "ssmax", "--lr", 0.3, "--warmup", 0, steps=3)[0]
+    for program, *words in ((tiny.BIN / "eval_gpt2", "--doc-mask"), (cuda_program("eval_gpt2cu"), "--doc-mask"),
+                            (cuda_program("eval_gpt2cu"),)):
+        tiny.run(program, "--model", model, "--data", f"{data}/*_val_*.bin", "--seq-lens", 90, "--max-tokens", 900,
+                 *words, "--picture", 0, "--out", tmp_path / "out")
+        losses.append(json.loads((tmp_path / "out/eval.json").read_text())["results"][0]["loss"])
+    masked, on_gpu, plain = losses
+    assert abs(masked - on_gpu) < 1e-4 and abs(masked - plain) > 1e-2, losses
+
+
 @pytest.mark.parametrize("attn", ["relu2-T", "relu2-n+norm=T2", "sigmoid+offset=-logT"])
 def test_haystack_where_weights_depend_on_T(attn, models, tmp_path):
     """T is each row's own length so far. Early rows of a model of two layers, with large weights, show it."""

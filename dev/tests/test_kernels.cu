@@ -31,6 +31,7 @@
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
 #include "cuda/qk_norm.cuh"
+#include "cuda/scores.cuh"
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
 #include "runtime/random.h"
@@ -411,6 +412,35 @@ static void test_biases(void) {
     static const size_t SHAPES[][2] = {{1, 48}, {33, 144}, {7, 97}, {65, 768}, {1500, 264}};
     for (const size_t *s : SHAPES) test_bias<X>(s[0], s[1], true);
     test_bias<X>(33, 260, false);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// scores
+
+template <class X>
+static void test_query_scores(size_t T, size_t NH, size_t NKV, size_t HS, size_t k_row) {
+    if (!case_begins("scores %s T=%zu NH=%zu NKV=%zu HS=%zu k_row=%zu", type_name<X>(), T, NH, NKV, HS, k_row)) return;
+    Tensor<X> q(NH * HS), k(T * k_row);
+    Tensor<float> scores(NH * T);
+    Numbers of_q = fill(q, "q", 0.1, 1), of_k = fill(k, "k", 0.1, 1), right(NH * T);
+    for (size_t h = 0; h < NH; h++)
+        for (size_t j = 0; j < T; j++)
+            for (size_t c = 0; c < HS; c++)
+                right[h * T + j] += of_q[h * HS + c] * of_k[j * k_row + h / (NH / NKV) * HS + c];
+    run_twice({&scores},
+              [&] { query_scores<X>(scores.device(), {q.device(), k.device(), k_row, T, NH, NKV, HS}, stream); });
+    compare("scores", scores, right, FORWARD);
+    case_ends();
+}
+
+template <class X>
+static void test_scores(void) {
+    test_query_scores<X>(1, 1, 1, 8, 8);
+    test_query_scores<X>(33, 4, 2, 48, 384);
+    test_query_scores<X>(7, 3, 1, 5, 17);
+    test_query_scores<X>(9, 2, 2, 320, 640);
+    test_query_scores<X>(5, 2, 1, 16, 33);
+    test_query_scores<X>(1500, 12, 12, 64, 2304);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1689,6 +1719,7 @@ static void test_layers(void) {
     test_ropes<X>(), arrays_free();
     test_biases<X>(), arrays_free();
     test_qk_norms<X>(), arrays_free();
+    test_scores<X>(), arrays_free();
     test_swiglus<X>(), arrays_free();
     test_gaus<X>(), arrays_free();
     test_embeddings<X>(), arrays_free();
