@@ -607,7 +607,7 @@ build_for() {      # part
 
 # ---------------------------------------------------------------- tests
 
-KERNELS="wrappers phi rmsnorm rope bias qk_norm swiglu gau embedding classifier adamw muon norms refused peak"
+KERNELS="wrappers phi rmsnorm rope bias qk_norm scores swiglu gau embedding classifier adamw muon norms refused peak"
 PRODUCTS="layers plans shapes measured workspace repeated stored"
 MODELS="tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _bias_T _d48 _d64 _d128"
 
