@@ -230,7 +230,7 @@ void flash90_instance_backward(const FlashCall<bf16> &call, cudaStream_t stream)
 // The two kernels for heads of up to HS = 64 or 128: where registers do not suffice, which would spill, flash.cuh's
 // kernels take over.
 constexpr bool flash90_forward_fits(int phi, int post, int HS) {
-    return phi != PHI_MISH && (HS <= 64 || ((phi != PHI_SOFTPLUS || post != FLASH_PLAIN) && post != FLASH_RECENTER_L1));
+    return HS <= 64 || ((phi != PHI_SOFTPLUS || post != FLASH_PLAIN) && post != FLASH_RECENTER_L1);
 }
 constexpr bool flash90_backward_fits(int phi, int post, int HS) {
     return HS <= 64 || (phi != PHI_RELU6 && post != FLASH_REWEIGHT);

@@ -10,6 +10,10 @@
 #include "attention/flash90.cuh"
 #include "attention/flash_forward_row.cuh"
 
+// mish issues so many other instructions that its special functions have time for all divisions.
+template <int PHI>
+constexpr Divides forward90_divides = PHI == PHI_MISH ? ALWAYS : HALF;
+
 template <int POST, int HS>
 constexpr bool keeps_along = flash90_keeps_along(POST, HS);
 
@@ -252,10 +256,12 @@ DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Ke
     static_assert((int)P::OWN == (int)P::STREAM, "one tile of keys is on the diagonal");
     uint32_t (*along)[4] = keeps_along<POST, HS> ? c.along : NULL;
     if (tile == keys.count - 1 || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15))) {
-        forward_weigh<true, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along, between);
+        forward_weigh<true, bf16, PHI, POST, forward90_divides<PHI>>(c.s, c.own.row, c.by, chunk, sweep, call, along,
+                                                                     between);
         after();
     } else {
-        forward_weigh<false, bf16, PHI, POST>(c.s, c.own.row, c.by, chunk, sweep, call, along, between);
+        forward_weigh<false, bf16, PHI, POST, forward90_divides<PHI>>(c.s, c.own.row, c.by, chunk, sweep, call, along,
+                                                                      between);
         after();
     }
 }

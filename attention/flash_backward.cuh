@@ -70,7 +70,8 @@ DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
 }
 
 // From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale for reweight with SCALED, and for
-// plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values.
+// plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values. Without
+// SCALED, the kernel is flash90.cuh's.
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
@@ -78,7 +79,8 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     const bool is_signed = phi_signed(phi);
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[row_of<BY_COLUMN>(e)].scale + row[row_of<BY_COLUMN>(e)].bias;
-    phi_values<X, PHI, BY_COLUMN, BY_COLUMN || POST >= FLASH_RECENTER_L1>(phi, f, slope, row);
+    constexpr Wanted wanted = BY_COLUMN || POST >= FLASH_RECENTER_L1 ? BOTH : SLOPE;
+    phi_values<X, PHI, BY_COLUMN, wanted, SCALED ? NEVER : ALWAYS>(phi, f, slope, row);
     if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN, SCALED>(d, w, f, row, call);
 
     const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
@@ -158,7 +160,7 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, Numbe
     float f[N], r[N], q[N];
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[e / 2].scale + row[e / 2].bias;
-    phi_values<X, PHI, false>(phi, f, along, row);
+    phi_values<X, PHI, false, VALUE>(phi, f, along, row);
     reweight_powers<X, KNOWN, false>(r, q, f, row, call.power);
     UNROLL
     for (int e = 0; e < N; e++) {

@@ -101,14 +101,14 @@ DEVICE void forward_rescale(float (&sum)[TILES][CT][4], const float (&by)[2 * TI
 }
 
 // s: scores in, f out, 0 where not visible.
-template <class X, int PHI, int POST, bool MASKED, int TILES, int NT>
+template <class X, int PHI, int POST, bool MASKED, Divides DIVIDES, int TILES, int NT>
 DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], Chunk chunk) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float z[4 * TILES], slope[4 * TILES];
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
-        phi_values<X, PHI, false>(phi, z, slope, row);
+        phi_values<X, PHI, false, VALUE, DIVIDES>(phi, z, slope, row);
         if (rounds_values<PHI, POST>) round_to<X>(z);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++)
@@ -237,7 +237,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
 // Turns a chunk's scores into weights, in place, and adds them to the rows' numbers. MASKED: not every row sees every
 // key   by: if rescales(), the factors of the rows' output so far   along: see forward_weights   between(): called when
 // `by` is known and the weights are not
-template <bool MASKED, class X, int PHI, int POST, int TILES, int NT, class Between>
+template <bool MASKED, class X, int PHI, int POST, Divides DIVIDES, int TILES, int NT, class Between>
 DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], Chunk chunk,
                           const ForwardSweep &sweep, const FlashCall<X> &call, uint32_t (*along)[4], Between between) {
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
@@ -251,7 +251,7 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
         forward_shift<X, PHI>(row, by, s);
     }
     between();
-    forward_values<X, PHI, POST, MASKED>(phi_of<PHI>(call), s, row, chunk);
+    forward_values<X, PHI, POST, MASKED, DIVIDES>(phi_of<PHI>(call), s, row, chunk);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
     constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
     if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);

@@ -27,21 +27,24 @@ DEVICE int phi_of(const FlashCall<X> &call) {
     return PHI >= 0 ? PHI : call.phi;
 }
 
-template <class X, int PHI, int KIND, bool BY_COLUMN, bool VALUE, int N, class Row>
+template <class X, int PHI, int KIND, bool BY_COLUMN, Wanted WANTED, Divides DIVIDES, int N, class Row>
 DEVICE void phi_values_of(float (&z)[N], float (&slope)[N], const Row *row) {
     UNROLL
-    for (int e = 0; e < N; e++) phi_at<X, PHI, KIND, VALUE>(z[e], row[row_of<BY_COLUMN>(e)].number, &z[e], &slope[e]);
+    for (int e = 0; e < N; e++)
+        phi_at<X, PHI, KIND, WANTED>(z[e], row[row_of<BY_COLUMN>(e)].number, &z[e], &slope[e],
+                                     DIVIDES == ALWAYS || (DIVIDES == HALF && e % 2 == 1));
 }
 
-// z (N) in, phi(z) and its slope out. The switch over phi, if there is one, is outside the loop.   VALUE: see phi_at.
-template <class X, int PHI, bool BY_COLUMN, bool VALUE = true, int N, class Row>
+// z (N) in, phi(z) and its slope out, or what is WANTED of them. The switch over phi, if there is one, is outside the
+// loop.
+template <class X, int PHI, bool BY_COLUMN, Wanted WANTED, Divides DIVIDES = NEVER, int N, class Row>
 DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row) {
     if constexpr (PHI >= 0) {
-        phi_values_of<X, PHI, PHI, BY_COLUMN, VALUE>(z, slope, row);
+        phi_values_of<X, PHI, PHI, BY_COLUMN, WANTED, DIVIDES>(z, slope, row);
     } else {
         switch (phi) {
-// case PHI_EXP: phi_values_of<X, PHI, PHI_EXP, BY_COLUMN, VALUE>(z, slope, row); break; ...
-#define CASE(kind_, ...) case kind_: phi_values_of<X, PHI, kind_, BY_COLUMN, VALUE>(z, slope, row); break;
+// case PHI_EXP: phi_values_of<X, PHI, PHI_EXP, BY_COLUMN, WANTED, DIVIDES>(z, slope, row); break; ...
+#define CASE(kind_, ...) case kind_: phi_values_of<X, PHI, kind_, BY_COLUMN, WANTED, DIVIDES>(z, slope, row); break;
             PHI_VALUES(CASE)
 #undef CASE
         }

@@ -1,10 +1,10 @@
 // phi and its slope, for the kernels of flash.cuh. Every instruction counts here: phi or its slope is evaluated three
 // times per score (in the forward kernel, the dq kernel, and the dk/dv kernel).
 //
-// float32 uses phi_both of normalizer.h. bf16 uses at most one special function per score (ex2, 8 clocks per warp); the
-// rest are polynomials (one clock per FFMA), minimax fits of the relative error of the result, stated as `(minimax,
-// e)`. dev/tests/test_kernels.cu compares phi at every bf16 z with float64. The error bounds, relative to phi and its
-// slope (bf16 rounding is 2^-9):
+// float32 uses phi_both of normalizer.h. bf16 uses one special function per score, ex2 (8 clocks per warp), and
+// polynomials (one clock per FFMA), minimax fits of the relative error of the result, stated as `(minimax, e)`. Where
+// the special functions have time, a second one replaces a polynomial (Divides). dev/tests/test_kernels.cu compares phi
+// at every bf16 z with float64. The error bounds, relative to phi and its slope (bf16 rounding is 2^-9):
 //   exp, expm1 (of e^z + 1), identity, relu, relu2, relu6    2^-17, from the rounding of z
 //   sigmoid, softplus, mish                                  2^-13
 //   gelu                                                     2^-13 for z >= -9; below, 1e-18 absolute, like |phi|
@@ -75,6 +75,11 @@ DEVICE float normal_tail(float a) {
                                 4.11649053e-05f, -1.00055456e-06f));
 }
 
+// The normal density at a.
+DEVICE float normal_density(float a) {
+    return exp2_fast(-0.721347520f * (a * a) - 1.32574806f);
+}
+
 // The slope of gelu at -a is tail(a) - a density(a). It equals -tail(a) S(a) (minimax on [0, 7], 2^-12.9 of |S| + 0.05)
 // or, where the tail is not needed, -(a - ZERO) 2^B(a), where ZERO is its root (minimax on [0, 8], 2^-13.1).
 constexpr float GELU_ZERO = 0.751791525f;
@@ -89,11 +94,19 @@ DEVICE float gelu_slope_over_tail(float a) {
                       -8.14887317e-05f);
 }
 
+// What a kernel needs of phi_at.
+enum Wanted { VALUE, SLOPE, BOTH };
+
+// For which scores it may take a second special function, usually for a division. On compute capability 9.0, with one
+// special function per score, these units are idle for much of the time that a polynomial's instructions need: the
+// forward pass has time for a second one for every other score, the backward pass for every score.
+enum Divides { NEVER, HALF, ALWAYS };
+
 // f = phi(z) and its slope with respect to the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where
-// exp is; `number` is phi_number(). Without VALUE only the slope is needed, and f may be anything with the right sign,
-// unless phi_learns().
-template <class X, int PHI, int KIND, bool VALUE = true>
-DEVICE void phi_at(float z, float number, float *f, float *slope) {
+// exp is; `number` is phi_number(). Without the value f may be anything with the right sign, unless phi_learns().
+// divide: may it take a second special function?
+template <class X, int PHI, int KIND, Wanted WANTED>
+DEVICE void phi_at(float z, float number, float *f, float *slope, bool divide) {
     if (!is_bf16<X>) {
         phi_both(KIND, z, number, f, slope);
     } else if (KIND == PHI_EXP) {
@@ -101,24 +114,28 @@ DEVICE void phi_at(float z, float number, float *f, float *slope) {
     } else if (KIND == PHI_EXPM1) {
         *slope = exp_of<X, PHI>(z);
         *f = *slope - number;
+    } else if (KIND == PHI_SIGMOID && WANTED == VALUE && divide) {
+        *f = *slope = reciprocal_fast(1 + exp_of<X, PHI>(-z));
     } else if (KIND == PHI_SIGMOID) {    // 1/(1 + e) or e/(1 + e), and e/(1 + e)²
-        float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e), q = e * p;
+        float e = exp_of<X, PHI>(-fabsf(z)), p = divide ? reciprocal_fast(1 + e) : sigmoid_of_exp(e), q = e * p;
         *f = z < 0 ? q : p;
         *slope = p * q;
     } else if (KIND == PHI_SOFTPLUS) {
-        float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e);
+        float e = exp_of<X, PHI>(-fabsf(z)), p = divide ? reciprocal_fast(1 + e) : sigmoid_of_exp(e);
         float per_unit = 1 / unit<X, PHI>;
         *f = fmaxf(z, 0) * per_unit + log1p_of_exp(e);
         *slope = z < 0 ? e * p : p;
     } else if (KIND == PHI_GELU) {    // max(z, 0) - |z| tail; the slopes at z and -z add up to 1
         float a = fabsf(z), tail = normal_tail(a);
-        *f = VALUE ? fmaxf(z, 0) - a * tail : z;
-        float below = VALUE ? tail * gelu_slope_over_tail(a) : (a - GELU_ZERO) * gelu_slope_over_distance(a);
+        *f = WANTED != SLOPE ? fmaxf(z, 0) - a * tail : z;
+        float below = WANTED == SLOPE ? (a - GELU_ZERO) * gelu_slope_over_distance(a)
+                      : divide        ? a * normal_density(a) - tail
+                                      : tail * gelu_slope_over_tail(a);
         *slope = z < 0 ? -below : 1 + below;
     } else if (KIND == PHI_MISH) {    // z tanh(ln(1 + e)) = z w/(1 + w), w = e + e²/2
         float e = exp_of<X, PHI>(fminf(z, 40)), w = (0.5f * e + 1) * e;
-        float r = reciprocal_by_polynomial(w + 1), by = r * z;
-        *f = VALUE ? w * by : z;
+        float r = divide ? reciprocal_fast(w + 1) : reciprocal_by_polynomial(w + 1), by = r * z;
+        *f = WANTED != SLOPE ? w * by : z;
         *slope = ((e * e + e) * by + w) * r;    // the slope of tanh(ln(1 + e)) is (e + e²)/(1 + w)²
     } else {
         phi_both(KIND, z, number, f, slope);

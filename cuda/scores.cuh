@@ -2,8 +2,8 @@
 //
 //   scores[h,j] = sum_c q[h,c] k[j,h / (NH/NKV),c]
 //
-// Shapes: q (NH,HS); k (T,NKV,HS), rows k_row elements apart; scores (NH,T) in float. X = float or bf16, sums are float.
-// Any T and HS. Test: dev/tests/test_kernels.cu scores.
+// Shapes: q (NH,HS); k (T,NKV,HS), rows k_row elements apart; scores (NH,T) in float. X = float or bf16, sums are
+// float; any T and HS. Test: dev/tests/test_kernels.cu scores.
 //
 // `group` lanes process a key, a power of two of at most 32, as in rope.cuh. A head that shares its keys with others
 // reads them from the L2 cache.

@@ -1572,13 +1572,14 @@ static void test_peaks(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // phi of attention, at every bf16 z
 
-// For each z, given by its bits: f and slope together from phi_at; alone: the slope without the value
+// For each z, given by its bits: f and slope together from phi_at; alone: f without the slope, and the slope without f
 template <class X, int PHI, int KIND>
-KERNEL void phi_test_kernel(float *f, float *slope, float *alone) {
+KERNEL void phi_test_kernel(float *f, float *slope, float *f_alone, float *slope_alone, bool divide) {
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 16; i += gridDim.x * blockDim.x) {
         float z = __uint_as_float(i << 16) * unit<X, PHI>, nothing;
-        phi_at<X, PHI, KIND, true>(z, 1, &f[i], &slope[i]);
-        phi_at<X, PHI, KIND, false>(z, 1, &nothing, &alone[i]);
+        phi_at<X, PHI, KIND, BOTH>(z, 1, &f[i], &slope[i], divide);
+        phi_at<X, PHI, KIND, VALUE>(z, 1, &f_alone[i], &nothing, divide);
+        phi_at<X, PHI, KIND, SLOPE>(z, 1, &nothing, &slope_alone[i], divide);
     }
 }
 
@@ -1670,42 +1671,50 @@ static void check_phi(const char *what, double got, double truth, double allowed
 }
 
 template <class X, int PHI, int KIND>
-static void test_phi(const char *name) {
+static void test_phi(const char *name, bool divide) {
     if (isnan(phi_truth(KIND, 0.5).f)) return;
-    if (!case_begins("phi %s %s%s", type_name<X>(), name, PHI < 0 ? " at run time" : "")) return;
-    Tensor<float> f(1 << 16), slope(1 << 16), alone(1 << 16);
-    run_twice({&f, &slope, &alone}, [&] {
-        launch(phi_test_kernel<X, PHI, KIND>, dim3(8), dim3(64), 0, stream, f.device(), slope.device(), alone.device());
+    if (!case_begins("phi %s %s%s%s", type_name<X>(), name, PHI < 0 ? " at run time" : "", divide ? " divided" : ""))
+        return;
+    Tensor<float> f(1 << 16), slope(1 << 16), f_alone(1 << 16), slope_alone(1 << 16);
+    run_twice({&f, &slope, &f_alone, &slope_alone}, [&] {
+        launch(phi_test_kernel<X, PHI, KIND>, dim3(8), dim3(64), 0, stream, f.device(), slope.device(),
+               f_alone.device(), slope_alone.device(), divide);
     });
-    double bound = phi_bound<X>(KIND), error[3] = {};
+    double bound = phi_bound<X>(KIND), error[4] = {};
     for (uint32_t i = 0; i < 1 << 16; i++) {
         float z;
         uint32_t bits = i << 16;
         memcpy(&z, &bits, sizeof z);
-        double got[] = {f.at(i), slope.at(i), alone.at(i)};
-        if (isnan(z)) check_true("a NaN", isnan(got[0]));
-        if (isinf(z)) check_true("infinity", got[0] == phi_at_infinity(KIND, z) || isnan(phi_at_infinity(KIND, z)));
+        double got[] = {f.at(i), f_alone.at(i), slope.at(i), slope_alone.at(i)};
+        for (int j = 0; j < 2; j++) {
+            if (isnan(z)) check_true("a NaN", isnan(got[j]));
+            if (isinf(z)) check_true("infinity", got[j] == phi_at_infinity(KIND, z) || isnan(phi_at_infinity(KIND, z)));
+        }
         if (!(fabs(z) <= largest_z<X>(KIND))) continue;
         PhiTruth truth = phi_truth(KIND, z);
         // exp(z) may be flushed to 0.
         double rest = (is_bf16<X> ? 0 : 0x1p-23) + (1 + fmin(fabs(z), 200)) * FLT_MIN;
         // Far below 0, only the magnitude of gelu is right: phi(-9) = -1e-18, and its slope at -7 is -6e-11.
         double far_f = KIND == PHI_GELU && z < -9 ? 1e-18 : 0, far_slope = KIND == PHI_GELU && z < -7 ? 1e-12 : 0;
-        check_phi("phi", got[0], truth.f, bound * truth.f_scale + rest + far_f, &error[0]);
-        check_phi("slope", got[1], truth.slope, 2 * bound * truth.slope_scale + rest + far_slope, &error[1]);
-        check_phi("slope alone", got[2], truth.slope, 2 * bound * truth.slope_scale + rest + far_slope, &error[2]);
+        double of_f = bound * truth.f_scale + rest + far_f, of_slope = 2 * bound * truth.slope_scale + rest + far_slope;
+        check_phi("phi", got[0], truth.f, of_f, &error[0]);
+        check_phi("phi alone", got[1], truth.f, of_f, &error[1]);
+        check_phi("slope", got[2], truth.slope, of_slope, &error[2]);
+        check_phi("slope alone", got[3], truth.slope, of_slope, &error[3]);
     }
     check("phi, relative to its bound", error[0], 1);
-    check("slope, relative to its bound", error[1], 1);
-    check("slope alone, relative to its bound", error[2], 1);
+    check("phi alone, relative to its bound", error[1], 1);
+    check("slope, relative to its bound", error[2], 1);
+    check("slope alone, relative to its bound", error[3], 1);
     case_ends();
 }
 
 static void test_phis(void) {
 #define TEST(kind, name, ...) \
-    test_phi<bf16, kind, kind>(name); \
-    test_phi<bf16, -1, kind>(name); \
-    test_phi<float, -1, kind>(name); \
+    test_phi<bf16, kind, kind>(name, false); \
+    test_phi<bf16, kind, kind>(name, true); \
+    test_phi<bf16, -1, kind>(name, false); \
+    test_phi<float, -1, kind>(name, false); \
     arrays_free();
     PHI_VALUES(TEST)
 #undef TEST
