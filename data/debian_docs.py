@@ -107,8 +107,11 @@ def deb_of(name, folder):
     package = SOURCES[name][0]
     path = find(folder, package) if folder else download(name, package)
     if not path:
-        raise DataError(INPUT, f"{folder or shards.DATA / 'cache/debs'}: no .deb file of {name}, whose name matches "
-                               f"{package}.\n  Download it there, or leave it out of --packages.")
+        if folder and not folder.is_dir():
+            raise DataError(INPUT, f"{folder}: not a folder.\n  Pass the folder of the .deb files with --debs.")
+        wanted = f"{name}'s .deb file" + f", whose name matches {package}" * (package != name)
+        raise DataError(INPUT, f"{folder or shards.DATA / 'cache/debs'}: expected {wanted}, found none.\n"
+                               "  Download it there, or leave it out of --packages.")
     return path
 
 
@@ -158,7 +161,8 @@ def all_documents(debs, other):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "debian_docs", 0.02)
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "debian_docs", 0.02,
+                              own=True)
     parser.add_argument("--packages", nargs="+", choices=[*SOURCES, OTHER], default=[*SOURCES, OTHER], metavar="NAME",
                         help=f"which of {', '.join(SOURCES)} and {OTHER}")
     parser.add_argument("--debs", type=Path, help="folder with the .deb files, instead of downloading them")

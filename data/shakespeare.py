@@ -33,7 +33,8 @@ def works():
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05)
+    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05,
+                              own=True)
     parser.add_argument("--vocab", type=shards.count, default=4096,
                         help="size of the vocabulary trained on the works with --tokenizer own; end-of-text "
                              "has the last id")

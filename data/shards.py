@@ -277,7 +277,7 @@ class Writer:
     def finish(self):
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
-                raise no_text(self.out, split, self.documents, self.val_fraction)
+                raise no_text(self.out, split, self.documents, self.val_fraction, self.counts)
         self.commit()
         self.done = True
         self.save_state()
@@ -294,12 +294,14 @@ class Writer:
                 pass   # the disk is full, which has been reported
 
 
-def no_text(out, split, documents, val_fraction):
-    """The error that a split has no text, with what to change."""
+def no_text(out, split, documents, val_fraction, counts={}):
+    """The error that a split has no text, with what to change. counts: of documents by kind, where there are kinds"""
     many = f"{out}: {documents:,} document{'s' * (documents != 1)}"
     if split == "train":
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()) if kind)
         return DataError(USAGE if documents else INPUT,
-                         f"{many}, and no text to train on.\n  Add documents that contain text.")
+                         f"{many}{f' ({kinds})' * bool(kinds)}, and no text to train on.\n"
+                         "  Add documents that contain text" + ", or raise --max-tokens" * bool(kinds) + ".")
     enough = ""
     if 1 < documents < 1 / val_fraction:
         step = 10.0 ** (math.floor(-math.log10(documents)) - 1)   # two digits, rounded up
@@ -429,14 +431,14 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True):
-    """Adds the flags that all scripts have, and --doc-marks if `marks`."""
+def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True, own=False):
+    """Adds the flags that all scripts have, and --doc-marks if `marks`. own: does the script have --tokenizer own?"""
     parser.formatter_class = HelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
     parser.add_argument("--name", default=name, help="prefix of the shards' names")
     parser.add_argument("--tokenizer", default=tokenizer,
-                        help="gpt2, or the path of a tokenizer.json or of a folder with one")
+                        help="gpt2, " + "own, " * own + "or the path of a tokenizer.json or of a folder with one")
     parser.add_argument("--shard-tokens", type=count, default=10**8,
                         help="tokens per shard, also with the suffix k, M or B")
     parser.add_argument("--val-fraction", type=fraction, default=val_fraction,

@@ -243,9 +243,9 @@ void choice_settle(Choice *c, Eval *e) {
     e->work = 0;
     for (size_t i = 0; i < c->question_count; i++) {
         for (size_t j = 0; j < c->questions[i].count; j++) {
-            size_t count = c->questions[i].endings[j].count;
-            if (count > e->longest) e->longest = count;
-            e->work += count - 1;
+            size_t inputs = c->questions[i].endings[j].count - 1;
+            if (inputs > e->longest) e->longest = inputs;
+            e->work += inputs;
         }
     }
 }

@@ -116,7 +116,9 @@ static void check_flags(const Eval *e) {
     bool has_prompts = has_prompt_file(e);
     if (!o->data && o->task != TASK_SCORES && !has_prompts)
         fail(EXIT_USAGE, "--data is missing: name the %s.",
-             o->task == TASK_CHOICE ? "JSONL file of questions" : "shards to evaluate on");
+             o->task == TASK_CHOICE      ? "JSONL file of questions"
+             : o->task == TASK_ATTENTION ? "shards to draw sequences from, or pass --prompt-file"
+                                         : "shards to evaluate on");
     if (o->data && o->task != TASK_CHOICE && mixture_has_weights(o->data))
         fail(EXIT_USAGE,
              "--data %s: weights are for --train-data of the trainers. Remove them to evaluate on all files as one "
@@ -201,7 +203,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "needle: write each prompt's and answer's token ids to prompts.jsonl in --out"},
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Evaluation",
          .uses = NEEDLE | ATTENTION,
-         .help = "chooses needles and haystacks"},
+         .help = "chooses needles and haystacks, or the sequences of attention"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
          .help = "folder for eval.json and pictures; without it, the results are only printed"},
         {"picture", OPT_SWITCH, &o->picture, .group = "Evaluation",

@@ -232,9 +232,9 @@ static void check_texts(const Needle *n) {
              folder_path(n->e->folder, tokenizer_files[0]).text);
 }
 
-// The most tokens that a needle has (*needle), and a prompt without its haystack (*all), over all samples.
-static void measure_prompts(Needle *n, size_t *needle, size_t *all) {
-    *needle = *all = 0;
+// The most tokens that a needle has (*needle), and a prompt without its haystack and needle (*frame), over all samples.
+static void measure_prompts(Needle *n, size_t *needle, size_t *frame) {
+    *needle = *frame = 0;
     for (size_t sample = 0; sample < (size_t)n->e->o.samples; sample++) {
         n->trial = (NeedleTrial){.sample = sample};
         name_needle(n);
@@ -242,7 +242,7 @@ static void measure_prompts(Needle *n, size_t *needle, size_t *all) {
         size_t here = put_needle(n);
         make_prompt(n, 0, 0);
         if (here > *needle) *needle = here;
-        if (n->trial.count > *all) *all = n->trial.count;
+        if (n->trial.count - here > *frame) *frame = n->trial.count - here;
     }
     n->trial = (NeedleTrial){0};
 }
@@ -300,6 +300,11 @@ static void open_haystack(Needle *n) {
     n->trial = (NeedleTrial){0};
 }
 
+// The most positions that a prompt of this length and its answer need, whose last token is not fed.
+static size_t positions_of(const Needle *n, size_t length) {
+    return length + n->frame + n->answer_tokens - 1;
+}
+
 void needle_settle(Needle *n, Eval *e) {
     const EvalOptions *o = &e->o;
     size_t needle, heads = (size_t)e->config->layers * (size_t)e->config->heads;
@@ -317,7 +322,7 @@ void needle_settle(Needle *n, Eval *e) {
     size_t digits = o->number ? strlen(o->number) : (size_t)o->digits;
     if (!n->answer_tokens) n->answer_tokens = o->chat == CHAT_CHATML ? 48 : digits + 4;
     n->trials = n->length_count * (size_t)o->samples * n->depth_count;
-    e->longest = n->longest + n->frame + n->answer_tokens;
+    e->longest = positions_of(n, n->longest);
     e->work = 0;
     for (size_t i = 0; i < n->length_count; i++) e->work += (uint64_t)o->samples * n->depth_count * n->lengths[i];
     n->tokens = array(n->longest + n->frame, sizeof *n->tokens);
@@ -473,7 +478,7 @@ static void place_trial(Needle *n) {
                        .depth_at = n->at % n->depth_count,
                        .tokens = n->tokens};
     t->length = n->lengths[t->length_at];
-    t->positions = t->length + n->frame + n->answer_tokens;
+    t->positions = positions_of(n, t->length);
     if (o->random_depth) t->depth = 100 * random_uniform((uint64_t)o->seed, t->sample, DRAW_DEPTH);
     else t->depth = (double)o->depths.values[t->depth_at];
     name_needle(n);

@@ -47,7 +47,7 @@ typedef struct {
     Shards *shards;
     uint64_t windows;
     int32_t opening, closing, turn;    // special tokens of the prompts; -1 for none
-    size_t frame, answer_tokens;       // the most tokens of a prompt beside its haystack, and of an answer
+    size_t frame, answer_tokens;       // the most tokens of a prompt beside haystack and needle, and of an answer
     size_t trials, at;                 // all of them; the number of the next one
     NeedleTrial trial;
     int32_t token;          // the newest token of the answer

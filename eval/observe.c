@@ -35,6 +35,7 @@ static void read_prompt_file(Observer *o) {
         char *end = memchr(at, '\n', (size_t)(text + size - at)), *next = end ? end + 1 : text + size;
         if (!end) end = text + size;
         if (end > at && end[-1] == '\r') end--;
+        if (at + strspn(at, " \t") >= end) end = at;    // nothing but blanks
         size_t length = (size_t)(end - at), room = tokenizer_capacity(length);
         int32_t *ids = array(room, sizeof *ids);
         size_t count = tokenizer_encode(e->tokenizer, at, length, ids, room);

@@ -21,7 +21,7 @@ import grid_parts
 import grid_report
 import grid_run
 from grid_run import count, duration, many
-from grid_store import ROOT, Results, step_tokens
+from grid_store import ROOT, Results, make_folder, nearest_folder, step_tokens
 
 FAILED, USAGE, INPUT, STOPPED = 1, 2, 3, 75
 
@@ -31,9 +31,10 @@ def parse():
     parser.add_argument("grids", nargs="+", metavar="GRID.toml", help="grid files, which are run one after another")
     parser.add_argument("--scale", default="small", help="small, paper or another scale of the file (default small)")
     parser.add_argument("--out", type=Path, default=ROOT / "out/grids",
-                        help="folder for runs and reports (default out/grids)")
+                        help="folder for runs and reports (default out/grids); created, with its parents")
     parser.add_argument("--results", type=Path, default=ROOT / "grids/results.json",
-                        help="the results (default grids/results.json)")
+                        help="the results (default grids/results.json); the file and its folder are created if "
+                             "missing")
     parser.add_argument("--jobs", type=int, help="programs at a time (default: the scale's, else one per core)")
     parser.add_argument("--threads", type=int,
                         help="threads of each program (default: the cores divided among the jobs)")
@@ -94,9 +95,8 @@ def print_plan(plan, programs, jobs, threads):
         print(f"time      unknown with {many(jobs, 'job')} of {many(threads, 'thread')}: no finished run yet, and none "
               "could be measured")
     if parameters:
-        folder = next(path for path in (plan.out, *plan.out.parents) if path.exists())
         print(f"disk      about {grid_run.size(grid_run.disk(plan, parameters))} of checkpoints in {plan.out}, "
-              f"{grid_run.size(shutil.disk_usage(folder).free)} free")
+              f"{grid_run.size(shutil.disk_usage(nearest_folder('--out', plan.out)).free)} free")
     for note in grid.notes:
         print(f"note      {note}")
     return speed
@@ -128,7 +128,8 @@ def run_grid(grid, options):
     """Runs one grid; returns {label: what happened} of what failed."""
     out = options.out.absolute()
     results = Results(options.results)
-    failed = {}
+    failed, folder = {}, out / f"{grid.name}-{grid.scale.name}"
+    nearest_folder("--out", folder)
     if options.report:
         plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), out)
     else:
@@ -138,6 +139,7 @@ def run_grid(grid, options):
         grid_parts.check_flags(grid, programs)
         held = None if options.dry_run else grid_run.lock(out)
         if held:
+            make_folder("--results", options.results.absolute().parent)
             grid_run.prepare(grid)
         plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), out)
         speed = print_plan(plan, programs, jobs, threads)
@@ -148,7 +150,7 @@ def run_grid(grid, options):
         work.speed = speed
         failed = work.run()
         held.close()
-    folder = out / f"{grid.name}-{grid.scale.name}"
+    make_folder("--out", folder)
     text = grid_report.write(plan, folder, failed, not options.no_pictures)
     print(text)
     print(f"{folder}/report.md has the tables and pictures; {options.results} the results.")

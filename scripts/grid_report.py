@@ -2,13 +2,14 @@
 only results.json."""
 import math
 import re
+import shlex
 import statistics
 import sys
 from dataclasses import dataclass
 
 import plot
 from grid_file import LONGEST, Run, terms
-from grid_parts import slug
+from grid_parts import from_root, slug
 from grid_store import attn_of, eval_attn, eval_key, key_of
 
 # Metrics that are infinite where a run diverged; others are then unknown.
@@ -192,7 +193,12 @@ def verdict_on(plan, claim):
 
 # ---------------------------------------------------------------- tables
 
-NUMERIC = re.compile("[-+]?[0-9]|diverged|$")      # how the cells of a column of numbers begin
+# How the cells of a column of numbers begin. "1. softmax" is text.
+NUMERIC = re.compile(r"([-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?|diverged|unknown)(?=$| %| ±| \(|, )|$")
+
+
+def is_numeric(column):
+    return any(column) and all(map(NUMERIC.match, column))
 
 
 @dataclass
@@ -204,13 +210,14 @@ class Table:
     def markdown(self):
         clean = [[cell.replace("|", "\\|") for cell in row] for row in [self.head, *self.rows]]
         return "\n".join(["| " + " | ".join(clean[0]) + " |",
-                          "|" + "|".join("--:" if all(map(NUMERIC.match, column)) else "---"
+                          "|" + "|".join("--:" if is_numeric(column) else "---"
                                          for column in zip(*self.rows)) + "|",
                           *("| " + " | ".join(row) + " |" for row in clean[1:])]) + "\n"
 
     def text(self):
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
+        aligned = [str.rjust if is_numeric(column) else str.ljust for column in zip(*self.rows)]
+        lines = ["  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths))
                  for row in [self.head, *self.rows]]
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -299,10 +306,14 @@ def percent(numbers):
     return f"{100 * statistics.fmean(numbers):.3g} %" if numbers and max(numbers) > 0 else ""
 
 
+def zero_rows_text(last, most):
+    """The shares of all-zero rows in the last step and, at most, in any; empty if there never was one."""
+    return f"{percent(last) or '0 %'} (most: {100 * max(most):.2g} %)" if percent(most) else ""
+
+
 def training_row(plan, x, label=""):
     def numbers(metric, seeds=x.seeds):
         return of_seeds(plan, x.row, x.size, seeds, "train", metric)
-    zero, most = numbers("zero_rows"), numbers("zero_rows_max")
     norms = [norm for norm in numbers("grad_norm_max") if math.isfinite(norm)]
     entries = [entry_of(plan, Run(x.row.name, x.size, seed), "train") for seed in x.row.seeds]
     outcomes = [entry["outcome"] for entry in entries if entry and entry["outcome"]]
@@ -310,7 +321,7 @@ def training_row(plan, x, label=""):
     return [label or x.label, spread_text(numbers("val_loss"), numbers("val_loss", x.row.seeds)),
             difference_text(from_baseline(plan, x.row, x.size, "train.val_loss")),
             f"{max(norms):.3g}" if norms else "", percent(numbers("clipped")),
-            f"{percent(zero)} (most: {100 * max(most):.2g} %)" if percent(most) else "",
+            zero_rows_text(numbers("zero_rows"), numbers("zero_rows_max")),
             f"{statistics.fmean(minutes):.1f}" if minutes else "",
             "; ".join(dict.fromkeys(outcomes)) or ("" if any(entries) else "not run")]
 
@@ -409,10 +420,10 @@ def published(plan, line, metric, column):
 
 
 def eval_tables(plan, evals):
-    """A table for each metric and group of rows."""
+    """A table for each metric and group of rows. The loss is not named where it is the only metric."""
     tables, found = [], lines_of(plan, evals)
-    shared = seeds_of_lines(plan, found)
-    for metric in metrics_of(plan, evals):
+    shared, metrics = seeds_of_lines(plan, found), metrics_of(plan, evals)
+    for metric in metrics:
         columns = columns_of(plan, evals, metric)
         for title, lines in found.items():
             theirs = [column for column in columns if any(published(plan, line, metric, column) for line in lines)]
@@ -421,7 +432,7 @@ def eval_tables(plan, evals):
                                    for column in columns),
                      *(published(plan, line, metric, column) for column in theirs)] for line in lines]
             if any(any(row[1:]) for row in rows):
-                tables.append(Table(", ".join(filter(None, (title, "" if metric == "loss" else metric))),
+                tables.append(Table(", ".join(filter(None, (title, "" if metrics == ["loss"] else metric))),
                                     ["row", *(column_title(plan, column) for column in columns),
                                      *(f"paper: {column_title(plan, column).split(' = ')[0]}" for column in theirs)],
                                     rows))
@@ -596,7 +607,10 @@ def positions_picture(plan, title, evals):
 
 
 def needles_picture(plan, title, evals):
-    """The share of needles found, by length and depth, in a panel for each line."""
+    """The share of needles found, by length and depth, in a panel for each line. None if the evaluations show another
+    metric, such as best_score, or have random depths."""
+    if "right" not in metrics_of(plan, evals):
+        return None
     plt = plot.pyplot()
     lines = [line for group in lines_of(plan, evals).values() for line in group]
     found = {line.label: columns for line in lines
@@ -639,15 +653,24 @@ def scalars_picture(plan):
     names = plot.in_order({name for _, _, name, _ in known})
     if not names:
         return None
-    figure, grid = plt.subplots(1, len(names), figsize=(1 + 5 * len(names), 4), squeeze=False, layout="constrained")
+    drawn = list(dict.fromkeys((label, seed) for label, seed, name, _ in known if name != "p"))
+    colors = plt.get_cmap("tab10" if len(drawn) <= 10 else "tab20").colors
+    width, lines = 1 + 5 * len(names), {}
+    columns = max(1, width // 4)
+    figure, grid = plt.subplots(1, len(names), figsize=(width, 4 + 0.2 * math.ceil(len(drawn) / columns)),
+                                squeeze=False, layout="constrained")
     for name, axes in zip(names, grid.flat):
         for label, seed, _, value in (row for row in known if row[2] == name):
             if name == "p":
                 plot.draw_p(axes, value, plot.fit_log(value))
             else:
-                axes.plot(value, marker=".", linewidth=1.2, label=f"{label}, seed {seed}")
+                color = colors[drawn.index((label, seed)) % len(colors)]
+                lines[f"{label}, seed {seed}"], = axes.plot(value, marker=".", linewidth=1.2, color=color)
                 axes.set(title=f"{name} at the end: mean over heads", xlabel="layer")
-                axes.legend(fontsize=8, frameon=False)
+                axes.xaxis.get_major_locator().set_params(integer=True)
+    if lines:      # one legend for all panels, outside of them
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, fontsize=8,
+                      frameon=False)
     return figure
 
 
@@ -708,6 +731,25 @@ def pictures(plan):
 
 # ---------------------------------------------------------------- the report
 
+def needle_scores_note(plan, title, evals):
+    """[how to draw what results.json does not keep of needle scores: that of each head and of each trial], or []."""
+    if any(e.task != "needle" for e in evals) or metrics_of(plan, evals) != ["best_score"]:
+        return []
+    lines = [line for inside in lines_of(plan, evals).values() for line in inside]
+    keys = [eval_key(plan.grid, Run(line.row.name, line.size, line.row.seeds[0]), line.eval, plan.texts)
+            for line in lines]
+    folders = [from_root(plan.parts[key].folder) for key in dict.fromkeys(keys) if key in plan.results.entries]
+    if not folders:
+        return []
+    picture = from_root(plan.out / f"{plan.grid.name}-{plan.grid.scale.name}" / f"{slug(title)}.png")
+    command = " \\\n        ".join([f".venv/bin/python scripts/plot_eval.py --out {shlex.quote(picture)}",
+                                    *map(shlex.quote, folders)])
+    return ["Each trial counts with its best head's score. The scores of all heads and trials are not in results.json, "
+            "but in the run folders. This command draws them for the first seed of each row: the heads, ranked "
+            "([SSMax] Figure 7), in *-heads.png, and the trials, ranked (Figure 8), in *-trials.png. A fresh clone has "
+            "no run folders; running the grid with another --results makes them.", "    " + command]
+
+
 def sections(plan, failed):
     """[(title, tables, picture names, paragraphs)]"""
     grid = plan.grid
@@ -729,7 +771,8 @@ def sections(plan, failed):
     several = any(len(row.seeds) > 1 for row in grid.rows.values())
     yield "Training", training_tables(plan), ["curves", "final", "scalars"], [note] * several
     for title, evals in eval_groups(plan).items():
-        yield f"Evaluation: {title}", eval_tables(plan, evals), [title, f"{title}-positions"], []
+        yield (f"Evaluation: {title}", eval_tables(plan, evals), [title, f"{title}-positions"],
+               needle_scores_note(plan, title, evals))
     for formula in grid.formulas:
         yield f"Formula: {formula.name}", [formula_table(formula)], [formula.name], [formula.paper]
 

@@ -12,7 +12,7 @@ import time
 import grid_parts
 from grid_file import Refused
 from grid_parts import DIVERGED
-from grid_store import ROOT
+from grid_store import ROOT, make_folder
 
 BUSY = 7                      # exit code: the run folder is in use
 TRIES, PAUSE = 60, 2          # how often, and after how many seconds, to try again
@@ -25,8 +25,11 @@ class Busy(Refused):
 
 def lock(out):
     """Locks the folder of the runs for this process. The lock of a dead process has no effect."""
-    out.mkdir(parents=True, exist_ok=True)
-    file = open(out / "lock", "a+")
+    make_folder("--out", out)
+    try:
+        file = open(out / "lock", "a+")
+    except OSError as error:
+        raise Refused(f"--out: {out}/lock: {error.strerror}. Pass another --out.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,6 +20,26 @@ NOT_NUMBERS = {"batch", "val-every", "ckpt-every", "keep", "keep-best", "sample-
                "rank-timeout", "zero", "recompute", "graphs", "matmuls", "ignore-config-key"}
 WHOLE = 1 << 30      # a text of more bytes than this is hashed in samples
 SAMPLE = 1 << 20
+
+
+# ---------------------------------------------------------------- folders
+
+def nearest_folder(flag, folder):
+    """The nearest folder that exists, this one or one above it. Rejects what the flag names if a file is in the way."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise Refused(f"{flag}: {nearest}: expected a folder, found a file. Pass another {flag}.")
+    return nearest
+
+
+def make_folder(flag, folder):
+    """Creates a folder with its parents, and rejects what the flag names if no file can be written there."""
+    nearest_folder(flag, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise Refused(f"{flag}: {folder}: cannot write there ({error.strerror}). Pass another {flag}.") from None
 
 
 # ---------------------------------------------------------------- results.json
@@ -36,7 +57,10 @@ class Results:
             found, entries = whole["format"], whole["results"]
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise Refused(f"{self.path}: expected a file with the results of grids, or none yet ({error.strerror}).\n"
+                          "  Correct the path.") from None
+        except (ValueError, KeyError, TypeError) as error:
             raise Refused(f"{self.path}: expected the results of grids ({type(error).__name__}: {error}).\n"
                           f"  Restore it with git checkout, or remove it to start over.") from None
         if found != FORMAT:

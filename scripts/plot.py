@@ -498,7 +498,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", metavar="FILE",
-                        help="the picture, .png, .svg or .pdf (default: loss.png or scalars.png in the run folder)")
+                        help="the picture, such as x.png or x.pdf (default: loss.png or scalars.png in the run folder)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--scalars", action="store_true", help="plot the normalizer's learned s, b, sink and p_n")
     what.add_argument("--heads", action="store_true", help="plot the learned s, b and sink of every head of one run")

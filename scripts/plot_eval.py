@@ -105,8 +105,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with eval.json")
     parser.add_argument("--out", metavar="FILE",
-                        help="the first picture, .png, .svg or .pdf (default: in the folder, named after what it "
-                             "shows)")
+                        help="the first picture, such as x.png, x.svg or x.pdf (default: in the folder, named after "
+                             "what it shows)")
     parser.add_argument("--baseline", metavar="FOLDER",
                         help="plot losses as differences to those of this folder, one of those to plot")
     options = parser.parse_args()

@@ -230,6 +230,15 @@ def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):
     assert lls[0] == lls[1] != lls[2] and lls[3] != lls[0]
 
 
+def test_pn_suffices_for_long_questions(model_of, tmp_path):
+    """They lose their start, so that L inputs remain, for which a model has all its p_n."""
+    folder, *_ = model_of("llama", "ssmax-pn")
+    path = write_questions(tmp_path / "q.jsonl", [(GOOD | {"query": "a b " * L},)])
+    output, _ = run(BIN / "eval_gpt2", "--task", "choice", "--model", folder, "--data", path, "--out", tmp_path / "out")
+    assert "lengths of up to" not in output
+    assert "asks for" in evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", L + 1, code=2)
+
+
 def test_ntk_depends_on_each_sequence(model_of, tmp_path):
     """A sequence longer than L has a theta of its own, and a shorter one the checkpoint's."""
     folder, tensors, config = model_of("llama", "softmax")

@@ -328,8 +328,10 @@ def test_vocabulary_of_its_own(debs, tmp_path):
 @needs_dpkg
 def test_wrong_packages(debs, tmp_path):
     """A package that is missing, that is none, and without prose."""
-    assert "no .deb file of python3-doc" in script("debian_docs", "--debs", debs, "--packages", "python3-doc",
-                                                   "--out", tmp_path / "a", code=3)
+    assert "expected python3-doc's .deb file" in script("debian_docs", "--debs", debs, "--packages", "python3-doc",
+                                                        "--out", tmp_path / "a", code=3)
+    assert f"{tmp_path / 'no'}: not a folder" in script("debian_docs", "--debs", tmp_path / "no", "--packages",
+                                                        "perl-doc", "--out", tmp_path / "a", code=3)
     assert "invalid choice: 'none'" in script("debian_docs", "--packages", "none", "--out", tmp_path / "a", code=2)
     (tmp_path / "debs").mkdir()
     (tmp_path / "debs/perl-doc_1.0_all.deb").write_bytes(b"not a package")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import byte_text
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -497,6 +499,8 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
     """lssa is better than softmax with the one seed that both have, but worse than softmax's mean."""
     plan = reported(tmp_path, UNEVEN, head='sort = "loss"')
     table, = grid_report.training_tables(plan)
+    assert table.head == ["row", "validation loss", "minus softmax", "largest gradient norm", "clipped steps",
+                          "all-zero rows", "minutes", "outcome"]
     assert [row[:4] for row in table.rows] == [
         ["1. lssa", "4.9800", "-0.0200", "4.98"],
         ["2. softmax", "5.0000 (3 seeds: 4.6000 ± 0.5292)", "+0.0000", "5"],
@@ -555,6 +559,102 @@ def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
 def test_a_grid_of_the_baseline_alone_has_its_panel(tmp_path):
     axes, = grid_report.curves_picture(reported(tmp_path, {"softmax": {1: 5.0}})).axes
     assert axes.get_title(loc="left") == "A" and len(axes.lines) == 1
+
+
+def test_the_largest_gradient_norm_is_that_of_all_seeds(tmp_path):
+    plan = reported(tmp_path, {"softmax": {1: 4.5, 2: 5.0, 3: 4.0}, "ssmax": {1: 4.9, 2: 4.1, 3: 4.2}})
+    assert [table.rows[0][3] for table in grid_report.training_tables(plan)] == ["5", "4.9"]
+
+
+@pytest.mark.parametrize("last, most, text", [([0.0], [9.2e-05], "0 % (most: 0.0092 %)"),
+                                              ([0.01, 0.03], [0.05, 0.25], "2 % (most: 25 %)"), ([0.0], [0.0], ""),
+                                              ([], [], "")])
+def test_shares_of_all_zero_rows(last, most, text):
+    assert grid_report.zero_rows_text(last, most) == text
+
+
+def test_only_columns_of_numbers_are_aligned_to_the_right():
+    columns = {"row": ["1. softmax", "10. exp"], "loss": ["5.0 (3 seeds: 4.6 ± 0.5)", "diverged (1 of 2)"],
+               "share": ["46 %", "0.9 % (most: 7.5 %)"], "n": ["1,000", "1e+05"], "pairs": ["-0.1, +0.2", ""],
+               "outcome": ["", ""], "ends": ["diverged at step 3", "diverged at step 4"],
+               "seeds": ["1 of 3 seeds", "2 of 3 seeds"], "paper": ["3.19 against 3.32", "3.19"]}
+    table = grid_report.Table("", list(columns), list(map(list, zip(*columns.values()))))
+    right = [mark == "--:" for mark in table.markdown().splitlines()[1].strip("|").split("|")]
+    assert [name for name, mark in zip(columns, right) if mark] == ["loss", "share", "n", "pairs"]
+    head, first, _ = table.text().splitlines()
+    assert head.startswith("row                             loss  ") and first.startswith("1. softmax  5.0 (3 seeds")
+    assert head.index("paper") == first.index("3.19")
+
+
+def set_values(plan, evals):
+    """Replaces the results of the plan's evaluations by {name: values}."""
+    for run in plan.grid.runs():
+        for e in plan.grid.evals_of(run):
+            plan.results.entries[grid_store.eval_key(plan.grid, run, e, {})]["values"] = evals[e.name]
+
+
+def headings(plan, folder):
+    """The headings of a report in Markdown, after checking that the plain text has the same ones."""
+    text = grid_report.write(plan, folder, {}, draw=False)
+    found = re.findall("^(#+ .*)$", (folder / "report.md").read_text(), re.M)
+    assert [line.lstrip("# ") for line in found] == re.findall("^(?:==|--) (.*)$", text, re.M)
+    return found
+
+
+def test_every_table_has_a_heading(tmp_path):
+    """The metric, too, unless the loss is the evaluation's only one."""
+    plan = reported(tmp_path, {"softmax": {1: 5.0}}, '[[eval]]\nname = "prompts"\ntask = "attention"\n',
+                    '[[eval]]\nname = "last"\ntask = "positions"\nlengths = ["L"]\nmetric = "last_eighth"\n',
+                    '[[eval]]\nname = "needles"\ntask = "needle"\nlengths = ["L"]\nmetric = "right"\n')
+    prompts = {"log_z_slope": {"mean": 0.5}, "loss": {"mean": 5.3}, "perplexity": {"mean": 200.0}}
+    set_values(plan, {"prompts": prompts, "lengths": {"loss": {"4": 5.0}}, "last": {"last_eighth": {"8": 4.0}},
+                      "needles": {"right": {"8": 0.5, "8 at 10 %": 0.5}}})
+    assert headings(plan, tmp_path / "report") == [
+        "# Grid tiny at scale small", "## Training", "### A", "## Evaluation: lengths", "### A",
+        "## Evaluation: prompts", "### A, log_z_slope", "### A, loss", "### A, perplexity", "## Evaluation: last",
+        "### A, last_eighth", "## Evaluation: needles", "### A, right"]
+
+
+SCORES = ('[[eval]]\nname = "one prompt"\ntask = "needle"\nlengths = ["64L"]\nmetric = "best_score"\n'
+          'flags = { samples = 1, depths = [50], digits = 1 }\n')
+
+
+def test_needle_scores_are_not_drawn_as_needles_found(tmp_path):
+    found = {"right": {"512": 0.0, "mean": 0.0, "512 at 50 %": 0.0}, "best_score": {"512": 0.2, "mean": 0.2}}
+    for metric, pictures in (("best_score", set()), ("right", {"one prompt"})):
+        plan = reported(tmp_path, {"softmax": {1: 5.0}}, SCORES.replace("best_score", metric))
+        set_values(plan, {"one prompt": found, "lengths": {"loss": {"8": 5.0}}})
+        drawn = {name for name, figure in grid_report.pictures(plan) if figure}
+        assert drawn & {"one prompt"} == pictures
+        note = grid_report.needle_scores_note(plan, "one prompt", plan.grid.evals[1:])
+        assert bool(note) == (metric == "best_score")
+    assert grid_report.needle_scores_note(plan, "lengths", plan.grid.evals[:1]) == []
+
+
+def test_the_report_has_the_command_that_draws_needle_scores(tmp_path):
+    """It draws what eval_gpt2 wrote into the run folders."""
+    path = write(tmp_path, ROWS, SCORES, data=byte_text.write_text(tmp_path / "text"))
+    path.write_text(re.sub(r"vocab=\d+", f"vocab={byte_text.VOCAB}", path.read_text()))
+    run(path, tmp_path / "out")
+    report = (tmp_path / "out/tiny-small/report.md").read_text()
+    command = re.search(r"^    \.venv/bin/python (.*(?:\n {8}.*)+)\n\n### best_score$", report, re.M)[1]
+    subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, cwd=ROOT, check=True, capture_output=True)
+    for name in ("", "-heads", "-trials"):
+        assert (tmp_path / f"out/tiny-small/one-prompt{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_scalars_picture_has_whole_layers_and_its_legend_outside(tmp_path):
+    plan = reported(tmp_path, {"ssmax": {1: 5.0}, "softmax": {1: 5.0}})
+    for entry in plan.results.entries.values():
+        entry["values"] |= {"s": [1.3, 0.8, 0.8, 0.9], "b": [0.1, 0.2, 0.3, 0.4]} if "curves" in entry else {}
+    figure = grid_report.scalars_picture(plan)
+    figure.canvas.draw()
+    legend, = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ssmax, seed 1", "softmax, seed 1"]
+    for axes in figure.axes:
+        assert all(tick == round(tick) for tick in axes.get_xticks()) and axes.get_legend() is None
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+        assert [line.get_color() for line in axes.lines] == [line.get_color() for line in legend.get_lines()]
 
 
 AFTERWARDS = '[[eval]]\nname = "P={P}"\nfor = { P = [1, 3] }\ngroup = "afterwards"\ntask = "loss"\nruns = ["lssa"]\n' \
@@ -828,6 +928,31 @@ def test_a_plan_for_a_gpu_needs_no_gpu(tmp_path, monkeypatch):
 
 def test_at_least_one_seed(tmp_path):
     assert "--seeds 0: expected 1 or more" in run(write(tmp_path, ROWS), tmp_path / "out", "--seeds", 0, code=2)
+
+
+@pytest.mark.parametrize("flags, code, message", [
+    (["--out", "FILE"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
+    (["--out", "FILE/x", "--dry-run"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
+    (["--out", "FILE", "--report"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
+    (["--out", "/proc/x"], 2, "--out: /proc/x: cannot write there (No such file or directory). Pass another --out."),
+    (["--out", "/proc/x", "--report"], 2, "--out: /proc/x/tiny-small: cannot write there (No such file or directory)."),
+    (["--results", "/proc/x/y.json"], 2, "--results: /proc/x: cannot write there (No such file or directory). Pass"),
+    (["--results", "FILE/y.json", "--dry-run"], 3, "FILE/y.json: expected a file with the results of grids, or none"),
+    (["--results", "/", "--report"], 3, "/: expected a file with the results of grids, or none yet (Is a directory)")])
+def test_places_that_cannot_be_written_to_are_named(data, tmp_path, flags, code, message):
+    """Before any run."""
+    file = tmp_path / "file"
+    file.write_text("kept")
+    text = run(write(tmp_path, ROWS, data=data), tmp_path / "out", *(flag.replace("FILE", str(file)) for flag in flags),
+               code=code)
+    assert text.startswith("grid.py: " + message.replace("FILE", str(file))) and file.read_text() == "kept"
+    assert not (tmp_path / "out/runs").exists()
+
+
+def test_the_folder_of_the_results_is_created(data, tmp_path):
+    path = write(tmp_path, '[[run]]\nattn = "softmax"\n', data=data)
+    run(path, tmp_path / "out", "--results", tmp_path / "new/results.json")
+    assert len(json.loads((tmp_path / "new/results.json").read_text())["results"]) == 1
 
 
 @pytest.mark.drawn(3, of="further calls")

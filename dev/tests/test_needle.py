@@ -276,7 +276,7 @@ def row_lengths(attn):
 def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_path):
     """The attention of the prompt's last token, summed over the number's tokens."""
     folder, tensors, config = model_of(shape, attn)
-    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 330, "--depths", "15,60", "--samples", 1)
+    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 330, "--depths", "15,60", "--samples", 2)
     config = reference.replace(config, attn=row_lengths(attn))
     mean = 0
     for prompt, trial in zip(prompts, row["trials"], strict=True):
@@ -288,7 +288,7 @@ def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_pat
         assert found.shape == expected.shape and np.abs(found - expected).max() < 1e-5 * max(1, largest)
         best = trial["best_layer"], trial["best_head"]
         assert found[best] == found.max() == trial["best_score"]
-        mean = mean + found / 2
+        mean = mean + found / 4
     assert np.abs(np.array(row["needle_scores"]) - mean).max() < 1e-12 * max(1, np.abs(mean).max())
 
 
@@ -579,3 +579,15 @@ def test_pn_beyond_its_length(model_of, data, tmp_path):
     folder, *_ = model_of("llama", "ssmax-pn")
     _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 700, "--samples", 1, "--pn-extrapolate", "log")
     assert len(row["trials"]) == 5
+
+
+def test_pn_suffices_up_to_its_length(model_of, data, tmp_path):
+    """A prompt and its answer, whose last token is not fed, may have L positions, and one more is too many."""
+    folder, *_ = model_of("llama", "ssmax-pn")
+    flags = "--samples", 1, "--depths", "50", "--city", "Paris", "--max-new-tokens", 5
+    asked = int(re.search(r"asks for (\d+)", evaluate("needle", folder, data, tmp_path, "--seq-lens", L, *flags,
+                                                       code=2))[1])
+    longest = 2 * L - asked
+    _, _, [prompt] = needles(folder, data, tmp_path, "--seq-lens", longest, *flags)
+    assert len(prompt["tokens"]) + 5 - 1 == L
+    assert f"asks for {L + 1}." in evaluate("needle", folder, data, tmp_path, "--seq-lens", longest + 1, *flags, code=2)

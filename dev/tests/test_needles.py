@@ -107,6 +107,19 @@ def test_the_rest_is_copied_and_a_second_call_changes_nothing(source, copy):
     assert "made with other settings" in script(source, "--out", copy, "--seq-len", T, "--digits", 4, code=2)
 
 
+@pytest.mark.parametrize("name", ["d_train_000002.bin", "d_val_000000.bin"])
+def test_a_folder_of_another_dataset_is_left_alone(source, copy, tmp_path, name):
+    """One whose shards differ in a single token."""
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tokens = read_shard(tmp_path / name).copy()
+    tokens[-1] = (tokens[-1] + 1) % END
+    write_shard(tmp_path / name, tokens)
+    before = {path: path.read_bytes() for path in copy.iterdir()}
+    assert "or from another dataset" in script(tmp_path, "--out", copy, "--seq-len", T, "--digits", 3, code=2)
+    assert before == {path: path.read_bytes() for path in copy.iterdir()}
+
+
 def test_the_seed_decides(source, copy, tmp_path):
     for name, seed in (("same", 1337), ("other", 1)):
         script(source, "--out", tmp_path / name, "--seq-len", T, "--digits", 3, "--seed", seed)

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_dropped(tmp_path, tokenizer):
     assert "1 of 2 questions used; skipped: 1 too long, over 30 tokens." in text
     text = script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--max-tokens", 29,
                   "--out", tmp_path / "none", code=2)
-    assert "2 documents, and no text to train on" in text
+    assert "2 documents (2 too long), and no text to train on" in text and "raise --max-tokens" in text
 
 
 def test_validation(tmp_path, tokenizer):
