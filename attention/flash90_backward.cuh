@@ -254,7 +254,6 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
         bulk_wait<0>();
         add_to_counter(turn, 1);
     }
-    bulk_wait<0>();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ import json
 import random
 from pathlib import Path
 
+import shards    # first, because it says what to do if packages are missing
+
 import numpy as np
 
-import shards
 import vocabulary
 from shards import DATA, INPUT, USAGE, DataError
 

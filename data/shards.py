@@ -25,8 +25,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
+try:
+    import numpy as np
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{sys.argv[0]}: {error}.\n  Run scripts/setup.sh once, and this script with .venv/bin/python.")
 
 HEADER_BYTES, MAX_VOCAB = 1024, 1 << 20   # the C programs' limit
 Format = collections.namedtuple("Format", "magic version dtype")
@@ -401,7 +404,7 @@ def write_encoded(writer, encoded):
 def summarize(writer):
     shards = {split: len(writer.shard_counts(split)) for split in FIRST}
     counts = [f"{writer.tokens[s]:,} {s} tokens in {n} shard{'s' * (n != 1)}" for s, n in shards.items() if n]
-    print(f"{writer.out}: {writer.documents:,} documents; {'; '.join(counts)}.")
+    print(f"{writer.out}: {writer.documents:,} document{'s' * (writer.documents != 1)}; {'; '.join(counts)}.")
     glob = f"{writer.out}/{writer.name}"
     print(f"  --train-data '{glob}_train_*.bin'" + (f" --val-data '{glob}_val_*.bin'" if shards["val"] else ""))
 

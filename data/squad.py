@@ -12,9 +12,10 @@ import itertools
 import json
 from dataclasses import dataclass
 
+import shards    # first, because it says what to do if packages are missing
+
 import numpy as np
 
-import shards
 import sources
 import vocabulary
 from shards import INPUT, DataError

@@ -416,6 +416,7 @@ static void read_config(Option *table, size_t count, const char *path) {
     char *text = file_read(path, CONFIG_LIMIT, &size, &error), where[600];
     int *lines = calloc(count, sizeof *lines);
     TomlEntry entry;
+    if (!*path) usage_fail("--config: expected a file, found no name.");
     if (!text) fail_once(&error);
     if (!lines) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
     TomlReader reader = toml_start(path, text);

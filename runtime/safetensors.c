@@ -469,10 +469,12 @@ static bool open_path(Safetensors *s, const char *path, Error *error) {
     }
     if (access(file, F_OK) == 0) return add_part(s, file, error) && sort_names(s, error);
     if (access(index, F_OK) == 0) return open_index(s, path, index, error);
+    bool pickled = snprintf(file, sizeof file, "%s/pytorch_model.bin", path) > 0 && access(file, F_OK) == 0;
     return error_set(error, EXIT_INPUT,
-                     "%s: expected model.safetensors or model.safetensors.index.json in this folder, "
-                     "found neither.\n  Give the folder of one checkpoint, such as OUT/ckpt/step-00001000.",
-                     path);
+                     "%s: expected model.safetensors or model.safetensors.index.json in this folder, found %s.\n  %s",
+                     path, pickled ? "only pytorch_model.bin" : "neither",
+                     pickled ? "Load the model in transformers, and write it again with save_pretrained()."
+                             : "Give the folder of one checkpoint, such as OUT/ckpt/step-00001000.");
 }
 
 Safetensors *safetensors_open(const char *path, Error *error) {

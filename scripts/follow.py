@@ -238,7 +238,8 @@ def main():
             sink = TensorBoard(options.run, Path(options.tensorboard or Path(options.run) / "tensorboard"), lines)
         follow(options.run, sink, options, metrics, lines)
     except (plot.Refused, OSError) as error:
-        print(f"follow.py: {error}", file=sys.stderr)
+        filename = getattr(error, "filename", None)
+        print(f"follow.py: {f'{filename}: {error.strerror}.' if filename else error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         pass

@@ -21,11 +21,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-import shards  # noqa: E402
+import shards  # noqa: E402     (first, because it says what to do if packages are missing)
+import numpy as np  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 from shards import BUSY, DATA, INPUT, USAGE, DataError  # noqa: E402
 from sources import download_package, first_line, library  # noqa: E402
 

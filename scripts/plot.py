@@ -505,8 +505,8 @@ def main():
     what.add_argument("--seeds", action="store_true",
                       help="draw runs that differ only in their seeds as one curve: the mean, and a band for the range")
     parser.add_argument("--baseline", metavar="RUN",
-                        help="also plot the differences to this run, one of those to plot; of runs with the same seed "
-                             "under --seeds")
+                        help="one of the runs; also plot how the others' losses differ from its own. With --seeds, "
+                             "runs with the same seed are compared")
     what.add_argument("--tensorboard", metavar="DIR", type=Path,
                       help="write an event file for each run to DIR/NAME instead")
     options = parser.parse_args()

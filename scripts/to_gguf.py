@@ -16,11 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
-import shards  # noqa: E402
+import shards  # noqa: E402     (first, because it says what to do if packages are missing)
+import numpy as np  # noqa: E402
 import vocabulary  # noqa: E402
 from get_smollm2 import CONTROL, LAYER, NORMAL, SPECIAL  # noqa: E402
 from shards import INPUT, USAGE, DataError  # noqa: E402
@@ -107,7 +106,8 @@ def check_by_trainer(folder, ignored):
                                  "--batch", "1", "--dry-run", "--ignore-config-key", ignored],
                                 capture_output=True, text=True)
     if result.returncode == INPUT:
-        raise DataError(INPUT, f"{folder}: this model cannot be written as GGUF. {result.stderr.strip()}")
+        raise DataError(INPUT, f"{folder}: this model cannot be written as GGUF: "
+                               + result.stderr.strip().removeprefix("train_gpt2: "))
 
 
 # ---------------------------------------------------------------- the weights
@@ -370,7 +370,7 @@ def main():
     parser.add_argument("folder", type=Path, help="folder of a checkpoint, of a run, or of a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--dtype", choices=["f32", "f16"], default="f32", help="of the matrices")
-    parser.add_argument("--ignore-config-key", metavar="NAME[,...]", default="",
+    parser.add_argument("--ignore-config-key", metavar="NAME[,...]",
                         help="unknown keys in config.json to ignore")
     args = parser.parse_args()
     if not args.folder.is_dir():
@@ -382,7 +382,7 @@ def main():
         raise DataError(USAGE, f"{args.out.parent}: no such folder.")
     half = {"f32": np.float32, "f16": np.float16}[args.dtype]
     folder = model_folder(args.folder)
-    config = convert(folder, args.out, half, args.ignore_config_key)
+    config = convert(folder, args.out, half, args.ignore_config_key or "")
     print(f"{args.out}: {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']} "
           f"channels, {args.out.stat().st_size:,} bytes.")
     warn_of_transformers(config, folder, args.out)

@@ -33,6 +33,16 @@ def script(name, *arguments, code=0, **options):
     return result.stdout + result.stderr
 
 
+def test_missing_packages(tmp_path):
+    (tmp_path / "tqdm.py").write_text("raise ImportError(\"No module named 'tqdm'\")")
+    for path in (DATA / "text.py", DATA / "squad.py", DATA / "needles.py", *DATA.parent.glob("scripts/*gguf.py"),
+                 DATA.parent / "scripts/get_smollm2.py"):
+        result = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True,
+                                env=dict(os.environ, PYTHONPATH=str(tmp_path)))
+        assert result.returncode == 1 and "Traceback" not in result.stderr
+        assert f"{path}: No module named 'tqdm'" in result.stderr and ".venv/bin/python" in result.stderr
+
+
 def read_shard(path):
     """The tokens of a shard; parses the header by hand."""
     data = Path(path).read_bytes()

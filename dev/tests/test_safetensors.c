@@ -191,6 +191,8 @@ static void test_wrong_requests(void) {
     safetensors_close(s);
     CHECK(refused(in_folder("nothing"), "No such file"), "no such file");
     CHECK(refused(folder, "found neither"), "a folder without a model");
+    FILE *file = fopen(in_folder("pytorch_model.bin"), "w");
+    CHECK(file && fclose(file) == 0 && refused(folder, "save_pretrained"), "a folder with a pickled model");
 }
 
 #define T(name, dtype, shape, offsets) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
