@@ -27,6 +27,9 @@ def check_tensors(**arguments):
     for name, x in arguments.items():
         if x is not None and not isinstance(x, torch.Tensor) and not hasattr(x, "__torch_function__"):
             raise ValueError(f"attn_c: expected {name} to be a tensor, found {type(x).__name__}; convert it")
+        if isinstance(x, torch.Tensor) and (x.layout != torch.strided or x.is_nested):
+            raise ValueError(f"attn_c: expected {name} to be a dense tensor, found "
+                             f"{'a nested one' if x.is_nested else x.layout}; convert it")
 
 
 def check_devices(q, **others):

@@ -57,17 +57,22 @@ def describe(value):
 # ---- the mask
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
-         attention_mask=None, local_size=None, **_):
-    """The number of padding tokens at the beginning of each sequence (B), or None if there are none. local_size: of a
-    sliding window, which hides nothing from a text that is not longer."""
+         attention_mask=None, local_size=None, config=None, **_):
+    """The number of padding tokens at the beginning of each sequence (B), or None if there are none. local_size is the
+    length of a sliding window, which hides nothing from a text that is not longer. kv_offset is how many tokens a cache
+    has dropped because of its window. Gemma 3 also builds a mask for full attention, without local_size; if every layer
+    has a window, it is sized by such a cache, and the window's length is in the config."""
     parts = mask_names(mask_function)
-    if "sliding_window_overlay" in parts:
+    local_size = local_size or getattr(config, "sliding_window", None)
+    if local_size and ("sliding_window_overlay" in parts or kv_offset != 0):
         if kv_offset + kv_length > local_size:
             reject_window(local_size, kv_offset + kv_length)
-        parts.remove("sliding_window_overlay")
+        parts = [name for name in parts if name != "sliding_window_overlay"]
     if parts:
         reject("a mask other than a causal one with padding", " and ".join(parts),
                OTHER + (COMPILED if "packed_sequence_mask_function" in parts else ""))
+    if attention_mask is not None and not isinstance(q_offset, torch.Tensor):       # one would be of a fixed cache
+        check_length(attention_mask, q_offset + q_length)
     if kv_offset != 0 or isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_length:
         reject("a cache whose length is fixed", f"{kv_length} keys for {q_length} queries from position {q_offset} on",
                "use transformers' DynamicCache")
@@ -92,6 +97,13 @@ def mask_names(function):
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     parts = [x for contents in held if isinstance(contents, tuple) for x in contents if callable(x)]
     return [name for part in parts for name in mask_names(part)] if parts else [function.__qualname__.split(".")[0]]
+
+
+def check_length(attention_mask, keys):
+    """A longer mask is cut off. transformers takes what is missing in a shorter one for padding."""
+    if attention_mask.shape[1] < keys:
+        raise ValueError(f"attn_c: expected an attention_mask over all {keys} keys, found {attention_mask.shape[1]}; "
+                         "pass one for the tokens in the cache and the new ones")
 
 
 def texts_in(seen):
@@ -163,18 +175,21 @@ def attention_layers(model):
 def attach(model, normalizer, seq_len):
     """Gives each attention layer of a model a Normalizer, `self_attn.normalizer`, whose scalars are trained and saved
     with the model, and selects the implementation. p of scale=pn is one parameter for the whole model. Scalars of an
-    earlier attach() are removed first."""
-    detach(model)
+    earlier attach() are replaced. An error leaves the model as it was."""
     layers = attention_layers(model)
-    for layer in layers:
-        weight = next(layer.parameters())
-        layer.normalizer = Normalizer(normalizer, layer.config.num_attention_heads, seq_len, device=weight.device)
-        if "attn_pn" in layer.normalizer.names:
+    # An error in the arguments is found here, before the model changes.
+    normalizers = [Normalizer(normalizer, layer.config.num_attention_heads, seq_len,
+                              device=next(layer.parameters()).device) for layer in layers]
+    implementation = register(normalizer)
+    detach(model)
+    for layer, own in zip(layers, normalizers):
+        layer.normalizer = own
+        if "attn_pn" in own.names:
             layer.normalizer.attn_pn = layers[0].normalizer.attn_pn
     names = [f"{name}.normalizer.attn_pn" for name, layer in model.named_modules() if layer in layers]
-    if "attn_pn" in layers[0].normalizer.names:     # or save_pretrained() rejects the shared parameter
+    if "attn_pn" in normalizers[0].names:     # or save_pretrained() rejects the shared parameter
         model._tied_weights_keys = (model._tied_weights_keys or {}) | dict.fromkeys(names[1:], names[0])
-    model.set_attn_implementation(register(normalizer))
+    model.set_attn_implementation(implementation)
 
 
 def detach(model):

@@ -470,6 +470,10 @@ BAD = {
     "expected q to be a tensor, found list": dict(q=torch.zeros(1, 4, 6, 8).tolist()),
     "expected v to be a tensor, found ndarray": dict(v=np.zeros((1, 2, 6, 8), np.float32)),
     "expected start to be a tensor, found list": dict(start=[1]),
+    "expected k to be a dense tensor, found torch.sparse_coo": dict(k=torch.zeros(1, 2, 6, 8).to_sparse()),
+    "expected start to be a dense tensor, found torch.sparse_coo": dict(start=torch.zeros(1).int().to_sparse()),
+    "expected q to be a dense tensor, found a nested one":
+        dict(q=torch.nested.nested_tensor([torch.zeros(4, 6, 8)], layout=torch.jagged)),
     "expected the normalizer's name, found None": dict(normalizer=None),
     "head_dim of at least 1": dict(q=torch.zeros(1, 4, 6, 0), k=torch.zeros(1, 2, 6, 0)),
     "one number for each of 1 sequences": dict(start=torch.zeros(2)),

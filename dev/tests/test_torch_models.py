@@ -23,6 +23,8 @@ import model as reference       # noqa: E402
 from transformers import (AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, Gemma2Config,     # noqa: E402
                           Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           WhisperConfig, WhisperModel)
+from transformers.masking_utils import (and_masks, chunked_overlay,     # noqa: E402
+                                        sliding_window_causal_mask_function)
 
 torch.set_num_threads(1)
 
@@ -113,6 +115,31 @@ def test_attached_scalars(interface, tmp_path):
     assert not any("attn_pn" in name for name in [*model.state_dict(), *model._tied_weights_keys])
 
 
+@pytest.mark.parametrize("normalizer, seq_len, message", [
+    ("ssmx", 64, "Did you mean ssmax"), ("ssmax-bias", None, "depends on the length"),
+    ("ssmax", 0, "expected seq_len")])
+def test_rejected_calls_of_attach_change_nothing(interface, normalizer, seq_len, message):
+    model = make_llama()
+    interface.attach(model, "ssmax-pn", seq_len=64)
+    with torch.no_grad():
+        for name, scalar in model.named_parameters():
+            scalar += 0.2 * ("normalizer" in name)
+        logits, tied = model(TOKENS).logits, dict(model._tied_weights_keys)
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            interface.attach(model, normalizer, seq_len=seq_len)
+        assert torch.equal(model(TOKENS).logits, logits) and model._tied_weights_keys == tied
+    found = model.state_dict()
+    assert found.keys() == state.keys() and all(torch.equal(found[name], x) for name, x in state.items())
+
+
+def test_scalars_are_on_the_device_of_their_layer(interface):
+    with torch.device("meta"):
+        model = make_llama()
+    interface.attach(model, "ssmax-pn", seq_len=64)
+    assert {x.device.type for name, x in model.named_parameters() if "normalizer" in name} == {"meta"}
+
+
 def test_padding_at_the_end(interface):
     """Nothing before it sees it."""
     model, mask = make_llama(), PADDED.flip(1)
@@ -135,6 +162,28 @@ def test_scaling_is_honored(interface, attached):
         else:
             model.set_attn_implementation("attn_c:softmax")
         assert (model(TOKENS).logits - own).abs().max() < 1e-5 * own.abs().max()
+
+
+def with_cache(model, mask, compute):
+    """The logits of the last 5 tokens, after 7 in a cache."""
+    cache = model(TOKENS[:, :7], attention_mask=PADDED[:, :7], use_cache=True).past_key_values
+    return compute(TOKENS[:, 7:], attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masks_shorter_or_longer_than_the_keys(interface, compiled):
+    """transformers ignores the end of a longer one, and takes what a shorter one lacks for padding."""
+    model = make_llama()
+    with torch.no_grad():
+        own = with_cache(model, PADDED, model)
+        model.set_attn_implementation("attn_c:softmax")
+        compute = torch.compile(model) if compiled else model
+        for mask in PADDED, torch.cat([PADDED, torch.zeros_like(PADDED)], 1):
+            assert (with_cache(model, mask, compute) - own).abs().max() < 1e-5 * own.abs().max()
+        with pytest.raises(ValueError, match="expected an attention_mask over all 12 keys, found 7; pass"):
+            with_cache(model, PADDED[:, :7], compute)
+        with pytest.raises(ValueError, match="expected an attention_mask over all 12 keys, found 7; pass"):
+            compute(TOKENS, attention_mask=PADDED[:, :7], use_cache=False)
 
 
 def call(**arguments):
@@ -179,6 +228,17 @@ def test_a_sliding_window_as_long_as_the_text(interface, config):
                 run()
 
 
+@pytest.mark.parametrize("config", [Gemma3TextConfig, MistralConfig])
+def test_a_sliding_window_in_every_layer(interface, config):
+    """For Gemma 3, transformers makes a mask of full attention all the same, from a cache that has dropped tokens."""
+    model = AutoModelForCausalLM.from_config(config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=8, pad_token_id=0))
+    model.set_attn_implementation("attn_c:softmax")
+    with pytest.raises(ValueError, match="sliding_window=8 for 9 tokens; pass at most 8 tokens"):
+        model.generate(TOKENS[:, :6], max_new_tokens=6, do_sample=False, eos_token_id=None)
+
+
 def softcap(interface):
     model = AutoModelForCausalLM.from_config(gemma(Gemma2Config))
     model.set_attn_implementation("attn_c:softmax")
@@ -206,6 +266,19 @@ def forward(**arguments):
     return run
 
 
+def packed_in_window(interface):
+    model = MistralForCausalLM(MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, sliding_window=30, attn_implementation="attn_c:softmax"))
+    model(TOKENS, position_ids=torch.arange(6).repeat(2, 2), use_cache=False)
+
+
+def chunks_in_window(interface):
+    """A window that hides nothing, and a mask that does."""
+    function = and_masks(sliding_window_causal_mask_function(30), chunked_overlay(6, torch.zeros(2, dtype=torch.int)))
+    interface.mask(2, 12, 12, mask_function=function, local_size=30)
+
+
 def static_cache(interface):
     model = make_llama(attn_implementation="attn_c:softmax")
     model.generate(TOKENS, max_new_tokens=3, cache_implementation="static", pad_token_id=0)
@@ -228,6 +301,8 @@ REJECTED = {
         position_ids=torch.arange(6).repeat(2, 2), cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32)),
     "prepared mask": forward(attention_mask=torch.zeros(2, 1, 12, 12)),
     "packed_sequence_mask_function": forward(position_ids=torch.arange(6).repeat(2, 2), use_cache=False),
+    "packed_sequence_mask_function;": packed_in_window,
+    "a mask other than a causal one with padding is not supported, found chunked_overlay;": chunks_in_window,
     r"padding between tokens is not supported, found it in sequences \[1\]":
         forward(attention_mask=torch.tensor([[1] * 12, [1] * 5 + [0] * 3 + [1] * 4])),
     "a cache whose length is fixed": static_cache,
@@ -402,6 +477,9 @@ def test_pretraining_example(attn_c, tmp_path, monkeypatch):
                                                               "--seq-len", 32)
     assert refused("pretrain.py", tmp_path / "none", tmp_path / "out") == (
         f"pretrain.py: {tmp_path}/none: expected a text: No such file or directory\n")
+    assert refused("pretrain.py", tmp_path / "text", "/proc/x") == (
+        "pretrain.py: /proc/x: expected a folder, or a path where one can be made: No such file or directory\n")
+    assert "text/x: expected a folder" in refused("pretrain.py", tmp_path / "text", tmp_path / "text/x")
     for flag, value, message in (("--seq-len", 0, "expected an integer from 2 to 2147483647, found '0'"),
                                  ("--steps", "x", "expected an integer from 1 to 2147483647, found 'x'"),
                                  ("--attn", "ssmx", "attn_c: ssmx: unknown normalizer. Did you mean ssmax?")):
@@ -430,6 +508,9 @@ def test_plotting_example(attn_c, tmp_path, monkeypatch):
     assert run.returncode == 0 and (tmp_path / "w.png").stat().st_size > 20000, run.stderr
     assert "expected a query from 0 to 19, found 20" in refused("plot_weights.py", tmp_path / "qk.pt",
                                                                 tmp_path / "w.png", "--row", 20)
+    for out, message in (("w.xyz", "w.xyz: .xyz is not a format of pictures. Expected one of ."),
+                         ("none/w.png", "none/w.png: expected a picture that can be written: No such file")):
+        assert f"{tmp_path}/{message}" in refused("plot_weights.py", tmp_path / "qk.pt", tmp_path / out)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import plot_weights
     scores = qk["q"][0] @ qk["k"][0].T / 8**0.5
@@ -438,10 +519,11 @@ def test_plotting_example(attn_c, tmp_path, monkeypatch):
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("given", [None, b"text", [torch.ones(2, 2)] * 2, {"q": torch.ones(2, 2)},
+@pytest.mark.parametrize("given", [None, b"text", b"", [torch.ones(2, 2)] * 2, {"q": torch.ones(2, 2)},
                                    {"q": [[1.0]], "k": [[1.0]]}, {"q": torch.ones(2), "k": torch.ones(2)},
-                                   {"q": torch.ones(0, 2, 2), "k": torch.ones(0, 2, 2)}],
-                         ids=["no file", "text", "a list", "no k", "lists", "vectors", "no heads"])
+                                   {"q": torch.ones(0, 2, 2), "k": torch.ones(0, 2, 2)},
+                                   {"q": torch.ones(2, 2), "k": torch.tensor([[1, 1], [1, torch.nan]])}],
+                         ids=["no file", "text", "empty", "a list", "no k", "lists", "vectors", "no heads", "NaN"])
 def test_plotting_what_is_no_q_and_k(given, attn_c, tmp_path):
     path = tmp_path / "qk.pt"
     if isinstance(given, bytes):
@@ -449,6 +531,25 @@ def test_plotting_what_is_no_q_and_k(given, attn_c, tmp_path):
     elif given:
         torch.save(given, path)
     assert refused("plot_weights.py", path, tmp_path / "w.png").startswith(f"{path}: expected ")
+
+
+def test_help_of_the_examples(attn_c):
+    """Each argument has a description. The help needs no lm_eval."""
+    for name in sorted(path.name for path in EXAMPLES.glob("*.py")):
+        run = example(name, "--help")
+        assert run.returncode == 0 and not run.stderr, run.stderr
+        lines = run.stdout[run.stdout.index("positional arguments:"):].split("\n")
+        arguments = [i for i, line in enumerate(lines) if re.match("  [a-z-]", line)]
+        assert len(arguments) >= 4
+        for i in arguments:
+            assert re.match(r"  \S.*?\s{2,}\S", lines[i]) or lines[i + 1].startswith(" " * 10), (name, lines[i])
+
+
+def test_evaluation_without_lm_eval(attn_c, tmp_path, monkeypatch):
+    (tmp_path / "lm_eval.py").write_text("raise ImportError(\"No module named 'lm_eval'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert refused("evaluate.py", "model", "task") == (
+        "evaluate.py: No module named 'lm_eval'; pip install lm_eval\n")
 
 
 LM_EVAL = "0.4.13"

@@ -6,12 +6,6 @@ MODEL is a folder or a name on the hub whose attention uses transformers' Attent
 task files of your own."""
 import argparse
 
-try:
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-except ImportError as error:
-    raise SystemExit(f"{error}; expected lm_eval: pip install lm_eval")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attn_c.transformers
@@ -19,12 +13,18 @@ import attn_c.transformers
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("tasks", type=lambda text: text.split(","))
-    parser.add_argument("--attn", default="softmax1")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--include")
+    parser.add_argument("model", help="a folder, or a name on the hub")
+    parser.add_argument("tasks", type=lambda text: text.split(","), help="names of tasks, separated by commas")
+    parser.add_argument("--attn", default="softmax1", help="the normalizer (default: %(default)s)")
+    parser.add_argument("--limit", type=int, help="how many examples of each task to evaluate (default: all)")
+    parser.add_argument("--include", metavar="FOLDER", help="a folder with task files of your own")
     options = parser.parse_args()
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise SystemExit(f"evaluate.py: {error}; pip install lm_eval")
     model = AutoModelForCausalLM.from_pretrained(options.model)
     model.set_attn_implementation(attn_c.transformers.register(options.attn))
     wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(options.model))

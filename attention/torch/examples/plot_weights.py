@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.backend_bases import FigureCanvasBase
 
 from attn_c import PRESETS, attention
 
@@ -35,7 +36,18 @@ def draw(q, k, row, path):
     for axis in axes.flat[len(PRESETS):]:
         axis.axis("off")
     figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    try:
+        figure.savefig(path, dpi=80)
+    except OSError as error:
+        raise SystemExit(f"{path}: expected a picture that can be written: {error.strerror}")
+
+
+def check_format(path):
+    """Without an ending, matplotlib writes a PNG."""
+    formats, ending = FigureCanvasBase.get_supported_filetypes(), path.suffix[1:]
+    if ending and ending.lower() not in formats:
+        raise SystemExit(f"{path}: .{ending} is not a format of pictures. Expected one of "
+                         f".{', .'.join(sorted(formats))}")
 
 
 def read(path):
@@ -43,19 +55,24 @@ def read(path):
     try:
         given = torch.load(path)
     except Exception as error:      # of several kinds, for files that torch.save() has not written
-        raise SystemExit(f"{path}: expected a file of torch.save({{'q': q, 'k': k}}): {str(error).splitlines()[0]}")
+        raise SystemExit(f"{path}: expected a file of torch.save({{'q': q, 'k': k}}): "
+                         f"{str(error).partition(chr(10))[0] or type(error).__name__}")
     found = [given.get(name) for name in "qk"] if isinstance(given, dict) else []
     if not found or any(not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.numel() for x in found):
         raise SystemExit(f"{path}: expected {{'q': q, 'k': k}} with tensors (heads, T, d) or (T, d) that are not empty")
+    for name, x in zip("qk", found):
+        if not x.float().isfinite().all():
+            raise SystemExit(f"{path}: expected finite numbers, found NaN or infinity in {name}")
     return [x.flatten(0, -3)[0] if x.ndim > 2 else x for x in found]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("qk", type=Path, nargs="?")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("qk", type=Path, nargs="?", help="a file of torch.save({'q': q, 'k': k}); default: random q, k")
+    parser.add_argument("out", type=Path, help="the picture, such as x.png or x.pdf")
     parser.add_argument("--row", type=int, help="the query whose weights are drawn; default: the last one")
     options = parser.parse_args()
+    check_format(options.out)
     torch.manual_seed(0)
     q, k = read(options.qk) if options.qk else (torch.randn(64, 32), torch.randn(64, 32))
     if q.shape != k.shape:

@@ -39,6 +39,13 @@ def read(path):
         stop(f"{path}: expected a text: {error.strerror}")
 
 
+def make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"{path}: expected a folder, or a path where one can be made: {error.strerror}")
+
+
 def new_model(attn, T):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
                                          num_attention_heads=4, max_position_embeddings=T, tie_word_embeddings=True,
@@ -80,14 +87,17 @@ def stop(message):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("out")
-    parser.add_argument("--attn", type=normalizer, default="ssmax")
-    parser.add_argument("--steps", type=at_least(1), default=200)
-    parser.add_argument("--seq-len", type=at_least(2), default=128)
+    parser.add_argument("text", type=Path, help="the file with the text to train on")
+    parser.add_argument("out", type=Path, help="the folder to write the model to")
+    parser.add_argument("--attn", type=normalizer, default="ssmax", help="the normalizer (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=200,
+                        help="the number of optimizer steps (default: %(default)s)")
+    parser.add_argument("--seq-len", type=at_least(2), default=128,
+                        help="the number of tokens in a sequence (default: %(default)s)")
     parser.error = stop         # without the usage
     options = parser.parse_args()
     windows = Windows(read(options.text), options.seq_len)
+    make_folder(options.out)
     torch.manual_seed(0)
     model = new_model(options.attn, options.seq_len)
     arguments = TrainingArguments(options.out, max_steps=options.steps, per_device_train_batch_size=8,
