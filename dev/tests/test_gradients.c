@@ -13,6 +13,7 @@
 #define attention_backward attention_backward_in_double
 #define attention_row attention_row_in_double
 #define attention_weights attention_weights_in_double
+#define attention_weights_of_scores attention_weights_of_scores_in_double
 #define gemm gemm_in_double
 #define gemm_run gemm_run_in_double
 #define LAYERS_ONLY
