@@ -103,7 +103,7 @@ enum Wanted { VALUE, SLOPE, BOTH };
 enum Divides { NEVER, HALF, ALWAYS };
 
 // f = phi(z) and its slope with respect to the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where
-// exp is; `number` is phi_number(). Without the value f may be anything with the right sign, unless phi_learns().
+// exp is; `number` is phi_number(). Without the value, f may be anything with the right sign, unless phi_learns().
 // divide: may it take a second special function?
 template <class X, int PHI, int KIND, Wanted WANTED>
 DEVICE void phi_at(float z, float number, float *f, float *slope, bool divide) {

@@ -106,6 +106,8 @@ class Writer:
     """Appends documents to the shards of one dataset, with a mask beside each if `masks`, and with an end-of-text token
     after each document too if `ends`; resumes an earlier run with the same settings."""
 
+    remedy = "Add documents that contain text."      # if there is nothing to train on
+
     def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False, ends=False):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
         formats = {".mask": MASK, ".bin": tokens_format(tokenizer.vocab)}   # a mask gets its name first
@@ -280,7 +282,7 @@ class Writer:
     def finish(self):
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
-                raise no_text(self.out, split, self.documents, self.val_fraction, self.counts)
+                raise no_text(self.out, split, self.documents, self.val_fraction, self.counts, self.remedy)
         self.commit()
         self.done = True
         self.save_state()
@@ -297,14 +299,14 @@ class Writer:
                 pass   # the disk is full, which has been reported
 
 
-def no_text(out, split, documents, val_fraction, counts={}):
-    """The error that a split has no text, with what to change. counts: of documents by kind, where there are kinds"""
+def no_text(out, split, documents, val_fraction, counts=None, remedy=""):
+    """The error that a split has no text, with what to change: `remedy` if it is the one to train on. counts: of
+    documents by kind, where there are kinds."""
     many = f"{out}: {documents:,} document{'s' * (documents != 1)}"
     if split == "train":
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()) if kind)
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted((counts or {}).items()))
         return DataError(USAGE if documents else INPUT,
-                         f"{many}{f' ({kinds})' * bool(kinds)}, and no text to train on.\n"
-                         "  Add documents that contain text" + ", or raise --max-tokens" * bool(kinds) + ".")
+                         f"{many}{f' ({kinds})' * bool(kinds)}, and no text to train on.\n  {remedy}")
     enough = ""
     if 1 < documents < 1 / val_fraction:
         step = 10.0 ** (math.floor(-math.log10(documents)) - 1)   # two digits, rounded up
@@ -364,16 +366,17 @@ def map_in_order(function, items, workers):
                 future.cancel()
 
 
-def write(args, documents, tokenizer, settings, encode=None, masks=False):
+def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy=Writer.remedy):
     """Writes all documents to shards as args (see add_flags) says, and masks beside them if `masks`, and returns the
     Writer.
 
     documents(skip) yields the texts in a fixed order, starting at number `skip`; settings holds everything else that
     determines the output. encode(batch), for documents that are more than a text, returns the arguments of Writer.add()
-    for each document of a list.
+    for each document of a list. remedy: what the user should do if there is nothing to train on.
     """
     ends = getattr(args, "doc_marks", "sep") == "bos-eos"
     writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends)
+    writer.remedy = remedy
     encode = encode or (lambda texts: [(ids,) for ids in tokenizer.encode_batch(texts)])
     try:
         if not writer.done:

@@ -156,7 +156,8 @@ def main():
     def documents(skip):
         return itertools.islice(examples(files, val_files, args.val_fraction), skip, None)
 
-    writer = shards.write(args, documents, tokenizer, settings, encode=encoder(tokenizer, args.max_tokens), masks=True)
+    writer = shards.write(args, documents, tokenizer, settings, encode=encoder(tokenizer, args.max_tokens), masks=True,
+                          remedy="Add questions that have an answer, or raise --max-tokens.")
     report(writer, args.max_tokens)
 
 
