@@ -10,8 +10,9 @@
 #include <wchar.h>
 #include <wctype.h>
 
-#include "runtime/file.h"
 #include "runtime/json.h"
+
+enum { MAX_LINE = 64 << 20 };    // bytes
 
 static void *array(size_t count, size_t size) {
     void *p = calloc(count ? count : 1, size);
@@ -199,103 +200,124 @@ static ChoiceEnding make_ending(const Eval *e, const char *query, const char *en
     return out;
 }
 
-static ChoiceQuestion read_question(const Eval *e, const cJSON *json, Where at) {
+static ChoiceQuestion make_question(const Eval *e, const cJSON *json, Where at) {
     bool hellaswag = has(json, "endings");
     const cJSON *endings = cJSON_GetObjectItemCaseSensitive(json, hellaswag ? "endings" : "choices"), *ending;
     ChoiceQuestion q = {.count = (size_t)cJSON_GetArraySize(endings)};
     if (!cJSON_IsArray(endings) || q.count < 2)
         fail(EXIT_INPUT, "%s: line %zu: expected a list of at least two \"endings\" or \"choices\".", at.path, at.line);
     q.gold = gold_of(json, q.count, at);
-    q.query = query_of(json, hellaswag, at);
     q.endings = array(q.count, sizeof *q.endings);
+    char *query = query_of(json, hellaswag, at);
     size_t i = 0;
     cJSON_ArrayForEach(ending, endings) {
         if (!cJSON_IsString(ending))
             fail(EXIT_INPUT, "%s: line %zu: ending %zu (from 0) is not a text.", at.path, at.line, i);
         if (hellaswag) clean(ending->valuestring);
-        q.endings[i++] = make_ending(e, q.query, ending->valuestring, at);
+        q.endings[i++] = make_ending(e, query, ending->valuestring, at);
     }
+    free(query);
     return q;
 }
 
-void choice_settle(Choice *c, Eval *e) {
+static void free_question(ChoiceQuestion *q) {
+    for (size_t i = 0; i < q->count; i++) free(q->endings[i].ids);
+    free(q->endings);
+    *q = (ChoiceQuestion){0};
+}
+
+static void open_lines(Choice *c) {
     Error error;
-    size_t size, line = 1;
-    char *text = file_read(e->o.data, (size_t)1 << 30, &size, &error);
-    if (!text) fail_with(&error);
+    file_lines_close(c->lines);
+    if (!(c->lines = file_lines_open(c->e->o.data, MAX_LINE, &error))) fail_with(&error);
+}
+
+// Reads the next question. Returns false after the last one.
+static bool read_question(Choice *c) {
+    Error error;
+    FileLine line;
+    const char *path = c->e->o.data;
+    free_question(&c->question);
+    do {
+        if (!file_lines_next(c->lines, &line, &error)) fail_with(&error);
+        if (!line.text) return false;
+    } while (strspn(line.text, " \t\r") == line.length);
+    cJSON *json = json_parse(line.text, line.length, (JsonPlace){path, line.number, line.offset}, &error);
+    if (!json) fail_with(&error);
+    c->question = make_question(c->e, json, (Where){path, line.number});
+    cJSON_Delete(json);
+    return true;
+}
+
+void choice_settle(Choice *c, Eval *e) {
     *c = (Choice){.e = e};
-    for (char *at = text; at < text + size; line++) {
-        char *end = memchr(at, '\n', (size_t)(text + size - at));
-        if (!end) end = text + size;
-        if (strspn(at, " \t\r\n") < (size_t)(end - at)) {
-            JsonPlace place = {e->o.data, line, (uint64_t)(at - text)};
-            cJSON *json = json_parse(at, (size_t)(end - at), place, &error);
-            if (!json) fail_with(&error);
-            c->questions = realloc(c->questions, (c->question_count + 1) * sizeof *c->questions);
-            if (!c->questions) fail(EXIT_RESOURCE, "out of memory for the questions.");
-            c->questions[c->question_count++] = read_question(e, json, (Where){e->o.data, line});
-            cJSON_Delete(json);
-        }
-        at = end + 1;
-    }
-    free(text);
-    if (!c->question_count) fail(EXIT_INPUT, "%s: expected one question per line, found none.", e->o.data);
     e->work = 0;
-    for (size_t i = 0; i < c->question_count; i++) {
-        for (size_t j = 0; j < c->questions[i].count; j++) {
-            size_t inputs = c->questions[i].endings[j].count - 1;
+    open_lines(c);
+    for (; read_question(c); c->question_count++) {
+        for (size_t i = 0; i < c->question.count; i++) {
+            size_t inputs = c->question.endings[i].count - 1;
             if (inputs > e->longest) e->longest = inputs;
             e->work += inputs;
         }
     }
+    if (!c->question_count) fail(EXIT_INPUT, "%s: expected one question per line, found none.", e->o.data);
 }
 
 void choice_close(Choice *c) {
-    for (size_t i = 0; i < c->question_count; i++) {
-        for (size_t j = 0; j < c->questions[i].count; j++) free(c->questions[i].endings[j].ids);
-        free(c->questions[i].endings);
-        free(c->questions[i].query);
-    }
-    free(c->questions);
+    free_question(&c->question);
+    file_lines_close(c->lines);
 }
 
 void choice_begin(Choice *c) {
-    c->question = c->ending = c->right = c->right_norm = 0;
+    c->done = c->ending = c->right = c->right_norm = 0;
     c->not_finite = 0;
+    c->log_likelihoods = cJSON_CreateArray();
+    open_lines(c);
+}
+
+static void check_unchanged(const Choice *c, bool same) {
+    if (!same) fail(EXIT_INPUT, "%s: it changed while it was evaluated. Evaluate again.", c->e->o.data);
 }
 
 const ChoiceEnding *choice_next(Choice *c) {
-    if (c->question == c->question_count) return NULL;
-    const ChoiceEnding *ending = &c->questions[c->question].endings[c->ending];
+    if (c->ending == 0 && !read_question(c)) {
+        check_unchanged(c, c->done == c->question_count);
+        return NULL;
+    }
+    const ChoiceEnding *ending = &c->question.endings[c->ending];
+    check_unchanged(c, c->done < c->question_count && ending->count - 1 <= c->e->longest);
     bar_next(&c->e->bar, ending->count - 1);
     return ending;
 }
 
 static void judge(Choice *c) {
-    const ChoiceQuestion *q = &c->questions[c->question];
+    const ChoiceQuestion *q = &c->question;
+    const ChoiceEnding *a = q->endings;
     size_t best = 0, best_norm = 0;
     bool finite = true;
-    for (size_t j = 0; j < q->count; j++) finite = finite && isfinite(q->endings[j].log_likelihood);
+    cJSON *list = cJSON_CreateArray();
+    for (size_t j = 0; j < q->count; j++) finite = finite && isfinite(a[j].log_likelihood);
     eval_count(c->e, finite);
     c->not_finite += !finite;
     for (size_t j = 1; j < q->count; j++) {
-        const ChoiceEnding *a = q->endings;
         if (a[j].log_likelihood > a[best].log_likelihood) best = j;
         if (a[j].log_likelihood / (double)a[j].length > a[best_norm].log_likelihood / (double)a[best_norm].length)
             best_norm = j;
     }
     c->right += best == q->gold;
     c->right_norm += best_norm == q->gold;
+    for (size_t j = 0; j < q->count; j++) cJSON_AddItemToArray(list, cJSON_CreateNumber(a[j].log_likelihood));
+    cJSON_AddItemToArray(c->log_likelihoods, list);
 }
 
 void choice_add(Choice *c, double loss) {
-    ChoiceQuestion *q = &c->questions[c->question];
+    ChoiceQuestion *q = &c->question;
     q->endings[c->ending].log_likelihood = -loss;
     c->e->tokens += q->endings[c->ending].count - 1;
     if (++c->ending < q->count) return;
     judge(c);
     c->ending = 0;
-    c->question++;
+    c->done++;
 }
 
 // "0.1234", or "n/a" for a NaN.
@@ -313,17 +335,11 @@ void choice_end(Choice *c) {
     bar_end(&c->e->bar);
     printf("%9s %10s %10s %10s\n%9zu %10.4f %10.4f %10s\n", "questions", "acc", "acc_norm", "+-", c->question_count,
            acc, norm, error_text(norm_error, error, sizeof error));
-    cJSON *row = eval_row(c->e), *questions;
+    cJSON *row = eval_row(c->e);
     cJSON_AddNumberToObject(row, "questions", n);
     cJSON_AddNumberToObject(row, "acc", acc);
     cJSON_AddNumberToObject(row, "acc_stderr", acc_error);
     cJSON_AddNumberToObject(row, "acc_norm", norm);
     cJSON_AddNumberToObject(row, "acc_norm_stderr", norm_error);
-    questions = cJSON_AddArrayToObject(row, "log_likelihoods");
-    for (size_t i = 0; i < c->question_count; i++) {
-        cJSON *endings = cJSON_CreateArray();
-        for (size_t j = 0; j < c->questions[i].count; j++)
-            cJSON_AddItemToArray(endings, cJSON_CreateNumber(c->questions[i].endings[j].log_likelihood));
-        cJSON_AddItemToArray(questions, endings);
-    }
+    cJSON_AddItemToObject(row, "log_likelihoods", c->log_likelihoods);
 }

@@ -3,6 +3,7 @@
 #define EVAL_CHOICE_H
 
 #include "eval/eval.h"
+#include "runtime/file.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -18,19 +19,21 @@ typedef struct {
 } ChoiceEnding;
 
 typedef struct {
-    char *query;
     ChoiceEnding *endings;
     size_t count, gold;
 } ChoiceQuestion;
 
+// The file is read twice, a question at a time: first to reject bad lines and to count tokens, then to measure.
 typedef struct {
     Eval *e;
-    ChoiceQuestion *questions;
-    size_t question_count, question, ending;    // the next one
+    FileLines *lines;
+    ChoiceQuestion question;
+    size_t question_count, done, ending;    // of the file; measured; the question's next
     size_t right, right_norm, not_finite;
+    cJSON *log_likelihoods;    // of the questions that were measured
 } Choice;
 
-// Reads --data and tokenizes it. A sequence longer than --seq-lens (default: L) keeps its end.
+// Reads --data and checks it. A sequence longer than --seq-lens (default: L) keeps its end.
 void choice_settle(Choice *c, Eval *e);
 void choice_close(Choice *c);
 

@@ -421,6 +421,67 @@ char *file_read(const char *path, size_t limit, size_t *size, Error *error) {
     return text;
 }
 
+struct FileLines {
+    FILE *file;
+    char *path, *text;
+    size_t limit, room, number;
+    uint64_t offset;    // of the next line
+};
+
+FileLines *file_lines_open(const char *path, size_t limit, Error *error) {
+    uint64_t size;
+    int fd = open_to_read(path);
+    if (fd < 0) {
+        read_error(error, path, "opening it");
+        return NULL;
+    }
+    if (!regular_size(fd, path, &size, error)) {
+        close(fd);
+        return NULL;
+    }
+    FileLines *lines = calloc(1, sizeof *lines);
+    if (!lines) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    *lines = (FileLines){.file = fdopen(fd, "r"), .path = strdup(path), .limit = limit};
+    if (!lines->file || !lines->path) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    return lines;
+}
+
+void file_lines_close(FileLines *lines) {
+    if (!lines) return;
+    fclose(lines->file);
+    free(lines->path);
+    free(lines->text);
+    free(lines);
+}
+
+static void keep_byte(FileLines *lines, size_t at, int byte) {
+    if (at == lines->room) {
+        lines->room = 2 * lines->room + 4096;
+        lines->text = realloc(lines->text, lines->room);
+        if (!lines->text) fail(EXIT_RESOURCE, "%s: out of memory for line %zu.", lines->path, lines->number);
+    }
+    lines->text[at] = (char)byte;
+}
+
+bool file_lines_next(FileLines *lines, FileLine *line, Error *error) {
+    size_t length = 0;
+    int byte;
+    lines->number++;
+    while ((byte = getc_unlocked(lines->file)) != EOF && byte != '\n') {
+        if (length == lines->limit)
+            return error_set(error, EXIT_INPUT,
+                             "%s: line %zu: expected at most %zu bytes.\n  This does not look like the right file.",
+                             lines->path, lines->number, lines->limit);
+        keep_byte(lines, length++, byte);
+    }
+    if (byte == EOF && ferror(lines->file)) return read_error(error, lines->path, "reading it");
+    keep_byte(lines, length, '\0');
+    *line = (FileLine){lines->text, length, lines->number, lines->offset};
+    if (byte == EOF && !length) line->text = NULL;
+    lines->offset += length + 1;
+    return true;
+}
+
 typedef struct {
     XXH3_state_t *state;
     uint64_t size;

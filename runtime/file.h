@@ -81,6 +81,24 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error);
 // bytes is an error. The caller frees the result. Returns NULL on error.
 char *file_read(const char *path, size_t limit, size_t *size, Error *error);
 
+// A text file that is read line by line.
+typedef struct FileLines FileLines;
+
+// Returns NULL on error. A line of more than `limit` bytes is an error.
+FileLines *file_lines_open(const char *path, size_t limit, Error *error);
+void file_lines_close(FileLines *lines);    // NULL is allowed
+
+typedef struct {
+    const char
+        *text;    // without its newline, followed by a 0 byte; valid until the next call. NULL after the last line
+    size_t length;
+    size_t number;      // from 1
+    uint64_t offset;    // of its first byte in the file
+} FileLine;
+
+// Sets *line to the next line.
+bool file_lines_next(FileLines *lines, FileLine *line, Error *error);
+
 // Computes the size and XXH3-128 of a file.
 bool file_hash(const char *path, FileHash *hash, Error *error);
 

@@ -112,6 +112,7 @@ TESTS_OF = (
     ("runtime/mixture.c", [("build/tests/test_mixture", ["build/tests/test_mixture"])]),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
     ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
+    ("runtime/file.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
     ("data/shards.py", [*pytest_of("train_gpt2", "test_squad"),

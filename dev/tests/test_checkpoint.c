@@ -413,6 +413,29 @@ static void test_manifest(void) {
     CHECK(count_entries(true) == 1 && count_entries(false) == 0, "abandoned");
 }
 
+static void test_lines(void) {
+    static const char *const TEXTS[] = {"first", "", "a longer line", "last"};
+    Error error = {0};
+    FileLine line;
+    size_t count = 0;
+    uint64_t offset = 0;
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/lines", folder);
+    CHECK(file_write_text(path, "first\n\na longer line\nlast", &error), "%s", error.text);
+    FileLines *lines = file_lines_open(path, 13, &error);
+    for (; file_lines_next(lines, &line, &error) && line.text && count < 4; offset += line.length + 1) {
+        CHECK(!strcmp(line.text, TEXTS[count]) && line.length == strlen(TEXTS[count]), "%s", line.text);
+        CHECK(line.number == ++count && line.offset == offset, "line %zu: %zu", count, line.number);
+    }
+    CHECK(count == 4 && !line.text, "%zu lines", count);
+    file_lines_close(lines);
+    lines = file_lines_open(path, 12, &error);
+    while (file_lines_next(lines, &line, &error) && line.text) {}
+    CHECK(error.code == EXIT_INPUT && strstr(error.text, "line 3: expected at most 12 bytes"), "%s", error.text);
+    file_lines_close(lines);
+    CHECK(!file_lines_open(folder, 9, &error) && strstr(error.text, "a folder"), "%s", error.text);
+}
+
 static void test_files(void) {
     check_group("files and folders");
     char path[PATH_MAX];
@@ -431,6 +454,7 @@ static void test_files(void) {
     CHECK(!file_read(source, 3, NULL, &error) && error.code == EXIT_INPUT && strstr(error.text, "at most 3"), "%s",
           error.text);
     CHECK(!file_read(folder, 3, NULL, &error) && strstr(error.text, "a folder"), "%s", error.text);
+    test_lines();
     // A link is removed, but not its target.
     snprintf(path, sizeof path, "%s/a/link", folder);
     CHECK(symlink(source, path) == 0, "symlink");

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import eval_models
 from eval_models import evaluate, overflowing, reference
-from tiny import BIN, END_OF_TEXT, run, write_data
+from tiny import BIN, END_OF_TEXT, environment, peak_memory, run, write_data
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from transformers import AutoTokenizer
@@ -297,6 +297,38 @@ def test_a_wrong_file_is_named(name, model_of, tmp_path):
     assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
     for part in parts:
         assert part in errors, errors
+
+
+def test_memory_does_not_grow_with_the_file(model_of, tmp_path):
+    """The questions are read one at a time. A bad last line ends the program before it evaluates the others."""
+    folder, path, peaks = model_of("llama", "softmax")[0], tmp_path / "q.jsonl", []
+    for count in (10, 10_000):      # 13 KB, 13 MB
+        path.write_text((json.dumps(GOOD | {"query": "the cat said " * 100}) + "\n") * count + "{}\n")
+        words = ["--task", "choice", "--model", folder, "--data", path, "--out", tmp_path / "out"]
+        assert f"line {count + 1}:" in run(BIN / "eval_gpt2", *words, code=3)[1]
+        peaks.append(peak_memory(BIN / "eval_gpt2", *words, code=3))
+    assert peaks[1] - peaks[0] < 4 << 20, peaks
+
+
+@pytest.mark.parametrize("left", ["fewer", "longer", "more"])
+def test_a_file_that_changes_is_named(left, model_of, tmp_path):
+    """While the first of two normalizers is measured, or the second. Lines of 128 bytes, of which a buffer holds whole
+    ones."""
+    path, question = tmp_path / "q.jsonl", GOOD | {"query": "the cat said " * 5}
+    path.write_text(f"{json.dumps(question):127}\n" * 4000)
+    job = subprocess.Popen(["stdbuf", "-oL", BIN / "eval_gpt2", "--task", "choice", "--model",
+                            model_of("llama", "softmax")[0], "--attn", "softmax1", "--data", path, "--picture", "0",
+                            "--out", tmp_path / "out"],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    for row in iter(job.stdout.readline, ""):
+        if row.startswith("under softmax,"): break
+    if left == "fewer": os.truncate(path, 0)
+    else:
+        query = "the cat" if left == "more" else "the cat said " * 20
+        with path.open("a") as file: file.write(json.dumps(GOOD | {"query": query}) + "\n")
+    errors = job.communicate(timeout=120)[1]
+    assert job.returncode == 3 and f"{path}: it changed while it was evaluated" in errors, errors
+    assert not (tmp_path / "out/eval.json").exists()
 
 
 def test_missing_files_are_named(model_of, tmp_path):

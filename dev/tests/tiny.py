@@ -50,6 +50,20 @@ def run(path, *words, code=0, threads=1):
     return result.stdout.decode(), result.stderr.decode()
 
 
+# A process counts the memory of the one that started it, until exec. This one is small.
+MEASURE = """import os, sys
+_, status, usage = os.wait4(os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:]), 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss, file=sys.stderr)"""
+
+
+def peak_memory(path, *words, code=0, threads=1):
+    """Runs a program and returns the bytes of memory that it had at most."""
+    _, errors = run(sys.executable, "-I", "-S", "-c", MEASURE, path, *words, threads=threads)
+    found, peak = map(int, errors.splitlines()[-1].split())
+    assert found == code, (words, errors)
+    return peak * 1024
+
+
 def environment(threads=1):
     return dict(trainer.environment(), OMP_NUM_THREADS=str(threads))
 
