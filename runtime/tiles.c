@@ -194,10 +194,20 @@ static void pack_floats(float *packed, Matrix b, size_t k, size_t n) {
     }
 }
 
+// Asks for part of a row before it is read: the processor does not foresee the step to the next row.
+static void fetch_row(Matrix x, size_t row, size_t n) {
+    enum { LINE = 64 };    // bytes
+    const char *at = x.bf16 ? (const char *)(x.bf16 + row * x.ld) : (const char *)(x.f32 + row * x.ld);
+    size_t bytes = n * (x.bf16 ? sizeof *x.bf16 : sizeof *x.f32);
+    for (size_t i = 0; i < bytes; i += LINE) __builtin_prefetch(at + i);
+}
+
 // The last row of an odd number is its own partner, since that meets zeros of A.
 static void pack_pairs(uint32_t *packed, Matrix b, size_t k, size_t n) {
+    enum { AHEAD = 32 };    // rows
     if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) / 2 * sizeof *packed);
     for (size_t row = 0; row < k; row += 2) {
+        for (size_t i = row + AHEAD; i < least(row + AHEAD + 2, k); i++) fetch_row(b, i, n);
         for (size_t column = 0; column < n; column += TILE) {
             uint32_t *strip = packed + column * tiled(k) / 2;
             take_pairs(strip + row / 2 * TILE, rest(b, row, column), row + 1 < k ? b.ld : 0, least(n - column, TILE));
@@ -224,6 +234,8 @@ static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n
         for (size_t row = 0; row < k; row += TILE) {
             uint16_t rows[LANES][TILE];
             if (columns < LANES || k - row < TILE) memset(rows, 0, sizeof rows);
+            for (size_t i = column + LANES; i < least(column + 2 * LANES, n); i++)
+                fetch_row(rest(b, 0, row), i, least(k - row, TILE));
             for (size_t i = 0; i < columns; i++) take_row(rows[i], rest(b, column + i, row), least(k - row, TILE));
             transpose(strip + row / 2 * TILE, TILE, (const uint32_t *)rows, LANES);
         }
