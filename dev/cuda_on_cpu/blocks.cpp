@@ -449,9 +449,12 @@ static void renew_memory(Worker &w) {
     renew(dynamic_page, (size_t)(w.dynamic_end - dynamic_page));
 }
 
-static void prepare_memory(Worker &w) {
+static void prepare_memory(Worker &w, uint64_t block) {
     for (; w.stacks_ready < w.threads; w.stacks_ready++) allow_access(stack_of(w, w.stacks_ready), w.stack_bytes);
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
+    // On a GPU, shared arrays come first. Every second block's memory is aligned to 128 bytes and no more; the others'
+    // always ends at a guard page.
+    if (block % 2 == 0 && (uintptr_t)w.dynamic % 256 == 0) w.dynamic -= 128;
     if (w.settings.poison) fill(w.dynamic, w.launch->shared_bytes, POISON);
     fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
     for (int i = 0; i < w.array_count; i++) w.array_memory[w.arrays[i].array->number] = NULL;
@@ -1127,7 +1130,7 @@ static void start_block(Worker &w, uint64_t number, bool watched) {
     w.alive = w.threads;
     w.arrived = 0;
     w.watched = watched;
-    prepare_memory(w);
+    prepare_memory(w, number);
     for (int i = 0; i < (w.threads + 31) / 32; i++) {
         w.warps[i].waiting = 0;
         w.warps[i].absent = 32 * i + 32 > w.threads ? ~0u << w.threads % 32 : 0;

@@ -802,9 +802,9 @@ KERNEL void dynamic_kernel(float *out, int n) {
     for (int i = (int)threadIdx.x; i < n; i += 32) tile[i] = 1.0f;
     out[threadIdx.x] = tile[threadIdx.x];
 }
-static void write_past_dynamic_shared(bool defect) {    // 4 KB: the next byte is on a guard page
+static void write_past_dynamic_shared(bool defect) {    // the next byte is on a guard page
     Device<float> out(32);
-    launch(dynamic_kernel, 1, 32, 4096, NULL, out.p, defect ? 1025 : 1024);
+    launch(dynamic_kernel, 1, 32, 4224, NULL, out.p, defect ? 1057 : 1056);
 }
 static void write_just_past_dynamic_shared(bool defect) {    // within the 128 bytes to which it is rounded up
     Device<float> out(32);

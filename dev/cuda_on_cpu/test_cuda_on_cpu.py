@@ -114,7 +114,7 @@ FOUND = {
                            r"thread exited: 50", "plain", [""]),
     "deadlock": (r"DEADLOCK in block \(0,0,0\): 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in "
                  r"__shfl_xor_sync\(mask ffffffff\) at .*: 40-63", "plain", [""]),
-    "write_past_dynamic_shared": (r"OUT OF BOUNDS: byte 0 past the end of the 4096 of dynamic shared memory", "plain",
+    "write_past_dynamic_shared": (r"OUT OF BOUNDS: byte 0 past the end of the 4224 of dynamic shared memory", "plain",
                                   [""]),
     "write_just_past_dynamic_shared": (r"OUT OF BOUNDS: .*dynamic shared memory, 160 bytes", "plain", [""]),
     "write_past_shared_array": (r"OUT OF BOUNDS: .*shared array first \(.*, 160 bytes", "plain", [""]),

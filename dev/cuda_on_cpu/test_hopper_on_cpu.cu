@@ -279,14 +279,15 @@ KERNEL void wgmma_kernel(float *out, const bf16 *a, const bf16 *b, const float *
 }
 
 template <Major A, Major B, int NT, bool REGISTERS>
-static void wgmma_numbers(Swizzle a_swizzle, Swizzle b_swizzle, bool accumulate, unsigned wrong_leading = 0) {
+static void wgmma_numbers(Swizzle a_swizzle, Swizzle b_swizzle, bool accumulate, unsigned wrong_leading = 0,
+                          int threads = 128) {
     const int N = 8 * NT;
     std::vector<bf16> a = small_numbers<bf16>(64 * 16, 3), b = small_numbers<bf16>((size_t)N * 16, 4);
     std::vector<float> c = small_numbers<float>((size_t)N * 64, 5);
     Device<bf16> da(a), db(b);
     Device<float> dc(c), out((size_t)N * 64);
-    launch(wgmma_kernel<A, B, NT, REGISTERS>, 1, 128, 1024 + 32 * 1024 + 64 * 1024, NULL, out.p, da.p, db.p, dc.p,
-           a_swizzle, b_swizzle, accumulate, wrong_leading);
+    launch(wgmma_kernel<A, B, NT, REGISTERS>, 1, dim3((unsigned)threads), 1024 + 32 * 1024 + 64 * 1024, NULL, out.p,
+           da.p, db.p, dc.p, a_swizzle, b_swizzle, accumulate, wrong_leading);
     std::vector<float> got = out.host();
     for (int i = 0; i < 64; i++)
         for (int n = 0; n < N; n++) {
@@ -361,10 +362,10 @@ enum { STAGE_BYTES = A_BYTES + B_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES + 
     X(half_a_warpgroup) X(different_descriptors) \
     X(wrong_start) X(start_not_aligned) X(wrong_stride_offset) X(wrong_swizzle)                 \
     X(wrong_swizzle_of_tma) X(wrong_major) X(meaningless_descriptor_bits) X(descriptor_past_shared) \
-    X(misaligned_tile) X(box_past_shared) X(wrong_rank) X(wrong_coordinates) X(not_a_tensor_map) \
+    X(misaligned_tile) X(base_not_aligned) X(base_offset) X(past_the_rows_end) X(box_past_shared) X(wrong_rank) X(wrong_coordinates) X(not_a_tensor_map) \
     X(missing_proxy_fence) X(proxy_fence_by_another) X(ordinary_store) X(missing_sync_before_store) \
     X(missing_bulk_commit) X(missing_bulk_wait) X(source_reused) \
-    X(wrong_barrier_count) X(wrong_barrier_id) X(missing_barrier_arrive) X(arrived_twice) \
+    X(wrong_barrier_count) X(incomplete_warps) X(wrong_barrier_id) X(missing_barrier_arrive) X(arrived_twice) \
     X(registers_over_budget) X(registers_not_released) X(too_many_registers_released) X(unobserved_load) \
     X(store_into_load) X(load_over_unfenced_store) X(loads_overlap) X(a_from_accumulators_in_flight)
 
@@ -428,12 +429,13 @@ DEVICE uint64_t b_descriptor(const char *b, int k, int defect) {
     if (defect == start_not_aligned_) start += 128;
     if (defect == descriptor_past_shared_) stride = 192 * 1024;
     uint64_t bits = descriptor(start, 0, stride, swizzle);    // one pattern is as wide as B
+    if (defect == base_offset_) bits |= 1ull << 49;
     return defect == meaningless_descriptor_bits_ ? bits | 1ull << 47 : bits;
 }
 
 // The products of a tile, of which the last two steps of K take a from registers.
 DEVICE void consume_tile(float (&d)[8][4], uint32_t (&a)[2][4], const char *tile, int row0, bool first, int defect) {
-    const char *b = tile + A_BYTES, *rows = tile + row0 * 128;
+    const char *b = tile + A_BYTES, *rows = tile + row0 * 128 + (defect == past_the_rows_end_ ? 112 : 0);
     registers_of_a(a, tile, row0);
     if (defect != missing_wgmma_fence_) wgmma_fence();
     if (defect == a_written_after_fence_) a[1][0] ^= 1;
@@ -498,7 +500,9 @@ DEVICE void consume(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
     }
     if (defect == proxy_fence_by_another_ ? thread == 0 : defect != missing_proxy_fence_) fence_proxy_async();
     if (defect == ordinary_store_ && thread == 0) *(bf16 *)out = __float2bfloat16_rn(3.0f);
-    if (defect != missing_sync_before_store_) named_barrier_sync(3 + consumer, 128);
+    if (defect == incomplete_warps_) {
+        if (thread % 64 < 48) named_barrier_sync(3 + consumer, 96);
+    } else if (defect != missing_sync_before_store_) named_barrier_sync(3 + consumer, 128);
     if (thread != 0) return;
     tma_store(&p.d, out, {0, 128 * (int)blockIdx.x + row0});    // each block stores its own copy
     if (defect != missing_bulk_commit_) bulk_commit();
@@ -509,7 +513,7 @@ DEVICE void consume(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
 KERNEL void pipeline_kernel(GRID_CONSTANT Pipeline p, int defect) {
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(PipelineBarriers, barriers, 1);
-    char *tiles = aligned(memory);
+    char *tiles = defect == base_not_aligned_ ? memory : aligned(memory);
     bf16 *staging = (bf16 *)(tiles + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0 && defect != missing_init_) {
         for (int i = 0; i < STAGES; i++) {
@@ -563,6 +567,45 @@ static void wrong_leading_offset(bool defect) {    // B is two swizzle patterns 
 }
 static void wrong_leading_offset_without_swizzle(bool defect) {
     wgmma_numbers<K_MAJOR, K_MAJOR, 8, false>(SWIZZLE_NONE, SWIZZLE_NONE, true, defect ? 16 : 0);
+}
+
+static void wrong_block(bool defect) {
+    wgmma_numbers<K_MAJOR, K_MAJOR, 8, false>(SWIZZLE_128, SWIZZLE_128, true, 0, defect ? 160 : 128);
+}
+
+// ---- bulk copies without a tensor map
+
+enum { BULK_FLOATS = 64 };
+enum BulkDefect { BULK, BULK_MISALIGNED, BULK_PAST_SHARED, BULK_PAST_ALLOCATION };
+
+KERNEL void bulk_kernel(float *to, const float *from, int defect) {
+    SHARED_ARRAY(Mbarrier, full, 1);
+    DYNAMIC_SHARED(float, tile);
+    mbarrier_init(full, 1);
+    mbarrier_init_fence();
+    const unsigned bytes = BULK_FLOATS * sizeof(float) - (defect == BULK_MISALIGNED ? 4 : 0);
+    mbarrier_arrive_expect_tx(full, bytes);
+    bulk_load(defect == BULK_PAST_SHARED ? tile + 8 : tile, from, bytes, full);
+    mbarrier_wait(full, 0);
+    bulk_store(defect == BULK_PAST_ALLOCATION ? to + 8 : to, tile, bytes);
+    bulk_commit();
+    bulk_wait<0>();
+}
+
+static void bulk_copies(int defect) {
+    std::vector<float> x = small_numbers<float>(BULK_FLOATS, 8);
+    Device<float> from(x), to(x.size());
+    launch(bulk_kernel, 1, dim3(1), BULK_FLOATS * sizeof(float), NULL, to.p, from.p, defect);
+    CHECK(to.host() == x, "other numbers");
+}
+static void bulk_misaligned(bool defect) {
+    bulk_copies(defect ? BULK_MISALIGNED : BULK);
+}
+static void bulk_past_shared(bool defect) {
+    bulk_copies(defect ? BULK_PAST_SHARED : BULK);
+}
+static void bulk_past_allocation(bool defect) {
+    bulk_copies(defect ? BULK_PAST_ALLOCATION : BULK);
 }
 
 // ---- defects between blocks: sum (64) += x of each block, in the order of the blocks
@@ -792,7 +835,8 @@ PIPELINE_DEFECTS(X)
 
 #define CASES(X) \
     PIPELINE_DEFECTS(X) \
-    X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(missing_counter_wait) X(counter_not_advanced) \
+    X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(wrong_block) X(bulk_misaligned) \
+    X(bulk_past_shared) X(bulk_past_allocation) X(missing_counter_wait) X(counter_not_advanced) \
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
     X(tickets_before_writes) X(last_turn_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
     X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation) X(load_at_misaligned_coordinate) \
