@@ -5,12 +5,10 @@
 // polynomials (one clock per FFMA), minimax fits of the relative error of the result, stated as `(minimax, e)`. Where
 // the special functions have time, a second one replaces a polynomial (Divides). dev/tests/test_kernels.cu compares phi
 // at every bf16 z with float64. The error bounds, relative to phi and its slope (bf16 rounding is 2^-9):
-//   exp, expm1 (of e^z + 1), identity, relu, relu2, relu6    2^-17, from the rounding of z
-//   sigmoid, softplus, mish                                  2^-13
-//   gelu                                                     2^-13 for z >= -9; below, 1e-18 absolute, like |phi|
-//   itself
-//   slopes                                                   twice that; for gelu and mish relative to |slope| +
-//   phi(z)/z
+//   2^-17, from the rounding of z, for exp, expm1 (of e^z + 1), identity, relu, relu2 and relu6
+//   2^-13 for sigmoid, softplus and mish
+//   2^-13 for gelu if z >= -9; below, 1e-18 absolute, like |phi| itself
+//   twice that for slopes; those of gelu and mish relative to |slope| + phi(z)/z
 // Why relative, even where phi is close to 0: if all scores of a row are far below 0, dividing by their sum makes their
 // weights as large as any others. That rules out tanh.approx, whose relative error is 2^-11: (1 + tanh(z/2))/2 is off
 // by 2^-12 absolute whatever z is, which at z = -7, where sigmoid with its offset -ln L starts, is a quarter of its

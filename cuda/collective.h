@@ -61,8 +61,7 @@ void collective_gather_parts(Collective *collective, float *x, const CollectiveP
                              cudaStream_t stream);
 
 // Records `event` when the operations so far are done. Later work in a stream that waits for it may use their results.
-// After the last of several
-// such waits comes collective_join(), as after any other operation.
+// After the last of several such waits comes collective_join(), as after any other operation.
 void collective_record(Collective *collective, cudaEvent_t event);
 
 // Makes later work in `stream` wait for all results.

@@ -142,10 +142,6 @@ DEVICE void tma_reduce_add(const TensorMap *map, const void *shared, const int (
     tma_out<true>(map, shared, at);
 }
 
-DEVICE void tma_prefetch(const TensorMap *map) {
-    HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Contiguous copies. Addresses and the number of bytes are multiples of 16.
 DEVICE void bulk_load(void *shared, const void *global, unsigned bytes, Mbarrier *b) {
     HOPPER_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

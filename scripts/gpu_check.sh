@@ -859,7 +859,7 @@ part_counters() {
         echo "  ncu is missing: nothing was counted"
         return
     fi
-    check counters 40 240 "$python" dev/bench/gpu_kernels.py count "$out" "$flash"
+    check counters 50 300 "$python" dev/bench/gpu_kernels.py count "$out" "$flash"
 }
 
 # ---------------------------------------------------------------- sanitizer

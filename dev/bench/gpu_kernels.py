@@ -4,11 +4,12 @@ PyTorch and no cuBLASLt.
     python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]
         one forward and backward pass; checks that its results are finite
     python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]
-        the instructions that each kernel for compute capability 8.0 issues, by ncu
+        the instructions that each kernel issues, by ncu: those for compute capability 8.0, then those for 9.0 if the
+        GPU has it
 
 A kernel issues a·T² + b·T + c instructions over T tokens. Counts at three lengths give a, the share of the main loops
-without prologue and epilogue. The table gives the instructions that a warp issues for 32×64 scores, next to the count
-of dev/bench/sass.py.
+without prologue and epilogue. The tables give the instructions for the scores of a tile, next to the count of
+dev/bench/sass.py. On 9.0, a warp that waits for an mbarrier may ask for it again, which sass.py does not count.
 
 Exit codes of count: 0, or 77 if ncu is not allowed to read the counters.
 """
@@ -30,12 +31,14 @@ sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/tests")]
 import gpu_report
 from flash_types import Shape, arrays_for, scalars_at_start
 
-METRIC = "smsp__inst_issued.sum"
-KERNELS = ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel")
+METRIC, NO_KERNELS = "smsp__inst_issued.sum", "No kernels were profiled"
+# By the value of FLASH90 with which they run. A tile's scores are a warp's for 8.0, and a block's for 9.0.
+KERNELS = {"0": ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel"),
+           "1": ("flash90_forward_kernel", "flash90_backward_kernel")}
+SCORES = {"0": 32 * 64, "1": 128 * 128}
 LENGTHS, HEADS, SIZE = (1024, 2048, 4096), 4, 64
 COUNTED = ("softmax", "sigmoid", "softplus-l1", "mish-l1", "gelu-l1", "relu2-n", "softpick", "softmax-recentered",
            "softmax-recentered-l1", "lssar")
-TILE = 32 * 64
 
 
 def stored(x, dtype):
@@ -85,7 +88,7 @@ class NotPermitted(Exception):
 
 
 def kernel_of(name):
-    return next((kernel for kernel in KERNELS if kernel in name), None)
+    return next((kernel for kernels in KERNELS.values() for kernel in kernels if kernel in name), None)
 
 
 def parse_counts(text):
@@ -93,8 +96,8 @@ def parse_counts(text):
     lines = text.splitlines()
     head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if head is None:
-        reason = next((line for line in lines if "ERR_NVGPUCTRPERM" in line or "==ERROR==" in line),
-                      "ncu printed no table")
+        said = "ERR_NVGPUCTRPERM", "==ERROR==", NO_KERNELS
+        reason = next((line for line in lines if any(word in line for word in said)), "ncu printed no table")
         raise NotPermitted(reason.strip())
     counts = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[head:]))):
@@ -104,20 +107,20 @@ def parse_counts(text):
     return counts
 
 
-def count(library, attn, T):
+def count(library, attn, T, flash90):
     command = ["ncu", "--csv", "--metrics", METRIC, "--clock-control", "none",
-               "--kernel-name", f"regex:{'|'.join(KERNELS)}", sys.executable, __file__, "run", library, "bf16", attn,
-               str(T), str(SIZE), str(SIZE), "1", str(HEADS)]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"FLASH90": "0"})
+               "--kernel-name", f"regex:{'|'.join(KERNELS[flash90])}", sys.executable, __file__, "run", library, "bf16",
+               attn, str(T), str(SIZE), str(SIZE), "1", str(HEADS)]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"FLASH90": flash90})
     return parse_counts(result.stdout + result.stderr)
 
 
-def per_tile(by_length):
-    """Instructions for 32×64 scores from {T: count} at T, 2T and 4T: a·T² + b·T + c, and T²/2 scores per head."""
+def per_tile(by_length, scores):
+    """Instructions for that many scores from {T: count} at T, 2T and 4T: a·T² + b·T + c, and T²/2 scores per head."""
     (t, n1), (t2, n2), (t4, n4) = sorted(by_length.items())
     assert (t2, t4) == (2 * t, 4 * t)
     quadratic = ((n4 - n1) - 3 * (n2 - n1)) / (6 * t * t)
-    return quadratic * 2 * TILE / HEADS
+    return quadratic * 2 * scores / HEADS
 
 
 def by_sass(attn):
@@ -125,8 +128,10 @@ def by_sass(attn):
     result = subprocess.run([sys.executable, ROOT / "dev/bench/sass.py", "--json", attn], capture_output=True,
                             text=True)
     try:
-        return {f"flash_{row['kernel']}_kernel": row["issued"]
-                for row in json.loads(result.stdout)["rows"] if row["preset"] == attn}
+        found = json.loads(result.stdout)
+        return ({f"flash_{row['kernel']}_kernel": row["issued"] for row in found["rows"] if row["preset"] == attn}
+                | {f"flash90_{row['kernel']}_kernel": 4 * row["issue"] for row in found["rows90"]
+                   if row["preset"] == attn})
     except (ValueError, KeyError):
         return {}
 
@@ -139,16 +144,19 @@ def main_count(folder, library, *names):
     with ThreadPoolExecutor() as pool:
         expected = dict(zip(wanted, pool.map(by_sass, wanted)))
     for attn in wanted:
-        try:
-            counts = {T: count(library, attn, T) for T in LENGTHS}
-        except NotPermitted as error:
-            print(f"the counters cannot be read: {error}")
-            return gpu_report.NO_GPU
-        for kernel in KERNELS:
-            by_length = {T: counts[T][kernel] for T in LENGTHS if kernel in counts[T]}
-            if len(by_length) == len(LENGTHS):
-                report.record("counters", {"attn": attn, "kernel": kernel}, issued=per_tile(by_length),
-                              by_sass=expected[attn].get(kernel))
+        for flash90 in KERNELS:
+            try:
+                counts = {T: count(library, attn, T, flash90) for T in LENGTHS}
+            except NotPermitted as error:
+                if flash90 == "1" and NO_KERNELS in str(error):
+                    continue
+                print(f"the counters cannot be read: {error}")
+                return gpu_report.NO_GPU
+            for kernel in KERNELS[flash90]:
+                by_length = {T: counts[T][kernel] for T in LENGTHS if kernel in counts[T]}
+                if len(by_length) == len(LENGTHS):
+                    report.record("counters", {"attn": attn, "kernel": kernel},
+                                  issued=per_tile(by_length, SCORES[flash90]), by_sass=expected[attn].get(kernel))
         tabulate(report)
         report.save()
     print(f"{len(report.part('counters')['records'])} kernels counted")
@@ -156,15 +164,20 @@ def main_count(folder, library, *names):
 
 
 def tabulate(report):
-    rows = []
-    for record in report.part("counters")["records"]:
-        issued, expected = record["issued"], record["by_sass"]
-        rows.append([f"`{record['attn']}`", re.sub(r"flash_|_kernel", "", record["kernel"]), f"{issued:.0f}",
-                     f"{expected:.0f}" if expected else "", f"{issued / expected:.2f}" if expected else ""])
-    report.table("counters", "Instructions that a warp issues for 32×64 scores, bf16, heads of 64",
-                 ["normalizer", "kernel", "by ncu", "by sass.py", "ncu / sass.py"], rows,
-                 [f"ncu's {METRIC} at T = {', '.join(map(str, LENGTHS))}; the part that grows with T²",
-                  *([] if any(row[3] for row in rows) else ["sass.py could not run here: it needs nvdisasm"])])
+    titles = {"0": "Instructions that a warp issues for 32×64 scores, compute capability 8.0",
+              "1": "Instructions that a block issues for 128×128 scores, compute capability 9.0"}
+    for flash90, title in titles.items():
+        rows = []
+        for record in report.part("counters")["records"]:
+            issued, expected, kernel = record["issued"], record["by_sass"], record["kernel"]
+            if kernel in KERNELS[flash90]:
+                rows.append([f"`{record['attn']}`", re.sub(r"flash(90)?_|_kernel", "", kernel), f"{issued:.0f}",
+                             f"{expected:.0f}" if expected else "", f"{issued / expected:.2f}" if expected else ""])
+        if rows:
+            report.table("counters", f"{title}, bf16, heads of 64",
+                         ["normalizer", "kernel", "by ncu", "by sass.py", "ncu / sass.py"], rows,
+                         [f"ncu's {METRIC} at T = {', '.join(map(str, LENGTHS))}; the part that grows with T²",
+                          *([] if any(row[3] for row in rows) else ["sass.py could not run here: it needs nvdisasm"])])
 
 
 def main():

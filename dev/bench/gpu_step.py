@@ -1,7 +1,8 @@
 """The training step on a GPU against the same model in PyTorch: tokens per second, memory, and where our time goes.
 
     python3 dev/bench/gpu_step.py REPORT step [--budget 500]
-        124M at T = 1024: B = 16, then the largest batch that fits; and the phases of our step
+        124M at T = 1024: B = 16, also ours without CUDA graphs, then the largest batch that fits; and the phases of our
+        step, beside dev/bench/step_model.py's
     python3 dev/bench/gpu_step.py REPORT larger [--budget 500]
         the same for 162M, without the phases
     python3 dev/bench/gpu_step.py REPORT memory [--budget 300]
@@ -18,6 +19,7 @@ step: forward, backward, gradient clipping, AdamW, and a new batch each time.
                same numerics as ours
     bf16       the same with weights, gradients and moments in bf16: less memory traffic than ours, but less exact; no
                autocast
+    no graphs  ours with --graphs 0
 
 Both sides leave out the same number of steps at the start, and both are timed with the host's clock from the end of one
 step on the device to the end of the next: ours is `ms` in metrics.jsonl. Under PyTorch the host runs one step ahead of
@@ -48,10 +50,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/bench"))
 import cpu_step
 import gpu_report
+import step_model
 
 MODELS = {"124M": {"tied": True}, "162M": {"tied": False}}
 TINY = {"tiny": {"tied": True, "layers": 1, "heads": 2, "channels": 96, "ffn": 128, "vocab": 128}}
-VARIANTS = ("ours", "autocast", "bf16")
+VARIANTS = ("ours", "autocast", "bf16", "no graphs")
 UNCOUNTED, MARGIN_GB = 10, 3.0           # steps; what CUDA, cuBLASLt and the allocator need besides the model
 TOKENS, LENGTHS = 16384, (4096, 16384, 1024, 2048, 8192)
 DRY = False
@@ -148,7 +151,7 @@ def ceilings(task):
             marks.append(mark())
         best[name] = amount / (1e-3 * statistics.median(between(marks)))
     wgmma = not DRY and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("FLASH90") != "0"
-    return best | {"undoes_rope": wgmma}
+    return best | {"undoes_rope": wgmma, "name": "" if DRY else torch.cuda.get_device_name()}
 
 
 def child(task):
@@ -236,10 +239,10 @@ def spec(model):
     return model if model in MODELS else ",".join(f"{key}={int(value)}" for key, value in s.items())
 
 
-def our_command(options, model, B, T, steps, data):
+def our_command(options, model, B, T, steps, data, graphs=True):
     words = [options.ours, "--train-data", f"{data}/*_train_*.bin", "--model", spec(model), "--attn", "softmax",
              "--dtype", "bf16", "--batch", B, "--seq-len", T, "--steps", steps, "--val-every", 0, "--ckpt-every", 0]
-    return [str(word) for word in words]
+    return [str(word) for word in words + ([] if graphs else ["--graphs", 0])]
 
 
 def scratch_folder():
@@ -249,13 +252,13 @@ def scratch_folder():
     return tempfile.TemporaryDirectory(prefix="gpu_step_", dir=shared if roomy else None)
 
 
-def run_ours(options, model, B, T, steps, profile=False):
+def run_ours(options, model, B, T, steps, profile=False, graphs=True):
     """{ms, peak_gb (from the plan), mfu} of a run, in the part memory also used_gb (from nvidia-smi); with `profile`,
     {phases: {name: ms per step}}."""
     with scratch_folder() as name:
         data, out = Path(name), Path(name) / "run"
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
-        words = (our_command(options, model, B, T, UNCOUNTED + steps, data)
+        words = (our_command(options, model, B, T, UNCOUNTED + steps, data, graphs)
                  + (["--profile"] if profile else ["--out", str(out)]))
         # Asking nvidia-smi slows the device down.
         with Used() if options.part == "memory" else contextlib.nullcontext() as used:
@@ -285,7 +288,8 @@ class Budget:
 
 
 def measure(options, model, B, T, variant, steps):
-    result = run_ours(options, model, B, T, steps) if variant == "ours" else \
+    ours = variant in ("ours", "no graphs")
+    result = run_ours(options, model, B, T, steps, graphs=variant == "ours") if ours else \
         run_torch(end=options.end, variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
     if "ms" in result:
         result["tok_per_s"] = 1e3 * B * T / statistics.median(result["ms"])
@@ -321,7 +325,7 @@ def largest_batch(at_16, model, variant):
 
 
 # Seconds that must be left to start a case; PyTorch's include compilation.
-NEED = {"ours": 10, "autocast": 60, "bf16": 60, "phases": 25}
+NEED = {"ours": 10, "autocast": 60, "bf16": 60, "no graphs": 10, "phases": 25}
 
 
 def fits(budget, what):
@@ -375,6 +379,8 @@ def part_step(report, options):
     for batch in ("16", "largest"):
         for variant in options.variants:
             for model in options.models:
+                if variant == "no graphs" and (batch, options.part) != ("16", "step"):
+                    continue
                 keys = {"model": model, "batch": batch, "variant": variant, "device": device()}
                 if not has(report, options.part, **keys) and not step_case(report, options, budget, **keys):
                     left_out.append(f"{variant} of {model}, batch {batch}")
@@ -438,6 +444,13 @@ def floors(model, B, T, undoes_rope):
 PRODUCTS = ("q, k, v and o matmuls", "feed-forward matmuls", "logits and loss")
 
 
+def modeled(model, B, T, name):
+    """{phase: ms} by dev/bench/step_model.py, if it knows the GPU of this name."""
+    device = next((d for key, d in step_model.DEVICES.items() if key.upper() in name), None)
+    run = device and step_model.Run(step_model.parse_model(spec(model)), B, T, device)
+    return {phase: 1e3 * found.seconds for phase, found in step_model.by_phase(run).items()} if run else {}
+
+
 def phases(report, options):
     """Tabulates --profile of the first model at B = 16 beside the floors, from the ceilings measured on this device.
     Returns True if time ran out."""
@@ -451,16 +464,18 @@ def phases(report, options):
         options.failed += [f"the phases: {best['failed']}"] if best is profile else []
         return False
     total, least = sum(profile["phases"].values()), floors(model, options.batch, options.length, best["undoes_rope"])
+    on_paper = modeled(model, options.batch, options.length, best["name"])
     rows = []
     for name, ms in profile["phases"].items():
         moved, flops = least.get(name, (0, 0))
         floor = 1e3 * (moved / best["bytes"] + flops / best["flops"])
         rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "",
-                     f"{100 * floor / ms:.0f} %" if floor and ms else ""])
+                     f"{100 * floor / ms:.0f} %" if floor and ms else "",
+                     f"{on_paper[name]:.2f}" if name in on_paper else ""])
     share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
     report.part("step")["profile"] = {"model": model, "B": options.batch, "T": options.length, **profile, **best}
     report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}",
-                 ["phase", "ms per step", "share", "floor ms", "of floor"], rows,
+                 ["phase", "ms per step", "share", "floor ms", "of floor", "modeled ms"], rows,
                  [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, "
                   f"{best['flops'] / 1e12:.0f} TFLOP/s for a bf16 matmul of 8192³ random numbers",
                   f"{100 * share:.0f} % of the step is spent in cuBLASLt's matmuls (including the loss kernel)",

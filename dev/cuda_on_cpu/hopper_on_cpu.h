@@ -95,7 +95,6 @@ template <int rank>
 DEVICE void tma_reduce_add(const TensorMap *map, const void *shared, const int (&at)[rank], CUDA_ON_CPU_SITE) {
     cuda_on_cpu::tma(cuda_on_cpu::TMA_REDUCE_ADD, shared, map, NULL, at, rank, {file, line});
 }
-DEVICE void tma_prefetch(const TensorMap *) {}
 DEVICE void bulk_load(void *shared, const void *global, unsigned bytes, Mbarrier *b, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::bulk(cuda_on_cpu::TMA_LOAD, shared, global, bytes, b, {file, line});
 }

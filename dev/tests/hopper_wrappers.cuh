@@ -49,7 +49,6 @@ KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap 
     SHARED_ARRAY(Mbarrier, full, 1);
     X *shared = (X *)aligned_tile(memory);
     if (threadIdx.x == 0) {
-        tma_prefetch(&in);
         mbarrier_init(full, 1);
         mbarrier_init_fence();
     }

@@ -892,7 +892,29 @@ def test_instructions_for_a_tile():
     """Recovered from counts of whole kernels with 1,034 instructions for 32×64 scores, some more for each row, and a
     prologue."""
     counts = {T: gpu_kernels.HEADS * (1034 * T * T / 2 / 2048 + 70 * T) + 5000 for T in gpu_kernels.LENGTHS}
-    assert math.isclose(gpu_kernels.per_tile(counts), 1034, rel_tol=1e-9)
+    assert math.isclose(gpu_kernels.per_tile(counts, 2048), 1034, rel_tol=1e-9)
+    assert math.isclose(gpu_kernels.per_tile(counts, 128 * 128), 8 * 1034, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_instructions_of_both_paths_are_counted(tmp_path, monkeypatch, capability):
+    """Each kernel issues its number below for each 1,024 scores."""
+    issued = {"flash_forward_kernel": 3, "flash_dq_kernel": 5, "flash_dkv_kernel": 7, "flash90_forward_kernel": 11,
+              "flash90_backward_kernel": 13}
+
+    def count(library, attn, T, flash90):
+        if flash90 == "1" and capability == 80:
+            raise gpu_kernels.NotPermitted("==WARNING== No kernels were profiled.")
+        return {kernel: gpu_kernels.HEADS * issued[kernel] * T * T // 2048 for kernel in gpu_kernels.KERNELS[flash90]}
+
+    monkeypatch.setattr(gpu_kernels, "count", count)
+    monkeypatch.setattr(gpu_kernels, "by_sass", lambda attn: {"flash90_forward_kernel": 160})
+    assert gpu_kernels.main_count(tmp_path, "flash.so", "softmax") == 0
+    found = {(r["kernel"], round(r["issued"]), r["by_sass"]) for r in parts_of(tmp_path)["counters"]["records"]}
+    assert found == {("flash_forward_kernel", 6, None), ("flash_dq_kernel", 10, None), ("flash_dkv_kernel", 14, None),
+                     *([("flash90_forward_kernel", 176, 160), ("flash90_backward_kernel", 208, None)]
+                       if capability == 90 else [])}
+    assert len(parts_of(tmp_path)["counters"]["tables"]) == 1 + (capability == 90)
 
 
 NCU = """==PROF== Connected to process 71
@@ -923,7 +945,7 @@ def test_kernels_without_pytorch(words):
 # ---- timings of the step
 
 def test_step_and_memory(tmp_path, monkeypatch):
-    ceilings = {"bytes": 1e12, "flops": 1e14, "undoes_rope": True}
+    ceilings = {"bytes": 1e12, "flops": 1e14, "undoes_rope": True, "name": "NVIDIA H200"}
     times = {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2}
     monkeypatch.setattr(gpu_step, "run_torch",
                         lambda **task: dict(ceilings if task["variant"] == "ceilings" else times))
@@ -932,13 +954,18 @@ def test_step_and_memory(tmp_path, monkeypatch):
                                           "--ours", str(trainer.TRAIN)])
         assert gpu_step.main() == 0
     parts = parts_of(tmp_path)
-    assert len(parts["step"]["records"]) == 6 and len(parts["memory"]["records"]) == 4
+    assert [r["variant"] for r in parts["step"]["records"]].count("no graphs") == 1
+    assert len(parts["step"]["records"]) == 7 and len(parts["memory"]["records"]) == 4
     head = parts["memory"]["tables"]["A step's memory, GB"]["head"]
     assert len(head) == 6 and not any("tok" in word for word in head)              # its times are not measurements
     assert all("used_gb" in r for r in parts["memory"]["records"] if r["variant"] == "ours")
     assert not any("used_gb" in r for r in parts["step"]["records"])    # nvidia-smi is not called while a step is timed
     assert set(gpu_step.floors("124M", 16, 1024, True)) <= set(parts["step"]["profile"]["phases"])
     assert_well_formed((tmp_path / "report.md").read_text())
+    modeled = {row[0]: row[5] for row in parts["step"]["tables"]["Where our time goes, tiny, B = 2, T = 32"]["rows"]}
+    run = step_model.Run(step_model.parse_model(gpu_step.spec("tiny")), 2, 32, step_model.DEVICES["h200"])
+    expected = {name: f"{1e3 * phase.seconds:.2f}" for name, phase in step_model.by_phase(run).items()}
+    assert modeled == {name: expected.get(name, "") for name in modeled} and any(modeled.values())
 
 
 def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
@@ -1054,14 +1081,14 @@ def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
 
     assert left("step", 1000, tmp_path / "a") == []
     of = [("124M", variant) for variant in gpu_step.VARIANTS]
-    assert order == [of[0], "phases", *of[1:], *of]
+    assert order == [of[0], "phases", *of[1:], *of[:-1]]       # "no graphs" only with B = 16
     order.clear()
     assert left("larger", 1000, tmp_path / "a") == [] and [model for model, _ in order] == ["162M"] * 6
     order.clear()
     found = left("step", 30, tmp_path / "b")
     assert found == [f"{variant} of 124M, batch {batch}"
                      for batch in ("16", "largest") for variant in ("autocast", "bf16")]
-    assert order == [("124M", "ours"), "phases", ("124M", "ours")]
+    assert order == [("124M", "ours"), "phases", ("124M", "no graphs"), ("124M", "ours")]
 
 
 def test_pytorch_is_timed_by_the_hosts_clock(monkeypatch):

@@ -1,7 +1,8 @@
 """Instructions of the attention kernels, counted in their SASS by dev/bench/sass.py. Needs nvcc and nvdisasm, but no
 GPU.
 
-Covers softmax; SASS_ALL=1 also compares lssar with it."""
+Covers softmax, and on compute capability 9.0 four normalizers more; with SASS_ALL=1 every row of doc/kernels.md's
+tables for 9.0, and lssar on 8.0."""
 import os
 import struct
 import sys
@@ -193,6 +194,36 @@ def test_the_kernels_for_compute_capability_90(softmax90, kernel):
     assert row["issue"] < max(row["special"], row["tensor"])
     page = (sass.ROOT / "doc/kernels.md").read_text()
     assert sass.table90([row], kernel).splitlines()[-1] in page
+
+
+# Special functions and the most instructions, forward, then backward. A score takes one special function, and a second
+# where a division or a density takes the place of a polynomial: for half of sigmoid's scores forward, all of mish's,
+# and all backward. lssar takes an exp and a logarithm for each.
+OTHERS90 = {"sigmoid-l1": (96, 750, 128, 1650), "gelu-l1": (64, 1042, 128, 2335), "mish-l1": (128, 977, 128, 2016),
+            "lssar": (130, 2132, 128, 2531)}
+
+
+@pytest.fixture(scope="module")
+def others90(pinned):
+    presets = sass.presets_of_instances(sass.flash_calls(64)) if os.environ.get("SASS_ALL") == "1" else OTHERS90
+    return {(row["preset"], row["kernel"]): row for row in sass.report90(presets)}
+
+
+@pytest.mark.parametrize("preset", OTHERS90)
+def test_what_other_normalizers_issue_on_90(others90, preset):
+    (special, most), (special_backward, most_backward) = OTHERS90[preset][:2], OTHERS90[preset][2:]
+    forward, backward = others90[preset, "forward"], others90[preset, "backward"]
+    assert (forward["MUFU"], backward["MUFU"]) == (special, special_backward)
+    assert forward["issued"] <= most and backward["issued"] <= most_backward
+
+
+def test_the_documented_counts_on_90(others90):
+    """Every row that was counted stands in doc/kernels.md; with SASS_ALL=1, these are all rows of its tables."""
+    page = (sass.ROOT / "doc/kernels.md").read_text()
+    for (_, kernel), row in others90.items():
+        assert sass.table90([row], kernel).splitlines()[-1] in page
+    if os.environ.get("SASS_ALL") == "1":
+        assert sass.summary90(list(others90.values())) in page
 
 
 def test_steps_that_differ_are_an_error(monkeypatch):
