@@ -199,6 +199,13 @@ static void rows_to_host(Computer *c, float *out, const X *there, size_t rows, s
     for (size_t i = 0; i < rows * width; i++) out[i] = host_float(raw[i]);
 }
 
+// The losses of the N rows that have just been computed, on the host.
+static const float *losses_to_host(Computer *c, size_t N) {
+    CUDA_CHECK(cudaMemcpyAsync(c->losses, model.losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    return c->losses;
+}
+
 // The loss of each token that counts, 0 for the others.
 //   inputs, targets (B,T)   mask (B,T) or NULL   Returns (B,T), valid until the next call
 static const float *batch_losses(Computer *c, const int32_t *inputs, const int32_t *targets, const uint8_t *mask,
@@ -211,9 +218,7 @@ static const float *batch_losses(Computer *c, const int32_t *inputs, const int32
         model_forward(m, a, m->batch, B, T, 1);
         model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + N, mask ? m->mask : NULL, N, 0.0f, false);
     });
-    CUDA_CHECK(cudaMemcpyAsync(c->losses, m->losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    return c->losses;
+    return losses_to_host(c, N);
 }
 
 // Attention's input on the host: q and k of layer l, which has just been computed.
@@ -276,8 +281,10 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
             observe_layer(o, l, c->x, T, C);
             bar_within(c->bar, l + 1, (size_t)m->config.layers);
         }
+        model_final_norm(m, a, T);
+        model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + 1, NULL, T - 1, 0.0f, false);
     });
-    return batch_losses(c, tokens, tokens + 1, NULL, 1, T - 1);
+    return losses_to_host(c, T - 1);
 }
 
 // The logits after the last of T tokens, whose normalized outputs the forward pass has computed.

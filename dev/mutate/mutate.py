@@ -124,7 +124,7 @@ TESTS_OF = (
     ("scripts/follow.py", pytest_of("train_gpt2", "test_follow")),
     ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
     ("eval_gpt2.cu", pytest_of("eval_gpt2 eval_gpt2cu_on_cpu", "test_eval_cuda",
-                               "-k", "fp32 and ssmax and (mask or needle) or haystack or doc_mask")),
+                               "-k", "fp32 and ssmax and (mask or needle) or haystack or depend_on or doc_mask")),
     ("dev/bench/gpu_", pytest_of("eval_gpt2", "test_gpu_check", "-k", "verdict or bound or evaluator or is_timed")),
     ("", TESTS),
 )
