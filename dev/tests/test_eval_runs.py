@@ -398,6 +398,26 @@ def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
     assert again == output and " left" not in errors
 
 
+# ---------------------------------------------------------------- bf16
+
+ROUNDED = {"needle": ("needle_scores", ["--seq-lens", 110, "--samples", 1, "--max-new-tokens", 1]),
+           "attention": ("loss", ["--seq-lens", 50, "--samples", 2]), "choice": ("log_likelihoods", [])}
+
+
+@pytest.mark.parametrize("shape", ["grouped", "gau"])
+@pytest.mark.parametrize("task", ROUNDED)
+def test_bf16_rounds_the_inputs_of_matmuls(task, shape, model_of, data, tmp_path):
+    """The results change, but hardly. test_eval.py has the same test for the losses."""
+    key, flags = ROUNDED[task]
+    if task == "choice":
+        (tmp_path / "q.jsonl").write_text(json.dumps({"query": "the cat", "choices": ["sat", "went on"], "gold": 0}))
+        flags = ["--data", tmp_path / "q.jsonl"]
+    exact, rounded = (evaluate(task, model_of(shape, "softmax")[0], data, tmp_path, *flags, "--dtype", dtype)[1]
+                      for dtype in ("fp32", "bf16"))
+    found = [np.ravel([row[key] for row in result["results"] if key in row]) for result in (exact, rounded)]
+    assert 1e-6 < np.max(np.abs(found[1] - found[0]) / np.maximum(1, np.abs(found[0]))) < 2e-2, found
+
+
 # ---------------------------------------------------------------- kills and full disks
 
 def attention_words(model, out, prompt):
