@@ -53,29 +53,35 @@ static void read_prompt_file(Observer *o) {
 }
 
 // --samples different sequences of --data at random places, or all if it has fewer. An end-of-text token at the start
-// is dropped, since each prompt is measured with and without one.
+// is dropped, since each prompt is measured with and without one. One that starts with two, between documents that also
+// end with one, would have a token too few without them: another is drawn.
 static void read_data(Observer *o) {
     Eval *e = o->e;
     Error error;
     size_t T = eval_length(e, 3);
-    ShardsConfig config = {.T = T, .vocab = e->config->vocab, .end_of_text = e->config->end_of_text};
+    int32_t end_of_text = e->config->end_of_text;
+    ShardsConfig config = {.T = T, .vocab = e->config->vocab, .end_of_text = end_of_text};
     config.remedy = "Add data, or reduce --seq-lens.";
     if (!(o->shards = e->data = shards_open(e->o.data, config, &error))) fail_with(&error);
-    uint64_t windows = shards_windows(e->data), wanted = (uint64_t)e->o.samples;
-    if (wanted > windows) wanted = windows;
-    uint64_t *drawn = array(wanted, sizeof *drawn);
-    for (uint64_t i = 0; o->prompt_count < wanted; i++) {
+    uint64_t windows = shards_windows(e->data), drawn_count = 0, *drawn = NULL;
+    for (uint64_t i = 0; o->prompt_count < (uint64_t)e->o.samples && drawn_count < windows; i++) {
         uint64_t window = random_u64((uint64_t)e->o.seed, i, 0) % windows;
         bool again = false;
-        for (size_t j = 0; j < o->prompt_count; j++) again |= drawn[j] == window;
+        for (uint64_t j = 0; j < drawn_count; j++) again |= drawn[j] == window;
         if (again) continue;
-        drawn[o->prompt_count] = window;
+        drawn = realloc(drawn, (drawn_count + 1) * sizeof *drawn);
+        if (!drawn) fail(EXIT_RESOURCE, "out of memory for the prompts.");
+        drawn[drawn_count++] = window;
         int32_t *ids = array(T + 1, sizeof *ids);
         if (!shards_window(e->data, window, ids, NULL, &error)) fail_with(&error);
-        if (ids[0] == e->config->end_of_text) memmove(ids, ids + 1, T * sizeof *ids);
-        add_prompt(o, ids, T);
+        if (ids[0] == end_of_text) memmove(ids, ids + 1, T * sizeof *ids);
+        if (ids[0] != end_of_text) add_prompt(o, ids, T);
+        else free(ids);
     }
     free(drawn);
+    if (!o->prompt_count)
+        fail(EXIT_INPUT, "%s: every sequence of %zu tokens begins with two end-of-text tokens.\n  Use other data.",
+             e->o.data, T);
 }
 
 void observe_settle(Observer *o, Eval *e) {

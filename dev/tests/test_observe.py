@@ -208,21 +208,25 @@ def test_maps_of_long_prompts(tokens, cell, model_of, data, tmp_path):
 
 
 def test_sequences_of_the_data(model_of, data, tmp_path):
-    """Sequences have T tokens, also with the leading end-of-text token; one at their start is not doubled."""
+    """Sequences have T tokens, also with the leading end-of-text token; one at their start is not doubled. None starts
+    with two, as at the end of a document that ends with one."""
     folder, tensors, config = model_of("grouped", "ssmax-pn")
     tokens = np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024)[:65]
     assert tokens[0] == END_OF_TEXT
-    for name, kept in (("marked", tokens), ("unmarked", np.roll(tokens, -3))):
+    doubled = np.concatenate([[END_OF_TEXT, END_OF_TEXT], tokens[1:63], tokens])
+    for name, kept, start in (("marked", tokens, 1), ("unmarked", np.roll(tokens, -3), 0), ("doubled", doubled, 65)):
         write_shard(tmp_path / f"{name}.bin", kept)
         _, result = evaluate("attention", folder, None, tmp_path / name, "--data", tmp_path / f"{name}.bin",
                              "--samples", 2)
         rows = [row for row in result["results"] if "layers" in row]
         assert [row["tokens"] for row in rows] == 2 * [64]    # the data has only one such sequence
-        start = 1 if name == "marked" else 0
         for row in rows:
             compare(row, tensors, config,
                     ([END_OF_TEXT] * row["leading_end_of_text"] + kept[start:start + 64].tolist())[:64])
-        assert result["models"][0]["data"]["tokens"] == 65
+        assert result["models"][0]["data"]["tokens"] == len(kept)
+    write_shard(tmp_path / "ends.bin", 65 * [END_OF_TEXT])
+    errors = evaluate("attention", folder, None, tmp_path / "out", "--data", tmp_path / "ends.bin", code=3)
+    assert "ends.bin: every sequence of 64 tokens begins with two end-of-text tokens" in errors
 
 
 def test_ntk_depends_on_the_length(model_of, data, tmp_path):
