@@ -232,6 +232,16 @@ static void open_lines(Choice *c) {
     if (!(c->lines = file_lines_open(c->e->o.data, MAX_LINE, &error))) fail_with(&error);
 }
 
+// A byte order mark, with which some programs begin a text.
+static void skip_mark(FileLine *line) {
+    static const char MARK[] = "\xEF\xBB\xBF";
+    size_t length = strlen(MARK);
+    if (strncmp(line->text, MARK, length) != 0) return;
+    line->text += length;
+    line->length -= length;
+    line->offset += length;
+}
+
 // Reads the next question. Returns false after the last one.
 static bool read_question(Choice *c) {
     Error error;
@@ -241,16 +251,37 @@ static bool read_question(Choice *c) {
     do {
         if (!file_lines_next(c->lines, &line, &error)) fail_with(&error);
         if (!line.text) return false;
+        if (line.offset == 0) skip_mark(&line);
     } while (strspn(line.text, " \t\r") == line.length);
     cJSON *json = json_parse(line.text, line.length, (JsonPlace){path, line.number, line.offset}, &error);
-    if (!json) fail_with(&error);
+    if (!json) {
+        error.text[strcspn(error.text, "\n")] = 0;
+        fail(EXIT_INPUT, "%s\n  A file of questions has one question per line, as a JSON object.", error.text);
+    }
     c->question = make_question(c->e, json, (Where){path, line.number});
     cJSON_Delete(json);
     return true;
 }
 
+static void check_unchanged(const Choice *c, bool same) {
+    if (!same) fail(EXIT_INPUT, "%s: it changed while it was evaluated. Evaluate again.", c->e->o.data);
+}
+
+// After the last question.
+static bool same_file(const Choice *c) {
+    FileHash found = file_lines_hash(c->lines);
+    return found.size == c->file.size && XXH128_isEqual(found.xxh3, c->file.xxh3);
+}
+
+// For eval.json.
+static void describe_file(const Choice *c) {
+    snprintf(c->e->questions, sizeof c->e->questions, "{\"files\": 1, \"questions\": %zu, \"xxh3_128\": \"%s\"}",
+             c->question_count, file_hash_text(c->file.xxh3).text);
+}
+
 void choice_settle(Choice *c, Eval *e) {
-    *c = (Choice){.e = e};
+    bool first = !c->question_count;
+    *c = (Choice){.e = e, .file = c->file};
     e->work = 0;
     open_lines(c);
     for (; read_question(c); c->question_count++) {
@@ -261,6 +292,9 @@ void choice_settle(Choice *c, Eval *e) {
         }
     }
     if (!c->question_count) fail(EXIT_INPUT, "%s: expected one question per line, found none.", e->o.data);
+    if (first) c->file = file_lines_hash(c->lines);
+    check_unchanged(c, same_file(c));
+    describe_file(c);
 }
 
 void choice_close(Choice *c) {
@@ -269,23 +303,19 @@ void choice_close(Choice *c) {
 }
 
 void choice_begin(Choice *c) {
-    c->done = c->ending = c->right = c->right_norm = 0;
+    c->ending = c->right = c->right_norm = 0;
     c->not_finite = 0;
     c->log_likelihoods = cJSON_CreateArray();
     open_lines(c);
 }
 
-static void check_unchanged(const Choice *c, bool same) {
-    if (!same) fail(EXIT_INPUT, "%s: it changed while it was evaluated. Evaluate again.", c->e->o.data);
-}
-
 const ChoiceEnding *choice_next(Choice *c) {
     if (c->ending == 0 && !read_question(c)) {
-        check_unchanged(c, c->done == c->question_count);
+        check_unchanged(c, same_file(c));
         return NULL;
     }
     const ChoiceEnding *ending = &c->question.endings[c->ending];
-    check_unchanged(c, c->done < c->question_count && ending->count - 1 <= c->e->longest);
+    check_unchanged(c, ending->count - 1 <= c->e->longest);    // for which there is memory
     bar_next(&c->e->bar, ending->count - 1);
     return ending;
 }
@@ -317,7 +347,6 @@ void choice_add(Choice *c, double loss) {
     if (++c->ending < q->count) return;
     judge(c);
     c->ending = 0;
-    c->done++;
 }
 
 // "0.1234", or "n/a" for a NaN.

@@ -23,17 +23,20 @@ typedef struct {
     size_t count, gold;
 } ChoiceQuestion;
 
-// The file is read twice, a question at a time: first to reject bad lines and to count tokens, then to measure.
+// The file is read a question at a time: for each model, first to reject bad lines and to count tokens, then to measure
+// under each normalizer.
 typedef struct {
     Eval *e;
     FileLines *lines;
+    FileHash file;    // as it was read first: for all models and normalizers, it must be the same
     ChoiceQuestion question;
-    size_t question_count, done, ending;    // of the file; measured; the question's next
+    size_t question_count, ending;    // of the file; the question's next
     size_t right, right_norm, not_finite;
     cJSON *log_likelihoods;    // of the questions that were measured
 } Choice;
 
-// Reads --data and checks it. A sequence longer than --seq-lens (default: L) keeps its end.
+// Reads --data and checks it. A sequence longer than --seq-lens (default: L) keeps its end. *c is zero before the first
+// model; before the next, it is what that one has left.
 void choice_settle(Choice *c, Eval *e);
 void choice_close(Choice *c);
 

@@ -459,6 +459,7 @@ void eval_record_model(Eval *e) {
         cJSON_AddItemToObject(model, "data", cJSON_Parse(print));
         free(print);
     }
+    if (*e->questions) cJSON_AddItemToObject(model, "data", cJSON_Parse(e->questions));
     if (e->pn_fit) cJSON_AddItemToObject(model, "pn_fit", e->pn_fit);
     if (e->lineage && e->count) record_losses(e);
     if (e->lineage) cJSON_AddItemToObject(model, "lineage", e->lineage);

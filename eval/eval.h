@@ -83,6 +83,7 @@ typedef struct {
     size_t count, longest, first_part;    // number of lengths; the longest; the end of the first range of positions
     bool masked;                          // may some targets not count?
     Shards *data;                         // for the fingerprint; NULL if the task reads no shards
+    char questions[128];                  // the fingerprint, as JSON, of a file of questions; "" for other tasks
 
     Bar bar;
     uint64_t work;                 // the tokens of the model's evaluation under one normalizer, for the bar

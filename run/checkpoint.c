@@ -44,15 +44,6 @@ static char *join_step(char *out, const char *root, const char *prefix, uint64_t
     return join(out, root, "%s%08" PRIu64, prefix, step);
 }
 
-typedef struct {
-    char text[33];
-} HashText;
-static HashText hash_text(XXH128_hash_t hash) {
-    HashText out;
-    snprintf(out.text, sizeof out.text, "%016" PRIx64 "%016" PRIx64, (uint64_t)hash.high64, (uint64_t)hash.low64);
-    return out;
-}
-
 // ---- the manifest
 
 // {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as printed by xxhsum -H2"}, ...}}
@@ -83,9 +74,9 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
     }
     if (!hashes) return true;
     if (!file_hash(path, &found, error)) return false;
-    if (!strcmp(hash_text(found.xxh3).text, hash)) return true;
+    if (!strcmp(file_hash_text(found.xxh3).text, hash)) return true;
     return error_set(error, EXIT_INPUT, "%s: expected XXH3-128 %.32s (manifest.json), found %s.\n  " DAMAGED, path,
-                     hash, hash_text(found.xxh3).text);
+                     hash, file_hash_text(found.xxh3).text);
 }
 
 static bool check_manifest(const char *folder, bool hashes, Error *error) {
@@ -131,7 +122,7 @@ static bool add_entry(const Checkpoint *c, cJSON *files, const char *name, Error
         return false;
     cJSON *entry = cJSON_AddObjectToObject(files, name);
     if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)hash.size) ||
-        !cJSON_AddStringToObject(entry, "xxh3_128", hash_text(hash.xxh3).text)) {
+        !cJSON_AddStringToObject(entry, "xxh3_128", file_hash_text(hash.xxh3).text)) {
         fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", path);
     }
     return true;

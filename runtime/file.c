@@ -426,6 +426,8 @@ struct FileLines {
     char *path, *text;
     size_t limit, room, number;
     uint64_t offset;    // of the next line
+    uint64_t size;      // of what has been read
+    XXH3_state_t *state;
 };
 
 FileLines *file_lines_open(const char *path, size_t limit, Error *error) {
@@ -441,14 +443,16 @@ FileLines *file_lines_open(const char *path, size_t limit, Error *error) {
     }
     FileLines *lines = calloc(1, sizeof *lines);
     if (!lines) fail(EXIT_RESOURCE, "%s: out of memory.", path);
-    *lines = (FileLines){.file = fdopen(fd, "r"), .path = strdup(path), .limit = limit};
-    if (!lines->file || !lines->path) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    *lines = (FileLines){.file = fdopen(fd, "r"), .path = strdup(path), .limit = limit, .state = XXH3_createState()};
+    if (!lines->file || !lines->path || !lines->state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    XXH3_128bits_reset(lines->state);
     return lines;
 }
 
 void file_lines_close(FileLines *lines) {
     if (!lines) return;
     fclose(lines->file);
+    XXH3_freeState(lines->state);
     free(lines->path);
     free(lines->text);
     free(lines);
@@ -475,11 +479,19 @@ bool file_lines_next(FileLines *lines, FileLine *line, Error *error) {
         keep_byte(lines, length++, byte);
     }
     if (byte == EOF && ferror(lines->file)) return read_error(error, lines->path, "reading it");
-    keep_byte(lines, length, '\0');
+    keep_byte(lines, length, '\n');
+    size_t read = length + (byte == '\n');
+    XXH3_128bits_update(lines->state, lines->text, read);
+    lines->size += read;
+    lines->text[length] = '\0';
     *line = (FileLine){lines->text, length, lines->number, lines->offset};
     if (byte == EOF && !length) line->text = NULL;
     lines->offset += length + 1;
     return true;
+}
+
+FileHash file_lines_hash(const FileLines *lines) {
+    return (FileHash){lines->size, XXH3_128bits_digest(lines->state)};
 }
 
 typedef struct {
@@ -503,4 +515,10 @@ bool file_hash(const char *path, FileHash *hash, Error *error) {
     *hash = (FileHash){hashing.size, XXH3_128bits_digest(hashing.state)};
     XXH3_freeState(hashing.state);
     return ok;
+}
+
+HashText file_hash_text(XXH128_hash_t hash) {
+    HashText out;
+    snprintf(out.text, sizeof out.text, "%016" PRIx64 "%016" PRIx64, (uint64_t)hash.high64, (uint64_t)hash.low64);
+    return out;
 }

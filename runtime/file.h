@@ -99,8 +99,17 @@ typedef struct {
 // Sets *line to the next line.
 bool file_lines_next(FileLines *lines, FileLine *line, Error *error);
 
+// The size and XXH3-128 of what has been read. After the last line: those of the file.
+FileHash file_lines_hash(const FileLines *lines);
+
 // Computes the size and XXH3-128 of a file.
 bool file_hash(const char *path, FileHash *hash, Error *error);
+
+// 32 hexadecimal digits, as `xxhsum -H2` prints them.
+typedef struct {
+    char text[33];
+} HashText;
+HashText file_hash_text(XXH128_hash_t hash);
 
 // Reads exactly `size` bytes at `offset`. If the file is too short, the error names the offset.
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error);

@@ -428,6 +428,9 @@ static void test_lines(void) {
         CHECK(line.number == ++count && line.offset == offset, "line %zu: %zu", count, line.number);
     }
     CHECK(count == 4 && !line.text, "%zu lines", count);
+    FileHash read = file_lines_hash(lines), whole;
+    CHECK(file_hash(path, &whole, &error) && read.size == whole.size && XXH128_isEqual(read.xxh3, whole.xxh3),
+          "the hash of %zu bytes", (size_t)read.size);
     file_lines_close(lines);
     lines = file_lines_open(path, 12, &error);
     while (file_lines_next(lines, &line, &error) && line.text) {}

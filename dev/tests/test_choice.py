@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 import eval_models
 from eval_models import evaluate, overflowing, reference
 from tiny import BIN, END_OF_TEXT, environment, peak_memory, run, write_data
+from trainer import xxh3_128
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from transformers import AutoTokenizer
@@ -268,6 +269,9 @@ WRONG = {
     "line 4": (f"{json.dumps(GOOD)}\n" * 2 + '\n{"query": "a",,}\n', ["expected JSON", "at offset", "(line 4)"]),
     "blank lines": ("\n \n", ["found none"]),
     "not JSON": ("{\n", ["q.jsonl", "offset"]),
+    "a list over several lines": (json.dumps([GOOD], indent=1), ["(line 1)", "one question per line"]),
+    "a question over several lines": (json.dumps(GOOD, indent=1), ["(line 1)", "one question per line"]),
+    "a byte order mark in the second line": (f"{json.dumps(GOOD)}\n\ufeff{json.dumps(GOOD)}", ["(line 2)"]),
     "not an object": ("[]\n", ["line 1", "choices"]),
     "second line": (json.dumps(GOOD) + "\n{}\n", ["line 2", "choices"]),
     "one choice": (json.dumps(GOOD | {"choices": ["b"]}), ["line 1", "at least two"]),
@@ -297,6 +301,20 @@ def test_a_wrong_file_is_named(name, model_of, tmp_path):
     assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
     for part in parts:
         assert part in errors, errors
+    assert "damaged" not in errors
+
+
+def test_a_byte_order_mark_and_the_files_hash(model_of, tmp_path):
+    """models[].data has the hash that `xxhsum -H2` prints."""
+    found = []
+    for text in (f"\ufeff{json.dumps(GOOD)}\n\n{json.dumps(GOOD)}\n", f"{json.dumps(GOOD)}\n{json.dumps(GOOD)}"):
+        (tmp_path / "q.jsonl").write_text(text)
+        _, result = evaluate("choice", f"{model_of('llama', 'softmax')[0]},{model_of('gau', 'softmax1')[0]}", None,
+                             tmp_path, "--data", tmp_path / "q.jsonl", "--attn", "ssmax")
+        digest = xxh3_128(text.encode())
+        assert [m["data"] for m in result["models"]] == 2 * [{"files": 1, "questions": 2, "xxh3_128": digest}]
+        found.append(result["results"])
+    assert found[0] == found[1]
 
 
 def test_memory_does_not_grow_with_the_file(model_of, tmp_path):
@@ -310,22 +328,29 @@ def test_memory_does_not_grow_with_the_file(model_of, tmp_path):
     assert peaks[1] - peaks[0] < 4 << 20, peaks
 
 
-@pytest.mark.parametrize("left", ["fewer", "longer", "more"])
+@pytest.mark.parametrize("left", ["fewer", "more", "longer", "others", "others for the next model"])
 def test_a_file_that_changes_is_named(left, model_of, tmp_path):
-    """While the first of two normalizers is measured, or the second. Lines of 128 bytes, of which a buffer holds whole
-    ones."""
+    """While the first of two normalizers is measured, or the second, or before the next model. Lines of 128 bytes, of
+    which a buffer holds whole ones. A sequence that is much longer than any before would overflow every array."""
     path, question = tmp_path / "q.jsonl", GOOD | {"query": "the cat said " * 5}
     path.write_text(f"{json.dumps(question):127}\n" * 4000)
-    job = subprocess.Popen(["stdbuf", "-oL", BIN / "eval_gpt2", "--task", "choice", "--model",
-                            model_of("llama", "softmax")[0], "--attn", "softmax1", "--data", path, "--picture", "0",
-                            "--out", tmp_path / "out"],
+    models = ",".join(str(model_of(shape, "softmax")[0]) for shape in ("llama", "gau"))
+    job = subprocess.Popen(["stdbuf", "-oL", BIN / "eval_gpt2", "--task", "choice", "--model", models, "--attn",
+                            "softmax1", "--data", path, "--seq-lens", "60000", "--picture", "0", "--out",
+                            tmp_path / "out"],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-    for row in iter(job.stdout.readline, ""):
-        if row.startswith("under softmax,"): break
+    last = "     4000 " if left == "others for the next model" else "under softmax,"
+    rows = (row for row in iter(job.stdout.readline, "") if row.startswith(last))
+    for _ in range(2 if left == "others for the next model" else 1):
+        next(rows)
     if left == "fewer": os.truncate(path, 0)
+    elif left == "more":
+        with path.open("a") as file: file.write(json.dumps(question) + "\n")
     else:
-        query = "the cat" if left == "more" else "the cat said " * 20
-        with path.open("a") as file: file.write(json.dumps(GOOD | {"query": query}) + "\n")
+        changed = question | ({"query": "x" * 50000} if left == "longer" else {"gold": 1})
+        with path.open("r+") as file:
+            file.seek(3999 * 128)
+            file.write(f"{json.dumps(changed):127}\n")
     errors = job.communicate(timeout=120)[1]
     assert job.returncode == 3 and f"{path}: it changed while it was evaluated" in errors, errors
     assert not (tmp_path / "out/eval.json").exists()

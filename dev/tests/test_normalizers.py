@@ -1,7 +1,5 @@
 """The family of attention normalizers through the programs: every preset with both blocks trains, resumes and samples;
 config.json; a change of a model's normalizer; the learned scalars in the metrics and in checkpoints; `make ATTN=`."""
-import ctypes
-import ctypes.util
 import hashlib
 import json
 import math
@@ -17,7 +15,7 @@ import torch
 
 from tiny import BIN, ROOT, build, logits, make_path, run, sample
 from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, make_data, metrics, read_header,
-                     tokens, train, write_header, write_shard)
+                     tokens, train, write_header, write_shard, xxh3_128)
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
@@ -422,13 +420,8 @@ def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
 
 def sign(folder, name):
     """Updates the manifest for a changed file."""
-    class Hash(ctypes.Structure):
-        _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
-    xxh3 = ctypes.CDLL(ctypes.util.find_library("xxhash")).XXH3_128bits
-    xxh3.restype, xxh3.argtypes = Hash, (ctypes.c_char_p, ctypes.c_size_t)
     manifest, content = json.loads((folder / "manifest.json").read_text()), (folder / name).read_bytes()
-    value = xxh3(content, len(content))
-    manifest["files"][name] = {"size": len(content), "xxh3_128": f"{value.high:016x}{value.low:016x}"}
+    manifest["files"][name] = {"size": len(content), "xxh3_128": xxh3_128(content)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -5,6 +5,7 @@ TRAIN_GPT2=build/san/train_gpt2 tests another build. TRAIN_GPT2_FAULTS names a b
 default make builds one.
 """
 import contextlib
+import ctypes.util
 import fcntl
 import json
 import os
@@ -35,6 +36,16 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + tokens.astype({20240521: "u1", 20240801: "<u4"}.get(magic, "<u2")).tobytes())
     return path
+
+
+def xxh3_128(content):
+    """The hash of bytes, as a manifest has it."""
+    class Hash(ctypes.Structure):
+        _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
+    xxh3 = ctypes.CDLL(ctypes.util.find_library("xxhash")).XXH3_128bits
+    xxh3.restype, xxh3.argtypes = Hash, (ctypes.c_char_p, ctypes.c_size_t)
+    value = xxh3(content, len(content))
+    return f"{value.high:016x}{value.low:016x}"
 
 
 def tokens(count, seed=0):
