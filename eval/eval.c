@@ -7,6 +7,7 @@
 #include <fnmatch.h>
 #include <glob.h>
 #include <math.h>
+#include <signal.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -701,9 +702,19 @@ static void bar_show(Bar *p, uint64_t done) {
     fprintf(stderr, "\033[K");
 }
 
+// A program that Ctrl-C ends leaves the bar, and what follows it begins a line.
+static void end_line(int number) {
+    ssize_t written = write(STDERR_FILENO, "\n", 1);
+    (void)written;
+    raise(number);    // the default action, after the return
+}
+
 void bar_start(Bar *p) {
     p->start = now();
     p->visible = isatty(STDERR_FILENO);
+    struct sigaction before, action = {.sa_handler = end_line, .sa_flags = (int)SA_RESETHAND};
+    if (!p->visible || sigaction(SIGINT, NULL, &before) != 0 || before.sa_handler == SIG_IGN) return;
+    sigaction(SIGINT, &action, NULL);
 }
 
 void bar_next(Bar *p, uint64_t tokens) {

@@ -133,6 +133,11 @@ static inline double shown(double x) {
     return isnan(x) ? (double)NAN : x;
 }
 
+// Rounded to a multiple of 1/unit, zero without a sign: printf() prints "-0.0000" for a small negative number.
+static inline double rounded(double x, double unit) {
+    return shown(round(x * unit) / unit + 0.0);
+}
+
 // The initial values of the learned scalars that --attn adds, recorded in the lineage: the program calls it when it
 // switches, after the evaluation under the checkpoint's own normalizer.
 void eval_switch(Eval *e);

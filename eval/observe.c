@@ -307,11 +307,6 @@ static void write_row(Observer *o, size_t T, double loss) {
 
 static const char COLUMNS[] = "      sum   1 - sum   entropy     first     zeros     slope   kurtosis   max |x|";
 
-// Rounded to a multiple of 1/unit, zero without a sign: printf() prints "-0.0000" for a small negative number.
-static double rounded(double x, double unit) {
-    return shown(round(x * unit) / unit + 0.0);
-}
-
 static void print_means(const ObserveMeans *m) {
     printf(" %9.5f %9.5f %9.4f %9.5f %9.5f %9.4f %10.4g %9.4g\n", shown(m->sum), rounded(1 - m->sum, 1e5),
            shown(m->entropy), shown(m->first), shown(m->zeros),

@@ -10,7 +10,8 @@ static void print_values(const char *name, const float *values, size_t count) {
         least = fmin(least, (double)values[i]);
         most = fmax(most, (double)values[i]);
     }
-    printf("  %s %.4f (%.4f to %.4f)", name, sum / (double)count, least, most);
+    printf("  %s %.4f (%.4f to %.4f)", name, rounded(sum / (double)count, 1e4), rounded(least, 1e4),
+           rounded(most, 1e4));
 }
 
 static void add_values(cJSON *object, const char *name, const float *values, size_t count) {
@@ -34,7 +35,7 @@ static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
         sums[0] += a1 / heads;
         sums[1] += a2 / heads;
     }
-    printf("  scale %.4f ln n %+.4f", sums[0], sums[1]);
+    printf("  scale %.4f ln n %+.4f", rounded(sums[0], 1e4), rounded(sums[1], 1e4));
 }
 
 void scores_report(Eval *e, const TensorList *list, const float *params) {

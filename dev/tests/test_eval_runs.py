@@ -67,6 +67,15 @@ def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
             assert f"scale {np.mean(s * p1):.4f} ln n {np.mean(s * p2 + b):+.4f}" in line
 
 
+def test_no_zero_has_a_sign(model_of, tmp_path):
+    folder = shutil.copytree(model_of("grouped", "ssmax-bias")[0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    small = {name: np.full_like(tensor, -1e-5) for name, tensor in tensors.items() if "attn_" in name}
+    save_file(tensors | small, folder / "model.safetensors", metadata={"format": "pt"})
+    output, _ = evaluate("scores", folder, None, tmp_path)
+    assert "attn_bias 0.0000 (0.0000 to 0.0000)  scale 0.0000 ln n +0.0000" in output, output
+
+
 def test_scores_without_scalars_and_after_a_switch(model_of, tmp_path):
     folder, *_ = model_of("grouped", "softmax")
     output, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-bias+s=0.25")
@@ -396,6 +405,22 @@ def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
     assert shown.decode().rindex("\rtokens [") < shown.decode().rindex("\r\033[K")
     again, errors = run(BIN / "eval_gpt2", *words)
     assert again == output and " left" not in errors
+
+
+def test_ctrl_c_ends_the_bars_line(model_of, data):
+    words = [BIN / "eval_gpt2", "--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin",
+             "--task", "positions", "--seq-lens", 24_000, "--max-tokens", 1]
+    terminal, side = os.openpty()
+    child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=side, env=environment(),
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    os.close(side)
+    shown = os.read(terminal, 1 << 16)
+    child.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):          # the terminal's other side is closed
+        while chunk := os.read(terminal, 1 << 16):
+            shown += chunk
+    os.close(terminal)
+    assert child.wait() == -signal.SIGINT and shown.startswith(b"\rtokens [") and shown.endswith(b"\n"), shown
 
 
 # ---------------------------------------------------------------- bf16
