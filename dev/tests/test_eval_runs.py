@@ -19,7 +19,7 @@ import eval_models
 from byte_text import END_OF_TEXT, write_text, write_tokenizer
 from eval_models import evaluate
 from tiny import BIN, environment, peak_memory, run
-from trainer import ROOT
+from trainer import ROOT, write_shard
 
 L = 128
 
@@ -166,6 +166,7 @@ def bad_models(model_of, tmp_path):
     save_file(cut, tmp_path / "small/model.safetensors", metadata={"format": "pt"})
     small = {"vocab_size": 100, "bos_token_id": 99, "eos_token_id": 99}
     (tmp_path / "small/config.json").write_text(json.dumps(json.loads(config) | small))
+    write_shard(tmp_path / "last.bin", np.repeat([98, 110], [3 * 128, 128]))
 
 
 BAD = {
@@ -174,6 +175,7 @@ BAD = {
     "no p_n there": (None, ["--seq-lens", 200], 2, "p_n for n up to L = 128"),
     "a length twice": ("bare", ["--seq-lens", "0,128"], 2, "128 is listed twice"),
     "a smaller vocabulary": ("small", [], 3, "below the vocabulary size"),
+    "a smaller vocabulary for the last sequence": ("small", ["--data", "{folder}/last.bin"], 3, "token id 110"),
     "no such scalar": ("scalar", [], 3, "attn_scale"),
     "a NaN": ("nan", [], 3, "model.safetensors"),
 }
@@ -184,6 +186,7 @@ def test_every_model_is_checked_before_the_first_is_evaluated(name, model_of, da
     bad_models(model_of, tmp_path)
     folder, flags, code, part = BAD[name]
     second = tmp_path / folder if folder else model_of("grouped", "ssmax-pn")[0]
+    flags = [str(flag).format(folder=tmp_path) for flag in flags]
     words = ["--model", f"{model_of('grouped', 'softmax')[0]},{second}", "--data", f"{data}/*_val_*.bin", *flags]
     output, errors = run(BIN / "eval_gpt2", *words, "--out", tmp_path / "out", code=code)
     assert output == "" and part in errors and not (tmp_path / "out").exists()

@@ -220,22 +220,28 @@ def test_answers_equal_transformers_greedy_decoding(shape, attn, induction, mode
     assert len({token for prompt in prompts for token in prompt["answer"]}) > 5
 
 
+def write_biased(model, out, factors, **keys):
+    """A copy of the model whose output projection's rows are multiplied by the factors of their tokens. The keys go to
+    its config.json."""
+    out.mkdir()
+    biased = {name: tensor.float().numpy() for name, tensor in model[1].items()}
+    biased["lm_head.weight"] = biased["model.embed_tokens.weight"].copy()
+    for token, factor in factors.items():
+        biased["lm_head.weight"][token] *= factor
+    config = json.loads((model[0] / "config.json").read_text()) | {"tie_word_embeddings": False} | keys
+    (out / "config.json").write_text(json.dumps(config))
+    write_tokenizer(out)
+    save_file(biased, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 def test_end_of_text_is_never_the_answer(model_of, data, tmp_path):
     """Even where it is the likeliest token by far."""
-    folder, tensors, _ = model_of("llama", "softmax", 601)
-    biased = {name: tensor.float().numpy() for name, tensor in tensors.items()}
-    biased["lm_head.weight"] = biased["model.embed_tokens.weight"].copy()
-    biased["lm_head.weight"][END_OF_TEXT] *= 30
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
-    for name in ("plain", "biased"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        write_tokenizer(tmp_path / name)
-        tensors = biased | ({"lm_head.weight": biased["model.embed_tokens.weight"]} if name == "plain" else {})
-        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    answers = [[prompt["answer"]
-                for prompt in needles(tmp_path / name, data, tmp_path / "out", "--seq-lens", 100, "--samples", 4)[2]]
-               for name in ("plain", "biased")]
+    model, answers = model_of("llama", "softmax", 601), []
+    for name, factors in (("plain", {}), ("biased", {END_OF_TEXT: 30})):
+        folder = write_biased(model, tmp_path / name, factors)
+        _, _, prompts = needles(folder, data, tmp_path / "out", "--seq-lens", 100, "--samples", 4)
+        answers.append([prompt["answer"] for prompt in prompts])
     assert answers[0] == answers[1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "biased", dtype=torch.float32)
     assert (model(torch.tensor([[END_OF_TEXT, 97, 98, 99]])).logits[0].argmax(-1) == END_OF_TEXT).any()
@@ -243,22 +249,25 @@ def test_end_of_text_is_never_the_answer(model_of, data, tmp_path):
 
 def test_the_end_of_a_turn_ends_an_answer_in_chatml_alone(model_of, data, tmp_path):
     """With --chat raw it is never chosen if it ends the model's texts, which eos_token_id says."""
-    folder, tensors, _ = model_of("llama", "softmax", 602)
-    biased = {name: tensor.float().numpy() for name, tensor in tensors.items()}
-    biased["lm_head.weight"] = biased["model.embed_tokens.weight"].copy()
-    biased["lm_head.weight"][IM_END] *= 30
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False, "eos_token_id": IM_END}
-    (tmp_path / "chat").mkdir()
-    (tmp_path / "chat/config.json").write_text(json.dumps(config))
-    write_tokenizer(tmp_path / "chat")
-    save_file(biased, tmp_path / "chat/model.safetensors", metadata={"format": "pt"})
+    folder = write_biased(model_of("llama", "softmax", 602), tmp_path / "chat", {IM_END: 30}, eos_token_id=IM_END)
     answers = {chat: [prompt["answer"]
-                      for prompt in needles(tmp_path / "chat", data, tmp_path / "out", "--chat", chat,
+                      for prompt in needles(folder, data, tmp_path / "out", "--chat", chat,
                                             "--seq-lens", 100, "--samples", 4, "--max-new-tokens", 20)[2]]
                for chat in ("raw", "chatml")}
     assert not any(IM_END in answer for answer in answers["raw"])
     assert (any(answer[-1] == IM_END for answer in answers["chatml"])
             and not any(IM_END in answer[:-1] for answer in answers["chatml"]))
+
+
+def test_the_default_length_of_an_answer(model_of, data, tmp_path):
+    """The digits plus 4, and 48 in ChatML. The model writes neither digits nor the end of a turn."""
+    never = {token: 0 for token in (*b"0123456789", IM_END)}
+    folder = write_biased(model_of("llama", "softmax"), tmp_path / "model", never)
+    for flags, length in (([], 11), (["--digits", 3], 7), (["--number", "12345"], 9), (["--chat", "squad"], 11),
+                          (["--chat", "chatml"], 48), (["--max-new-tokens", 5], 5)):
+        _, _, prompts = needles(folder, data, tmp_path / "out", "--seq-lens", 100, "--samples", 2, "--depths", 50,
+                                *flags)
+        assert [len(prompt["answer"]) for prompt in prompts] == 2 * [length], flags
 
 
 def row_lengths(attn):
