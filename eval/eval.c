@@ -384,9 +384,23 @@ void eval_check(const Eval *e) {
          with_p->text, L, e->longest);
 }
 
+// Two files may have the same tokens, so this is no error.
+static void compare_tokenizers(const Eval *e) {
+    FolderPath own = folder_path(e->folder, tokenizer_files[0]);
+    char beside[PATH_MAX + 32];
+    FileHash wanted, found;
+    Error ignored;
+    if (!e->data || !file_hash(own.text, &wanted, &ignored) ||
+        !folder_tokenizer_beside(e->o.data, beside, sizeof beside, &found) || XXH128_isEqual(wanted.xxh3, found.xxh3))
+        return;
+    warn("%s differs from %s.\n  If an id means another token there, the results on --data mean nothing.", beside,
+         own.text);
+}
+
 void eval_start(const Eval *e) {
     if (e->o.pn_extrapolate == PN_LOG && !normalizer_with_p(e))
         warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
+    compare_tokenizers(e);
     print_start(e);
 }
 

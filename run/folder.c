@@ -14,6 +14,8 @@
 #include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/process.h"
+#include "runtime/shards.h"
+#include "runtime/tokenizer.h"
 #include "runtime/version.h"
 
 #ifndef COMMIT
@@ -24,6 +26,16 @@ FolderPath folder_path(const char *out, const char *name) {
     FolderPath path;
     snprintf(path.text, sizeof path.text, "%s/%s", out, name);
     return path;
+}
+
+bool folder_tokenizer_beside(const char *globs, char *path, size_t size, FileHash *hash) {
+    char first[PATH_MAX];
+    Error ignored;
+    if (!shards_first_path(globs, first, sizeof first)) return false;
+    char *slash = strrchr(first, '/');
+    if (slash) *slash = 0;
+    snprintf(path, size, "%s/%s", slash ? first : ".", tokenizer_files[0]);
+    return file_hash(path, hash, &ignored);
 }
 
 bool folder_lock(int *lock, const char *out, bool create, Error *error) {

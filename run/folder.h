@@ -8,6 +8,7 @@
 #include <stddef.h>
 
 #include "runtime/error.h"
+#include "runtime/file.h"
 #include "run/train_options.h"
 
 // Locks OUT/lock until the process ends in any way. *lock is the descriptor that holds the lock, or -1 while there is
@@ -59,6 +60,10 @@ typedef struct {
     char text[PATH_MAX];
 } FolderPath;
 FolderPath folder_path(const char *out, const char *name);
+
+// The path and the hash of the tokenizer.json beside the first shard that the globs match. Returns false if there is
+// none.
+bool folder_tokenizer_beside(const char *globs, char *path, size_t size, FileHash *hash);
 
 // Adds what writes the file: "program", "version" and "commit".
 void folder_add_program(cJSON *json);

@@ -333,23 +333,13 @@ static void open_train(Run *run) {
     if (!run->train_print) fail_with(&error);
 }
 
-// Reads the hash of the tokenizer beside a source's shards. Returns false if there is none.
-static bool tokenizer_beside(const Source *source, char *path, size_t size, FileHash *hash) {
-    char folder[PATH_MAX];
-    Error ignored;
-    if (!shards_first_path(source->globs, folder, sizeof folder)) return false;
-    keep_folder(folder);
-    snprintf(path, size, "%s/%s", folder, tokenizer_files[0]);
-    return folder_has_tokenizer(folder) && file_hash(path, hash, &ignored);
-}
-
 // An id means another token in each tokenizer, so all sources need the same one.
 static void check_same_tokenizer(const Mixture *train) {
     char first[PATH_MAX + 32], other[PATH_MAX + 32];
     FileHash wanted, found;
-    if (!tokenizer_beside(&train->sources[0], first, sizeof first, &wanted)) return;
+    if (!folder_tokenizer_beside(train->sources[0].globs, first, sizeof first, &wanted)) return;
     for (size_t i = 1; i < train->count; i++)
-        if (tokenizer_beside(&train->sources[i], other, sizeof other, &found) &&
+        if (folder_tokenizer_beside(train->sources[i].globs, other, sizeof other, &found) &&
             !XXH128_isEqual(wanted.xxh3, found.xxh3))
             fail(EXIT_INPUT,
                  "%s: differs from %s, but all sources of --train-data need the same tokenizer.\n"

@@ -192,6 +192,16 @@ def test_every_model_is_checked_before_the_first_is_evaluated(name, model_of, da
     assert output == "" and part in errors and not (tmp_path / "out").exists()
 
 
+def test_another_tokenizer_beside_the_shards(model_of, data, tmp_path):
+    """Only a warning: the tokens may be the same."""
+    folder, shard = model_of("grouped", "softmax")[0], shutil.copy(data / "d_val_000000.bin", tmp_path)
+    words = ["--model", folder, "--max-tokens", 100, "--data"]
+    errors = lambda path: run(BIN / "eval_gpt2", *words, path)[1]
+    assert not any("warning" in errors(path) for path in (data / "d_val_000000.bin", shard))
+    write_tokenizer(tmp_path, {"<|endoftext|>": END_OF_TEXT})
+    assert f"warning: {tmp_path}/tokenizer.json differs from {folder}/tokenizer.json" in errors(shard)
+
+
 # ---------------------------------------------------------------- flags
 
 UNUSED = {
