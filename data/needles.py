@@ -93,6 +93,45 @@ def settings_of(args, sources):
             "questions": args.questions, "seed": args.seed}
 
 
+def recorded(args, settings):
+    """What needles.json says of the shards in --out: {} without shards, no "needles" if the run was killed. Rejects a
+    folder with other shards."""
+    if args.out.exists() and args.out.samefile(args.source):
+        raise DataError(USAGE, f"--out {args.out}: it is the dataset itself.\n  Pass another --out for the copy.")
+    state = args.out / "needles.json"
+    names = sorted(path.name for split in shards.FIRST for path in args.out.glob(f"*_{split}_*"))
+    if not names:
+        return {}
+    if not state.exists():
+        raise DataError(USAGE, f"--out {args.out}: it holds another dataset ({names[0]}).\n  Pass another --out.")
+    found = json.loads(state.read_text())
+    if found["settings"] != settings:
+        raise DataError(USAGE, f"{args.out} holds needles made with other settings or from another dataset.\n"
+                               f"  Pass another --out, or remove the folder to start over.")
+    return found
+
+
+def write(args, train, val, tokenizer, settings):
+    """Writes the copy, and its settings first, so that a rerun knows what a killed run has left."""
+    def record(**more):
+        text = json.dumps({"settings": settings, **more}, indent=1)
+        shards.write_atomically(args.out / "needles.json", text.encode() + b"\n")
+    record()
+    names, start, needles = cities(), 0, 0
+    for path in train:
+        tokens = shards.read_shard(path)
+        draw = random.Random(f"{args.seed} {start}")
+        changed, count = with_needles(tokens, -start % args.seq_len, args, tokenizer, draw, names)
+        shards.write_shard(args.out / path.name, changed)
+        start, needles = start + len(tokens), needles + count
+    for name, content in tokenizer.files.items():
+        shards.write_atomically(args.out / name, content)
+    for path in val:      # last: a folder with validation shards is complete
+        shards.write_atomically(args.out / path.name, path.read_bytes())
+    record(needles=needles)
+    print(f"{args.out}: {start:,} tokens to train on, with {needles:,} needles of {args.digits} digits.")
+
+
 def flags():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
                                      allow_abbrev=False)
@@ -113,27 +152,14 @@ def main():
     args = flags().parse_args()
     train, val = source_shards(args.source, "train"), source_shards(args.source, "val")
     tokenizer = vocabulary.load(str(args.source))
-    settings, state = settings_of(args, [*train, *val]), args.out / "needles.json"
+    settings = settings_of(args, [*train, *val])
+    recorded(args, settings)      # before anything is written
     args.out.mkdir(parents=True, exist_ok=True)
-    if state.exists():
-        if json.loads(state.read_text())["settings"] != settings:
-            raise DataError(USAGE, f"{args.out} holds needles made with other settings or from another dataset.\n"
-                                   f"  Pass another --out, or remove the folder to start over.")
-        print(f"{args.out}: {json.loads(state.read_text())['needles']:,} needles, already there.")
-        return
-    names, start, needles = cities(), 0, 0
-    for path in train:
-        tokens = shards.read_shard(path)
-        draw = random.Random(f"{args.seed} {start}")
-        changed, count = with_needles(tokens, -start % args.seq_len, args, tokenizer, draw, names)
-        shards.write_shard(args.out / path.name, changed)
-        start, needles = start + len(tokens), needles + count
-    for name, content in tokenizer.files.items():
-        shards.write_atomically(args.out / name, content)
-    for path in val:      # last: a folder with validation shards is complete
-        shards.write_atomically(args.out / path.name, path.read_bytes())
-    shards.write_atomically(state, json.dumps({"settings": settings, "needles": needles}, indent=1).encode() + b"\n")
-    print(f"{args.out}: {start:,} tokens to train on, with {needles:,} needles of {args.digits} digits.")
+    with shards.lock(args.out, "needles"):
+        if "needles" in (found := recorded(args, settings)):
+            print(f"{args.out}: {found['needles']:,} needles, already there.")
+        else:
+            write(args, train, val, tokenizer, settings)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,17 @@ def read_shard(path):
     return np.frombuffer(data[HEADER_BYTES:], form.dtype)
 
 
+def lock(folder, name):
+    """Locks a dataset in a folder, until the file that this returns is closed or the process ends."""
+    file = open(folder / f".{name}.lock", "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise DataError(BUSY, f"{folder}: another run is writing {name} here.\n"
+                              f"  Wait for it, or pass another --out.") from None
+    return file
+
+
 class Writer:
     """Appends documents to the shards of one dataset, with a mask beside each if `masks`, and with an end-of-text token
     after each document too if `ends`; resumes an earlier run with the same settings."""
@@ -119,7 +130,7 @@ class Writer:
             self.settings["doc_marks"] = "bos-eos"
         self.parts, self.full = {}, []   # open parts of each split by suffix; (split, shard index) of full parts
         self.out.mkdir(parents=True, exist_ok=True)
-        self.lock()
+        self.lock_file = lock(self.out, name)
         self.state_path = self.out / f"{name}.json"
         self.load_state()
         self.resume()
@@ -128,14 +139,6 @@ class Writer:
                 write_atomically(self.out / file, content)
 
     # ---- state
-
-    def lock(self):
-        self.lock_file = open(self.out / f".{self.name}.lock", "w")
-        try:
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(BUSY, f"{self.out}: another run is writing {self.name} here.\n"
-                                  f"  Wait for it, or pass another --out.") from None
 
     def load_state(self):
         self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False

@@ -1,4 +1,5 @@
 """data/needles.py: which training sequences get a needle, what they look like, and what stays as it was."""
+import fcntl
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from trainer import ROOT
 
 sys.path.insert(0, str(ROOT / "data"))
 import needles  # noqa: E402
+import shards  # noqa: E402
 import vocabulary  # noqa: E402
 from shards import read_shard, write_shard  # noqa: E402
 
@@ -66,6 +68,10 @@ def test_a_tenth_of_the_sequences_change(source, copy):
 def test_each_has_its_needle_and_ends_with_the_answer(source, copy):
     import tokenizers
     tokenizer = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+
+    def encode(city, digits):
+        return [tokenizer.encode(text.format(city=city, digits=digits), add_special_tokens=False).ids
+                for text in (needles.NEEDLE, needles.NUMBER, needles.NEEDLE_END, needles.QUESTION)]
     before, after = stream(source), stream(copy)
     depths, cities, numbers = [], set(), set()
     for start in range(0, len(before) - T + 1, T):
@@ -78,8 +84,11 @@ def test_each_has_its_needle_and_ends_with_the_answer(source, copy):
         needle = f"\nThe special magic {city} number is: {digits}.\n"
         question = f"\nWhat is the special magic {city} number? The special magic {city} number is: {digits}."
         assert row[0] == END and text.count(needle) == 1 and text.endswith(question) and 100 <= int(digits) <= 999
-        hay = row[1:1 + int(len(row) / 8)]
-        assert (hay == before[start + 1:start + 1 + len(hay)]).all() or text.index(needle) < 200
+        head, number, end, asked = encode(city, digits)
+        fact, tail = [*head, *number, *end], [*asked, *number]
+        at = next(i for i in range(T) if row[i:i + len(fact)].tolist() == fact)
+        hay = np.concatenate([row[1:at], row[at + len(fact):T - len(tail)]])
+        assert (hay == before[start + 1:start + 1 + len(hay)]).all(), "the text goes on behind the needle"
         depths.append(text.index(needle) / text.index(question))
         cities.add(city)
         numbers.add(digits)
@@ -118,6 +127,50 @@ def test_a_folder_of_another_dataset_is_left_alone(source, copy, tmp_path, name)
     before = {path: path.read_bytes() for path in copy.iterdir()}
     assert "or from another dataset" in script(tmp_path, "--out", copy, "--seq-len", T, "--digits", 3, code=2)
     assert before == {path: path.read_bytes() for path in copy.iterdir()}
+
+
+def test_the_source_and_other_datasets_are_not_overwritten(source, tmp_path):
+    """A dataset without needles.json is not the script's, whichever split its shards have."""
+    (tmp_path / "link").symlink_to(source)
+    for name in ("other_train_000001.bin", "other_val_000000.bin"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_bytes(b"a shard")
+    for out, message in ((source, "it is the dataset itself"), (tmp_path / "link", "it is the dataset itself"),
+                         (tmp_path / "other_train_000001.bin", "another dataset (other_train_000001.bin)"),
+                         (tmp_path / "other_val_000000.bin", "another dataset (other_val_000000.bin)")):
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
+        text = script(source, "--out", out, "--seq-len", T, "--digits", 3, code=2)
+        assert f"--out {out}: " in text and message in text and "Pass another --out" in text
+        assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
+
+
+def test_a_killed_run_is_noticed_and_repeated(source, copy, tmp_path, monkeypatch):
+    """It stops before the second shard."""
+    def write_one(path, tokens):
+        if "000002" in path.name:
+            raise KeyboardInterrupt
+        write_shard(path, tokens)
+    monkeypatch.setattr(shards, "write_shard", write_one)
+    words = [source, "--out", tmp_path, "--seq-len", T, "--digits", 3]
+    monkeypatch.setattr(sys, "argv", ["needles.py", *map(str, words)])
+    with pytest.raises(KeyboardInterrupt):
+        needles.main()
+    assert "made with other settings" in script(*words[:-1], 4, code=2)
+    assert "with 39 needles" in script(*words)
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+        path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_settings_that_do_not_fit_leave_no_trace(source, tmp_path):
+    script(source, "--out", tmp_path, "--seq-len", 64, code=2)
+    script(source, "--out", tmp_path, "--seq-len", T)
+
+
+def test_one_run_at_a_time(source, tmp_path):
+    with open(tmp_path / ".needles.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another run is writing needles here" in script(source, "--out", tmp_path, "--seq-len", T, code=7)
+    assert [path.name for path in tmp_path.iterdir()] == [".needles.lock"]
 
 
 def test_the_seed_decides(source, copy, tmp_path):
