@@ -13,6 +13,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -158,6 +159,7 @@ def run_grid(grid, options):
 
 
 def main():
+    signal.signal(signal.SIGTERM, grid_run.stopped)
     options = parse()
     failed = {}
     try:

@@ -55,7 +55,8 @@ def prepare(grid):
             words = command.split()
             if not (ROOT / words[0]).exists():
                 raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare: there is no {words[0]}.")
-            if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL).returncode:
+            if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL,
+                                      preexec_fn=die_with_parent).returncode:
                 raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code "
                               f"{code}. Its message is above.")
         if grid_parts.missing(data):
@@ -118,7 +119,7 @@ def measured(plan, programs, threads, limit=60):
         words += ["--total-batch-tokens", str(flags["batch"] * max(flags["seq-len"]))]
     try:
         text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                              timeout=limit).stdout
+                              preexec_fn=die_with_parent, timeout=limit).stdout
     except subprocess.TimeoutExpired as ended:
         text = (ended.stdout or b"").decode()
     speeds = re.findall(r"([\d.]+) ?([kM]?) tok/s", text)
@@ -171,7 +172,6 @@ class Work:
     def run(self):
         """Returns {label: what happened} of the parts that failed. On a signal, the trainers save checkpoints, and
         KeyboardInterrupt passes."""
-        signal.signal(signal.SIGTERM, stopped)
         try:
             while self.waiting or self.running:
                 self.start_ready()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import byte_text
+import jobs
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -1032,6 +1033,28 @@ def test_a_grid_that_was_killed_resumes(data, tmp_path, how):
         assert_same_run(stopped / "runs" / folder.name, folder, 1500)
     numbers = [{key: entry["values"] for key, entry in entries(out).items()} for out in (stopped, whole)]
     assert numbers[0] == numbers[1] and len(numbers[0]) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("what", ["prepare", "measure"])
+def test_a_stop_before_the_first_run_leaves_no_process(data, tmp_path, what, how):
+    """While a text is prepared, and while the speed is measured by programs that hang."""
+    (tmp_path / "make.py").write_text(f"import os, time\nopen('{tmp_path}/pid', 'w').write(f'{{os.getpid()}}\\n')\n"
+                                      "time.sleep(600)\n")
+    train = tmp_path / "slow_train"
+    train.write_text(f'#!/bin/sh\ncase "$*" in *"--steps 6 "*) echo $$ > {tmp_path}/pid; exec sleep 600;; esac\n'
+                     f'exec {TRAIN} "$@"\n')
+    train.chmod(0o755)
+    path = write(tmp_path, '[[run]]\nattn = "softmax"\n', data=tmp_path / "text" if what == "prepare" else data)
+    path.write_text(path.read_text().replace("[data.small.text]",
+                                             f'[data.small.text]\nprepare = ["{tmp_path}/make.py"]'))
+    process = started(path, tmp_path / "out", TRAIN_GPT2=str(train))
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), process)
+    process.send_signal(how)
+    said = process.communicate(timeout=60)[0]
+    if how == signal.SIGTERM:
+        assert process.returncode == 75 and said.endswith("stopped. Rerun the same command to resume.\n"), said
+    jobs.wait_for(lambda: not jobs.alive(int((tmp_path / "pid").read_text())), "the child ends")
 
 
 def slow_eval(tmp_path):
