@@ -130,7 +130,7 @@ def attention(series, identity="attention"):
     shown = [("map", "maps"), *((key, NAMES[key]) for key in HEAD_KEYS[:-1])]
     statistic = "".join(f'<option value="{key}">{name}</option>'
                         for key, name in shown if key != "map" or any(s["maps"] for s in data["series"]))
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\!--")
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")     # no tags in the page
     return f"""<div class="attention" id="{identity}" tabindex="0">
 <div class="controls">{model}
 <label>Layer <select class="layers"></select></label> <label>Head <select class="heads"></select></label>
