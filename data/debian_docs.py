@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
+import zlib
 from pathlib import Path
 
 import dictd
@@ -24,7 +25,7 @@ import shakespeare
 import shards
 import sources
 import vocabulary
-from shards import INPUT, DataError
+from shards import INPUT, DataError, many
 
 MIN_WORDS = 50          # of a document
 ENTRIES = 50            # of a dictionary in a document
@@ -145,12 +146,17 @@ def documents_of(name, deb, known):
     with tempfile.TemporaryDirectory() as folder:
         for path in files_of(deb, SOURCES[name][1], folder):
             files += 1
-            texts += ["\n\n".join(paragraphs) for paragraphs in SOURCES[name][2](path, known)]
+            try:
+                texts += ["\n\n".join(paragraphs) for paragraphs in SOURCES[name][2](path, known)]
+            except (DataError, OSError, EOFError, zlib.error) as error:
+                raise DataError(INPUT, f"{deb}: {path.relative_to(folder)}: {sources.first_line(error).rstrip('.')}.\n"
+                                       f"  The package is damaged. Remove it and download it again, or leave {name} "
+                                       "out of --packages.") from None
     texts = [text for text in texts if len(text.split()) >= MIN_WORDS]
     if not texts:
         raise DataError(INPUT, f"{deb}: found no prose in files that match {SOURCES[name][1]}.")
-    print(f"{deb.name}: {files:,} files, {len(texts):,} documents, {sum(map(len, texts)):,} characters; "
-          f"{known.repeated - repeated:,} paragraphs had occurred before.")
+    print(f"{deb.name}: {many(files, 'file')}, {many(len(texts), 'document')}, {sum(map(len, texts)):,} characters; "
+          f"{many(known.repeated - repeated, 'paragraph')} had occurred before.")
     return texts
 
 

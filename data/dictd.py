@@ -24,6 +24,8 @@ def entries(path):
     """The texts of all entries in the order of the file, without those that describe the dictionary."""
     places = set()
     index = path.with_name(path.name.removesuffix(".dict.dz") + ".index")
+    if not index.exists():
+        raise DataError(INPUT, f"expected {index.name} beside it, found none")
     for line, row in enumerate(index.read_text("utf-8", errors="replace").splitlines(), 1):
         try:
             word, offset, length = row.split("\t")[:3]

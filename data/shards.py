@@ -118,6 +118,7 @@ class Writer:
     after each document too if `ends`; resumes an earlier run with the same settings."""
 
     remedy = "Add documents that contain text."      # if there is nothing to train on
+    can_split = False                                # does the script have --separator?
 
     def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False, ends=False):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
@@ -285,7 +286,8 @@ class Writer:
     def finish(self):
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
-                raise no_text(self.out, split, self.documents, self.val_fraction, self.counts, self.remedy)
+                raise no_text(self.out, split, self.documents, self.val_fraction, self.counts, self.remedy,
+                              self.can_split)
         self.commit()
         self.done = True
         self.save_state()
@@ -302,29 +304,34 @@ class Writer:
                 pass   # the disk is full, which has been reported
 
 
-def no_text(out, split, documents, val_fraction, counts=None, remedy=""):
+def many(number, word):
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def no_text(out, split, documents, val_fraction, counts=None, remedy="", can_split=False):
     """The error that a split has no text, with what to change: `remedy` if it is the one to train on. counts: of
-    documents by kind, where there are kinds."""
-    many = f"{out}: {documents:,} document{'s' * (documents != 1)}"
+    documents by kind, where there are kinds; can_split: does the script have --separator?"""
+    found = f"{out}: {many(documents, 'document')}"
     if split == "train":
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted((counts or {}).items()))
         return DataError(USAGE if documents else INPUT,
-                         f"{many}{f' ({kinds})' * bool(kinds)}, and no text to train on.\n  {remedy}")
-    enough = ""
+                         f"{found}{f' ({kinds})' * bool(kinds)}, and no text to train on.\n  {remedy}")
+    ways = []
     if 1 < documents < 1 / val_fraction:
         step = 10.0 ** (math.floor(-math.log10(documents)) - 1)   # two digits, rounded up
-        enough = f"pass --val-fraction {math.ceil(1 / documents / step - 1e-6) * step:.2g} or more, "
-    remedy = (f"{enough}split the text into more documents (text.py has --separator), "
-              "or pass --val-fraction 0 for no validation.")
-    return DataError(USAGE, f"{many}: none for validation, which takes whole documents, one in every "
+        ways.append(f"pass --val-fraction {math.ceil(1 / documents / step - 1e-6) * step:.2g} or more")
+    ways += ["split the text into more documents with --separator"] * can_split
+    remedy = f"{', '.join(ways)}{', or ' * bool(ways)}pass --val-fraction 0 for no validation."
+    return DataError(USAGE, f"{found}: none for validation, which takes whole documents, one in every "
                             f"{1 / val_fraction:.3g} with --val-fraction {val_fraction}.\n"
                             f"  {remedy[0].upper()}{remedy[1:]}")
 
 
 def check_count(args, documents):
-    """Fails if that many documents are too few for validation. Call it before encoding if the number is known."""
+    """Fails if that many documents of text.py are too few for validation. Call it before encoding if the number is
+    known."""
     if args.val_fraction > 0 and int(documents * args.val_fraction) < 1:
-        raise no_text(args.out, "val", documents, args.val_fraction)
+        raise no_text(args.out, "val", documents, args.val_fraction, can_split=True)
 
 
 def in_validation(key, fraction):
@@ -379,7 +386,7 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy
     """
     ends = getattr(args, "doc_marks", "sep") == "bos-eos"
     writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends)
-    writer.remedy = remedy
+    writer.remedy, writer.can_split = remedy, hasattr(args, "separator")
     encode = encode or (lambda texts: [(ids,) for ids in tokenizer.encode_batch(texts)])
     try:
         if not writer.done:
@@ -409,8 +416,8 @@ def write_encoded(writer, encoded):
 
 def summarize(writer):
     shards = {split: len(writer.shard_counts(split)) for split in FIRST}
-    counts = [f"{writer.tokens[s]:,} {s} tokens in {n} shard{'s' * (n != 1)}" for s, n in shards.items() if n]
-    print(f"{writer.out}: {writer.documents:,} document{'s' * (writer.documents != 1)}; {'; '.join(counts)}.")
+    counts = [f"{writer.tokens[s]:,} {s} tokens in {many(n, 'shard')}" for s, n in shards.items() if n]
+    print(f"{writer.out}: {many(writer.documents, 'document')}; {'; '.join(counts)}.")
     glob = f"{writer.out}/{writer.name}"
     print(f"  --train-data '{glob}_train_*.bin'" + (f" --val-data '{glob}_val_*.bin'" if shards["val"] else ""))
 

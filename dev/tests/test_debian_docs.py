@@ -243,14 +243,17 @@ def test_dictionary(tmp_path):
 # ---- packages
 
 def build(folder, name, files):
-    """Builds NAME_1.0_all.deb with these files: {path: bytes}."""
+    """Builds NAME_1.0_all.deb with these files: {path: bytes, or the target of a symbolic link as str}."""
     tree = folder / "trees" / name
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN/control").write_text(f"Package: {name}\nVersion: 1.0\nArchitecture: all\n"
                                          "Maintainer: Nobody <nobody@example.org>\nDescription: test\n")
     for path, content in files.items():
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_bytes(content)
+        if isinstance(content, str):
+            (tree / path).symlink_to(content)
+        else:
+            (tree / path).write_bytes(content)
     (folder / "debs").mkdir(exist_ok=True)
     path = folder / "debs" / f"{name}_1.0_all.deb"
     subprocess.run(["dpkg-deb", "--build", "--root-owner-group", "-Znone", tree, path], check=True,
@@ -314,7 +317,7 @@ def test_vocabulary_of_its_own(debs, tmp_path):
     try:
         text = script("debian_docs", *words)
         assert ("training a vocabulary of 300 ids on all documents" in text
-                and "dict-gcide_1.0_all.deb: 1 files, 1 documents" in text)
+                and "dict-gcide_1.0_all.deb: 1 file, 1 document, " in text)
         tokens = read_shard(tmp_path / "out/debian_docs_train_000001.bin")
         assert tokens[0] == 299 and max(tokens[1:]) < 299
         found = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).decode(tokens[1:])
@@ -343,6 +346,40 @@ def test_wrong_packages(debs, tmp_path):
     text = script("debian_docs", "--debs", debs, "--packages", "perl-doc", "--out", tmp_path / "b", code=3,
                   env=dict(os.environ, PATH=str(tmp_path)))
     assert "apt-get and dpkg-deb, so run it on Debian" in text
+
+
+@needs_dpkg
+def test_links_are_not_followed(tmp_path):
+    """To a file, to a folder, and out of the package. The one document cannot be split, and no advice says so."""
+    pod = f"=head1 NAME\n\n{page(0)}\n".encode()
+    (tmp_path / "other.pod").write_bytes(pod)
+    folder = "usr/share/perl/5.36/pod"
+    build(tmp_path, "perl-doc", {f"{folder}/perl.pod": pod, f"{folder}/link.pod": "perl.pod",
+                                 f"{folder}/other.pod": f"{tmp_path}/other.pod", "usr/share/perl/5": "5.36"})
+    text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc", "--val-fraction", 0,
+                  "--out", tmp_path / "out")
+    assert "perl-doc_1.0_all.deb: 1 file, 1 document, " in text and " 0 paragraphs had occurred" in text
+    text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc", "--out", tmp_path / "b", code=2)
+    assert "1 document: none for validation" in text and "\n  Pass --val-fraction 0 for no validation." in text
+
+
+DAMAGED = {"truncated": lambda data: data[:-20], "corrupted": lambda data: data[:10] + b"\xff" + data[11:],
+           "no gzip": lambda data: b"text", "no index": lambda data: data}
+
+
+@needs_dpkg
+@pytest.mark.parametrize("how, said", [("truncated", "Compressed file ended before"), ("corrupted", "Error -3 while"),
+                                       ("no gzip", "Not a gzipped file"),
+                                       ("no index", "expected gcide.index beside it")])
+def test_a_damaged_package_is_named(debs, tmp_path, how, said):
+    """With the file in it, and not where it was unpacked."""
+    name, path = (("dict-gcide", "usr/share/dictd/gcide.dict.dz") if how == "no index" else
+                  ("linux-doc-6.1", "usr/share/doc/linux-doc-6.1/Documentation/a.rst.gz"))
+    build(tmp_path, name, {path: DAMAGED[how](gzip.compress(page(0).encode()))})
+    text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", name.removesuffix("-6.1"),
+                  "--out", tmp_path / "out", code=3)
+    assert f"{tmp_path}/debs/{name}_1.0_all.deb: {path}: {said}" in text
+    assert "Remove it and download it again, or leave " in text
 
 
 def test_newest_version(tmp_path):
