@@ -12,6 +12,7 @@ A run is a folder with the trainer's metrics.jsonl; a run in progress can be plo
 change of normalizer.
 """
 import argparse
+import io
 import json
 import math
 import os
@@ -459,6 +460,35 @@ def scalars_picture(runs):
     return figure
 
 
+# ---------------------------------------------------------------- output
+
+def replace(path, content):
+    """Replaces a file's contents, bytes, atomically: `path` is either unchanged or complete. What is not a regular
+    file, such as /dev/stdout, is written in place."""
+    path = Path(path)
+    in_place = path.exists() and not path.is_file()
+    target = path if in_place else path.resolve()
+    part = path if in_place else target.with_name(f".{target.name}.tmp")
+    try:
+        try:
+            part.write_bytes(content)
+            if not in_place:
+                os.replace(part, target)
+        finally:
+            if not in_place:
+                part.unlink(missing_ok=True)
+    except OSError as error:
+        raise Refused(f"{path}: it could not be written ({error.strerror}), and what was there is unchanged.\n"
+                      "  Make room for it, or pass another --out.") from None
+
+
+def save(figure, path):
+    """Writes a picture in the format that its name ends with; without an ending, a PNG."""
+    path, file = Path(path), io.BytesIO()
+    figure.savefig(file, format=path.suffix[1:] or "png", dpi=110)
+    replace(path if path.suffix else path.with_suffix(".png"), file.getvalue())
+
+
 # ---------------------------------------------------------------- TensorBoard
 
 def write_events(run, folder):
@@ -529,7 +559,7 @@ def main():
             figure, name = chosen(options)
             out = options.out or str(Path(options.runs[0]) / name)
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out, dpi=110)
+            save(figure, out)
             print(out)
     except (Refused, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)

@@ -18,7 +18,6 @@ what is drawn:
 """
 import argparse
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -74,12 +73,12 @@ def write(folders, out, baseline=None):
         if out:
             path = Path(out) if i == 0 else Path(out).with_stem(f"{Path(out).stem}-{picture.name.rpartition('-')[2]}")
         figure = charts.figure(picture)
-        figure.savefig(path, dpi=110)
+        plot.save(figure, path)
         plt.close(figure)
         paths.append(path)
     if series[0].task == "attention":
         paths.append(Path(out).with_suffix(".html") if out else Path(folders[0]) / "attention.html")
-        paths[-1].write_text(page.attention_page(series, title or f"{len(series)} models"))
+        plot.replace(paths[-1], page.attention_page(series, title or f"{len(series)} models").encode())
     if not paths:
         print(f"{', '.join(s.full_name for s in series)}: no learned scalars, nothing to draw")
     if not out:
@@ -96,9 +95,7 @@ def record(path, names):
     text = path.read_text()
     changed = re.sub(r'("files":\s*)(\[[^\[\]{}]*\])', extended, text, count=1)
     if changed != text:
-        part = path.with_suffix(".json.tmp")
-        part.write_text(changed)
-        os.replace(part, path)
+        plot.replace(path, changed.encode())
 
 
 def main():

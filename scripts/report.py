@@ -340,7 +340,7 @@ def main():
                      "path in a folder that can be written")
     try:
         title = options.title or ", ".join(dict.fromkeys(plot.names(options.folders)))
-        options.out.write_text(report(list(dict.fromkeys(options.folders)), title))
+        plot.replace(options.out, report(list(dict.fromkeys(options.folders)), title).encode())
         print(options.out)
     except (plot.Refused, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)

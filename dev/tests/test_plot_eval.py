@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import math
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -895,6 +897,38 @@ def test_where_the_report_goes(tmp_path, monkeypatch):
     for out, said in (tmp_path, "this is a folder; expected a file"), (tmp_path / "file/r.html", "cannot create"):
         result = command("report.py", run_folder, "--out", out)
         assert result.returncode == 2 and f"--out {out}: {said}" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("script, name", [("report.py", "a.html"), ("plot_eval.py", "a.png"),
+                                          ("plot_eval.py", "a.html")])
+def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch, script, name):
+    """A limit on the size of files stands in for it."""
+    folder, out = attention_folder(tmp_path / "eval"), tmp_path / "out" / name
+    out.parent.mkdir()
+    out.write_text("earlier")
+    if name == "a.html":
+        monkeypatch.setitem(plot_eval.DRAW, "attention", lambda *_: [])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        result = command(script, folder, "--out", out.with_suffix(".png" if script == "plot_eval.py" else ".html"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.returncode == 3 and f"{script}: {out}: it could not be written (File too large)" in result.stderr
+    assert "pass another --out" in result.stderr
+    assert [path.name for path in out.parent.iterdir()] == [name] and out.read_text() == "earlier"
+
+
+def test_links_and_pipes_stay(tmp_path):
+    (tmp_path / "page.html").write_text("earlier")
+    (tmp_path / "link.html").symlink_to("page.html")
+    os.mkfifo(tmp_path / "pipe.html")
+    pipe = os.open(tmp_path / "pipe.html", os.O_RDWR | os.O_NONBLOCK)
+    for name in "link.html", "pipe.html":
+        plot.replace(tmp_path / name, b"new")
+    assert os.read(pipe, 9) == (tmp_path / "page.html").read_bytes() == b"new"
+    os.close(pipe)
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "pipe.html").is_fifo()
 
 
 def test_a_run_alone_is_reported(tmp_path):
