@@ -689,6 +689,8 @@ def formula_picture(formula):
         axes.plot(n, [weight(k, formula.low, formula.high, formula.s * math.log(k)) for k in n],
                   label=f"ssmax, s = {formula.s:g}", color="tab:red")
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
         axes.set(xlabel="n", ylim=(0, 1.03),
                  title=f"Weight of one score of {formula.high:g} among n - 1 of {formula.low:g}")
     else:

@@ -253,7 +253,8 @@ def pyplot():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     plt.rcParams.update({"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
-                         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
+                         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+                         "text.parse_math": False})     # folders' names may contain $
     return plt
 
 
@@ -417,12 +418,12 @@ def draw_layers(axes, tokens, values, unit_size, color_of):
 
 def draw_p(axes, p, fit):
     n = range(1, len(p) + 1)
-    axes.plot(n, p, ".", markersize=2.5, color="tab:blue", label="$p_n$")
+    axes.plot(n, p, ".", markersize=2.5, color="tab:blue", label="p_n")
     a1, a2, _ = fit
     axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4,
-              label="$a_1 \\ln n + a_2$: " + fit_text(*fit))
+              label=f"a1 ln n + a2: {fit_text(*fit)}")
     axes.legend(frameon=False, markerscale=3, fontsize=9)
-    axes.set(title="$p_n$ in the newest checkpoint", xlabel="n (visible keys)")
+    axes.set(title="p_n in the newest checkpoint", xlabel="n (visible keys)")
 
 
 def scalars_picture(runs):

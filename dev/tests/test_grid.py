@@ -562,6 +562,20 @@ def test_a_grid_of_the_baseline_alone_has_its_panel(tmp_path):
     assert axes.get_title(loc="left") == "A" and len(axes.lines) == 1
 
 
+def test_names_with_dollars_are_no_formulas(tmp_path):
+    """And no label of an axis is one."""
+    formula = '[[formula]]\nname = "f"\nlow = 0\nhigh = 1\ns = 1\nagainst = "n"\nn = [1, 1024]\n'
+    plan = reported(tmp_path, {"softmax": {1: 5.0}, "ssmax": {1: 4.5}}, formula)
+    plan.grid.rows["ssmax"].group = r"m$\foo$1"
+    drawn = {name: figure for name, figure in grid_report.pictures(plan) if figure}
+    for figure in drawn.values():
+        figure.draw_without_rendering()
+        texts = figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
+        assert not any(text.get_parse_math() or "mathdefault" in text.get_text() for text in texts)
+    assert r"m$\foo$1" in [axes.get_title(loc="left") for axes in drawn["lengths"].axes]
+    assert "100" in [label.get_text() for label in drawn["f"].axes[0].get_xticklabels()]
+
+
 def test_the_largest_gradient_norm_is_that_of_all_seeds(tmp_path):
     plan = reported(tmp_path, {"softmax": {1: 4.5, 2: 5.0, 3: 4.0}, "ssmax": {1: 4.9, 2: 4.1, 3: 4.2}})
     assert [table.rows[0][3] for table in grid_report.training_tables(plan)] == ["5", "4.9"]

@@ -128,6 +128,16 @@ def test_the_panels_show_every_run(tmp_path):
     assert legend == ["a: loss 3.040, validation 3.540", "b: loss 3.080, validation 3.580"]
 
 
+def test_names_with_dollars_are_no_formulas(tmp_path):
+    folders = [make_run(tmp_path / name, 20) for name in (r"m$\foo$1", "x $x$")]
+    figure = plot.picture([str(folder) for folder in folders])
+    figure.draw_without_rendering()
+    texts = figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
+    assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
+    assert any("x $x$" in text.get_text() for text in texts)
+    assert not any("mathdefault" in text.get_text() for text in texts)
+
+
 def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
     make_run(tmp_path / "one", 1)
     bad = make_run(tmp_path / "bad", 5,

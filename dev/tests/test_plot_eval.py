@@ -441,7 +441,7 @@ def test_entropies_of_two_models_have_the_same_colors(tmp_path):
     assert limits == [(2, 50), (2, 50)]
 
 
-@pytest.mark.parametrize("largest, said", [(5e5, ["100", "10,000"]), (2e9, ["10^{2}", "10^{9}"])])
+@pytest.mark.parametrize("largest, said", [(5e5, ["100", "10,000"]), (2e9, ["10²", "10⁹"])])
 def test_logarithmic_labels_have_one_form(largest, said):
     axes = plot.pyplot().figure().add_subplot()
     axes.plot([30, largest])
@@ -449,7 +449,25 @@ def test_logarithmic_labels_have_one_form(largest, said):
     axes.figure.draw_without_rendering()
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert all(any(word in label for label in labels) for word in said)
-    assert not any("e+" in label for label in labels) and len({"10^" in label for label in labels}) == 1
+    assert not any("e+" in label for label in labels) and len({label.isascii() for label in labels}) == 1
+
+
+def test_powers_of_ten():
+    assert [charts.power_of_ten(x, 0) for x in (1e-3, 1, 2e7, 5e12)] == ["10⁻³", "10⁰", "2 × 10⁷", "5 × 10¹²"]
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_names_with_dollars_are_no_formulas(tmp_path, task):
+    """In labels, titles and legends; and no label of an axis is a formula."""
+    models = r"m$\foo$1", "x $x$"
+    rows = [row | {"model": model} for model in models for row in ALL[task]()]
+    write(tmp_path, task, rows, [(model, "softmax") for model in models])
+    for figure in figures(tmp_path).values():
+        figure.draw_without_rendering()
+        found = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
+                 if text.get_parse_math() or "mathdefault" in text.get_text()]
+        assert not any("$" in text for text in found), found
+    assert "x $x$" in report.report([str(tmp_path), str(make_run(tmp_path / r"m$\foo$1"))], "t")
 
 
 @pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])

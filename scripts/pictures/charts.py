@@ -12,6 +12,7 @@ import numpy as np
 import plot
 
 MUTED = 0.65        # the opacity of what is not data
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass
@@ -78,6 +79,14 @@ def powers_of_two(limit):
     return [1 << i for i in range(int(limit).bit_length()) if 1 << i <= limit]
 
 
+def power_of_ten(value, _):
+    """The label of a tick at 1, 2 or 5 times a power of ten. matplotlib's own are formulas, which plot.pyplot() turns
+    off."""
+    exponent = math.floor(math.log10(value) + 1e-9)
+    factor = round(value / 10**exponent)
+    return f"{factor} × " * (factor > 1) + "10" + str(exponent).translate(SUPERSCRIPT)
+
+
 def positive_axis(axes, values, wide=8):
     """A logarithmic y axis where the finite values span more than a factor of `wide`. Its labels are plain numbers, or
     all powers of ten if some are large."""
@@ -93,7 +102,7 @@ def positive_axis(axes, values, wide=8):
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     axis.set_minor_locator(ticker.NullLocator() if narrow else ticker.LogLocator(subs=(2, 5)))
     axis.set_minor_formatter(ticker.NullFormatter())
-    axis.set_major_formatter(plain if max(values) < 1e7 else ticker.LogFormatterSciNotation())
+    axis.set_major_formatter(plain if max(values) < 1e7 else power_of_ten)
 
 
 def mark_trained(axes, series, end=math.inf):
