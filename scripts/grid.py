@@ -88,7 +88,7 @@ def print_plan(plan, programs, jobs, threads):
     speed, parameters = grid_run.measured(plan, programs, threads) if measured else (None, None)
     known = grid_run.known_speed(plan)
     speed = known or speed
-    if speed:
+    if speed and plan.todo:
         seconds = sum(part.cost for part in plan.todo) / speed / jobs
         print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, at "
               f"{count(speed)} tokens/s a job ({'as in the finished runs' if known else 'measured over a few steps'})")

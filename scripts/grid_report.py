@@ -6,6 +6,7 @@ import shlex
 import statistics
 import sys
 from dataclasses import dataclass
+from html import escape
 
 import plot
 from grid_file import LONGEST, Run, terms
@@ -201,6 +202,11 @@ def is_numeric(column):
     return any(column) and all(map(NUMERIC.match, column))
 
 
+def plain(text):
+    """Markdown for a text that may look like HTML. Indented code stays as it is."""
+    return text if text.startswith("    ") else escape(text, quote=False)
+
+
 @dataclass
 class Table:
     title: str
@@ -208,7 +214,7 @@ class Table:
     rows: list
 
     def markdown(self):
-        clean = [[cell.replace("|", "\\|") for cell in row] for row in [self.head, *self.rows]]
+        clean = [[plain(cell).replace("|", "\\|") for cell in row] for row in [self.head, *self.rows]]
         return "\n".join(["| " + " | ".join(clean[0]) + " |",
                           "|" + "|".join("--:" if is_numeric(column) else "---"
                                          for column in zip(*self.rows)) + "|",
@@ -800,15 +806,16 @@ def write(plan, folder, failed, draw=True):
     drawn = draw_pictures(plan, folder) if draw else set()
     markdown, text = [], []
     for i, (title, tables, names, paragraphs) in enumerate(sections(plan, failed)):
-        markdown.append(("#" if i == 0 else "##") + f" {title}\n")
+        markdown.append(("#" if i == 0 else "##") + f" {plain(title)}\n")
         text.append(f"== {title}\n")
         for paragraph in filter(None, paragraphs):
-            markdown.append(paragraph + "\n")
+            markdown.append(plain(paragraph) + "\n")
             text.append(paragraph + "\n")
         for table in tables:
-            markdown += [f"### {table.title}\n"] * bool(table.title and table.title != title) + [table.markdown()]
-            text += [f"-- {table.title}\n"] * bool(table.title and table.title != title) + [table.text()]
-        markdown += [f"![{name}]({slug(name)}.png)\n" for name in names if name in drawn]
+            named = bool(table.title and table.title != title)
+            markdown += [f"### {plain(table.title)}\n"] * named + [table.markdown()]
+            text += [f"-- {table.title}\n"] * named + [table.text()]
+        markdown += [f"![{plain(name)}]({slug(name)}.png)\n" for name in names if name in drawn]
     (folder / "report.md").write_text("\n".join(markdown))
     (folder / "report.txt").write_text("\n".join(text))
     return "\n".join(text)

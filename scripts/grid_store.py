@@ -55,6 +55,8 @@ class Results:
         try:
             whole = json.loads(self.path.read_text())
             found, entries = whole["format"], whole["results"]
+            if not isinstance(entries, dict):
+                raise TypeError(f"\"results\" is a {type(entries).__name__}, not an object")
         except FileNotFoundError:
             return {}
         except OSError as error:

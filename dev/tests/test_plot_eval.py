@@ -680,6 +680,7 @@ def broken(data):
             "old": (change(models=...), "expected the key 'models'"), "no results": (change(results=[]), "no results"),
             "no loss": (change(results=[{"model": "a", "attn": "softmax", "seq_len": 8}]), "expected the key 'loss'"),
             "text": (change(results=[row | {"loss": "low"}]), "expected a number, found 'low'"),
+            "no length": (change(results=[row | {"seq_len": None}]), "a whole number as 'seq_len', found null"),
             "other model": (change(results=[row | {"model": "b"}]), "the model 'b'")}
 
 

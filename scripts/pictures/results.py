@@ -14,6 +14,8 @@ TASKS = ("loss", "positions", "needle", "attention", "scores", "choice")
 # Flags of eval_gpt2 that do not affect the results, or that a page shows anyway.
 SHOWN_ANYWAY = {"task", "model", "attn", "out", "picture", "threads"}
 
+COUNTS = {"seq_len", "trained_seq_len", "tokens", "map_cell"}       # keys with whole numbers
+
 
 @dataclass
 class Series:
@@ -48,8 +50,15 @@ def read(folder):
         def __missing__(self, key):
             raise Refused(f"{path}: expected the key {key!r} in {str(dict(self))[:60]}. Run eval_gpt2 again: this file "
                           "is incomplete or of another version.")
+
+    def checked(found):
+        for key in COUNTS.intersection(found):
+            if type(found[key]) is not int:
+                raise Refused(f"{path}: expected a whole number as {key!r}, found {json.dumps(found[key])[:40]}. Run "
+                              "eval_gpt2 again.")
+        return Object(found)
     try:
-        data = json.loads(path.read_text(), object_hook=Object)
+        data = json.loads(path.read_text(), object_hook=checked)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a folder that eval_gpt2 wrote, its --out.")
     except ValueError as error:
