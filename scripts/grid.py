@@ -161,6 +161,7 @@ def run_grid(grid, options):
 def main():
     signal.signal(signal.SIGTERM, grid_run.stopped)
     options = parse()
+    sys.stdout.reconfigure(line_buffering=True)      # in a log, too, messages follow what they are about
     failed = {}
     try:
         for grid in [read(path, options) for path in options.grids]:
