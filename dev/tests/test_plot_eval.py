@@ -921,7 +921,7 @@ def test_where_the_report_goes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script, name", [("report.py", "a.html"), ("plot_eval.py", "a.png"),
                                           ("plot_eval.py", "a.html")])
 def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch, script, name):
-    """A limit on the size of files stands in for it."""
+    """The disk is simulated by a limit on the size of files."""
     folder, out = attention_folder(tmp_path / "eval"), tmp_path / "out" / name
     out.parent.mkdir()
     out.write_text("earlier")

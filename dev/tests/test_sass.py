@@ -218,7 +218,7 @@ def test_what_other_normalizers_issue_on_90(others90, preset):
 
 
 def test_the_documented_counts_on_90(others90):
-    """Every row that was counted stands in doc/kernels.md; with SASS_ALL=1, these are all rows of its tables."""
+    """doc/kernels.md has each row that is counted here, which are all of its rows with SASS_ALL=1."""
     page = (sass.ROOT / "doc/kernels.md").read_text()
     for (_, kernel), row in others90.items():
         assert sass.table90([row], kernel).splitlines()[-1] in page
