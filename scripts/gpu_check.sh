@@ -22,7 +22,8 @@
 #   memory        measures a step's memory at T = 1k to 16k
 #   others        times every normalizer against PyTorch's methods to compute it, T = 4k first
 #   package       compares attn_c, the PyTorch package, on the GPU with itself on the CPU, and times it beside SDPA
-#   counters      compares the instructions that attention's kernels issue, by ncu, with dev/bench/sass.py's count
+#   counters      shows the time and memory traffic of each kernel of a step at 124M, by ncu, and compares the
+#                 instructions that attention's kernels issue with dev/bench/sass.py's count
 #   sanitizer     runs compute-sanitizer's memcheck, racecheck and synccheck on our kernels, but not on cuBLASLt's
 #   larger        times the training step at 162M against PyTorch's
 #   several       tests two ranks with a GPU each, with MPI and NCCL: sums, and a run compared with that of one rank
@@ -673,7 +674,7 @@ recipe() {
     if [ $dry = 1 ]; then
         echo "--model layers=1,heads=2,channels=96,ffn=64$vocab --batch 2 --seq-len 16 --steps ${STEPS:-4} --warmup 2 --lr 1e-3"
     else
-        echo "--model layers=4,heads=4,channels=256,ffn=688$vocab --batch 8 --seq-len 256 --steps ${STEPS:-120} --warmup 20 --lr 1e-3"
+        echo "--model layers=4,heads=4,channels=256,ffn=688$vocab --batch 8 --seq-len 256 --steps ${STEPS:-120} --warmup 20 --lr 3e-4"
     fi
 }
 
@@ -854,12 +855,16 @@ test_package() {
 }
 
 part_counters() {
-    if ! command -v ncu >/dev/null; then
-        report check "$part" counters info 0 "ncu is missing"
-        echo "  ncu is missing: nothing was counted"
+    local missing=""
+    [ $dry = 0 ] || missing="a dry run has no kernels that ncu can observe"
+    command -v ncu >/dev/null || missing="ncu is missing"
+    if [ -n "$missing" ]; then
+        report check "$part" counters info 0 "$missing"
+        echo "  $missing: nothing was counted"
         return
     fi
-    check counters 50 300 "$python" dev/bench/gpu_kernels.py count "$out" "$flash"
+    check "a step by kernel" 25 120 "$python" dev/bench/gpu_kernels.py step "$out" "$train"
+    check "instructions of attention's kernels" 20 300 "$python" dev/bench/gpu_kernels.py count "$out" "$flash"
 }
 
 # ---------------------------------------------------------------- sanitizer

@@ -1,26 +1,30 @@
-"""Runs only the kernels of attention (flash.so), for the tools that observe a GPU's kernels. Needs NumPy, but no
-PyTorch and no cuBLASLt.
+"""Runs our kernels under the tools that observe a GPU's kernels. Needs NumPy, but no PyTorch.
 
     python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]
-        one forward and backward pass; checks that its results are finite
+        one forward and backward pass of attention; checks that its results are finite. Needs no cuBLASLt
     python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]
-        the instructions that each kernel issues, by ncu: those for compute capability 8.0, then those for 9.0 if the
-        GPU has it
+        the instructions that each kernel of attention issues, by ncu: those for compute capability 8.0, then those for
+        9.0 if the GPU has it
+    python3 dev/bench/gpu_kernels.py passes FLASH.SO ATTN
+        the passes during which `count` observes the kernels: all in one process, because starting one takes seconds
+    python3 dev/bench/gpu_kernels.py step REPORT TRAIN_GPT2CU
+        the time and the memory traffic of each kernel in one training step at 124M, by ncu
 
 A kernel issues a·T² + b·T + c instructions over T tokens. Counts at three lengths give a, the share of the main loops
 without prologue and epilogue. The tables give the instructions for the scores of a tile, next to the count of
 dev/bench/sass.py. On 9.0, a warp that waits for an mbarrier may ask for it again, which sass.py does not count.
+sass.py compiles each kernel, so it runs in the background; each normalizer is saved as soon as ncu has counted it.
 
-Exit codes of count: 0, or 77 if ncu is not allowed to read the counters.
+Exit codes of count and step: 0; 1 if a program failed; 77 if ncu is not allowed to read the counters.
 """
 import csv
 import ctypes
-import io
 import json
 import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,17 +32,30 @@ import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/tests")]
+import cpu_step
 import gpu_report
+import gpu_step
+import step_model
 from flash_types import Shape, arrays_for, scalars_at_start
 
-METRIC, NO_KERNELS = "smsp__inst_issued.sum", "No kernels were profiled"
+METRIC = "smsp__inst_issued.sum"
 # By the value of FLASH90 with which they run. A tile's scores are a warp's for 8.0, and a block's for 9.0.
 KERNELS = {"0": ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel"),
            "1": ("flash90_forward_kernel", "flash90_backward_kernel")}
+FORWARD = {kernels[0] for kernels in KERNELS.values()}
 SCORES = {"0": 32 * 64, "1": 128 * 128}
 LENGTHS, HEADS, SIZE = (1024, 2048, 4096), 4, 64
-COUNTED = ("softmax", "sigmoid", "softplus-l1", "mish-l1", "gelu-l1", "relu2-n", "softpick", "softmax-recentered",
-           "softmax-recentered-l1", "lssar")
+# The most important first, because time may run out.
+COUNTED = ("softmax", "sigmoid", "gelu-l1", "lssar", "mish-l1", "softmax-recentered-l1", "softplus-l1",
+           "softmax-recentered", "relu2-n", "softpick")
+
+STEP_METRICS = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+STEP_MODEL, STEP_BATCH, STEP_LENGTH = "124M", 16, 1024
+# The kernel with which a step ends, and the names of cuBLASLt's kernels.
+LAST_OF_STEP, MATMULS = "adamw_kernel", "nvjet|cublas|cutlass|gemm"
+# ncu's units, in seconds and bytes; numbers in other units, such as inst, stay as they are.
+UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "nsecond": 1e-9, "usecond": 1e-6, "msecond": 1e-3, "Kbyte": 1e3,
+         "Mbyte": 1e6, "Gbyte": 1e9}
 
 
 def stored(x, dtype):
@@ -81,10 +98,107 @@ def main_run(library, dtype, attn, *sizes):
     print(f"gpu_kernels: {attn} {dtype}, T = {T}, heads of {HS}: norm of out {numpy.linalg.norm(results['out']):.4g}")
 
 
-# ---------------------------------------------------------------- counting
+# ---------------------------------------------------------------- ncu
 
 class NotPermitted(Exception):
     pass
+
+
+def observe(metrics, command, *flags):
+    """The output of ncu, which observes the kernels that a command launches."""
+    words = ["ncu", "--csv", "--clock-control", "none", "--metrics", ",".join(metrics), *flags, *map(str, command)]
+    result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return result.stdout + result.stderr
+
+
+def parse_launches(text):
+    """[(kernel, {metric: value})] from `ncu --csv`, in the order of the launches. The command's own output may surround
+    the table."""
+    lines = text.splitlines()
+    if "ERR_NVGPUCTRPERM" not in text and "The application returned an error code" in text:
+        raise SystemExit("\n".join([*lines[-20:], "gpu_kernels: the program failed under ncu"]))
+    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if head is None:
+        said = "ERR_NVGPUCTRPERM", "==ERROR==", "No kernels were profiled"
+        reason = next((line for line in lines if any(word in line for word in said)), "ncu printed no table")
+        raise NotPermitted(reason.strip())
+    found = {}
+    for row in csv.DictReader(lines[head:]):
+        if row.get("Metric Value"):
+            value = float(row["Metric Value"].replace(",", "")) * UNITS.get(row["Metric Unit"], 1)
+            found.setdefault(int(row["ID"]), (row["Kernel Name"], {}))[1][row["Metric Name"]] = value
+    return [found[number] for number in sorted(found)]
+
+
+# ---------------------------------------------------------------- a step by kernel
+
+def kind_of(name):
+    """The name of a kernel's row."""
+    return "matmuls (cuBLASLt)" if re.search(MATMULS, name) else re.sub(r"^void |[<(].*", "", name)
+
+
+def parse_step(text):
+    """{kernel: [launches, seconds, bytes read, bytes written]} of the last step that ncu observed from end to end."""
+    launches = parse_launches(text)
+    ends = [i for i, (name, _) in enumerate(launches) if LAST_OF_STEP in name]
+    if len(ends) < 2:
+        raise SystemExit(f"gpu_kernels: ncu saw {len(launches)} launches, {len(ends)} of them of {LAST_OF_STEP}; "
+                         "expected at least 2, between which a step lies")
+    found = {}
+    for name, values in launches[ends[-2] + 1:ends[-1] + 1]:
+        sums = found.setdefault(kind_of(name), [0] * 4)
+        sums[:] = [a + b for a, b in zip(sums, (1, *(values[metric] for metric in STEP_METRICS)))]
+    return found
+
+
+def step_table(report, found):
+    rows = [[f"`{name}`" if "_kernel" in name else name, *sums]
+            for name, sums in sorted(found.items(), key=lambda item: -item[1][1])]
+    rows.append(["all", *(sum(column) for column in zip(*found.values()))])
+    report.table("counters", f"A step by kernel: {STEP_MODEL}, B = {STEP_BATCH}, T = {STEP_LENGTH}, bf16",
+                 ["kernel", "launches", "ms per step", "GB read", "GB written", "TB/s"],
+                 [[name, launches, f"{1e3 * seconds:.3f}", f"{read / 1e9:.2f}", f"{written / 1e9:.2f}",
+                   f"{(read + written) / seconds / 1e12:.2f}"] for name, launches, seconds, read, written in rows],
+                 ["by ncu, which runs one kernel at a time: their sum is not the time of a step",
+                  "bytes are those that device memory moves, not those that the second-level cache answers"])
+
+
+def main_step(folder, program):
+    report = gpu_report.Report(folder)
+    report.resume("counters")
+    with gpu_step.scratch_folder() as data:
+        tokens = 2 * STEP_BATCH * STEP_LENGTH + 1
+        cpu_step.write_shard(Path(data) / "random_train_000001.bin", tokens)
+        # --profile: without CUDA graphs, and without a checkpoint at the end.
+        command = gpu_step.our_command(Namespace(ours=program), STEP_MODEL, STEP_BATCH, STEP_LENGTH, 2, data)
+        # Of the first step, only the end is needed; observing the rest would take seconds.
+        run = step_model.Run(step_model.parse_model(STEP_MODEL), STEP_BATCH, STEP_LENGTH, step_model.DEVICES["h100"])
+        skipped = len(step_model.launches(run)) // 2
+        text = observe(STEP_METRICS, [*command, "--profile"], "--cache-control", "none", "--launch-skip", str(skipped))
+    try:
+        found = parse_step(text)
+    except NotPermitted as error:
+        print(f"the counters cannot be read: {error}")
+        return gpu_report.NO_GPU
+    step_table(report, found)
+    report.save()
+    launches, seconds, read, written = (sum(column) for column in zip(*found.values()))
+    print(f"{launches} launches, {1e3 * seconds:.2f} ms, {(read + written) / 1e9:.1f} GB")
+    return 0
+
+
+# ---------------------------------------------------------------- counting instructions
+
+def passes():
+    """[(FLASH90, T)] of the passes that `count` observes, in their order. With FLASH90=0, only the kernels for 8.0."""
+    paths = ["0"] if os.environ.get("FLASH90") == "0" else list(KERNELS)
+    return [(flash90, T) for flash90 in paths for T in LENGTHS]
+
+
+def main_passes(library, attn):
+    for flash90, T in passes():
+        os.environ["FLASH90"] = flash90          # which flash.so reads at each call
+        main_run(library, "bf16", attn, T, SIZE, SIZE, 1, HEADS)
 
 
 def kernel_of(name):
@@ -92,27 +206,26 @@ def kernel_of(name):
 
 
 def parse_counts(text):
-    """{kernel: count} from `ncu --csv`; the first launch of each kernel counts."""
-    lines = text.splitlines()
-    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if head is None:
-        said = "ERR_NVGPUCTRPERM", "==ERROR==", NO_KERNELS
-        reason = next((line for line in lines if any(word in line for word in said)), "ncu printed no table")
-        raise NotPermitted(reason.strip())
-    counts = {}
-    for row in csv.DictReader(io.StringIO("\n".join(lines[head:]))):
-        kernel = kernel_of(row["Kernel Name"])
-        if kernel and row["Metric Name"] == METRIC:
-            counts.setdefault(kernel, int(float(row["Metric Value"].replace(",", ""))))
-    return counts
+    """[{kernel: count}], one for each pass. A pass begins with its forward kernel, and the first launch of each kernel
+    counts."""
+    found = []
+    for name, values in parse_launches(text):
+        kernel = kernel_of(name)
+        if kernel and METRIC in values:
+            if not found or kernel in FORWARD and not found[-1].keys() <= FORWARD:
+                found.append({})
+            found[-1].setdefault(kernel, round(values[METRIC]))
+    return found
 
 
-def count(library, attn, T, flash90):
-    command = ["ncu", "--csv", "--metrics", METRIC, "--clock-control", "none",
-               "--kernel-name", f"regex:{'|'.join(KERNELS[flash90])}", sys.executable, __file__, "run", library, "bf16",
-               attn, str(T), str(SIZE), str(SIZE), "1", str(HEADS)]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"FLASH90": flash90})
-    return parse_counts(result.stdout + result.stderr)
+def count(library, attn):
+    """{(FLASH90, T): {kernel: count}}"""
+    names = "|".join(kernel for kernels in KERNELS.values() for kernel in kernels)
+    found = parse_counts(observe([METRIC], [sys.executable, __file__, "passes", library, attn],
+                                 "--kernel-name", f"regex:{names}"))
+    if len(found) != len(passes()):
+        raise SystemExit(f"gpu_kernels: {attn}: ncu saw {len(found)} passes; expected {len(passes())}")
+    return dict(zip(passes(), found))
 
 
 def per_tile(by_length, scores):
@@ -125,8 +238,9 @@ def per_tile(by_length, scores):
 
 def by_sass(attn):
     """{kernel: instructions} of dev/bench/sass.py for a preset; {} if it cannot run (without nvdisasm, for example)."""
-    result = subprocess.run([sys.executable, ROOT / "dev/bench/sass.py", "--json", attn], capture_output=True,
-                            text=True)
+    # ncu's processes come first.
+    command = ["nice", "-n", "19", sys.executable, str(ROOT / "dev/bench/sass.py"), "--json", attn]
+    result = subprocess.run(command, capture_output=True, text=True)
     try:
         found = json.loads(result.stdout)
         return ({f"flash_{row['kernel']}_kernel": row["issued"] for row in found["rows"] if row["preset"] == attn}
@@ -139,28 +253,39 @@ def by_sass(attn):
 def main_count(folder, library, *names):
     report = gpu_report.Report(folder)
     report.resume("counters")
-    wanted = [attn for attn in names or COUNTED
-              if not any(record["attn"] == attn for record in report.part("counters")["records"])]
-    with ThreadPoolExecutor() as pool:
-        expected = dict(zip(wanted, pool.map(by_sass, wanted)))
-    for attn in wanted:
-        for flash90 in KERNELS:
-            try:
-                counts = {T: count(library, attn, T, flash90) for T in LENGTHS}
-            except NotPermitted as error:
-                if flash90 == "1" and NO_KERNELS in str(error):
-                    continue
-                print(f"the counters cannot be read: {error}")
-                return gpu_report.NO_GPU
-            for kernel in KERNELS[flash90]:
-                by_length = {T: counts[T][kernel] for T in LENGTHS if kernel in counts[T]}
-                if len(by_length) == len(LENGTHS):
-                    report.record("counters", {"attn": attn, "kernel": kernel},
-                                  issued=per_tile(by_length, SCORES[flash90]), by_sass=expected[attn].get(kernel))
-        tabulate(report)
-        report.save()
-    print(f"{len(report.part('counters')['records'])} kernels counted")
+    names, records = names or COUNTED, report.part("counters")["records"]
+    wanted = [attn for attn in names if not any(record["attn"] == attn for record in records)]
+    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))          # each runs two compilers
+    sass = {attn: pool.submit(by_sass, attn) for attn in names
+            if not any(record["attn"] == attn and record["by_sass"] for record in records)}
+    try:
+        for attn in wanted:
+            counts = count(library, attn)
+            for flash90, kernels in KERNELS.items():
+                for kernel in kernels:
+                    by_length = {T: counts[path, T][kernel] for path, T in counts
+                                 if path == flash90 and kernel in counts[path, T]}
+                    if len(by_length) == len(LENGTHS):
+                        report.record("counters", {"attn": attn, "kernel": kernel},
+                                      issued=per_tile(by_length, SCORES[flash90]), by_sass=None)
+            save(report, {name: future for name, future in sass.items() if future.done()})
+        save(report, sass)
+    except NotPermitted as error:
+        print(f"the counters cannot be read: {error}")
+        return gpu_report.NO_GPU
+    finally:
+        pool.shutdown(cancel_futures=True)
+    print(f"{len(records)} kernels counted")
     return 0
+
+
+def save(report, sass):
+    """Saves the report with sass.py's counts, {normalizer: future}. Waits for those that still run."""
+    for record in report.part("counters")["records"]:
+        if record["attn"] in sass:
+            record["by_sass"] = sass[record["attn"]].result().get(record["kernel"])
+    tabulate(report)
+    report.save()
 
 
 def tabulate(report):
@@ -177,7 +302,8 @@ def tabulate(report):
             report.table("counters", f"{title}, bf16, heads of 64",
                          ["normalizer", "kernel", "by ncu", "by sass.py", "ncu / sass.py"], rows,
                          [f"ncu's {METRIC} at T = {', '.join(map(str, LENGTHS))}; the part that grows with T²",
-                          *([] if any(row[3] for row in rows) else ["sass.py could not run here: it needs nvdisasm"])])
+                          *([] if any(row[3] for row in rows) else ["without sass.py's counts: it failed, or was "
+                                                                    "stopped, or nvcc or nvdisasm is missing"])])
 
 
 def main():
@@ -190,8 +316,10 @@ def main():
         return main_run(*rest)
     if verb == "count" and len(rest) >= 2:
         return main_count(*rest)
-    print(f"{__doc__}\ngpu_kernels: expected run or count with the words above, not: {' '.join(words) or 'nothing'}",
-          file=sys.stderr)
+    if verb in ("passes", "step") and len(rest) == 2:
+        return {"passes": main_passes, "step": main_step}[verb](*rest)
+    print(f"{__doc__}\ngpu_kernels: expected run, count, passes or step with the words above, not: "
+          f"{' '.join(words) or 'nothing'}", file=sys.stderr)
     return 2
 
 

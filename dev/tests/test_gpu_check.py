@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -324,6 +325,42 @@ def test_a_missing_ncu_is_reported_but_no_failure(tmp_path):
             == [("info", "ncu is missing")])
 
 
+# Stands in for dev/bench/gpu_kernels.py.
+COUNTS = """import os, sys, time
+with open({log!r}, "a") as log:
+    print("gpu_kernels", sys.argv[1], file=log)
+if sys.argv[1] == "count":
+    time.sleep(float(os.environ.get("NAP", 0)))
+print("counted")
+"""
+
+
+@pytest.mark.drawn(3, of="whole calls")
+def test_counters_without_time_are_left(tmp_path):
+    machine = Machine(tmp_path, ncu="exit 1")
+    for old, new in (("KILL_AFTER=5", "KILL_AFTER=1"), ('by kernel" 25 120', 'by kernel" 1 120'),
+                     ("kernels\" 20 300", "kernels\" 1 300")):
+        machine.edit("scripts/gpu_check.sh", old, new)
+    (machine.root / "dev/bench/gpu_kernels.py").write_text(COUNTS.format(log=str(machine.log)))
+    machine.call("build", code=0)
+
+    def call(*words, **settings):
+        machine.call(*words, **settings)
+        checks = {check["name"]: check["verdict"] for check in parts_of(machine.out)["counters"]["checks"]}
+        return [checks["a step by kernel"], checks["instructions of attention's kernels"]]
+
+    assert call("counters=10", code=gpu_report.UNFINISHED, NAP="100") == ["ok", "left"]
+    assert call("counters", code=0) == ["ok", "ok"]
+    assert (machine.calls("gpu_kernels step"), machine.calls("gpu_kernels count")) == (1, 2)
+
+
+def test_a_dry_run_counts_nothing(tmp_path, known):
+    path = fake_programs(tmp_path / "bin", ncu="exit 1")
+    gpu_check("counters", out=tmp_path / "out", code=0, **known, PATH=f"{path}:{os.environ['PATH']}")
+    assert ([(check["verdict"], check["detail"]) for check in parts_of(tmp_path / "out")["counters"]["checks"]]
+            == [("info", "a dry run has no kernels that ncu can observe")])
+
+
 def test_missing_build_requirements_are_found_first(tmp_path):
     machine = Machine(tmp_path)
     (tmp_path / "cuda/include/cublasLt.h").unlink()
@@ -401,7 +438,8 @@ def test_help(tmp_path, word):
 @pytest.mark.parametrize("program, words", [
     ("gpu_report", ""), ("gpu_report", "{out} begin"), ("gpu_report", "{out} beginn step"),
     ("gpu_report", "{out} took step soon"), ("gpu_report", "compare close x a b"),
-    ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"), ("gpu_kernels", "count")])
+    ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"), ("gpu_kernels", "count"),
+    ("gpu_kernels", "step {out}")])
 def test_usage_of_the_tools(tmp_path, monkeypatch, capsys, program, words):
     monkeypatch.setattr(sys, "argv", [program, *words.format(out=tmp_path).split()])
     with pytest.raises(SystemExit) as ended:
@@ -650,9 +688,19 @@ def test_close(tmp_path, losses, fine):
 
 
 @pytest.mark.parametrize("losses, fine",
-                         [([2.0, 1.00005], True), ([2.0, 1.001], False), ([2.0, math.nan], False), ([2.0], False)])
+                         [([2.0, 1.000005], True), ([2.0, 1.00005], False), ([2.0, math.nan], False), ([2.0], False)])
 def test_curves(tmp_path, losses, fine):
     runs = [write_run(tmp_path / "fp32_on_cpu", [2.0, 1.0]), write_run(tmp_path / "fp32", losses)]
+    assert gpu_report.curves(gpu_report.Report(tmp_path), "train", runs)[0] == fine
+
+
+@pytest.mark.parametrize("dtype, early, late, fine", [
+    ("fp32", 8e-6, 8e-3, True), ("fp32", 2e-5, 0.0, False), ("fp32", 0.0, 0.02, False),
+    ("bf16", 1e-3, 0.05, True), ("bf16", 3e-3, 0.0, False), ("bf16", 0.0, 0.07, False)])
+def test_the_bounds_of_curves(tmp_path, dtype, early, late, fine):
+    """The first ten steps have a tighter bound than the later ones, and float32 tighter ones than bf16."""
+    runs = [write_run(tmp_path / "fp32_on_cpu", [2.0] * 12),
+            write_run(tmp_path / dtype, [2.0] * 9 + [2.0 + early, 2.0 + late, 2.0])]
     assert gpu_report.curves(gpu_report.Report(tmp_path), "train", runs)[0] == fine
 
 
@@ -896,41 +944,208 @@ def test_instructions_for_a_tile():
     assert math.isclose(gpu_kernels.per_tile(counts, 128 * 128), 8 * 1034, rel_tol=1e-9)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_instructions_of_both_paths_are_counted(tmp_path, monkeypatch, capability):
-    """Each kernel issues its number below for each 1,024 scores."""
-    issued = {"flash_forward_kernel": 3, "flash_dq_kernel": 5, "flash_dkv_kernel": 7, "flash90_forward_kernel": 11,
-              "flash90_backward_kernel": 13}
+# What a kernel issues for 1,024 scores.
+ISSUED = {"flash_forward_kernel": 3, "flash_dq_kernel": 5, "flash_dkv_kernel": 7, "flash90_forward_kernel": 11,
+          "flash90_backward_kernel": 13}
+# ncu's output around its table, and the beginning of each of its rows.
+BEFORE_TABLE = '''==WARNING== Note: Running with unmodified GPU clocks.
+==PROF== Connected to process 71 (train_gpt2cu)
+step     2/2 | loss 10.94 | "quoted"
+==PROF== Disconnected from process 71
+"ID","Process ID","Process Name","Kernel Name","Grid Size","Section Name","Metric Name","Metric Unit","Metric Value"
+'''
+AFTER_TABLE = '''"99","71","train_gpt2cu","void rope_kernel(float *)","(132, 1, 1)","metrics","dram__bytes.sum","",""
+train_gpt2cu: a warning, which took
+  two lines
+'''
 
-    def count(library, attn, T, flash90):
-        if flash90 == "1" and capability == 80:
-            raise gpu_kernels.NotPermitted("==WARNING== No kernels were profiled.")
-        return {kernel: gpu_kernels.HEADS * issued[kernel] * T * T // 2048 for kernel in gpu_kernels.KERNELS[flash90]}
 
-    monkeypatch.setattr(gpu_kernels, "count", count)
-    monkeypatch.setattr(gpu_kernels, "by_sass", lambda attn: {"flash90_forward_kernel": 160})
+def ncu_row(number, kernel, metric, unit, value):
+    return (f'"{number}","71","train_gpt2cu","void {kernel}<64, 0>(FlashCall<__nv_bfloat16>, float)","(132, 1, 1)",'
+            f'"Command line profiler metrics","{metric}","{unit}","{value:,}"\n')
+
+
+def ncu_text(*launches):
+    """The output of `ncu --csv` for (kernel, {metric: (value, unit)})."""
+    return BEFORE_TABLE + "".join(ncu_row(i, kernel, metric, unit, value) for i, (kernel, values) in enumerate(launches)
+                                  for metric, (value, unit) in values.items()) + AFTER_TABLE
+
+
+def launches_of_a_pass(T, hopper):
+    """(kernel, {metric: (value, unit)}); the kernel for dk and dv runs twice, as it does for wide values."""
+    names = gpu_kernels.KERNELS["1" if hopper else "0"]
+    for name in (*names, *(["flash90_dq_kernel"] if hopper else names[2:])):
+        yield name, {gpu_kernels.METRIC: (gpu_kernels.HEADS * ISSUED.get(name, 1) * T * T // 2048, "inst")}
+
+
+class FakeGPU:
+    """Stands in for ncu and for flash.so: the passes that a command of gpu_kernels.py would compute here are launches
+    in the output of ncu."""
+
+    def __init__(self, monkeypatch, capability=90):
+        self.commands, self.capability, self.failing = [], capability, ()
+        monkeypatch.setattr(gpu_kernels, "main_run", self.main_run)
+        monkeypatch.setattr(gpu_kernels, "observe", self.observe)
+        monkeypatch.setattr(gpu_kernels, "by_sass", lambda attn: {"flash90_forward_kernel": 160})
+        monkeypatch.delenv("FLASH90", raising=False)
+
+    def main_run(self, library, dtype, attn, T, HS, VS, B, NH):
+        hopper = self.capability == 90 and os.environ.get("FLASH90") != "0"
+        self.launches += launches_of_a_pass(T, hopper)
+
+    def observe(self, metrics, command, *flags):
+        self.commands.append(command)
+        self.launches = []
+        *_, verb, library, attn = command
+        assert (verb, metrics) == ("passes", [gpu_kernels.METRIC])
+        if attn in self.failing:
+            raise KeyboardInterrupt
+        before = os.environ.get("FLASH90")
+        gpu_kernels.main_passes(library, attn)
+        os.environ.pop("FLASH90")                        # which main_passes sets in a process of its own
+        if before is not None:
+            os.environ["FLASH90"] = before
+        return ncu_text(*self.launches)
+
+
+def counted_in(folder):
+    return {(r["kernel"], round(r["issued"]), r["by_sass"]) for r in parts_of(folder)["counters"]["records"]}
+
+
+ON_80 = {("flash_forward_kernel", 6, None), ("flash_dq_kernel", 10, None), ("flash_dkv_kernel", 14, None)}
+ON_90 = {("flash90_forward_kernel", 176, 160), ("flash90_backward_kernel", 208, None)}
+
+
+@pytest.mark.parametrize("capability, flash90, found", [(80, None, ON_80), (90, None, ON_80 | ON_90), (90, "0", ON_80)])
+def test_instructions_of_both_paths_are_counted(tmp_path, monkeypatch, capability, flash90, found):
+    """One run of ncu for each normalizer computes all lengths with both paths."""
+    gpu = FakeGPU(monkeypatch, capability)
+    if flash90:
+        monkeypatch.setenv("FLASH90", flash90)
     assert gpu_kernels.main_count(tmp_path, "flash.so", "softmax") == 0
-    found = {(r["kernel"], round(r["issued"]), r["by_sass"]) for r in parts_of(tmp_path)["counters"]["records"]}
-    assert found == {("flash_forward_kernel", 6, None), ("flash_dq_kernel", 10, None), ("flash_dkv_kernel", 14, None),
-                     *([("flash90_forward_kernel", 176, 160), ("flash90_backward_kernel", 208, None)]
-                       if capability == 90 else [])}
-    assert len(parts_of(tmp_path)["counters"]["tables"]) == 1 + (capability == 90)
+    assert counted_in(tmp_path) == found and len(gpu.commands) == 1
+    assert len(parts_of(tmp_path)["counters"]["tables"]) == 1 + (ON_90 <= found)
+    assert_well_formed((tmp_path / "report.md").read_text())
 
 
-NCU = """==PROF== Connected to process 71
-"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","71","void flash_forward_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics",\
-"smsp__inst_issued.sum","inst","1,234,567"
-"1","71","void flash_dq_kernel<__nv_bfloat16, 64>(FlashCall<T1>)","Command line profiler metrics",\
-"smsp__inst_issued.sum","inst","89"
-"""
+@pytest.mark.parametrize("change", [lambda passes: passes[::-1], lambda passes: [passes[1], passes[0], *passes[2:]],
+                                    lambda passes: passes[:-1], lambda passes: [*passes, passes[0]]],
+                         ids=["both paths reversed", "two lengths swapped", "one missing", "one too many"])
+def test_passes_in_another_order_are_not_counted_alike(tmp_path, monkeypatch, change):
+    gpu = FakeGPU(monkeypatch)
+    expected = gpu_kernels.passes()
+
+    def main_passes(library, attn):
+        for os.environ["FLASH90"], T in change(expected):
+            gpu_kernels.main_run(library, "bf16", attn, T, 64, 64, 1, gpu_kernels.HEADS)
+
+    monkeypatch.setattr(gpu_kernels, "main_passes", main_passes)
+    if len(change(expected)) != len(expected):
+        with pytest.raises(SystemExit, match=f"ncu saw {len(change(expected))} passes; expected 6"):
+            gpu_kernels.main_count(tmp_path, "flash.so", "softmax")
+    else:
+        gpu_kernels.main_count(tmp_path, "flash.so", "softmax")
+        assert counted_in(tmp_path) != ON_80 | ON_90
+
+
+def test_a_count_that_is_stopped_resumes(tmp_path, monkeypatch):
+    """What was counted is in the report, also without sass.py's count; the next call counts the others, and runs
+    sass.py for all that lack it."""
+    gpu = FakeGPU(monkeypatch)
+    started, ended = [], threading.Event()
+
+    def by_sass(attn):
+        started.append(attn)
+        assert ended.wait(60)
+        return {"flash90_forward_kernel": 160}
+
+    def observe(*words):
+        if words[1][-1] in gpu.failing:
+            report = gpu_report.Report(tmp_path)         # as it was saved while sass.py still ran
+            assert {(r["attn"], r["by_sass"]) for r in report.part("counters")["records"]} == {("softmax", None)}
+            ended.set()
+        return gpu.observe(*words)
+
+    monkeypatch.setattr(gpu_kernels, "by_sass", by_sass)
+    monkeypatch.setattr(gpu_kernels, "observe", observe)
+    gpu.failing = ["sigmoid"]
+    with pytest.raises(KeyboardInterrupt):
+        gpu_kernels.main_count(tmp_path, "flash.so", "softmax", "sigmoid")
+    assert "`softmax`" in (tmp_path / "report.md").read_text()
+    gpu.failing, gpu.commands, started[:] = [], [], []
+    assert gpu_kernels.main_count(tmp_path, "flash.so", "softmax", "sigmoid") == 0
+    assert [command[-1] for command in gpu.commands] == ["sigmoid"] and set(started) == {"softmax", "sigmoid"}
+    records = parts_of(tmp_path)["counters"]["records"]
+    assert ([(r["attn"], r["by_sass"]) for r in records if r["kernel"] == "flash90_forward_kernel"]
+            == [("softmax", 160), ("sigmoid", 160)])
+
+
+NO_PERMISSION = ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance "
+                 "Counters")
 
 
 def test_ncu_output_is_parsed():
-    assert gpu_kernels.parse_counts(NCU) == {"flash_forward_kernel": 1234567, "flash_dq_kernel": 89}
+    issued = {"smsp__inst_issued.sum": (1234567, "inst")}
+    launches = [("flash_forward_kernel", issued), ("flash_rows_kernel", issued), ("flash_dq_kernel", issued)]
+    assert gpu_kernels.parse_counts(ncu_text(*launches)) == [{"flash_forward_kernel": 1234567,
+                                                              "flash_dq_kernel": 1234567}]
+    again = {"smsp__inst_issued.sum": (7, "inst")}
+    launches += [("flash_dq_kernel", again), ("flash90_forward_kernel", again), ("flash90_forward_kernel", issued)]
+    assert gpu_kernels.parse_counts(ncu_text(*launches))[1:] == [{"flash90_forward_kernel": 7}]
     with pytest.raises(gpu_kernels.NotPermitted, match="ERR_NVGPUCTRPERM"):
-        gpu_kernels.parse_counts("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU "
-                                 "Performance Counters")
+        gpu_kernels.parse_counts(NO_PERMISSION)
+    with pytest.raises(gpu_kernels.NotPermitted, match="No kernels were profiled"):
+        gpu_kernels.parse_counts("==PROF== Connected\n==WARNING== No kernels were profiled.\n")
+    with pytest.raises(SystemExit, match="the program failed under ncu"):
+        gpu_kernels.parse_counts(ncu_text(*launches) + "==ERROR== The application returned an error code (1).\n")
+
+
+# ---- a step by kernel
+
+def traffic(us, read, written):
+    return {"gpu__time_duration.sum": (1000 * us, "ns"), "dram__bytes_read.sum": (read, "byte"),
+            "dram__bytes_write.sum": (written, "byte")}
+
+
+# The end of one step, two whole steps, of which the second is the one to show, and the beginning of another.
+LAUNCHES = [("squares_kernel", traffic(900, 9, 9)), ("adamw_kernel", traffic(900, 9, 9)),
+            ("flash90_forward_kernel", traffic(700, 7, 7)), ("adamw_kernel", traffic(700, 7, 7)),
+            ("nvjet_sm90_tst_256x128_h_bz_coopA_NNT", traffic(60, 80_000_000, 40_000_000)),
+            ("flash90_forward_kernel", traffic(100, 70_000_000, 30_000_000)),
+            ("cublasLt::splitKreduce_kernel", traffic(40, 20_000_000, 0)),
+            ("flash90_forward_kernel", traffic(150, 70_000_000, 30_000_000)),
+            ("adamw_kernel", {"gpu__time_duration.sum": (1.0, "ms"), "dram__bytes_read.sum": (2.5, "Gbyte"),
+                              "dram__bytes_write.sum": (1500, "Mbyte")}),
+            ("embedding_forward_kernel", traffic(500, 5, 5))]
+
+
+def run_step(folder, monkeypatch, text):
+    commands = []
+    monkeypatch.setattr(gpu_kernels, "observe", lambda *words: commands.append(words) or text)
+    code = gpu_kernels.main_step(folder, "./train_gpt2cu")
+    assert [words[1][0] for words in commands] == ["./train_gpt2cu"] and "--profile" in commands[0][1]
+    return code
+
+
+def test_a_step_by_kernel(tmp_path, monkeypatch):
+    """Exactly one step, from one launch of AdamW to the next; the largest row first; cuBLASLt's kernels in one row."""
+    assert run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES)) == 0
+    table, = parts_of(tmp_path)["counters"]["tables"].values()
+    assert table["head"] == ["kernel", "launches", "ms per step", "GB read", "GB written", "TB/s"]
+    assert table["rows"] == [["`adamw_kernel`", "1", "1.000", "2.50", "1.50", "4.00"],
+                             ["`flash90_forward_kernel`", "2", "0.250", "0.14", "0.06", "0.80"],
+                             ["matmuls (cuBLASLt)", "2", "0.100", "0.10", "0.04", "1.40"],
+                             ["all", "5", "1.350", "2.74", "1.60", "3.21"]]
+    assert_well_formed((tmp_path / "report.md").read_text())
+
+
+def test_a_step_that_ncu_cannot_observe(tmp_path, monkeypatch):
+    assert run_step(tmp_path, monkeypatch, NO_PERMISSION) == gpu_report.NO_GPU
+    with pytest.raises(SystemExit, match="ncu saw 3 launches, 1 of them of adamw_kernel"):
+        run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES[:3]))
+    with pytest.raises(SystemExit, match="the program failed under ncu"):
+        run_step(tmp_path, monkeypatch, "train_gpt2cu: out of memory\n==ERROR== The application returned an error code "
+                                        "(4).\n==WARNING== No kernels were profiled.\n")
 
 
 @pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
