@@ -175,9 +175,10 @@ template <class X>
 static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t stream) {
     if (!call.prefix) return;
     float *prefix = (float *)call.prefix, *segments = (float *)((char *)prefix + prefix_bytes(shape));
-    dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NKV, (call.VS - 1) / 128 + 1);
-    launch(flash_segments_kernel<X>, grid, dim3(128), 0, stream, segments, call);
-    launch(flash_prefix_kernel<X>, grid, dim3(128), 0, stream, prefix, segments, call);
+    dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NKV, (call.VS - 1) / (4 * SUM_LANES) + 1);
+    dim3 block(SUM_LANES, SUM_GROUPS);
+    launch(flash_segments_kernel<X>, grid, block, 0, stream, segments, call);
+    launch(flash_prefix_kernel<X>, grid, block, 0, stream, prefix, segments, call);
 }
 
 // Is the gradient of any scalar needed that acts in this stage, or has this width?

@@ -8,44 +8,112 @@
 #include "attention/flash_row.cuh"
 #include "cuda/vector.cuh"
 
-enum { SEGMENT = 64 };    // positions per partial sum of v
+// A block of the kernels that sum v covers SEGMENT positions of 4 SUM_LANES columns, and each of its SUM_GROUPS groups
+// of threads takes SUM_ROWS positions. A thread loads four columns of all of these at once, which keeps memory busy,
+// and stores 16 bytes per position, next to those of its neighbors.
+enum { SEGMENT = 64, SUM_LANES = 16, SUM_GROUPS = 8, SUM_ROWS = SEGMENT / SUM_GROUPS };
 
-// registers: at most 48 (flash_segments_kernel, flash_prefix_kernel, flash_rows_kernel)
-// registers: at most 48 (flash_scalars_kernel)
+// Four columns of a row, which one instruction loads.
+template <class X>
+struct alignas(4 * sizeof(X)) Four {
+    uint32_t words[sizeof(X)];
+};
+
+DEVICE void add(float4 &sum, float4 x) {
+    sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+}
+
+DEVICE void add(float4 &sum, Four<float> x) {
+    add(sum, make_float4(__uint_as_float(x.words[0]), __uint_as_float(x.words[1]), __uint_as_float(x.words[2]),
+                         __uint_as_float(x.words[3])));
+}
+
+DEVICE void add(float4 &sum, Four<bf16> x) {
+    add(sum,
+        make_float4(unpack_low(x.words[0]), unpack_high(x.words[0]), unpack_low(x.words[1]), unpack_high(x.words[1])));
+}
+
+template <class X>
+DEVICE Four<X> load_four(const X *p) {
+    return *(const Four<X> *)p;
+}
+
+// registers: at most 48 (flash_segments_kernel, flash_rows_kernel, flash_scalars_kernel)
+// registers: at most 64 (flash_prefix_kernel)
 // registers: at most 56 (flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
-// segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions. One thread per column.
+
+// The group's rows of v, from row t on. Rows past T, whose sums are discarded, are the last row.
+template <class X>
+DEVICE void load_rows(Four<X> (&rows)[SUM_ROWS], const FlashCall<X> &call, const X *v, int t) {
+    UNROLL
+    for (int r = 0; r < SUM_ROWS; r++) rows[r] = load_four(v + min(t + r, call.T - 1) * call.v.row);
+}
+
+// segments (B NKV, T/SEGMENT, VS): sums of v over SEGMENT positions
 template <class X>
 KERNEL void flash_segments_kernel(float *segments, const FlashCall<X> call) {
-    int c = blockIdx.z * blockDim.x + threadIdx.x, from = blockIdx.x * SEGMENT;
-    if (c >= call.VS) return;
-    const X *v = head_at(call, call.v, blockIdx.y / call.NKV, blockIdx.y % call.NKV) + c;
-    float sum = 0;
-    for (int t = from; t < from + SEGMENT && t < call.T; t++) sum += to_float(v[t * call.v.row]);
-    segments[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * call.VS + c] = sum;
+    SHARED_ARRAY(float4, sums, SUM_GROUPS * SUM_LANES);
+    const int lane = threadIdx.x, group = threadIdx.y, c = (blockIdx.z * SUM_LANES + lane) * 4;
+    float4 sum = {};
+    if (c < call.VS) {
+        Four<X> rows[SUM_ROWS];
+        load_rows(rows, call, head_at(call, call.v, blockIdx.y / call.NKV, blockIdx.y % call.NKV) + c,
+                  blockIdx.x * SEGMENT + group * SUM_ROWS);
+        UNROLL
+        for (int r = 0; r < SUM_ROWS; r++) add(sum, rows[r]);
+    }
+    sums[group * SUM_LANES + lane] = sum;
+    __syncthreads();
+    if (group > 0 || c >= call.VS) return;
+    UNROLL
+    for (int g = 1; g < SUM_GROUPS; g++) add(sum, sums[g * SUM_LANES + lane]);
+    *(float4 *)(segments + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * call.VS + c) = sum;
 }
 
 // prefix (B NKV, T, VS): the sum of v_j over the keys j that row t sees
 template <class X>
 KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const FlashCall<X> call) {
-    int c = blockIdx.z * blockDim.x + threadIdx.x, b = blockIdx.y / call.NKV, from = blockIdx.x * SEGMENT;
-    if (c >= call.VS) return;
+    // For each group: its share of the sum before the segment; the same plus the group's own rows.
+    SHARED_ARRAY(float4, before, SUM_GROUPS * SUM_LANES);
+    SHARED_ARRAY(float4, through, SUM_GROUPS * SUM_LANES);
+    const int lane = threadIdx.x, group = threadIdx.y, c = (blockIdx.z * SUM_LANES + lane) * 4,
+              b = blockIdx.y / call.NKV, start = blockIdx.x * SEGMENT + group * SUM_ROWS;
     const X *v = head_at(call, call.v, b, blockIdx.y % call.NKV) + c;
-    float sum = 0;
-    // What the row before this segment sees: the rest of one segment, then whole segments.
-    int seen = from ? first_key(call, b, from - 1) : 0, at = seen;
-    for (; at % SEGMENT && at < from; at++) sum += to_float(v[at * call.v.row]);
-    for (int i = at / SEGMENT; i < (int)blockIdx.x; i++)
-        sum += segments[((size_t)blockIdx.y * gridDim.x + i) * call.VS + c];
-    for (int t = from; t < from + SEGMENT && t < call.T; t++) {
-        int first = first_key(call, b, t);
-        if (first != seen) {
-            sum = 0;
-            for (int j = first; j < t; j++) sum += to_float(v[j * call.v.row]);
+    int seen = first_key(call, b, blockIdx.x * SEGMENT);
+    Four<X> rows[SUM_ROWS];
+    float4 sum = {};
+    if (c < call.VS) {
+        load_rows(rows, call, v, start);
+        // What the segment's first row sees before it: the rest of one segment, then whole segments.
+        const int whole = (seen + SEGMENT - 1) / SEGMENT;
+        UNROLL_NOT
+        for (int t = seen + group; t < whole * SEGMENT; t += SUM_GROUPS) add(sum, load_four(v + t * call.v.row));
+        UNROLL_NOT
+        for (int i = whole + group; i < (int)blockIdx.x; i += SUM_GROUPS)
+            add(sum, load_four(segments + ((size_t)blockIdx.y * gridDim.x + i) * call.VS + c));
+        before[group * SUM_LANES + lane] = sum;
+        UNROLL
+        for (int r = 0; r < SUM_ROWS; r++) add(sum, rows[r]);
+        through[group * SUM_LANES + lane] = sum;
+    }
+    __syncthreads();
+    if (c >= call.VS) return;
+    sum = {};
+    UNROLL
+    for (int g = 0; g < SUM_GROUPS; g++) add(sum, (g < group ? through : before)[g * SUM_LANES + lane]);
+    UNROLL
+    for (int r = 0; r < SUM_ROWS; r++) {
+        const int t = start + r, first = first_key(call, b, t);
+        if (t >= call.T) return;
+        if (first != seen) {    // as where a document begins within the segment
+            sum = {};
+            UNROLL_NOT
+            for (int j = first; j < t; j++) add(sum, load_four(v + j * call.v.row));
             seen = first;
         }
-        sum += to_float(v[t * call.v.row]);
-        prefix[((size_t)blockIdx.y * call.T + t) * call.VS + c] = sum;
+        add(sum, rows[r]);
+        *(float4 *)(prefix + ((size_t)blockIdx.y * call.T + t) * call.VS + c) = sum;
     }
 }
 

@@ -430,6 +430,14 @@ def test_kinds_of_many_rows(flash, attn):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
+@pytest.mark.parametrize("documents", (False, True))
+def test_kinds_of_many_segments(flash, documents):
+    """The prefix sums of v span more segments (of 64 positions) than a block has groups of threads (8), and more
+    columns than a block (64)."""
+    case = Case("softmax-recentered", FLOAT, 800, 128, 72, B=1, NH=1, documents=documents)
+    check(case, by_flash(flash, case, *inputs(case)))
+
+
 @pytest.mark.parametrize("T", (300, 384, 520))
 @pytest.mark.parametrize("attn", ("softmax", "softmax-recentered-l1"))
 def test_an_sm_for_each_block(flash, flash_with, attn, T):
