@@ -18,6 +18,13 @@
 #include "attention/flash.h"
 #include "cuda/hopper.cuh"
 
+static inline int processors_of_device(void) {
+    int device, processors;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    return processors;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
 
@@ -72,18 +79,18 @@ DEVICE void ring_init(Ring<STAGES> &ring, int writers, int readers) {
 // The step-th tile that passes through a ring is in buffer step % STAGES. Before it is written: until all have read the
 // tile that was there.
 template <int STAGES>
-DEVICE void ring_wait_empty(Ring<STAGES> &ring, int step) {
+DEVICE void ring_wait_empty(Ring<STAGES> &ring, unsigned step) {
     mbarrier_wait(&ring.empty[step % STAGES], (step / STAGES + 1) % 2);
 }
 
 template <int STAGES>
-DEVICE void ring_wait_full(Ring<STAGES> &ring, int step) {
+DEVICE void ring_wait_full(Ring<STAGES> &ring, unsigned step) {
     mbarrier_wait(&ring.full[step % STAGES], (step / STAGES) % 2);
 }
 
 // By each warp, after the matmuls that read the tile; only if `holds`.
 template <int STAGES>
-DEVICE void ring_release(Ring<STAGES> &ring, int step, bool holds = true) {
+DEVICE void ring_release(Ring<STAGES> &ring, unsigned step, bool holds = true) {
     if (threadIdx.x % 32 == 0 && holds) mbarrier_arrive(&ring.empty[step % STAGES]);
 }
 

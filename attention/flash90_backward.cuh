@@ -14,8 +14,11 @@
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of one or two warps. By
 // default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order in
 // which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
-// is. Blocks draw numbers, so that each waits only for blocks that have started. flash90_dq_kernel then scales and
-// rounds the sums.
+// is. Blocks have numbers, which are drawn, so that each waits only for blocks that have started. flash90_dq_kernel then
+// scales and rounds the sums.
+//
+// With a head size of at most 64, there are as many blocks of the grid as SMs, and each draws one block of keys after
+// the other: it loads the next while it finishes the one before.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_BACKWARD_CUH
@@ -66,6 +69,14 @@ constexpr bool scores_ahead = HS <= 64;
 template <int HS>
 constexpr bool shares_late = dq_stages<HS> > 1;
 
+// Does a block of the grid compute one block of keys after the other? Where there is room for two tiles of K: that of V
+// is free as soon as V is in registers.
+template <int HS>
+constexpr bool backward90_loops = HS <= 64;
+
+template <int HS>
+constexpr int key_stages = backward90_loops<HS> ? 2 : 1;
+
 // K is in panels of HS/2 columns, of which each consumer needs one for dq.
 template <int HS>
 constexpr int key_panel = HS / 2;
@@ -77,9 +88,20 @@ struct Backward90Maps {
     TensorMap q, k, v, dout;
 };
 
+// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
+// h_end - 1, from `first` on, which makes `steps` in all. 0 steps: there is no block with this number.
+struct Backward90Work {
+    int b, kv, tile, h, h_end, first, count, steps;
+};
+
+// Blocks of a single step need 3: dq of a step is handed over two steps later, and only then is its block done.
+enum { WORK_STAGES = 4 };
+
 template <int HS>
 struct Backward90Barriers {
-    Mbarrier own;                            // k and v
+    Ring<WORK_STAGES> work;
+    Ring<key_stages<HS>> k;
+    Ring<1> v;
     Ring<Backward90Plan::STAGES> queries;    // q, dout and rows
     Ring<dz_stages<HS>> dz;
     Ring<dq_stages<HS>> dq;
@@ -88,11 +110,12 @@ struct Backward90Barriers {
 // Shared memory.
 template <int HS>
 struct Backward90Tiles {
-    char *k, *v;       // (OWN,HS)
-    char *q, *dout;    // STAGES of (STREAM,HS)
-    char *dz;          // dz_stages of (OWN,STREAM)
-    float4 *dq;        // dq_stages of (STREAM,HS) floats, in the order in which threads hold them
-    float4 *rows;      // STAGES of (2,STREAM): halves of FlashRow
+    char *k, *v;             // key_stages of (OWN,HS), and one
+    char *q, *dout;          // STAGES of (STREAM,HS)
+    char *dz;                // dz_stages of (OWN,STREAM)
+    float4 *dq;              // dq_stages of (STREAM,HS) floats, in the order in which threads hold them
+    float4 *rows;            // STAGES of (2,STREAM): halves of FlashRow
+    Backward90Work *work;    // WORK_STAGES
     Backward90Barriers<HS> *barriers;
 };
 
@@ -103,58 +126,64 @@ enum { DZ_BYTES = Backward90Plan::OWN * PANEL_ROW, ROW_PIECES = 2 * Backward90Pl
 
 template <int HS>
 constexpr size_t backward90_shared =
-    1024 + 2 * tile_bytes<Backward90Plan::OWN, HS> +
+    1024 + (key_stages<HS> + 1) * tile_bytes<Backward90Plan::OWN, HS> +
     2 * Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS> + dz_stages<HS> * DZ_BYTES +
     (dq_stages<HS> * dq_pieces<HS> + Backward90Plan::STAGES * ROW_PIECES) * 16;
 
 template <int HS>
-DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS> *barriers) {
+DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS> *barriers, Backward90Work *work) {
     typedef Backward90Plan P;
     Backward90Tiles<HS> tiles;
     tiles.k = aligned_tile(memory);
-    tiles.v = tiles.k + tile_bytes<P::OWN, HS>;
+    tiles.v = tiles.k + key_stages<HS> * tile_bytes<P::OWN, HS>;
     tiles.q = tiles.v + tile_bytes<P::OWN, HS>;
     tiles.dout = tiles.q + P::STAGES * tile_bytes<P::STREAM, HS>;
     tiles.dz = tiles.dout + P::STAGES * tile_bytes<P::STREAM, HS>;
     tiles.dq = (float4 *)(tiles.dz + dz_stages<HS> * DZ_BYTES);
     tiles.rows = tiles.dq + dq_stages<HS> * dq_pieces<HS>;
+    tiles.work = work;
     tiles.barriers = barriers;
     return tiles;
 }
 
+// The K of the block-th block of keys.
+template <int HS>
+DEVICE char *keys_of(const Backward90Tiles<HS> &tiles, unsigned block) {
+    return tiles.k + block % key_stages<HS> * tile_bytes<Backward90Plan::OWN, HS>;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // What a block does
-
-// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head, from `first`
-// on, which makes `steps` in all.
-struct Backward90Work {
-    int b, kv, tile, first, count, steps;
-};
 
 // A step's tile of queries.
 struct QueryTile {
     int h, tile;
 };
 
+// Stores in `work` what the block with this number is.
 template <class X>
-DEVICE Backward90Work backward90_work(const FlashCall<X> &call, int number) {
+DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int number) {
     typedef Backward90Plan P;
-    const int tiles = (call.T - 1) / P::OWN + 1, head = number / tiles, at = number % tiles;
-    Backward90Work work;
-    work.b = head / call.NKV;
-    work.kv = head % call.NKV;
-    work.tile = call.any_order ? at : tiles - 1 - at;
-    work.first = work.tile * P::OWN / P::STREAM;
+    const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), head = number / tiles, at = number % tiles,
+              tile = call.any_order ? at : tiles - 1 - at, group = call.NH / NKV;
+    work.steps = 0;
+    if (head >= call.B * NKV) return;
+    work.b = head / NKV;
+    work.kv = head % NKV;
+    work.tile = tile;
+    work.h = work.kv * group;
+    work.h_end = work.h + group;
+    work.first = tile * P::OWN / P::STREAM;
     // Queries that start after these keys see none of them, and neither do later ones.
-    int most = (call.T - 1) / P::STREAM + 1 - work.first, least = 1;
-    while (call.first && least < most) {
-        const int middle = (least + most) / 2;
-        if ((work.tile + 1) * P::OWN <= first_key(call, work.b, (work.first + middle) * P::STREAM)) most = middle;
+    int end = (call.T - 1) / P::STREAM + 1;
+    UNROLL_NOT
+    for (int least = work.first + 1; call.first && least < end;) {
+        const int middle = (least + end) / 2;
+        if ((work.tile + 1) * P::OWN <= first_key(call, work.b, middle * P::STREAM)) end = middle;
         else least = middle + 1;
     }
-    work.count = most;
-    work.steps = most * (call.NH / call.NKV);
-    return work;
+    work.count = end - work.first;
+    work.steps = work.count * (work.h_end - work.h);
 }
 
 // The tile after `at`, of the same or the next query head.
@@ -165,51 +194,64 @@ DEVICE void next_tile(QueryTile &at, const Backward90Work &work) {
     at.h++;
 }
 
-template <class X>
-DEVICE QueryTile first_tile(const Backward90Work &work, const FlashCall<X> &call) {
-    return {work.kv * (call.NH / call.NKV), work.first};
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The producer's warps
 
-// By one thread: loads K and V, then Q and dO of each step.
+// Waits until it is known what the block-th block of keys is. A warp that has read it for the last time releases it.
 template <int HS>
-DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Maps &maps, const Backward90Work &work,
-                            const FlashCall<bf16> &call) {
+DEVICE const Backward90Work &work_of(const Backward90Tiles<HS> &tiles, unsigned block) {
+    ring_wait_full(tiles.barriers->work, block);
+    return tiles.work[block % WORK_STAGES];
+}
+
+// By one thread: draws blocks of keys, tells the other warps, and loads K and V, then Q and dO of each step.
+template <int HS>
+DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Maps &maps, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
-    auto &ring = tiles.barriers->queries;
-    mbarrier_arrive_expect_tx(&tiles.barriers->own, 2 * tile_bytes<P::OWN, HS>);
-    load_panels<P::OWN, HS, key_panel<HS>>(tiles.k, &tiles.barriers->own, &maps.k, 0, work.kv, work.tile * P::OWN,
-                                           work.b);
-    load_panels<P::OWN, HS>(tiles.v, &tiles.barriers->own, &maps.v, 0, work.kv, work.tile * P::OWN, work.b);
-    QueryTile at = first_tile(work, call);
+    Backward90Barriers<HS> &barriers = *tiles.barriers;
+    auto &ring = barriers.queries;
+    unsigned step = 0;
     UNROLL_NOT
-    for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
-        Mbarrier *full = &ring.full[step % P::STAGES];
-        const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
-        ring_wait_empty(ring, step);
-        mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
-        load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, at.h, at.tile * P::STREAM, work.b);
-        load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, 0, at.h, at.tile * P::STREAM, work.b);
+    for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
+        ring_wait_empty(barriers.work, block);
+        Backward90Work &work = tiles.work[block % WORK_STAGES];
+        backward90_work(work, call, (int)atomicAdd(call.turns, 1u));
+        mbarrier_arrive(&barriers.work.full[block % WORK_STAGES]);
+        if (work.steps == 0) return;
+        Mbarrier *k_full = &barriers.k.full[block % key_stages<HS>], *v_full = &barriers.v.full[0];
+        ring_wait_empty(barriers.k, block);
+        mbarrier_arrive_expect_tx(k_full, tile_bytes<P::OWN, HS>);
+        load_panels<P::OWN, HS, key_panel<HS>>(keys_of(tiles, block), k_full, &maps.k, 0, work.kv, work.tile * P::OWN,
+                                               work.b);
+        ring_wait_empty(barriers.v, block);
+        load_rows<P::OWN, HS>(tiles.v, v_full, &maps.v, 0, work.kv, work.tile * P::OWN, work.b);
+        QueryTile at = {work.h, work.first};
+        UNROLL_NOT
+        for (; at.h < work.h_end; step++, next_tile(at, work)) {
+            Mbarrier *full = &ring.full[step % P::STAGES];
+            const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
+            ring_wait_empty(ring, step);
+            mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
+            load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, at.h, at.tile * P::STREAM, work.b);
+            load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, 0, at.h, at.tile * P::STREAM, work.b);
+        }
     }
 }
 
-// By a warp: copies the FlashRows, zeros for rows past T.
-template <int HS>
-DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, const Backward90Work &work,
-                                 const FlashCall<bf16> &call) {
+// By a warp: copies the FlashRows of a block's steps, zeros for rows past T. step: the number of steps before it
+template <int HS, class Work>
+DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, unsigned &step,
+                                 const FlashCall<bf16> &call, int lane) {
     typedef Backward90Plan P;
     enum { EACH = P::STREAM / 32 };    // rows of a lane
     auto &ring = tiles.barriers->queries;
-    const int lane = threadIdx.x % 32;
-    QueryTile at = first_tile(work, call);
+    QueryTile at = {work().h, work().first};
     UNROLL_NOT
-    for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
+    for (; at.h < work().h_end; step++, next_tile(at, work())) {
         UNROLL
         for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
             const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
-            const float4 *from = (const float4 *)(call.rows + (size_t)(work.b * call.NH + at.h) * call.T + row);
+            const float4 *from = (const float4 *)(call.rows + (size_t)(work().b * call.NH + at.h) * call.T + row);
             float4 halves[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
             if (row < call.T) {
                 halves[0] = from[0];
@@ -223,21 +265,22 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, const Backwar
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&ring.full[step % P::STAGES]);
     }
+    __syncwarp();    // all lanes have read `work`
 }
 
-// By one thread of each of dq_adders warps: adds its tiles of dq to global memory. While one waits until the others see
-// that its addition is over, the other begins with the next.
+// By one thread of each of dq_adders warps: adds its tiles of a block's dq to global memory. While one waits until the
+// others see that its addition is over, the other begins with the next. step: the number of steps before the block
 template <int HS>
-DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, const FlashCall<bf16> &call,
-                           int adder) {
+DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, unsigned &step,
+                           const FlashCall<bf16> &call, int adder) {
     typedef Backward90Plan P;
     auto &ring = tiles.barriers->dq;
     static_assert(dq_stages<HS> % dq_adders<HS> == 0, "a buffer belongs to one warp");
     const int row_tiles = (call.T - 1) / P::STREAM + 1;
-    QueryTile at = first_tile(work, call);
+    QueryTile at = {work.h, work.first};
     UNROLL_NOT
-    for (int step = 0; step < work.steps; step++, next_tile(at, work)) {
-        if (step % dq_adders<HS> != adder) continue;
+    for (; at.h < work.h_end; step++, next_tile(at, work)) {
+        if (step % dq_adders<HS> != (unsigned)adder) continue;
         const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
         const float4 *from = tiles.dq + step % dq_stages<HS> * dq_pieces<HS>;
         float *to = call.dq_sums + tile * (P::STREAM * HS);
@@ -253,6 +296,18 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
         if (call.any_order) continue;
         bulk_wait<0>();
         add_to_counter(turn, 1);
+    }
+}
+
+// Calls act(work) for each block of keys. By a warp, or by its first lane alone.
+template <int HS, class Act>
+DEVICE void for_each_block(const Backward90Tiles<HS> &tiles, int lane, Act act) {
+    UNROLL_NOT
+    for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
+        const Backward90Work &work = work_of(tiles, block);
+        if (work.steps == 0) return;
+        act([&]() -> const Backward90Work & { return tiles.work[anew((int)block) % WORK_STAGES]; });
+        if (lane == 0) mbarrier_arrive(&tiles.barriers->work.empty[anew((int)block) % WORK_STAGES]);
     }
 }
 
@@ -308,23 +363,26 @@ DEVICE void load_left_swizzled(uint32_t (&a)[4], const char *tile, int row, int 
     ldmatrix_x4(a, (const bf16 *)(tile + c / WIDTH * (ROWS * WIDTH * sizeof(bf16)) + swizzled_byte(byte, swizzle)));
 }
 
+// Waits for the K and V of the block-th block of keys. They become left operands if registers keep them.
 template <int HS>
-DEVICE void backward90_begin(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles) {
+DEVICE void backward90_begin(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned block) {
     typedef Backward90Plan P;
-    const int row = threadIdx.x / 32 * 16;
-    set_zero(c.dk);
-    set_zero(c.dv);
-    mbarrier_wait(&tiles.barriers->own, 0);
+    const int row = warp_row();
+    ring_wait_full(tiles.barriers->k, block);
+    ring_wait_full(tiles.barriers->v, block);
     UNROLL
     for (int k = 0; keeps_own<HS> && k < HS / 16; k++) {
-        load_left_swizzled<P::OWN, key_panel<HS>>(c.k[keeps_own<HS> ? k : 0], tiles.k, row, 16 * k, key_swizzle<HS>);
+        load_left_swizzled<P::OWN, key_panel<HS>>(c.k[keeps_own<HS> ? k : 0], keys_of(tiles, block), row, 16 * k,
+                                                  key_swizzle<HS>);
         load_left_swizzled<P::OWN, PANEL>(c.v[keeps_own<HS> ? k : 0], tiles.v, row, 16 * k, SWIZZLE_128);
     }
+    __syncwarp();    // all lanes have read V
+    ring_release(tiles.barriers->v, block, keeps_own<HS>);
 }
 
 // Issues S and dO · v.
 template <int HS>
-DEVICE void backward90_issue_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
+DEVICE void backward90_issue_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step) {
     typedef Backward90Plan P;
     const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
     wgmma_fence();
@@ -367,40 +425,49 @@ DEVICE void hide_elements(uint32_t (&a)[4], uint32_t visible) {
 // The rows of the lane's columns of an operand, 16 queries.
 typedef FlashRow OperandRows[2][2];
 
+// 8 of them, from the eighth-th on.
 template <int HS>
-DEVICE void backward90_rows(OperandRows &rows, const Backward90Tiles<HS> &tiles, int step, int k) {
+DEVICE void backward90_rows(FlashRow (&rows)[2], const Backward90Tiles<HS> &tiles, unsigned step, int eighth) {
     typedef Backward90Plan P;
-    UNROLL
-    for (int nt = 0; nt < 2; nt++)
-        rows_of_lane(rows[nt], tiles.rows + step % P::STAGES * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
+    rows_of_lane(rows, tiles.rows + step % P::STAGES * ROW_PIECES, 8 * eighth, P::STREAM);
 }
 
-// A block's steps, its first key, and the query after those of its first head that see its keys.
+// A block's first key, the query after those of its first head that see its keys, and the step after its last.
 struct Backward90Span {
-    int steps, key0, end;
+    int key0, end;
+    unsigned steps_end;
 };
 
-// Are those of the first operand read a step ahead? In other cases there are too few registers.
+// Are the first 8 read a step ahead, and is what a step needs of Backward90Work copied? Shared memory is slow to load
+// from while matmuls read it. In other cases there are too few registers.
 template <int HS, int POST>
-constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
+constexpr bool reads_rows_ahead = HS <= 64 && POST == FLASH_PLAIN;
+
+template <int HS, int PHI, int POST>
+constexpr bool copies_span = HS <= 64 && POST != FLASH_REWEIGHT && PHI != PHI_MISH && PHI != PHI_RELU6;
 
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
-// backward90_share() follows. Rows are read ahead. span(): the block's Backward90Span   first: the rows of the first
-// operand
-template <int HS, int PHI, int POST, class Span>
-DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, const Backward90Work &work,
-                             int step, Span span, int row0, OperandRows &first, const FlashCall<bf16> &call) {
+// backward90_share() follows. Rows are read ahead. work(), span(): the block's   first: the first rows, if they are read
+// a step ahead
+template <int HS, int PHI, int POST, class Work, class Span>
+DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, Work work, unsigned step,
+                             Span span, int row0, const FlashRow (&first)[2], const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
     enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
     OperandRows rows[2];
     uint32_t dz[PARTS][4];
-    if (!reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
+    if (!reads_rows_ahead<HS, POST>) backward90_rows(rows[0][0], tiles, step, 0);
+    else
+        for (int i = 0; i < 2; i++) rows[0][0][i] = first[i];
+    backward90_rows(rows[0][1], tiles, step, 1);
     wgmma_wait<0>(c.s, c.d);
     UNROLL
     for (int k = 0; k < PARTS; k++) {
-        const OperandRows &now = k == 0 ? first : rows[k % 2];
+        const OperandRows &now = rows[k % 2];
         float s[1][2][4], d[1][2][4];
-        if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], tiles, step, k + 1);
+        UNROLL
+        for (int nt = 0; nt < 2 && k + 1 < PARTS; nt++)
+            backward90_rows(rows[(k + 1) % 2][nt], tiles, step, 2 * (k + 1) + nt);
         for_each_element(s, [&](Element at) {
             s[0][at.nt][at.e] = c.s[2 * k + at.nt][at.e];
             d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
@@ -413,8 +480,8 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
-    if (row0 < warp_key + 15 || (call.first && warp_key < first_key(call, work.b, row0 + P::STREAM - 1))) {
-        const uint32_t visible = visible_elements<P::NT>({warp_key, row0, work.b}, call);
+    if (row0 < warp_key + 15 || (call.first && warp_key < first_key(call, work().b, row0 + P::STREAM - 1))) {
+        const uint32_t visible = visible_elements<P::NT>({warp_key, row0, work().b}, call);
         UNROLL
         for (int k = 0; k < PARTS; k++) {
             hide_elements(c.w[k], visible >> 8 * k);
@@ -443,7 +510,7 @@ DEVICE void backward90_share(const Backward90Tiles<HS> &tiles, int dz_step, int 
 
 // Issues dV and dK.
 template <int HS>
-DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, int step) {
+DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step) {
     const int offset = step % Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS>;
     wgmma_fence();
     issue_by_columns(c.dv[0], c.w, tiles.dout + offset);
@@ -453,12 +520,11 @@ DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Til
 
 // Issues the consumer's columns of dq, from `dz`, which has both consumers' rows.
 template <int HS>
-DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const Backward90Tiles<HS> &tiles,
-                                     const char *dz) {
+DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const char *keys, const char *dz) {
     typedef Backward90Plan P;
     constexpr int ROW = key_panel<HS> * sizeof(bf16);
     const uint64_t a = matrix_descriptor(dz, 0, 8 * PANEL_ROW, SWIZZLE_128),
-                   b = matrix_descriptor(tiles.k + consumer() * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
+                   b = matrix_descriptor(keys + consumer() * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
     wgmma_fence();
     UNROLL
     for (int k = 0; k < P::OWN / 16; k++)
@@ -468,13 +534,14 @@ DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const Ba
 }
 
 template <int HS>
-DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, int step) {
+DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, unsigned step) {
     return tiles.dz + step % dz_stages<HS> * DZ_BYTES;
 }
 
 // Stores a step's dq for backward90_add(), which must not see it yet.
 template <int HS>
-DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4], int step) {
+DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4],
+                                unsigned step) {
     ring_wait_empty(tiles.barriers->dq, step);
     float4 *to = tiles.dq + step % dq_stages<HS> * dq_pieces<HS> + consumer() * (dq_pieces<HS> / 2) + threadIdx.x % 128;
     UNROLL
@@ -482,84 +549,122 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
 }
 
-// With a condition around a matmul, ptxas would not overlap any. So the first step computes a dq that nobody uses, from
-// the values in place of a dz, and the last one issues its own scores once more.
-template <int HS, int PHI, int POST>
-DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
-                               const Backward90Work &work) {
-    typedef Backward90Plan P;
-    constexpr bool LATE = shares_late<HS>;
-    // `work` is in shared memory, from which loads are slow while matmuls read it. It is copied if registers suffice.
-    auto read_span = [&] {
-        const int key0 = work.tile * P::OWN;
-        return Backward90Span{work.steps, key0, key0 + work.count * P::STREAM};
-    };
-    const Backward90Span copy = read_span();
-    auto span = [&] {
-        if constexpr (HS <= 64) return copy;
-        else return read_span();
-    };
-    Backward90Consumer<HS> c;
-    float dq[key_panel<HS> / 8][4];
-    OperandRows first;
-    auto scores_of = [&](int step) {
-        ring_wait_full(tiles.barriers->queries, step);
-        if (reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
-    };
-    backward90_begin(c, tiles);
-    int row0 = span().key0;    // the queries before these keys see none of them
-    if (scores_ahead<HS>) {
-        scores_of(0);
-        backward90_issue_scores(c, tiles, 0);
-    }
-    UNROLL_NOT
-    for (int step = 0; step < span().steps; step++) {
-        const int next = step + 1 < span().steps ? step + 1 : step;
-        if (!scores_ahead<HS>) {
-            scores_of(step);
-            backward90_issue_scores(c, tiles, step);
-        }
-        backward90_weigh<HS, PHI, POST>(c, tiles, work, step, span, row0, first, call);
-        if (scores_ahead<HS>) scores_of(next);
-        backward90_issue_keys(c, tiles, step);
-        backward90_share(tiles, step, LATE && step >= 2 ? step - 2 : -1);
-        if (step > 0) ring_wait_full(tiles.barriers->dz, step - 1);
-        backward90_issue_queries<HS>(dq, tiles, step > 0 ? dz_of(tiles, step - 1) : tiles.v);
-        if constexpr (scores_ahead<HS>) {
-            backward90_issue_scores(c, tiles, next);
-            wgmma_wait<1>(c.dv[0], c.dk[0], dq);
-        } else {
-            wgmma_wait<0>(c.dv[0], c.dk[0], dq);
-        }
-        ring_release(tiles.barriers->queries, step);
-        if (step > 0) {
-            if (dz_stages<HS> < 4) ring_release(tiles.barriers->dz, step - 1);
-            backward90_store_dq<HS>(tiles, dq, step - 1);
-            if (!LATE) backward90_share(tiles, -1, step - 1);
-        }
-        row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
-    }
-    const int steps = span().steps;
-    if (LATE && steps >= 2) backward90_share(tiles, -1, steps - 2);
-    ring_wait_full(tiles.barriers->dz, steps - 1);
-    backward90_issue_queries<HS>(dq, tiles, dz_of(tiles, steps - 1));
-    wgmma_wait<0>(c.s, c.d, dq);
-    backward90_store_dq<HS>(tiles, dq, steps - 1);
-    backward90_share(tiles, -1, steps - 1);
-
+// Stores dk and dv.
+template <int HS>
+DEVICE void backward90_end(Backward90Consumer<HS> &c, const FlashCall<bf16> &call, const Backward90Work &work) {
     const float by[2] = {1, 1};
-    const int key = span().key0 + warp_row(), rows = call.T - key;
+    const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
     if (call.rope.cosines) undo_rope<HS>(c.dk, by, key, call);
     store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by);
     store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
+    __syncwarp();    // all lanes have read `work`
+}
+
+// All blocks of keys, one after the other. The last step's dq of one is computed in the first step of the next, whose
+// scores are computed while dk and dv are stored.
+//
+// With a condition around a matmul, ptxas would not overlap any. So the very first step computes a dq that nobody uses,
+// its own, and the last step of each block issues its own scores once more.
+template <int HS, int PHI, int POST>
+DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call) {
+    typedef Backward90Plan P;
+    constexpr bool LATE = shares_late<HS>;
+    Backward90Barriers<HS> &barriers = *tiles.barriers;
+    Backward90Consumer<HS> c;
+    float dq[key_panel<HS> / 8][4];
+    FlashRow first[2];
+    unsigned step = 0, block = 0;
+    auto work = [&]() -> const Backward90Work & { return tiles.work[block % WORK_STAGES]; };
+    unsigned begin = 0;
+    auto read_span = [&] {
+        const int key0 = work().tile * P::OWN;
+        return Backward90Span{key0, key0 + work().count * P::STREAM, begin + work().steps};
+    };
+    Backward90Span copy;
+    auto span = [&] {
+        if constexpr (copies_span<HS, PHI, POST>) return copy;
+        else return read_span();
+    };
+    auto scores_of = [&](unsigned step) {
+        ring_wait_full(barriers.queries, step);
+        if (reads_rows_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
+        if (scores_ahead<HS>) backward90_issue_scores(c, tiles, step);
+    };
+    auto last_dq = [&] {
+        if (LATE && step >= 2) backward90_share(tiles, -1, step - 2);
+        ring_wait_full(barriers.dz, step - 1);
+        backward90_issue_queries<HS>(dq, keys_of(tiles, block), dz_of(tiles, step - 1));
+        wgmma_wait<0>(dq);
+        backward90_store_dq<HS>(tiles, dq, step - 1);
+        backward90_share(tiles, -1, step - 1);
+    };
+    ring_wait_full(barriers.work, block);
+    if (work().steps == 0) return;
+    backward90_begin(c, tiles, block);
+    if (scores_ahead<HS>) scores_of(step);
+    for (;;) {
+        set_zero(c.dk);
+        set_zero(c.dv);
+        begin = step;
+        copy = read_span();
+        int row0 = span().key0;    // the queries before these keys see none of them
+        UNROLL_NOT
+        for (; step < span().steps_end; step++) {
+            const unsigned next = step + (step + 1 < span().steps_end);
+            if (!scores_ahead<HS>) {
+                scores_of(step);
+                backward90_issue_scores(c, tiles, step);
+            }
+            backward90_weigh<HS, PHI, POST>(c, tiles, work, step, span, row0, first, call);
+            if (scores_ahead<HS>) {
+                ring_wait_full(barriers.queries, next);
+                if (reads_rows_ahead<HS, POST>) backward90_rows(first, tiles, next, 0);
+            }
+            backward90_issue_keys(c, tiles, step);
+            backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
+            const unsigned late = step - (step > 0);
+            ring_wait_full(barriers.dz, late);
+            backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late));
+            if constexpr (scores_ahead<HS>) {
+                backward90_issue_scores(c, tiles, next);
+                wgmma_wait<1>(c.dv[0], c.dk[0], dq);
+            } else {
+                wgmma_wait<0>(c.dv[0], c.dk[0], dq);
+            }
+            ring_release(barriers.queries, step, next > step);
+            if (step > 0) {
+                if (dz_stages<HS> < 4) ring_release(barriers.dz, step - 1);
+                backward90_store_dq<HS>(tiles, dq, step - 1);
+                if (!LATE) backward90_share(tiles, -1, step - 1);
+            }
+            if (step == begin) ring_release(barriers.k, block - 1, block > 0);
+            row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
+        }
+        if (scores_ahead<HS>) wgmma_wait<0>(c.s, c.d);
+        ring_release(barriers.queries, step - 1);
+        if constexpr (backward90_loops<HS>) ring_wait_full(barriers.work, block + 1);
+        if (!backward90_loops<HS> || tiles.work[(block + 1) % WORK_STAGES].steps == 0) {
+            last_dq();
+            backward90_end(c, call, work());
+            return;
+        }
+        block++;
+        backward90_begin(c, tiles, block);
+        scores_of(step);
+        block = anew((int)block);
+        backward90_end(c, call, tiles.work[(block - 1) % WORK_STAGES]);
+        ring_release(barriers.work, block - 1);
+    }
 }
 
 template <int HS>
 DEVICE void backward90_init(Backward90Barriers<HS> &barriers) {
     enum { WARPS = 4 * Backward90Plan::CONSUMERS };
-    mbarrier_init(&barriers.own, 1);
+    ring_init(barriers.work, 1, WARPS + 1 + dq_adders<HS>);    // backward90_load_rows(), backward90_add()
+    ring_init(barriers.k, 1, WARPS);
+    ring_init(barriers.v, 1, WARPS);
     ring_init(barriers.queries, 2, WARPS);    // backward90_load() and backward90_load_rows()
     ring_init(barriers.dz, WARPS, WARPS);
     ring_init(barriers.dq, WARPS, 1);
@@ -574,23 +679,24 @@ KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
     if (!hopper_here()) return;
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Backward90Barriers<HS>, barriers, 1);
-    SHARED_ARRAY(Backward90Work, shared_work, 1);
-    const Backward90Tiles<HS> tiles = backward90_tiles<HS>(memory, barriers);
-    if (threadIdx.x == 0) {
-        backward90_init(*barriers);
-        *shared_work = backward90_work(call, call.any_order ? blockIdx.x : atomicAdd(call.turns, 1u));
-    }
+    SHARED_ARRAY(Backward90Work, works, WORK_STAGES);
+    const Backward90Tiles<HS> tiles = backward90_tiles<HS>(memory, barriers, works);
+    if (threadIdx.x == 0) backward90_init(*barriers);
     __syncthreads();
-    const Backward90Work &work = *shared_work;
     if (threadIdx.x / 128 == P::CONSUMERS) {
+        unsigned step = 0;
         setmaxnreg_dec<P::PRODUCER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 3) backward90_load_rows(tiles, work, call);
-        else if (threadIdx.x % 32 == 0 && warp == 2) backward90_load(tiles, maps, work, call);
-        else if (threadIdx.x % 32 == 0 && warp < dq_adders<HS>) backward90_add(tiles, work, call, warp);
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        if (warp == 3) {
+            for_each_block(tiles, lane, [&](auto work) { backward90_load_rows(tiles, work, step, call, lane); });
+        } else if (lane == 0 && warp == 2) {
+            backward90_load(tiles, maps, call);
+        } else if (lane == 0 && warp < dq_adders<HS>) {
+            for_each_block(tiles, lane, [&](auto work) { backward90_add(tiles, work(), step, call, warp); });
+        }
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
-        backward90_compute<HS, PHI, POST>(tiles, call, work);
+        backward90_compute<HS, PHI, POST>(tiles, call);
     }
 }
 
@@ -649,14 +755,17 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::OWN, key_panel<HS>, key_swizzle<HS>);
     rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, P::OWN);
     rows_map(&maps.dout, call.dout, call.VS, call.NH, call.T, call.B, P::STREAM);
+    // The number that is drawn next, then whose turn it is.
+    const size_t counters = 1 + (call.any_order ? 0 : heads * query_tiles);
+    CUDA_CHECK(cudaMemsetAsync(call.turns, 0, counters * sizeof(unsigned), stream));
     if (call.any_order) {
         const size_t bytes = (size_t)heads * query_tiles * dq_pieces<HS> * sizeof(float4);
         CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, bytes, stream));
-    } else {
-        CUDA_CHECK(cudaMemsetAsync(call.turns, 0, (1 + heads * query_tiles) * sizeof(unsigned), stream));
     }
-    launch(flash90_backward_kernel<HS, PHI, POST>, dim3(key_tiles * call.B * call.NKV), dim3(P::THREADS),
-           backward90_shared<HS>, stream, call, maps);
+    const unsigned all = key_tiles * call.B * call.NKV, processors = (unsigned)processors_of_device(),
+                   blocks = backward90_loops<HS> && processors < all ? processors : all;
+    launch(flash90_backward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), backward90_shared<HS>, stream, call,
+           maps);
     launch(flash90_dq_kernel<HS>, dim3(query_tiles, heads), dim3(128), 0, stream, call, unit<bf16, PHI>);
 }
 #endif

@@ -414,13 +414,6 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
     }
 }
 
-static inline int processors_of_device(void) {
-    int device, processors;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    return processors;
-}
-
 template <int HS, int PHI, int POST>
 void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     typedef Forward90Plan<HS> P;
