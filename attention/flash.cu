@@ -352,8 +352,8 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
     }
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
-    launch(flash_rows_kernel<X>, dim3((call.T - 1) / (ROW_THREADS / ROW_LANES) + 1, call.B * call.NH),
-           dim3(ROW_THREADS), 0, stream, call, pass.in_unit);
+    launch(flash_rows_kernel<X>, dim3((call.T - 1) / ROW_THREADS + 1, call.B * call.NH), dim3(ROW_THREADS), 0, stream,
+           call, pass.in_unit);
     pass.backward(call, stream);
     scalar_gradients(d.scalars, call, shape, pass.in_unit, scratch, stream);
 }

@@ -1,7 +1,8 @@
 // The forward kernel of flash90.cuh. flash.cuh's header has the formulas.
 //
 // A consumer's step: from the scores of tile j it computes weights, while O += W V of tile j - 1 runs; then it issues
-// the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile.
+// the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile. With the last O += W V of
+// a block of rows it issues the first scores of the next, which run while O is stored.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_FORWARD_CUH
@@ -48,6 +49,10 @@ struct Forward90Work {
 // while it finishes the one before. Otherwise, for lack of registers, it computes one.
 template <int HS, int POST>
 constexpr bool forward90_loops = HS <= 64 && POST < FLASH_REWEIGHT;
+
+// Are its first scores then issued before the one before it is stored? If registers suffice.
+template <int HS, int PHI, int POST>
+constexpr bool forward90_ahead = forward90_loops<HS, POST> && POST < FLASH_RECENTER_L1 && PHI != PHI_EXPM1;
 
 // Which block of rows: those of a head come in pairs, the longest with the shortest and so on, so that without
 // documents all pairs take nearly the same time. A block of the grid takes every gridDim.x-th pair, and neighbors share
@@ -228,19 +233,34 @@ DEVICE void forward90_issue_output(Consumer90<HS> &c, const Forward90Tiles<HS> &
     wgmma_commit();
 }
 
-template <int HS, int POST>
+// later: have scores been issued since then?
+template <int HS, int POST, bool later = false>
 DEVICE void forward90_wait_output(Consumer90<HS> &c) {
-    if constexpr (keeps_along<POST, HS>) wgmma_wait<0>(c.own.sum[0], c.along_sum);
-    else wgmma_wait<0>(c.own.sum[0]);
+    if constexpr (keeps_along<POST, HS>) wgmma_wait<later>(c.own.sum[0], c.along_sum);
+    else wgmma_wait<later>(c.own.sum[0]);
 }
 
-// The scores of the step-th tile of keys, with no matmul beside them.
+// Waits for the queries of a block of rows. relative: see forward_negates()
 template <int HS>
-DEVICE void forward90_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
+DEVICE void forward90_queries(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
+                              const QueryBlock &at, int step, bool relative) {
+    char *const q = own_stage_of<HS>(tiles.q, step);
+    c.q = q + c.warpgroup * panel_bytes<64>;
+    ring_wait_full(tiles.barriers->q, step);
+    if (relative) forward90_negate<HS>(q, forward_negates<1>(call, at, true), c.warpgroup);
+}
+
+// Issues the scores of the step-th tile of keys, with no matmul beside them.
+template <int HS>
+DEVICE void forward90_start_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
     ring_wait_full(tiles.barriers->k, step);
     turn_wait(c.warpgroup);
     forward90_issue_scores(c, tiles, step);
     turn_pass(c.warpgroup);
+}
+
+template <int HS>
+DEVICE void forward90_wait_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
     wgmma_wait<0>(c.s[0]);
     ring_release(tiles.barriers->k, step);
 }
@@ -255,7 +275,19 @@ DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Ke
     const Chunk chunk = {at.warp_row, (keys.first + tile) * P::STREAM, at.b};
     static_assert((int)P::OWN == (int)P::STREAM, "one tile of keys is on the diagonal");
     uint32_t (*along)[4] = keeps_along<POST, HS> ? c.along : NULL;
-    if (tile == keys.count - 1 || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15))) {
+    const bool diagonal = tile == keys.count - 1;
+    if (!keeps_along<POST, HS> && diagonal && at.warp_row + 15 < chunk.other + P::STREAM / 2) {
+        // The rows see none of the second half.
+        enum { HALF_NT = P::NT / 2 };
+        forward_weigh<true, bf16, PHI, POST, forward90_divides<PHI>>((float (&)[1][HALF_NT][4])c.s, c.own.row, c.by,
+                                                                     chunk, sweep, call, along, between);
+        UNROLL
+        for (int nt = HALF_NT; nt < P::NT; nt++) {
+            UNROLL
+            for (int e = 0; e < 4; e++) c.s[0][nt][e] = 0;
+        }
+        after();
+    } else if (diagonal || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15))) {
         forward_weigh<true, bf16, PHI, POST, forward90_divides<PHI>>(c.s, c.own.row, c.by, chunk, sweep, call, along,
                                                                      between);
         after();
@@ -307,27 +339,25 @@ DEVICE void forward90_store_along(Consumer90<HS> &c, const FlashCall<bf16> &call
                (float (&)[1][HS / 8][4]) c.along_sum, one);
 }
 
-// A block of rows. more: does this consumer compute another one after it?
+// A block of rows, whose first scores have been issued if forward90_ahead. more: is there a `next` one?
 template <int HS, int PHI, int POST>
 DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
-                              const QueryBlock &at, Forward90Passed &passed, bool more) {
+                              const QueryBlock &at, Forward90Passed &passed, const QueryBlock &next, bool more) {
+    constexpr bool AHEAD = forward90_ahead<HS, PHI, POST>;
     const ForwardSweep last = forward_sweep<bf16, PHI, POST>(call, true);
     const Forward90Keys keys = forward90_keys<HS>(call, at);
-    char *const q = own_stage_of<HS>(tiles.q, passed.q);
-    bool negative;
     int &k = passed.k, &v = passed.v, tile = 0;
-    c.q = q + c.warpgroup * panel_bytes<64>;
     c.by[0] = c.by[1] = 1;
-    forward_begin<PHI, POST>(c.own, &negative, call, at, last.relative);
+    forward_begin<PHI, POST>(c.own, call, at, last.relative);
     if constexpr (keeps_along<POST, HS>) set_zero((float (&)[1][HS / 8][4]) c.along_sum);
-    ring_wait_full(tiles.barriers->q, passed.q);
-    if (last.relative) forward90_negate<HS>(q, negative, c.warpgroup);
+    if constexpr (!AHEAD) forward90_queries(c, tiles, call, at, passed.q, last.relative);
 
     if constexpr (POST >= FLASH_RECENTER_L1) {
         const ForwardSweep first = forward_sweep<bf16, PHI, POST>(call, false);
         UNROLL_NOT
         for (; tile < keys.count; tile++, k++) {
-            forward90_scores(c, tiles, k);
+            forward90_start_scores(c, tiles, k);
+            forward90_wait_scores(c, tiles, k);
             forward90_weigh<PHI, POST>(c, at, keys, tile, first, call, [] {}, [] {});
         }
         tile = 0;
@@ -337,9 +367,10 @@ DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles
                                              place_of(call, at.b, at.h, at.warp_row + 8 * r + lane_row()), first);
     }
 
-    // The last tile is separate because nothing follows it: with a condition around a matmul, ptxas would not overlap
-    // any.
-    forward90_scores(c, tiles, k++);
+    // The last tile is separate because nothing, or another block's tile, follows it: with a condition around a matmul,
+    // ptxas would not overlap any.
+    if constexpr (!AHEAD) forward90_start_scores(c, tiles, k);
+    forward90_wait_scores(c, tiles, k++);
     ring_wait_full(tiles.barriers->v, v);
     UNROLL_NOT
     for (; tile < keys.count - 1; tile++, k++, v++) {
@@ -354,14 +385,18 @@ DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles
         ring_release(tiles.barriers->k, k);
     }
     ring_release(tiles.barriers->q, passed.q++);
+    if (AHEAD && more) forward90_queries(c, tiles, call, next, passed.q, last.relative);
     forward90_weights<PHI, POST>(c, tiles, at, keys, tile, v, last, call);
+    if (AHEAD && more) ring_wait_full(tiles.barriers->k, k);
     turn_wait(c.warpgroup);
     forward90_issue_output<HS, POST>(c, tiles, v);
+    if constexpr (AHEAD) forward90_issue_scores(c, tiles, more ? k : k - 1);    // once more, if there is no other block
     if (more || c.warpgroup == 0) turn_pass(c.warpgroup);
-    forward90_wait_output<HS, POST>(c);
+    forward90_wait_output<HS, POST, AHEAD>(c);
     ring_release(tiles.barriers->v, v++);
     if constexpr (keeps_along<POST, HS>) forward90_store_along(c, call, at);
     forward_store<PHI, POST>(c.own, call, at, last.is_signed);
+    if (AHEAD && !more) wgmma_wait<0>(c.s[0]);
 }
 
 // registers: at most 168 (flash90_forward_kernel)
@@ -402,14 +437,20 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
         c.warpgroup = threadIdx.x / 128;
         if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
         if constexpr (forward90_loops<HS, POST>) {
+            QueryBlock next = forward90_block<HS>(work, call, place);
+            if constexpr (forward90_ahead<HS, PHI, POST>) {
+                forward90_queries(c, tiles, call, next, 0, forward_sweep<bf16, PHI, POST>(call, true).relative);
+                forward90_start_scores(c, tiles, 0);
+            }
             for (bool more = true; more;) {
-                const QueryBlock at = forward90_block<HS>(work, call, place);
+                const QueryBlock at = next;
                 more = forward90_next(place, work);
-                forward90_compute<HS, PHI, POST>(c, tiles, call, at, passed, more);
+                if (more) next = forward90_block<HS>(work, call, place);
+                forward90_compute<HS, PHI, POST>(c, tiles, call, at, passed, next, more);
             }
         } else {
-            forward90_compute<HS, PHI, POST>(
-                c, tiles, call, forward90_block<HS>(work, call, blockIdx.x / work.blocks, block), passed, false);
+            const QueryBlock at = forward90_block<HS>(work, call, blockIdx.x / work.blocks, block);
+            forward90_compute<HS, PHI, POST>(c, tiles, call, at, passed, at, false);
         }
     }
 }

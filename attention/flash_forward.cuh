@@ -79,8 +79,8 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
 
     X *q_tile = shared, *warp_q = q_tile + (threadIdx.x / 32) * (16 * P::TILES * STEP);
     ForwardWarp<X, HS, PHI, POST> own;
-    bool negative;
-    forward_begin<PHI, POST>(own, &negative, call, at, last.relative);
+    const bool negative = forward_negates<P::TILES>(call, at, last.relative);
+    forward_begin<PHI, POST>(own, call, at, last.relative);
     own.q.tile = warp_q;
     const X *q = head_at(call, call.q, at.b, at.h) + at.row0 * call.q.row;
     tile_load<P::OWN, HS, P::THREADS>(q_tile, TileSource<X>{q, call.q.row, call.T - at.row0, call.HS});

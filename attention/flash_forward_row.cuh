@@ -265,15 +265,25 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
 // ---------------------------------------------------------------------------------------------------------------------
 // The start and the end of a row
 
-// Computes the warp's rows, one per lane, and hands them to the lanes that own them. With `relative`, a row whose scale
-// is negative has it negated (and the caller negates its query), so that the largest score has the largest z.
+// The row that a lane computes for its warp.
+template <int TILES, class X>
+DEVICE RowPlace forward_row_of_lane(const FlashCall<X> &call, QueryBlock block) {
+    return place_of(call, block.b, block.h, block.warp_row + threadIdx.x % 32 % (16 * TILES));
+}
+
+// With `relative`, a row whose scale is negative has it negated, and its query, so that the largest score has the
+// largest z. Is that the lane's row?
+template <int TILES, class X>
+DEVICE bool forward_negates(const FlashCall<X> &call, QueryBlock block, bool relative) {
+    return relative && row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
+}
+
+// Computes the warp's rows, one per lane, and hands them to the lanes that own them.
 template <int PHI, int POST, class X, int HS, int TILES>
-DEVICE void forward_begin(ForwardRows<HS, TILES> &own, bool *negative, const FlashCall<X> &call, QueryBlock block,
-                          bool relative) {
-    const int phi = phi_of<PHI>(call), lane = threadIdx.x % 32;
-    RowPlace at = place_of(call, block.b, block.h, block.warp_row + lane % (16 * TILES));
+DEVICE void forward_begin(ForwardRows<HS, TILES> &own, const FlashCall<X> &call, QueryBlock block, bool relative) {
+    const int phi = phi_of<PHI>(call);
+    RowPlace at = forward_row_of_lane<TILES>(call, block);
     float scale = row_scale(call.scale, at) * unit<X, PHI>, offset = row_offset(call.offset, at), bias = offset;
-    *negative = relative && scale < 0;
     if (relative) {
         scale = fabsf(scale);
         bias = offset - least_maximum(phi, call.norm, at);

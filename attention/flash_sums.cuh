@@ -38,8 +38,9 @@ DEVICE Four<X> load_four(const X *p) {
     return *(const Four<X> *)p;
 }
 
-// registers: at most 48 (flash_segments_kernel, flash_rows_kernel, flash_scalars_kernel)
+// registers: at most 48 (flash_segments_kernel, flash_scalars_kernel)
 // registers: at most 64 (flash_prefix_kernel)
+// registers: at most 72 (flash_rows_kernel)
 // registers: at most 56 (flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
 
@@ -145,47 +146,57 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     return row;
 }
 
-enum { ROW_LANES = 8, ROW_THREADS = 256 };    // of flash_rows_kernel: lanes per row, and threads
+enum { ROW_LANES = 8, ROW_THREADS = 128 };    // of flash_rows_kernel: lanes that read a row, and threads
 
-// blockIdx.y is the sequence and head.
+// blockIdx.y is the sequence and head. A warp has 32 rows: ROW_LANES lanes read one of them at a time, but each lane
+// computes one.
 template <class X>
 KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
-    const int lane = threadIdx.x % ROW_LANES, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH,
-              row = blockIdx.x * (ROW_THREADS / ROW_LANES) + threadIdx.x / ROW_LANES;
-    const bool there = row < call.T;
-    const int t = there ? row : call.T - 1;    // stay in range; the lane still takes part in the shuffles
-    const size_t i = (size_t)blockIdx.y * call.T + t;
-    const X *dout_row = head_at(call, call.dout, b, h) + t * call.dout.row;
-    const X *out_row = head_at(call, call.out, b, h) + t * call.out.row;
-    size_t prefix = (((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T + t) * call.VS;
-    float D = 0, along = 0;
-    for (int c = lane * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
-        Pack<X> dout, out;
-        unpack_16(dout, load_16(dout_row + c));
-        unpack_16(out, load_16(out_row + c));
-        UNROLL
-        for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
-        if (call.rest) {
-            unpack_16(out, load_16(call.rest + i * call.VS + c));
+    enum { AT_ONCE = 32 / ROW_LANES };
+    const int lane = threadIdx.x % 32, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH,
+              first = blockIdx.x * ROW_THREADS + threadIdx.x / 32 * 32,
+              own = first + lane % ROW_LANES * AT_ONCE + lane / ROW_LANES;
+    const size_t rows = (size_t)blockIdx.y * call.T,
+                 prefixes = ((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T;
+    const X *dout = head_at(call, call.dout, b, h), *out = head_at(call, call.out, b, h);
+    float own_D = 0, own_along = 0;
+    UNROLL
+    for (int i = 0; i < ROW_LANES; i++) {
+        const int row = first + i * AT_ONCE + lane / ROW_LANES,
+                  t = row < call.T ? row : call.T - 1;    // stay in range; the lane still takes part in the shuffles
+        float D = 0, along = 0;
+        for (int c = lane % ROW_LANES * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
+            Pack<X> x, y;
+            unpack_16(x, load_16(dout + t * call.dout.row + c));
+            unpack_16(y, load_16(out + t * call.out.row + c));
             UNROLL
-            for (int e = 0; e < Pack<X>::size; e++) D += dout.x[e] * out.x[e];
-        }
-        if (call.along) {
-            unpack_16(out, load_16(call.along + i * call.VS + c));
+            for (int e = 0; e < Pack<X>::size; e++) D += x.x[e] * y.x[e];
+            if (call.rest) {
+                unpack_16(y, load_16(call.rest + (rows + t) * call.VS + c));
+                UNROLL
+                for (int e = 0; e < Pack<X>::size; e++) D += x.x[e] * y.x[e];
+            }
+            if (call.along) {
+                unpack_16(y, load_16(call.along + (rows + t) * call.VS + c));
+                UNROLL
+                for (int e = 0; e < Pack<X>::size; e++) along += x.x[e] * y.x[e];
+            }
+            if (!call.prefix) continue;
             UNROLL
-            for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * out.x[e];
+            for (int e = 0; e < Pack<X>::size; e++) along += x.x[e] * call.prefix[(prefixes + t) * call.VS + c + e];
         }
-        if (!call.prefix) continue;
-        UNROLL
-        for (int e = 0; e < Pack<X>::size; e++) along += dout.x[e] * call.prefix[prefix + c + e];
+        for (int step = ROW_LANES / 2; step > 0; step /= 2) {
+            D += __shfl_xor_sync(0xFFFFFFFFu, D, step);
+            along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
+        }
+        if (i != lane % ROW_LANES) continue;
+        own_D = D;
+        own_along = along;
     }
-    for (int step = ROW_LANES / 2; step > 0; step /= 2) {
-        D += __shfl_xor_sync(0xFFFFFFFFu, D, step);
-        along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
-    }
-    if (there && lane == 0)
-        call.rows[i] = backward_row(call, place_of(call, b, h, t), *(const float4 *)(call.stats + i * FLASH_STATS), D,
-                                    along, in_unit);
+    if (own < call.T)
+        call.rows[rows + own] =
+            backward_row(call, place_of(call, b, h, own), *(const float4 *)(call.stats + (rows + own) * FLASH_STATS),
+                         own_D, own_along, in_unit);
 }
 
 // The gradients of the scalars take two stages: each block writes partial sums over a fixed number of rows or heads,
