@@ -14,8 +14,8 @@
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of one or two warps. By
 // default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order in
 // which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
-// is. Blocks have numbers, which are drawn, so that each waits only for blocks that have started. flash90_dq_kernel then
-// scales and rounds the sums.
+// is. Blocks have numbers, which are drawn, so that each waits only for blocks that have started. flash90_dq_kernel
+// then scales and rounds the sums.
 //
 // With a head size of at most 64, there are as many blocks of the grid as SMs, and each draws one block of keys after
 // the other: it loads the next while it finishes the one before.
@@ -89,12 +89,13 @@ struct Backward90Maps {
 };
 
 // A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
-// h_end - 1, from `first` on, which makes `steps` in all. 0 steps: there is no block with this number.
+// h_end - 1, from `first` on. A block needs two steps, so if that is only one, another one follows, whose rows are
+// zeros; with it there are `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
 struct Backward90Work {
-    int b, kv, tile, h, h_end, first, count, steps;
+    int b, kv, tile, h, h_end, steps_h_end, first, count, steps;
 };
 
-// Blocks of a single step need 3: dq of a step is handed over two steps later, and only then is its block done.
+// With blocks of two steps, 2 would not do: dq is handed over two steps late, and only then is its block done.
 enum { WORK_STAGES = 4 };
 
 template <int HS>
@@ -183,7 +184,11 @@ DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int 
         else least = middle + 1;
     }
     work.count = end - work.first;
-    work.steps = work.count * (work.h_end - work.h);
+    work.steps = work.count * (anew(call.NH) / anew(call.NKV));    // divided again, for lack of registers
+    work.steps_h_end = work.h_end;
+    if (work.steps > 1) return;
+    work.steps++;
+    work.steps_h_end++;
 }
 
 // The tile after `at`, of the same or the next query head.
@@ -227,7 +232,7 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
         load_rows<P::OWN, HS>(tiles.v, v_full, &maps.v, 0, work.kv, work.tile * P::OWN, work.b);
         QueryTile at = {work.h, work.first};
         UNROLL_NOT
-        for (; at.h < work.h_end; step++, next_tile(at, work)) {
+        for (; at.h < work.steps_h_end; step++, next_tile(at, work)) {
             Mbarrier *full = &ring.full[step % P::STAGES];
             const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
             ring_wait_empty(ring, step);
@@ -247,13 +252,13 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
     auto &ring = tiles.barriers->queries;
     QueryTile at = {work().h, work().first};
     UNROLL_NOT
-    for (; at.h < work().h_end; step++, next_tile(at, work())) {
+    for (; at.h < work().steps_h_end; step++, next_tile(at, work())) {
         UNROLL
         for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
             const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
             const float4 *from = (const float4 *)(call.rows + (size_t)(work().b * call.NH + at.h) * call.T + row);
             float4 halves[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
-            if (row < call.T) {
+            if (row < call.T && at.h < work().h_end) {
                 halves[0] = from[0];
                 halves[1] = from[1];
             }
@@ -279,8 +284,13 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
     const int row_tiles = (call.T - 1) / P::STREAM + 1;
     QueryTile at = {work.h, work.first};
     UNROLL_NOT
-    for (; at.h < work.h_end; step++, next_tile(at, work)) {
+    for (; at.h < work.steps_h_end; step++, next_tile(at, work)) {
         if (step % dq_adders<HS> != (unsigned)adder) continue;
+        if (at.h == work.h_end) {    // nothing to add
+            ring_wait_full(ring, step);
+            mbarrier_arrive(&ring.empty[step % dq_stages<HS>]);
+            continue;
+        }
         const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
         const float4 *from = tiles.dq + step % dq_stages<HS> * dq_pieces<HS>;
         float *to = call.dq_sums + tile * (P::STREAM * HS);
@@ -425,49 +435,40 @@ DEVICE void hide_elements(uint32_t (&a)[4], uint32_t visible) {
 // The rows of the lane's columns of an operand, 16 queries.
 typedef FlashRow OperandRows[2][2];
 
-// 8 of them, from the eighth-th on.
 template <int HS>
-DEVICE void backward90_rows(FlashRow (&rows)[2], const Backward90Tiles<HS> &tiles, unsigned step, int eighth) {
+DEVICE void backward90_rows(OperandRows &rows, const Backward90Tiles<HS> &tiles, unsigned step, int k) {
     typedef Backward90Plan P;
-    rows_of_lane(rows, tiles.rows + step % P::STAGES * ROW_PIECES, 8 * eighth, P::STREAM);
+    UNROLL
+    for (int nt = 0; nt < 2; nt++)
+        rows_of_lane(rows[nt], tiles.rows + step % P::STAGES * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
 }
 
-// A block's first key, the query after those of its first head that see its keys, and the step after its last.
+// A block's sequence, its first key, and the query after those of its first head that see its keys.
 struct Backward90Span {
-    int key0, end;
-    unsigned steps_end;
+    int b, key0, end;
 };
 
-// Are the first 8 read a step ahead, and is what a step needs of Backward90Work copied? Shared memory is slow to load
-// from while matmuls read it. In other cases there are too few registers.
+// Are those of the first operand read a step ahead? In other cases there are too few registers.
 template <int HS, int POST>
-constexpr bool reads_rows_ahead = HS <= 64 && POST == FLASH_PLAIN;
-
-template <int HS, int PHI, int POST>
-constexpr bool copies_span = HS <= 64 && POST != FLASH_REWEIGHT && PHI != PHI_MISH && PHI != PHI_RELU6;
+constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
-// backward90_share() follows. Rows are read ahead. work(), span(): the block's   first: the first rows, if they are read
-// a step ahead
-template <int HS, int PHI, int POST, class Work, class Span>
-DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, Work work, unsigned step,
-                             Span span, int row0, const FlashRow (&first)[2], const FlashCall<bf16> &call) {
+// backward90_share() follows. Rows are read ahead. span(): the block's Backward90Span   first: the rows of the first
+// operand
+template <int HS, int PHI, int POST, class Span>
+DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step, Span span,
+                             int row0, OperandRows &first, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
     enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
     OperandRows rows[2];
     uint32_t dz[PARTS][4];
-    if (!reads_rows_ahead<HS, POST>) backward90_rows(rows[0][0], tiles, step, 0);
-    else
-        for (int i = 0; i < 2; i++) rows[0][0][i] = first[i];
-    backward90_rows(rows[0][1], tiles, step, 1);
+    if (!reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
     wgmma_wait<0>(c.s, c.d);
     UNROLL
     for (int k = 0; k < PARTS; k++) {
-        const OperandRows &now = rows[k % 2];
+        const OperandRows &now = k == 0 ? first : rows[k % 2];
         float s[1][2][4], d[1][2][4];
-        UNROLL
-        for (int nt = 0; nt < 2 && k + 1 < PARTS; nt++)
-            backward90_rows(rows[(k + 1) % 2][nt], tiles, step, 2 * (k + 1) + nt);
+        if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], tiles, step, k + 1);
         for_each_element(s, [&](Element at) {
             s[0][at.nt][at.e] = c.s[2 * k + at.nt][at.e];
             d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
@@ -480,8 +481,8 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
-    if (row0 < warp_key + 15 || (call.first && warp_key < first_key(call, work().b, row0 + P::STREAM - 1))) {
-        const uint32_t visible = visible_elements<P::NT>({warp_key, row0, work().b}, call);
+    if (row0 < warp_key + 15 || (call.first && warp_key < first_key(call, span().b, row0 + P::STREAM - 1))) {
+        const uint32_t visible = visible_elements<P::NT>({warp_key, row0, span().b}, call);
         UNROLL
         for (int k = 0; k < PARTS; k++) {
             hide_elements(c.w[k], visible >> 8 * k);
@@ -551,7 +552,7 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
 
 // Stores dk and dv.
 template <int HS>
-DEVICE void backward90_end(Backward90Consumer<HS> &c, const FlashCall<bf16> &call, const Backward90Work &work) {
+DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
     const float by[2] = {1, 1};
     const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
@@ -562,11 +563,12 @@ DEVICE void backward90_end(Backward90Consumer<HS> &c, const FlashCall<bf16> &cal
     __syncwarp();    // all lanes have read `work`
 }
 
-// All blocks of keys, one after the other. The last step's dq of one is computed in the first step of the next, whose
-// scores are computed while dk and dv are stored.
+// All blocks of keys, one after the other. With the first step of a block, the last dq of the one before is computed;
+// with the last step, the first scores of the next.
 //
 // With a condition around a matmul, ptxas would not overlap any. So the very first step computes a dq that nobody uses,
-// its own, and the last step of each block issues its own scores once more.
+// its own, and the very last one issues its own scores once more. And with a loop around the loop over steps, ptxas
+// would no longer see that all lanes are in the same step.
 template <int HS, int PHI, int POST>
 DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
@@ -574,89 +576,84 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     Backward90Barriers<HS> &barriers = *tiles.barriers;
     Backward90Consumer<HS> c;
     float dq[key_panel<HS> / 8][4];
-    FlashRow first[2];
-    unsigned step = 0, block = 0;
-    auto work = [&]() -> const Backward90Work & { return tiles.work[block % WORK_STAGES]; };
-    unsigned begin = 0;
+    OperandRows first;
+    unsigned block = 0, begin = 0, end, step = 0;    // the block, its first step, the step after its last, and the step
+    int row0;                                        // the step's first query
+    // Shared memory is slow to load from while matmuls read it. So what a step needs is copied if registers suffice.
     auto read_span = [&] {
-        const int key0 = work().tile * P::OWN;
-        return Backward90Span{key0, key0 + work().count * P::STREAM, begin + work().steps};
+        const Backward90Work &work = tiles.work[block % WORK_STAGES];
+        const int key0 = work.tile * P::OWN;
+        return Backward90Span{work.b, key0, key0 + work.count * P::STREAM};
     };
     Backward90Span copy;
     auto span = [&] {
-        if constexpr (copies_span<HS, PHI, POST>) return copy;
+        if constexpr (HS <= 64) return copy;
         else return read_span();
     };
-    auto scores_of = [&](unsigned step) {
-        ring_wait_full(barriers.queries, step);
-        if (reads_rows_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
-        if (scores_ahead<HS>) backward90_issue_scores(c, tiles, step);
-    };
-    auto last_dq = [&] {
-        if (LATE && step >= 2) backward90_share(tiles, -1, step - 2);
-        ring_wait_full(barriers.dz, step - 1);
-        backward90_issue_queries<HS>(dq, keys_of(tiles, block), dz_of(tiles, step - 1));
-        wgmma_wait<0>(dq);
-        backward90_store_dq<HS>(tiles, dq, step - 1);
-        backward90_share(tiles, -1, step - 1);
-    };
-    ring_wait_full(barriers.work, block);
-    if (work().steps == 0) return;
-    backward90_begin(c, tiles, block);
-    if (scores_ahead<HS>) scores_of(step);
-    for (;;) {
+    auto start_block = [&](unsigned step) {
         set_zero(c.dk);
         set_zero(c.dv);
-        begin = step;
         copy = read_span();
-        int row0 = span().key0;    // the queries before these keys see none of them
-        UNROLL_NOT
-        for (; step < span().steps_end; step++) {
-            const unsigned next = step + (step + 1 < span().steps_end);
-            if (!scores_ahead<HS>) {
-                scores_of(step);
-                backward90_issue_scores(c, tiles, step);
-            }
-            backward90_weigh<HS, PHI, POST>(c, tiles, work, step, span, row0, first, call);
-            if (scores_ahead<HS>) {
-                ring_wait_full(barriers.queries, next);
-                if (reads_rows_ahead<HS, POST>) backward90_rows(first, tiles, next, 0);
-            }
-            backward90_issue_keys(c, tiles, step);
-            backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
-            const unsigned late = step - (step > 0);
-            ring_wait_full(barriers.dz, late);
-            backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late));
-            if constexpr (scores_ahead<HS>) {
-                backward90_issue_scores(c, tiles, next);
-                wgmma_wait<1>(c.dv[0], c.dk[0], dq);
-            } else {
-                wgmma_wait<0>(c.dv[0], c.dk[0], dq);
-            }
-            ring_release(barriers.queries, step, next > step);
-            if (step > 0) {
-                if (dz_stages<HS> < 4) ring_release(barriers.dz, step - 1);
-                backward90_store_dq<HS>(tiles, dq, step - 1);
-                if (!LATE) backward90_share(tiles, -1, step - 1);
-            }
-            if (step == begin) ring_release(barriers.k, block - 1, block > 0);
-            row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
-        }
-        if (scores_ahead<HS>) wgmma_wait<0>(c.s, c.d);
-        ring_release(barriers.queries, step - 1);
-        if constexpr (backward90_loops<HS>) ring_wait_full(barriers.work, block + 1);
-        if (!backward90_loops<HS> || tiles.work[(block + 1) % WORK_STAGES].steps == 0) {
-            last_dq();
-            backward90_end(c, call, work());
-            return;
-        }
-        block++;
-        backward90_begin(c, tiles, block);
-        scores_of(step);
-        block = anew((int)block);
-        backward90_end(c, call, tiles.work[(block - 1) % WORK_STAGES]);
-        ring_release(barriers.work, block - 1);
+        begin = step;
+        end = step + tiles.work[block % WORK_STAGES].steps;
+        row0 = span().key0;    // the queries before these keys see none of them
+    };
+    auto wait_queries = [&](unsigned step) {
+        ring_wait_full(barriers.queries, step);
+        if (reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
+    };
+    if (work_of(tiles, 0).steps == 0) return;
+    start_block(0);
+    backward90_begin(c, tiles, 0);
+    if (scores_ahead<HS>) {
+        wait_queries(0);
+        backward90_issue_scores(c, tiles, 0);
     }
+    UNROLL_NOT
+    for (;; step++) {
+        const bool ends = step + 1 == end;
+        bool more = !ends;
+        if (!scores_ahead<HS>) {
+            wait_queries(step);
+            backward90_issue_scores(c, tiles, step);
+        }
+        backward90_weigh<HS, PHI, POST>(c, tiles, step, span, row0, first, call);
+        if (backward90_loops<HS> && ends) more = work_of(tiles, block + 1).steps > 0;
+        if (scores_ahead<HS>) wait_queries(step + more);
+        backward90_issue_keys(c, tiles, step);
+        backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
+        const unsigned late = step - (step > 0);
+        ring_wait_full(barriers.dz, late);
+        backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late));
+        if constexpr (scores_ahead<HS>) {
+            if (ends && more) backward90_begin(c, tiles, block + 1);
+            backward90_issue_scores(c, tiles, step + more);
+            wgmma_wait<1>(c.dv[0], c.dk[0], dq);
+        } else {
+            wgmma_wait<0>(c.dv[0], c.dk[0], dq);
+        }
+        ring_release(barriers.queries, step, more);
+        if (step > 0) {
+            if (dz_stages<HS> < 4) ring_release(barriers.dz, step - 1);
+            backward90_store_dq<HS>(tiles, dq, step - 1);
+            if (!LATE) backward90_share(tiles, -1, step - 1);
+        }
+        if (step == begin) ring_release(barriers.k, block - 1, block > 0);
+        row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
+        if (!ends) continue;
+        if (!more) break;
+        backward90_end(c, tiles.work[block % WORK_STAGES], call);
+        ring_release(barriers.work, block++);
+        start_block(step + 1);
+    }
+    wgmma_wait<0>(c.s, c.d);
+    if (LATE && step > 0) backward90_share(tiles, -1, step - 1);
+    ring_wait_full(barriers.dz, step);
+    backward90_issue_queries<HS>(dq, keys_of(tiles, block), dz_of(tiles, step));
+    wgmma_wait<0>(dq);
+    backward90_store_dq<HS>(tiles, dq, step);
+    backward90_share(tiles, -1, step);
+    backward90_end(c, tiles.work[block % WORK_STAGES], call);
 }
 
 template <int HS>
