@@ -94,6 +94,12 @@ DEVICE void ring_release(Ring<STAGES> &ring, unsigned step, bool holds = true) {
     if (threadIdx.x % 32 == 0 && holds) mbarrier_arrive(&ring.empty[step % STAGES]);
 }
 
+// The number of the thread's warpgroup. After a shuffle ptxas knows that all lanes have the same, and computes what
+// follows from it, such as the descriptors of tiles, once for a warp.
+DEVICE int warpgroup() {
+    return __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Matmuls of a warpgroup. They are issued, not complete: see cuda/hopper.cuh
 

@@ -353,14 +353,10 @@ struct Backward90Consumer {
     float s[NT][4], d[NT][4];                // scores; dO · v
     uint32_t w[NT / 2][4], dz[NT / 2][4];    // weights and c dz as left operands
     uint32_t k[KEPT][4], v[KEPT][4];         // left operands
+    int number;                              // the consumer's
 };
 
-// The consumer's number, and the first of its warp's keys among the block's. Recomputed where they are needed, so that
-// they occupy no registers.
-DEVICE int consumer() {
-    return anew(threadIdx.x) / 128;
-}
-
+// The first of the warp's keys among the block's. Recomputed where it is needed, so that it occupies no registers.
 DEVICE int warp_row() {
     return anew(threadIdx.x) / 32 * 16;
 }
@@ -400,8 +396,8 @@ DEVICE void backward90_issue_scores(Backward90Consumer<HS> &c, const Backward90T
         issue_by_rows(c.s, c.k, tiles.q + offset);
         issue_by_rows(c.d, c.v, tiles.dout + offset);
     } else {
-        issue_by_rows<P::OWN, HS>(c.s, tiles.k + consumer() * panel_bytes<64>, tiles.q + offset);
-        issue_by_rows<P::OWN, HS>(c.d, tiles.v + consumer() * panel_bytes<64>, tiles.dout + offset);
+        issue_by_rows<P::OWN, HS>(c.s, tiles.k + c.number * panel_bytes<64>, tiles.q + offset);
+        issue_by_rows<P::OWN, HS>(c.d, tiles.v + c.number * panel_bytes<64>, tiles.dout + offset);
     }
     wgmma_commit();
 }
@@ -521,11 +517,12 @@ DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Til
 
 // Issues the consumer's columns of dq, from `dz`, which has both consumers' rows.
 template <int HS>
-DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const char *keys, const char *dz) {
+DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const char *keys, const char *dz,
+                                     int consumer) {
     typedef Backward90Plan P;
     constexpr int ROW = key_panel<HS> * sizeof(bf16);
     const uint64_t a = matrix_descriptor(dz, 0, 8 * PANEL_ROW, SWIZZLE_128),
-                   b = matrix_descriptor(keys + consumer() * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
+                   b = matrix_descriptor(keys + consumer * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
     wgmma_fence();
     UNROLL
     for (int k = 0; k < P::OWN / 16; k++)
@@ -542,9 +539,9 @@ DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, unsigned step) {
 // Stores a step's dq for backward90_add(), which must not see it yet.
 template <int HS>
 DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4],
-                                unsigned step) {
+                                unsigned step, int consumer) {
     ring_wait_empty(tiles.barriers->dq, step);
-    float4 *to = tiles.dq + step % dq_stages<HS> * dq_pieces<HS> + consumer() * (dq_pieces<HS> / 2) + threadIdx.x % 128;
+    float4 *to = tiles.dq + step % dq_stages<HS> * dq_pieces<HS> + consumer * (dq_pieces<HS> / 2) + threadIdx.x % 128;
     UNROLL
     for (int nt = 0; nt < key_panel<HS> / 8; nt++)
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
@@ -602,6 +599,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         ring_wait_full(barriers.queries, step);
         if (reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
     };
+    c.number = warpgroup();
     if (work_of(tiles, 0).steps == 0) return;
     start_block(0);
     backward90_begin(c, tiles, 0);
@@ -624,7 +622,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
         const unsigned late = step - (step > 0);
         ring_wait_full(barriers.dz, late);
-        backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late));
+        backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late), c.number);
         if constexpr (scores_ahead<HS>) {
             if (ends && more) backward90_begin(c, tiles, block + 1);
             backward90_issue_scores(c, tiles, step + more);
@@ -635,7 +633,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         ring_release(barriers.queries, step, more);
         if (step > 0) {
             if (dz_stages<HS> < 4) ring_release(barriers.dz, step - 1);
-            backward90_store_dq<HS>(tiles, dq, step - 1);
+            backward90_store_dq<HS>(tiles, dq, step - 1, c.number);
             if (!LATE) backward90_share(tiles, -1, step - 1);
         }
         if (step == begin) ring_release(barriers.k, block - 1, block > 0);
@@ -649,9 +647,9 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     wgmma_wait<0>(c.s, c.d);
     if (LATE && step > 0) backward90_share(tiles, -1, step - 1);
     ring_wait_full(barriers.dz, step);
-    backward90_issue_queries<HS>(dq, keys_of(tiles, block), dz_of(tiles, step));
+    backward90_issue_queries<HS>(dq, keys_of(tiles, block), dz_of(tiles, step), c.number);
     wgmma_wait<0>(dq);
-    backward90_store_dq<HS>(tiles, dq, step);
+    backward90_store_dq<HS>(tiles, dq, step, c.number);
     backward90_share(tiles, -1, step);
     backward90_end(c, tiles.work[block % WORK_STAGES], call);
 }

@@ -434,7 +434,7 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
         Consumer90<HS> c;
-        c.warpgroup = threadIdx.x / 128;
+        c.warpgroup = warpgroup();
         if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
         if constexpr (forward90_loops<HS, POST>) {
             QueryBlock next = forward90_block<HS>(work, call, place);
