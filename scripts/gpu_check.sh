@@ -627,7 +627,7 @@ part_tests() {
     conclude_all
     has_module torch && has_module pytest || { lacks "PyTorch or pytest" "attention is not tested"; return 1; }
     check "attention, a selection" 25 180 test_attention 0
-    [ $dry = 1 ] || check "attention, every normalizer" 45 300 test_attention 1
+    [ $dry = 1 ] || check "attention, every normalizer" 25 300 test_attention 1
 }
 
 # Attention's kernels for compute capability 9.0, before everything that uses them: if they hang, each check would take

@@ -36,7 +36,7 @@ CASES = ("forward", "evaluation", "prefill")
 LENGTH, PROMPT = 10240, 8000
 SEQUENCES = {"bf16": 400, "fp32": 40}     # some seconds of evaluation on one H100
 PROMPTS = {"bf16": 400, "fp32": 40}
-NEED = 25                                 # seconds that must be left to start a case
+NEED = 15                                 # seconds that must be left to start a case
 
 
 def words_of(options, case, dtype):
