@@ -9,7 +9,8 @@ Nothing here is measured. Time is counted in steps of a block, a tile of 128 key
 long. A block starts when a multiprocessor is free and draws the next number, and takes START steps more than its tiles.
 An addition to dq takes LATENCY steps, and then the next block in the order of sums may add to the same queries. ADDERS
 warps take turns with the additions, and each ends one before it starts its next. Consumers are up to BUFFERS tiles of
-dq ahead of the additions. These are the numbers for a head size of 64.
+dq ahead of the additions. These are the numbers for a head size of 64. START is from when each block of keys had a
+block of the grid; now a multiprocessor loads the next one while it finishes one, which hides part of it.
 
 L2 and DRAM are not modeled: the more heads the blocks of one moment belong to, the less of q, dout and the sums is in
 L2.

@@ -167,21 +167,27 @@ def measure(call, HS):
 # The kernels for compute capability 9.0: the threads of which one warp each is followed, a computing one first, and
 # the warps that do the same as it.
 KERNELS90 = {"forward": {0: 8, 256: 1}, "backward": {0: 8, 256: 1, 288: 1, 320: 1, 352: 1}}
+DRAWS = 320         # of the backward kernel's threads
 FLOPS = {"forward": 4, "backward": 10}
 
 
 def traces90(kernel, name, call, tiles):
     """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
-    (heads, parts, first, blocks) has one block of rows, which sees that many tiles. A block of the backward kernel
-    draws its number from a counter, and thread 0 stores in shared memory what the block does."""
+    (heads, parts, first, blocks) has one block of rows, which sees that many tiles. In the backward kernel, DRAWS draws
+    a block of keys that as many see, then a number beyond the last, and stores for the others in shared memory what
+    these are."""
     work = struct.pack("<5i", 1, 1, tiles - 1, 1, 1) if name == "forward" else b""
     arguments = bytes.fromhex(call["call"]) + work
     arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
-    grid, found = (1 if name == "forward" else T // 128 * B * NH, 1, 1), []
-    for thread in KERNELS90[name]:
-        found.append(Trace(kernel, arguments, (0, 0, 0), grid, 384, thread, found[0].shared if found else (),
-                           tiles - 1))
-    return found
+    all_blocks = T // 128 * B * NH
+
+    def trace(thread, **keys):
+        return Trace(kernel, arguments, (0, 0, 0), (1 if name == "forward" else all_blocks, 1, 1), 384, thread, **keys)
+
+    if name == "forward":
+        return [trace(thread) for thread in KERNELS90[name]]
+    draws = trace(DRAWS, drawn=(tiles - 1, all_blocks))
+    return [draws if thread == DRAWS else trace(thread, shared=draws.shared) for thread in KERNELS90[name]]
 
 
 def clocks90(name, HS, sweeps, counts):

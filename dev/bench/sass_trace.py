@@ -7,8 +7,9 @@ on something unknown (the slow path of a division, for example), we assume that 
 subroutine, and otherwise that it falls through. `Trace.assumed` lists these branches.
 
 Of shared memory, what the followed lane itself has stored is known, and what `shared` contains: the shared memory of
-the trace of another thread, which stored it before a barrier. Stores of other lanes are not seen. `drawn` is what
-atomic operations on global memory return, such as the number that a block draws from a counter.
+the trace of another thread, which stored it before a barrier. Stores of other lanes are not seen. `drawn` lists what
+atomic operations on global memory return, one after the other, such as the numbers that a block draws from a counter;
+after the last, their results are unknown.
 
 An instruction whose predicate is false is still issued, and therefore counted. All lanes are assumed to take the same
 path.
@@ -19,7 +20,7 @@ from collections import Counter
 
 MASK = 0xFFFFFFFF
 UNIFORM = ("UIADD3", "UIMAD", "UMOV", "USEL", "USHF", "ULEA", "ULOP3", "UISETP", "UPLOP3", "ULDC", "UIABS", "UVIMNMX",
-           "UVIADD")
+           "UVIADD", "UFLO", "UPOPC")
 CONVERSIONS = ("F2F", "F2I", "I2F", "FRND")
 CONTROL = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BSSY", "BSYNC", "BREAK", "BAR", "DEPBAR", "LDGDEPBAR", "NOP",
            "BMOV", "YIELD", "ENDCOLLECTIVE", "WARPSYNC")
@@ -151,14 +152,15 @@ class Trace:
 
     PARAMETERS = 0x210          # of sm_90
 
-    def __init__(self, kernel, parameters, block, grid, threads, thread=0, shared=(), drawn=None, most=3_000_000):
+    def __init__(self, kernel, parameters, block, grid, threads, thread=0, shared=(), drawn=(), most=3_000_000):
         self.kernel, self.registers, self.partial, self.predicates = kernel, {}, {}, {}
-        self.shared, self.drawn = dict(shared), drawn       # {address: 32 bits}
+        self.shared, self.drawn = dict(shared), list(drawn)     # {address: 32 bits}
         bank = bytearray(self.PARAMETERS) + parameters
         struct.pack_into("<6I", bank, 0, threads, 1, 1, *grid)
         self.bank = bytes(bank)
         self.special = {"SR_TID.X": thread, "SR_TID.Y": 0, "SR_TID.Z": 0, "SR_CTAID.X": block[0],
-                        "SR_CTAID.Y": block[1], "SR_CTAID.Z": block[2], "SR_LANEID": thread % 32, "SR_CgaCtaId": 0}
+                        "SR_CTAID.Y": block[1], "SR_CTAID.Z": block[2], "SR_LANEID": thread % 32,
+                        "SR_LTMASK": (1 << thread % 32) - 1, "SR_CgaCtaId": 0}
         self.issued, self.opcodes, self.assumed = Counter(), Counter(), Counter()
         self.work = Counter()       # of wgmma and shared memory; see work_of()
         self.run(most)
@@ -412,7 +414,33 @@ class Trace:
 
     def do_ATOMG(self, i, o, flags):
         self.forget(i)
-        self.set(o[1], self.drawn)
+        self.set(o[1], self.drawn.pop(0) if self.drawn else None)
+
+    # All lanes agree. But an atomic addition is one for all active lanes: the last of them adds the sum, and each lane
+    # takes its share. The followed lane does that as if it were the only one.
+
+    def do_VOTE(self, i, o, flags):
+        agreed = self.predicate(o[-1])
+        self.forget(i)
+        if len(o) == 2 and re.fullmatch(r"U?P\w", o[0]):
+            self.set_predicate(o[0], agreed)
+        elif "ANY" in flags and o[1:] in (["PT", "PT"], ["UPT", "PT"]):
+            self.set(o[0], 1 << self.special["SR_LANEID"])
+
+    do_VOTEU = do_VOTE
+
+    def do_SHFL(self, i, o, flags):
+        x = self.value(o[2]) if "IDX" in flags and self.value(o[3]) == self.special["SR_LANEID"] else None
+        self.forget(i)
+        self.set(o[1], x)
+
+    def do_FLO(self, i, o, flags):
+        x = self.value(o[1])
+        self.set(o[0], x.bit_length() - 1 & MASK if x is not None and flags == ["U32"] else None)
+
+    def do_POPC(self, i, o, flags):
+        x = self.value(o[1])
+        self.set(o[0], None if x is None else x.bit_count())
 
     @staticmethod
     def carried(o):

@@ -114,11 +114,47 @@ def test_shared_memory_that_thread_0_fills(tmp_path):
         return trace, trace.opcodes["MUFU.EX2"], trace.opcodes["MUFU.LG2"]
 
     for drawn in (0, 6, 7):
-        first, *counts = special(thread=0, drawn=drawn)
+        first, *counts = special(thread=0, drawn=[drawn])
         assert counts == [drawn + 1, 3 * drawn] and not first.assumed
         second, *counts = special(thread=32, shared=first.shared)
         assert counts == [drawn + 1, 3 * drawn] and not second.assumed
     assert special(thread=32)[0].assumed                    # nothing is known
+
+
+# Thread 32 draws numbers until one is beyond the last, and stores what follows from each.
+DRAWING_TOY = r"""
+__global__ void drawing_toy(float *out, unsigned *drawn, int numbers) {
+    __shared__ int work[4];
+    if (threadIdx.x == 32) {
+#pragma unroll 1
+        for (int i = 0, number = 0; number < numbers; i++) {
+            number = atomicAdd(drawn, 1u);
+            work[i % 4] = number < numbers ? number : 0;
+        }
+    }
+    __syncthreads();
+    float x = out[threadIdx.x];
+#pragma unroll 1
+    for (int i = 0; work[i % 4] > 0; i++)
+#pragma unroll 1
+        for (int j = 0; j < work[i % 4]; j++) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    out[threadIdx.x] = x;
+}
+"""
+
+
+def test_numbers_drawn_in_a_loop(tmp_path):
+    source = tmp_path / "drawing_toy.cu"
+    source.write_text(DRAWING_TOY)
+    kernel = next(iter(sass.disassemble(source).values()))
+
+    def trace(**keys):
+        return sass_trace.Trace(kernel, struct.pack("<QQi", 1 << 32, 1 << 33, 8), (0, 0, 0), (9, 1, 1), 64, **keys)
+
+    for drawn in ([8], [3, 9], [5, 2, 7, 8]):
+        draws = trace(thread=32, drawn=drawn)
+        assert draws.drawn == [] and not draws.assumed
+        assert draws.opcodes["MUFU.EX2"] == trace(shared=draws.shared).opcodes["MUFU.EX2"] == sum(drawn[:-1])
 
 
 @pytest.mark.parametrize("line, work", (
@@ -174,7 +210,7 @@ def test_the_documented_counts_of_softmax(softmax, kernel):
 # 8 for dQ.
 WGMMA90 = {"forward": 12, "backward": 2 * (4 * 4 + 8)}
 TENSOR90 = {"forward": 1024, "backward": 2560}
-CAPS90 = {"forward": 480, "backward": 1185}
+CAPS90 = {"forward": 480, "backward": 1222}
 SHARED90 = {"forward": 960, "backward": 4195}               # clocks
 
 
@@ -191,7 +227,7 @@ def test_the_kernels_for_compute_capability_90(softmax90, kernel):
     assert row["HMMA"] == WGMMA90[kernel] and row["tensor"] == TENSOR90[kernel]
     assert 64 <= row["MUFU"] <= 68
     assert row["issued"] <= CAPS90[kernel] and row["shared"] <= SHARED90[kernel]
-    assert row["issue"] < max(row["special"], row["tensor"])
+    assert row["issue"] < max(row["special"], row["tensor"], row["shared"])
     page = (sass.ROOT / "doc/kernels.md").read_text()
     assert sass.table90([row], kernel).splitlines()[-1] in page
 
@@ -199,8 +235,8 @@ def test_the_kernels_for_compute_capability_90(softmax90, kernel):
 # Special functions and the most instructions, forward, then backward. A score takes one special function, and a second
 # where a division or a density takes the place of a polynomial: for half of sigmoid's scores forward, all of mish's,
 # and all backward. lssar takes an exp and a logarithm for each.
-OTHERS90 = {"sigmoid-l1": (96, 750, 128, 1650), "gelu-l1": (64, 1042, 128, 2335), "mish-l1": (128, 977, 128, 2016),
-            "lssar": (130, 2132, 128, 2531)}
+OTHERS90 = {"sigmoid-l1": (96, 750, 128, 1707), "gelu-l1": (64, 1042, 128, 2390), "mish-l1": (128, 977, 128, 2066),
+            "lssar": (130, 2132, 128, 2573)}
 
 
 @pytest.fixture(scope="module")
