@@ -1,8 +1,8 @@
 // The forward kernel of flash90.cuh. flash.cuh's header has the formulas.
 //
 // A consumer's step: from the scores of tile j it computes weights, while O += W V of tile j - 1 runs; then it issues
-// the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile. With the last O += W V of
-// a block of rows it issues the first scores of the next, which run while O is stored.
+// the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile. Together with the last
+// O += W V of a block of rows it issues the first scores of the next block, which run while O is stored.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_FORWARD_CUH

@@ -210,7 +210,7 @@ def test_the_documented_counts_of_softmax(softmax, kernel):
 # 8 for dQ.
 WGMMA90 = {"forward": 12, "backward": 2 * (4 * 4 + 8)}
 TENSOR90 = {"forward": 1024, "backward": 2560}
-CAPS90 = {"forward": 480, "backward": 1222}
+CAPS90 = {"forward": 450, "backward": 1150}
 SHARED90 = {"forward": 960, "backward": 4195}               # clocks
 
 
@@ -227,7 +227,7 @@ def test_the_kernels_for_compute_capability_90(softmax90, kernel):
     assert row["HMMA"] == WGMMA90[kernel] and row["tensor"] == TENSOR90[kernel]
     assert 64 <= row["MUFU"] <= 68
     assert row["issued"] <= CAPS90[kernel] and row["shared"] <= SHARED90[kernel]
-    assert row["issue"] < max(row["special"], row["tensor"], row["shared"])
+    assert row["issue"] < max(row["special"], row["tensor"])
     page = (sass.ROOT / "doc/kernels.md").read_text()
     assert sass.table90([row], kernel).splitlines()[-1] in page
 
@@ -235,8 +235,8 @@ def test_the_kernels_for_compute_capability_90(softmax90, kernel):
 # Special functions and the most instructions, forward, then backward. A score takes one special function, and a second
 # where a division or a density takes the place of a polynomial: for half of sigmoid's scores forward, all of mish's,
 # and all backward. lssar takes an exp and a logarithm for each.
-OTHERS90 = {"sigmoid-l1": (96, 750, 128, 1707), "gelu-l1": (64, 1042, 128, 2390), "mish-l1": (128, 977, 128, 2066),
-            "lssar": (130, 2132, 128, 2573)}
+OTHERS90 = {"sigmoid-l1": (96, 720, 128, 1620), "gelu-l1": (64, 1011, 128, 2303), "mish-l1": (128, 946, 128, 1982),
+            "lssar": (130, 2118, 128, 2489)}
 
 
 @pytest.fixture(scope="module")
