@@ -400,6 +400,7 @@ KINDS = list(on_both([
          Case("softmax", BF16, 150, 64, B=1, NH=4, NKV=2), Case("softmax", BF16, 150, 64, B=2, NH=1, documents=True),
          Case("softmax", BF16, 65, 128, 192, B=1, NH=1),
          Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1),
+        Case("softmax+qk=l2+scale=const:-7", BF16, 300, 64, B=1),    # a block of the grid computes several of rows
          Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
          Case("lssar", BF16, 130, 48, B=1, NH=1), Case("softmax-recentered-l1+phi=gelu", BF16, 65, 48, B=1, NH=1),
          Case("ssmax-bias", FLOAT, 65, 48, B=1), Case("ssmax-pn", FLOAT, 33, 48, B=2),
