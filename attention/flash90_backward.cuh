@@ -89,8 +89,9 @@ struct Backward90Maps {
 };
 
 // A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
-// h_end - 1, from `first` on. A block needs two steps, so if that is only one, another one follows, whose rows are
-// zeros; with it there are `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
+// h_end - 1, from `first` on. In a loop over blocks, each needs two steps: the last one waits for K of the next block,
+// whose buffer is free after the first. So a single step is followed by another one, of zeros. With it, there are
+// `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
 struct Backward90Work {
     int b, kv, tile, h, h_end, steps_h_end, first, count, steps;
 };
@@ -162,7 +163,7 @@ struct QueryTile {
 };
 
 // Stores in `work` what the block with this number is.
-template <class X>
+template <int HS, class X>
 DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int number) {
     typedef Backward90Plan P;
     const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), head = number / tiles, at = number % tiles,
@@ -186,7 +187,7 @@ DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int 
     work.count = end - work.first;
     work.steps = work.count * (anew(call.NH) / anew(call.NKV));    // divided again, for lack of registers
     work.steps_h_end = work.h_end;
-    if (work.steps > 1) return;
+    if (work.steps > 1 || !backward90_loops<HS>) return;
     work.steps++;
     work.steps_h_end++;
 }
@@ -220,7 +221,7 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
     for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
         ring_wait_empty(barriers.work, block);
         Backward90Work &work = tiles.work[block % WORK_STAGES];
-        backward90_work(work, call, (int)atomicAdd(call.turns, 1u));
+        backward90_work<HS>(work, call, (int)atomicAdd(call.turns, 1u));
         mbarrier_arrive(&barriers.work.full[block % WORK_STAGES]);
         if (work.steps == 0) return;
         Mbarrier *k_full = &barriers.k.full[block % key_stages<HS>], *v_full = &barriers.v.full[0];
@@ -237,8 +238,9 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
             const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
             ring_wait_empty(ring, step);
             mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
-            load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, at.h, at.tile * P::STREAM, work.b);
-            load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, 0, at.h, at.tile * P::STREAM, work.b);
+            const int h = at.h < work.h_end ? at.h : call.NH;    // TMA fills what is outside with zeros
+            load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, h, at.tile * P::STREAM, work.b);
+            load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, 0, h, at.tile * P::STREAM, work.b);
         }
     }
 }

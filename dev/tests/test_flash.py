@@ -383,12 +383,15 @@ def test_values_match_the_formula(flash, case):
                                   "softpick", "softpick+norm=n"))
 @pytest.mark.parametrize("capability", (90, 80))
 def test_a_nan_is_not_lost(flash, attn, dtype, capability):
-    """A NaN in a query makes its own row of the output NaN, and no other row."""
+    """A NaN in a query makes its own row of the output NaN, and no other row; no gradient of another head is NaN."""
     case = Case(attn, dtype, 33, 48, B=1, capability=capability)
     x, scalars = inputs(case)
     x["q"][0, 20, 1, 7] = float("nan")
-    out = by_flash(flash, case, x, scalars, finite=False)["out"]
+    got = by_flash(flash, case, x, scalars, finite=False)
+    out = got["out"]
     assert out[0, 20, 1].isnan().all() and out.isnan().sum() == case.values
+    assert got["dk"][0, :, 1].isnan().any()
+    assert not any(got[name][0, :, 0].isnan().any() for name in ("dq", "dk", "dv"))
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)
