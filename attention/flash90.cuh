@@ -127,10 +127,11 @@ DEVICE void issue_by_rows(float (&s)[NT][4], const uint32_t (&own)[KT][4], const
     }
 }
 
-// sum (64,HS) += p (64,16 KT) · a tile (16 KT,HS)
+// sum (64,8 CT) += p (64,16 KT) · a tile (16 KT,8 CT), of whose panels each is `apart` bytes after the one before.
 template <int CT, int KT>
-DEVICE void issue_by_columns(float (&sum)[CT][4], const uint32_t (&p)[KT][4], const char *tile) {
-    const uint64_t b = matrix_descriptor(tile, panel_bytes<16 * KT>, 8 * PANEL_ROW, SWIZZLE_128);
+DEVICE void issue_by_columns(float (&sum)[CT][4], const uint32_t (&p)[KT][4], const char *tile,
+                             unsigned apart = panel_bytes<16 * KT>) {
+    const uint64_t b = matrix_descriptor(tile, apart, 8 * PANEL_ROW, SWIZZLE_128);
     UNROLL
     for (int k = 0; k < KT; k++) wgmma<MN_MAJOR>(sum, p[k], matrix_descriptor_plus(b, k * 16 * PANEL_ROW), true);
 }

@@ -4,6 +4,10 @@
 // the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile. Together with the last
 // O += W V of a block of rows it issues the first scores of the next block, which run while O is stored.
 //
+// With heads of at most 64, the matmul of O = W V also sums the weights, where those are not negative: its right operand
+// is a tile of values followed by 8 columns of ones. That rounds the weights as for O, so that they add up to 1, and
+// spares an addition for each of them, and where they had to be rounded first, that too.
+//
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_FORWARD_CUH
 #define ATTENTION_FLASH90_FORWARD_CUH
@@ -13,10 +17,18 @@
 
 // mish issues so many other instructions that its special functions have time for all divisions.
 template <int PHI>
-constexpr Divides forward90_divides = PHI == PHI_MISH ? ALWAYS : HALF;
+constexpr Divides forward90_divides = PHI == PHI_MISH ? ALWAYS : SHARED;
 
 template <int POST, int HS>
 constexpr bool keeps_along = flash90_keeps_along(POST, HS);
+
+// Does the matmul sum the weights that it multiplies with v?
+template <int HS, int PHI, int POST>
+constexpr bool sums_by_matmul = HS <= 64 && (POST < FLASH_RECENTER_L1 ? !phi_signed(PHI) : POST == FLASH_REWEIGHT);
+
+// The columns of ones after those of v.
+template <int HS, int PHI, int POST>
+constexpr int ones_columns = sums_by_matmul<HS, PHI, POST> ? 8 : 0;
 
 // A block: CONSUMERS warpgroups own 64 rows each, and the keys come in tiles of STREAM rows through STAGES buffers.
 template <int HS>
@@ -125,13 +137,18 @@ struct Forward90Passed {
 
 template <int HS>
 struct Forward90Tiles {
-    char *q, *k, *v;
+    char *q, *k, *v, *ones;
     Forward90Barriers<HS> *barriers;
 };
 
+// The ones are a panel, of which matmuls read the first columns.
+template <int HS>
+constexpr unsigned ones_bytes = HS <= 64 ? panel_bytes<Forward90Plan<HS>::STREAM> : 0;
+
 template <int HS>
 constexpr size_t forward90_shared = 1024 + Forward90Plan<HS>::OWN_STAGES * tile_bytes<Forward90Plan<HS>::OWN, HS> +
-                                    2 * Forward90Plan<HS>::STAGES * tile_bytes<Forward90Plan<HS>::STREAM, HS>;
+                                    2 * Forward90Plan<HS>::STAGES * tile_bytes<Forward90Plan<HS>::STREAM, HS> +
+                                    ones_bytes<HS>;
 
 template <int HS>
 DEVICE Forward90Tiles<HS> forward90_tiles(char *memory, Forward90Barriers<HS> *barriers) {
@@ -140,8 +157,18 @@ DEVICE Forward90Tiles<HS> forward90_tiles(char *memory, Forward90Barriers<HS> *b
     tiles.q = aligned_tile(memory);
     tiles.k = tiles.q + P::OWN_STAGES * tile_bytes<P::OWN, HS>;
     tiles.v = tiles.k + P::STAGES * tile_bytes<P::STREAM, HS>;
+    tiles.ones = tiles.v + P::STAGES * tile_bytes<P::STREAM, HS>;
     tiles.barriers = barriers;
     return tiles;
+}
+
+// Writes the ones, which matmuls read after a barrier of the block. By all threads.
+template <int HS>
+DEVICE void forward90_write_ones(const Forward90Tiles<HS> &tiles) {
+    const uint32_t pair = pack_bf16(1, 1);
+    for (unsigned i = threadIdx.x; i < ones_bytes<HS> / sizeof(uint4); i += Forward90Plan<HS>::THREADS)
+        store_shared((uint4 *)tiles.ones + i, make_uint4(pair, pair, pair, pair));
+    fence_proxy_async();
 }
 
 // The buffer of the step-th tile of queries; of keys or of values.
@@ -204,63 +231,66 @@ DEVICE void forward90_negate(char *q, bool negative, int warpgroup) {
 
 // What a consumer's warp keeps in registers: its rows, their scores or weights for a tile, the factors of the rows'
 // output so far, and the weights as operands of the matmul.
-template <int HS>
+template <int HS, int ONES>
 struct Consumer90 {
     enum { NT = Forward90Plan<HS>::NT };
-    ForwardRows<HS, 1> own;
+    ForwardRows<HS, 1, ONES> own;
     float s[1][NT][4], by[2];
     uint32_t p[NT / 2][4];
-    uint32_t along[NT / 2][4];     // if keeps_along: r^(P-1) (1 - r) as operands,
-    float along_sum[HS / 8][4];    // and their sums times v
-    const char *q;                 // the warpgroup's rows
+    uint32_t along[NT / 2][4];              // if keeps_along: r^(P-1) (1 - r) as operands,
+    float along_sum[(HS + ONES) / 8][4];    // and their sums times v
+    const char *q;                          // the warpgroup's rows
     int warpgroup;
 };
 
 // Issues the scores of the step-th tile of keys.
-template <int HS>
-DEVICE void forward90_issue_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
+template <int HS, int ONES>
+DEVICE void forward90_issue_scores(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, int step) {
     wgmma_fence();
     issue_by_rows<Forward90Plan<HS>::OWN, HS>(c.s[0], c.q, stage_of<HS>(tiles.k, step));
     wgmma_commit();
 }
 
 // Issues the weights times the step-th tile of values.
-template <int HS, int POST>
-DEVICE void forward90_issue_output(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
+template <int POST, int HS, int ONES>
+DEVICE void forward90_issue_output(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, int step) {
+    const char *v = stage_of<HS>(tiles.v, step);
+    const unsigned apart = ONES ? (unsigned)(tiles.ones - v) : panel_bytes<Forward90Plan<HS>::STREAM>;
     wgmma_fence();
-    issue_by_columns(c.own.sum[0], c.p, stage_of<HS>(tiles.v, step));
-    if constexpr (keeps_along<POST, HS>) issue_by_columns(c.along_sum, c.along, stage_of<HS>(tiles.v, step));
+    issue_by_columns(c.own.sum[0], c.p, v, apart);
+    if constexpr (keeps_along<POST, HS>) issue_by_columns(c.along_sum, c.along, v, apart);
     wgmma_commit();
 }
 
 // later: have scores been issued since then?
-template <int HS, int POST, bool later = false>
-DEVICE void forward90_wait_output(Consumer90<HS> &c) {
+template <int POST, bool later = false, int HS, int ONES>
+DEVICE void forward90_wait_output(Consumer90<HS, ONES> &c) {
     if constexpr (keeps_along<POST, HS>) wgmma_wait<later>(c.own.sum[0], c.along_sum);
     else wgmma_wait<later>(c.own.sum[0]);
 }
 
 // Waits for the queries of a block of rows. relative: see forward_negates()
-template <int HS>
-DEVICE void forward90_queries(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
+template <int HS, int ONES>
+DEVICE void forward90_queries(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
                               const QueryBlock &at, int step, bool relative) {
     char *const q = own_stage_of<HS>(tiles.q, step);
     c.q = q + c.warpgroup * panel_bytes<64>;
     ring_wait_full(tiles.barriers->q, step);
-    if (relative) forward90_negate<HS>(q, forward_negates<1>(call, at, true), c.warpgroup);
+    if (forward_may_negate(call, relative))
+        forward90_negate<HS>(q, forward_negates<1>(call, at, true), c.warpgroup);
 }
 
 // Issues the scores of the step-th tile of keys, with no matmul beside them.
-template <int HS>
-DEVICE void forward90_start_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
+template <int HS, int ONES>
+DEVICE void forward90_start_scores(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, int step) {
     ring_wait_full(tiles.barriers->k, step);
     turn_wait(c.warpgroup);
     forward90_issue_scores(c, tiles, step);
     turn_pass(c.warpgroup);
 }
 
-template <int HS>
-DEVICE void forward90_wait_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, int step) {
+template <int HS, int ONES>
+DEVICE void forward90_wait_scores(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, int step) {
     wgmma_wait<0>(c.s[0]);
     ring_release(tiles.barriers->k, step);
 }
@@ -268,10 +298,12 @@ DEVICE void forward90_wait_scores(Consumer90<HS> &c, const Forward90Tiles<HS> &t
 // From the scores of the tile-th of a block's tiles of keys to weights. Rows see all keys of tiles before the one on
 // the diagonal, unless they begin at first_key(). between: see forward_weigh   after(): called with the weights, in the
 // same straight piece of code
-template <int PHI, int POST, int HS, class Between, class After>
-DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Keys keys, int tile,
+template <int PHI, int POST, int HS, int ONES, class Between, class After>
+DEVICE void forward90_weigh(Consumer90<HS, ONES> &c, const QueryBlock &at, Forward90Keys keys, int tile,
                             const ForwardSweep &sweep, const FlashCall<bf16> &call, Between between, After after) {
     typedef Forward90Plan<HS> P;
+    constexpr Divides DIVIDES = forward90_divides<PHI>;
+    constexpr bool SUMS = !ONES;
     const Chunk chunk = {at.warp_row, (keys.first + tile) * P::STREAM, at.b};
     static_assert((int)P::OWN == (int)P::STREAM, "one tile of keys is on the diagonal");
     uint32_t (*along)[4] = keeps_along<POST, HS> ? c.along : NULL;
@@ -279,8 +311,8 @@ DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Ke
     if (!keeps_along<POST, HS> && diagonal && at.warp_row + 15 < chunk.other + P::STREAM / 2) {
         // The rows see none of the second half.
         enum { HALF_NT = P::NT / 2 };
-        forward_weigh<true, bf16, PHI, POST, forward90_divides<PHI>>((float (&)[1][HALF_NT][4])c.s, c.own.row, c.by,
-                                                                     chunk, sweep, call, along, between);
+        forward_weigh<true, bf16, PHI, POST, DIVIDES, SUMS>((float (&)[1][HALF_NT][4])c.s, c.own.row, c.by, chunk,
+                                                            sweep, call, along, between);
         UNROLL
         for (int nt = HALF_NT; nt < P::NT; nt++) {
             UNROLL
@@ -288,12 +320,10 @@ DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Ke
         }
         after();
     } else if (diagonal || (call.first && chunk.other < first_key(call, at.b, at.warp_row + 15))) {
-        forward_weigh<true, bf16, PHI, POST, forward90_divides<PHI>>(c.s, c.own.row, c.by, chunk, sweep, call, along,
-                                                                     between);
+        forward_weigh<true, bf16, PHI, POST, DIVIDES, SUMS>(c.s, c.own.row, c.by, chunk, sweep, call, along, between);
         after();
     } else {
-        forward_weigh<false, bf16, PHI, POST, forward90_divides<PHI>>(c.s, c.own.row, c.by, chunk, sweep, call, along,
-                                                                      between);
+        forward_weigh<false, bf16, PHI, POST, DIVIDES, SUMS>(c.s, c.own.row, c.by, chunk, sweep, call, along, between);
         after();
     }
 }
@@ -301,12 +331,12 @@ DEVICE void forward90_weigh(Consumer90<HS> &c, const QueryBlock &at, Forward90Ke
 // The same in the sweep that adds to the output. v: the tile's number among all tiles of values. The matmul with the
 // tile before it ends meanwhile: it is over when the rows' maxima are known (or earlier, where the weights of both
 // would need too many registers). So the output is rescaled, and weights are packed, between the exponentials.
-template <int PHI, int POST, int HS>
-DEVICE void forward90_weights(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const QueryBlock &at,
+template <int PHI, int POST, int HS, int ONES>
+DEVICE void forward90_weights(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, const QueryBlock &at,
                               Forward90Keys keys, int tile, int v, const ForwardSweep &sweep,
                               const FlashCall<bf16> &call) {
     auto output_ends = [&] {
-        forward90_wait_output<HS, POST>(c);
+        forward90_wait_output<POST>(c);
         ring_release(tiles.barriers->v, v + Forward90Plan<HS>::STAGES - 1, tile > 0);    // the buffer of tile - 1
         // For exp, whose factors are otherwise 1, without a condition, so that it runs beside the exponentials.
         if (PHI == PHI_EXP ? POST < FLASH_RECENTER_L1 : rescales<POST>(sweep)) forward_rescale(c.own.sum, c.by);
@@ -320,14 +350,26 @@ DEVICE void forward90_weights(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles
     }
 }
 
+// Takes the rows' sums of weights from the columns of ones. Each of a row's four lanes has all of the sum there, and
+// forward_ends() adds up what the four have.
+template <int POST, int HS, int ONES>
+DEVICE void forward90_take_sums(Consumer90<HS, ONES> &c) {
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        const float sum = threadIdx.x % 4 == 0 ? c.own.sum[0][HS / 8][2 * r] : 0;
+        (POST < FLASH_RECENTER_L1 ? c.own.row[r].sum : c.own.row[r].left) = sum;
+    }
+}
+
 // For the backward pass under reweight: sum_j r^(P-1) (1 - r) (v_j - out), which needs the rows' sums of w.
-template <int HS>
-DEVICE void forward90_store_along(Consumer90<HS> &c, const FlashCall<bf16> &call, QueryBlock at) {
+template <int HS, int ONES>
+DEVICE void forward90_store_along(Consumer90<HS, ONES> &c, const FlashCall<bf16> &call, QueryBlock at) {
+    static_assert(ONES > 0, "the matmul has summed both");
     const float one[2] = {1, 1};
     if (!call.along) return;
     UNROLL
     for (int r = 0; r < 2; r++) {
-        const float mean = row_sum(c.own.row[r].signs) * inverse_or_zero(row_sum(c.own.row[r].left));
+        const float mean = c.along_sum[HS / 8][2 * r] * inverse_or_zero(c.own.sum[0][HS / 8][2 * r]);
         UNROLL
         for (int n = 0; n < HS / 8; n++) {
             UNROLL
@@ -340,8 +382,8 @@ DEVICE void forward90_store_along(Consumer90<HS> &c, const FlashCall<bf16> &call
 }
 
 // A block of rows, whose first scores have been issued if forward90_ahead. more: is there a `next` one?
-template <int HS, int PHI, int POST>
-DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
+template <int PHI, int POST, int HS, int ONES>
+DEVICE void forward90_compute(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> &tiles, const FlashCall<bf16> &call,
                               const QueryBlock &at, Forward90Passed &passed, const QueryBlock &next, bool more) {
     constexpr bool AHEAD = forward90_ahead<HS, PHI, POST>;
     const ForwardSweep last = forward_sweep<bf16, PHI, POST>(call, true);
@@ -349,7 +391,7 @@ DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles
     int &k = passed.k, &v = passed.v, tile = 0;
     c.by[0] = c.by[1] = 1;
     forward_begin<PHI, POST>(c.own, call, at, last.relative);
-    if constexpr (keeps_along<POST, HS>) set_zero((float (&)[1][HS / 8][4]) c.along_sum);
+    if constexpr (keeps_along<POST, HS>) set_zero((float (&)[1][(HS + ONES) / 8][4]) c.along_sum);
     if constexpr (!AHEAD) forward90_queries(c, tiles, call, at, passed.q, last.relative);
 
     if constexpr (POST >= FLASH_RECENTER_L1) {
@@ -378,7 +420,7 @@ DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles
         ring_wait_full(tiles.barriers->k, k);
         turn_wait(c.warpgroup);
         forward90_issue_scores(c, tiles, k);
-        forward90_issue_output<HS, POST>(c, tiles, v);
+        forward90_issue_output<POST>(c, tiles, v);
         turn_pass(c.warpgroup);
         ring_wait_full(tiles.barriers->v, v + 1);    // while the scores are on their way
         wgmma_wait<1>(c.s[0]);
@@ -389,11 +431,12 @@ DEVICE void forward90_compute(Consumer90<HS> &c, const Forward90Tiles<HS> &tiles
     forward90_weights<PHI, POST>(c, tiles, at, keys, tile, v, last, call);
     if (AHEAD && more) ring_wait_full(tiles.barriers->k, k);
     turn_wait(c.warpgroup);
-    forward90_issue_output<HS, POST>(c, tiles, v);
+    forward90_issue_output<POST>(c, tiles, v);
     if constexpr (AHEAD) forward90_issue_scores(c, tiles, more ? k : k - 1);    // once more, if there is no other block
     if (more || c.warpgroup == 0) turn_pass(c.warpgroup);
-    forward90_wait_output<HS, POST, AHEAD>(c);
+    forward90_wait_output<POST, AHEAD>(c);
     ring_release(tiles.barriers->v, v++);
+    if constexpr (ONES > 0) forward90_take_sums<POST>(c);
     if constexpr (keeps_along<POST, HS>) forward90_store_along(c, call, at);
     forward_store<PHI, POST>(c.own, call, at, last.is_signed);
     if (AHEAD && !more) wgmma_wait<0>(c.s[0]);
@@ -415,6 +458,7 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
         ring_init(barriers->v, 1, 4 * P::CONSUMERS);
         mbarrier_init_fence();
     }
+    if constexpr (sums_by_matmul<HS, PHI, POST>) forward90_write_ones(tiles);
     __syncthreads();
     // Without loops, blockIdx.x is the block, the longest of each head first.
     Forward90Place place = {(int)blockIdx.x, false};
@@ -433,7 +477,7 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
         }
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
-        Consumer90<HS> c;
+        Consumer90<HS, ones_columns<HS, PHI, POST>> c;
         c.warpgroup = warpgroup();
         if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
         if constexpr (forward90_loops<HS, POST>) {
@@ -446,11 +490,11 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
                 const QueryBlock at = next;
                 more = forward90_next(place, work);
                 if (more) next = forward90_block<HS>(work, call, place);
-                forward90_compute<HS, PHI, POST>(c, tiles, call, at, passed, next, more);
+                forward90_compute<PHI, POST>(c, tiles, call, at, passed, next, more);
             }
         } else {
             const QueryBlock at = forward90_block<HS>(work, call, blockIdx.x / work.blocks, block);
-            forward90_compute<HS, PHI, POST>(c, tiles, call, at, passed, at, false);
+            forward90_compute<PHI, POST>(c, tiles, call, at, passed, at, false);
         }
     }
 }

@@ -59,7 +59,7 @@ DEVICE void forward_keys(ForwardWarp<X, HS, PHI, POST> &own, const X *k, const X
     float s[P::TILES][P::NT][4], by[2 * P::TILES];
     set_zero(s);
     matmul_by_rows(s, own.q, k);
-    forward_weigh<MASKED, X, PHI, POST, NEVER>(s, own.row, by, chunk, sweep, call, NULL, [] {});
+    forward_weigh<MASKED, X, PHI, POST, NEVER, true>(s, own.row, by, chunk, sweep, call, NULL, [] {});
     if (!sweep.adds) return;
     if (rescales<POST>(sweep)) forward_rescale(own.sum, by);
     matmul_by_columns<X, HS>(own.sum, s, v);

@@ -18,11 +18,12 @@ struct ForwardRow {
     float left, signs;     // the sum of |w|, the sum of the signs of w (with `along`: of along)
 };
 
-// The rows that a warp owns, and their sums of weights times v.
-template <int HS, int TILES>
+// The rows that a warp owns, and their sums of weights times v, which has MORE columns than HS if the matmul sums the
+// weights too.
+template <int HS, int TILES, int MORE = 0>
 struct ForwardRows {
     ForwardRow row[2 * TILES];
-    float sum[TILES][HS / 8][4];
+    float sum[TILES][(HS + MORE) / 8][4];
 };
 
 // What a sweep over the keys does with each chunk.
@@ -100,19 +101,40 @@ DEVICE void forward_rescale(float (&sum)[TILES][CT][4], const float (&by)[2 * TI
     for_each_element(sum, [&](Element at) { sum[at.m][at.nt][at.e] *= by[own_row(at)]; });
 }
 
-// s: scores in, f out, 0 where not visible.
-template <class X, int PHI, int POST, bool MASKED, Divides DIVIDES, int TILES, int NT>
-DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], Chunk chunk) {
+// s: scores in, f out. TILES is 1.
+template <int TILES, int NT>
+DEVICE void forward_sigmoids(float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES]) {
     UNROLL
-    for (int nt = 0; nt < NT; nt++) {
-        float z[4 * TILES], slope[4 * TILES];
+    for (int nt = 0; nt < NT; nt += 2) {
         UNROLL
-        for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
-        phi_values<X, PHI, false, VALUE, DIVIDES>(phi, z, slope, row);
-        if (rounds_values<PHI, POST>) round_to<X>(z);
+        for (int r = 0; r < 2; r++) {
+            float z[4];
+            UNROLL
+            for (int i = 0; i < 4; i++) z[i] = s[0][nt + i / 2][2 * r + i % 2] * row[r].scale + row[r].bias;
+            sigmoids(z);
+            UNROLL
+            for (int i = 0; i < 4; i++) s[0][nt + i / 2][2 * r + i % 2] = z[i];
+        }
+    }
+}
+
+// s: scores in, f out, 0 where not visible. ROUNDS: to X
+template <class X, int PHI, bool MASKED, Divides DIVIDES, bool ROUNDS, int TILES, int NT>
+DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], Chunk chunk) {
+    if constexpr (PHI == PHI_SIGMOID && DIVIDES == SHARED && !MASKED && !ROUNDS) {
+        forward_sigmoids(s, row);
+    } else {
         UNROLL
-        for (int e = 0; e < 4 * TILES; e++)
-            s[e / 4][nt][e % 4] = MASKED && !is_visible<false>(chunk, {e / 4, nt, e % 4}) ? 0 : z[e];
+        for (int nt = 0; nt < NT; nt++) {
+            float z[4 * TILES], slope[4 * TILES];
+            UNROLL
+            for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
+            phi_values<X, PHI, false, VALUE, DIVIDES == SHARED ? ALWAYS : DIVIDES>(phi, z, slope, row);
+            if (ROUNDS) round_to<X>(z);
+            UNROLL
+            for (int e = 0; e < 4 * TILES; e++)
+                s[e / 4][nt][e % 4] = MASKED && !is_visible<false>(chunk, {e / 4, nt, e % 4}) ? 0 : z[e];
+        }
     }
 }
 
@@ -184,9 +206,9 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
 }
 
-// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r); adds the latter to its sums. TILES is
-// 1.
-template <class X, int KNOWN, bool MASKED, int N>
+// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r). SUMS: adds the latter to its sums. TILES
+// is 1.
+template <class X, int KNOWN, bool SUMS, bool MASKED, int N>
 DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
                              const Hidden<MASKED, N / 2> &hidden) {
     float r[N], q[N];
@@ -196,15 +218,16 @@ DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N
         w[e] = q[e] * r[e];
         q[e] = is_hidden(hidden, {0, nt, e}) ? 0 : q[e] - w[e];
     }
-    round_to<X>(q);
+    if (SUMS) round_to<X>(q);
     along[0] = pack_bf16(q[0], q[1]);
     along[1] = pack_bf16(q[2], q[3]);
     UNROLL
-    for (int e = 0; e < N; e++) row[e / 2].signs += q[e];
+    for (int e = 0; e < N; e++)
+        if (SUMS) row[e / 2].signs += q[e];
 }
 
-// f in, w out; also adds to their sums. along: NULL, or for reweight receives r^(P-1) (1 - r) as left operands
-template <class X, int KNOWN, bool MASKED, int TILES, int NT>
+// f in, w out. SUMS: also adds to their sums. along: NULL, or for reweight receives r^(P-1) (1 - r) as left operands
+template <class X, int KNOWN, bool SUMS, bool MASKED, int TILES, int NT>
 DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P,
                             const Hidden<MASKED, 2 * TILES> &hidden, uint32_t (*along)[4]) {
     UNROLL
@@ -213,7 +236,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
         if (TILES == 1 && reweight && along) {
-            forward_reweight<X, KNOWN>(w, along[nt / 2] + nt % 2 * 2, row, nt, P, hidden);
+            forward_reweight<X, KNOWN, SUMS>(w, along[nt / 2] + nt % 2 * 2, row, nt, P, hidden);
         } else if (reweight) {
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);
@@ -222,13 +245,13 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] * row[e / 2].factor - row[e / 2].mean;
         }
-        round_to<X>(w);
+        if (SUMS) round_to<X>(w);
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) {
             const Element at = {e / 4, nt, e % 4};
             w[e] = is_hidden(hidden, at) ? 0 : w[e];
-            row[e / 2].left += fabsf(w[e]);
-            if (!reweight) row[e / 2].signs += signed_as<float>(1, w[e]);
+            if (SUMS) row[e / 2].left += fabsf(w[e]);
+            if (SUMS && !reweight) row[e / 2].signs += signed_as<float>(1, w[e]);
             f[at.m][at.nt][at.e] = w[e];
         }
     }
@@ -236,8 +259,8 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
 
 // Turns a chunk's scores into weights, in place, and adds them to the rows' numbers. MASKED: not every row sees every
 // key   by: if rescales(), the factors of the rows' output so far   along: see forward_weights   between(): called when
-// `by` is known and the weights are not
-template <bool MASKED, class X, int PHI, int POST, Divides DIVIDES, int TILES, int NT, class Between>
+// `by` is known and the weights are not   SUMS: otherwise the matmul sums the weights that it multiplies with v
+template <bool MASKED, class X, int PHI, int POST, Divides DIVIDES, bool SUMS, int TILES, int NT, class Between>
 DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], Chunk chunk,
                           const ForwardSweep &sweep, const FlashCall<X> &call, uint32_t (*along)[4], Between between) {
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
@@ -251,14 +274,15 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
         forward_shift<X, PHI>(row, by, s);
     }
     between();
-    forward_values<X, PHI, POST, MASKED, DIVIDES>(phi_of<PHI>(call), s, row, chunk);
+    forward_values<X, PHI, MASKED, DIVIDES, (SUMS && rounds_values<PHI, POST>)>(phi_of<PHI>(call), s, row, chunk);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
     constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
-    if (sweep.first || POST < FLASH_RECENTER_L1) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
+    if (sweep.first || (SUMS && POST < FLASH_RECENTER_L1))
+        forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
     if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (POST >= FLASH_RECENTER_L1 && sweep.adds)
         with_power<POST>(call.power, [&](auto power) {
-            forward_weights<X, power.value>(s, row, sweep.reweight, call.power, hidden, along);
+            forward_weights<X, power.value, SUMS>(s, row, sweep.reweight, call.power, hidden, along);
         });
 }
 
@@ -272,15 +296,23 @@ DEVICE RowPlace forward_row_of_lane(const FlashCall<X> &call, QueryBlock block) 
 }
 
 // With `relative`, a row whose scale is negative has it negated, and its query, so that the largest score has the
-// largest z. Is that the lane's row?
+// largest z. May there be such rows?
+template <class X>
+DEVICE bool forward_may_negate(const FlashCall<X> &call, bool relative) {
+    return relative && call.scale.kind != SCALE_RSQRT_D;
+}
+
+// Is the lane's row one of them?
 template <int TILES, class X>
 DEVICE bool forward_negates(const FlashCall<X> &call, QueryBlock block, bool relative) {
-    return relative && row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
+    return forward_may_negate(call, relative) &&
+           row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
 }
 
 // Computes the warp's rows, one per lane, and hands them to the lanes that own them.
-template <int PHI, int POST, class X, int HS, int TILES>
-DEVICE void forward_begin(ForwardRows<HS, TILES> &own, const FlashCall<X> &call, QueryBlock block, bool relative) {
+template <int PHI, int POST, class X, int HS, int TILES, int MORE>
+DEVICE void forward_begin(ForwardRows<HS, TILES, MORE> &own, const FlashCall<X> &call, QueryBlock block,
+                          bool relative) {
     const int phi = phi_of<PHI>(call);
     RowPlace at = forward_row_of_lane<TILES>(call, block);
     float scale = row_scale(call.scale, at) * unit<X, PHI>, offset = row_offset(call.offset, at), bias = offset;
@@ -400,17 +432,19 @@ DEVICE void forward_ends(float (&by)[ROWS], ForwardRow (&row)[ROWS], const Flash
 }
 
 // Writes the warp's rows of the output.
-template <int PHI, int POST, class X, int HS, int TILES>
-DEVICE void forward_store(ForwardRows<HS, TILES> &own, const FlashCall<X> &call, QueryBlock at, bool is_signed) {
+template <int PHI, int POST, class X, int HS, int TILES, int MORE>
+DEVICE void forward_store(ForwardRows<HS, TILES, MORE> &own, const FlashCall<X> &call, QueryBlock at, bool is_signed) {
     const int column0 = at.part * HS, rows = call.T - at.warp_row, columns = call.VS - column0;
     float by[2 * TILES];
+    float (&sum)[TILES][HS / 8][4] = (float (&)[TILES][HS / 8][4]) own.sum;
+    static_assert(TILES == 1 || MORE == 0, "otherwise the columns of a tile do not follow those of the one before");
     forward_ends<PHI, POST>(by, own.row, call, at, is_signed);
     if (POST == FLASH_RECENTER) {
         const float *prefix = call.prefix + (((size_t)at.b * call.NKV + at.kv) * call.T + at.warp_row) * call.VS;
-        forward_recenter<HS>(own.sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
+        forward_recenter<HS>(sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
     }
     X *out = head_at(call, call.out, at.b, at.h) + at.warp_row * call.out.row + column0;
     X *rest = call.rest ? call.rest + ((size_t)at.head * call.T + at.warp_row) * call.VS + column0 : NULL;
-    store_rows(TileTarget<X>{out, call.out.row, rows, columns}, own.sum, by, rest, call.VS);
+    store_rows(TileTarget<X>{out, call.out.row, rows, columns}, sum, by, rest, call.VS);
 }
 #endif

@@ -32,7 +32,7 @@ DEVICE void phi_values_of(float (&z)[N], float (&slope)[N], const Row *row) {
     UNROLL
     for (int e = 0; e < N; e++)
         phi_at<X, PHI, KIND, WANTED>(z[e], row[row_of<BY_COLUMN>(e)].number, &z[e], &slope[e],
-                                     DIVIDES == ALWAYS || (DIVIDES == HALF && e % 2 == 1));
+                                     DIVIDES == ALWAYS);
 }
 
 // z (N) in, phi(z) and its slope out, or what is WANTED of them. The switch over phi, if there is one, is outside the
@@ -116,8 +116,8 @@ constexpr bool rectifies = flash_rectifies(PHI);
 // Is f rounded to X before it is summed? The matmul with v rounds it, and summing the same rounded values makes a row's
 // weights add up to exactly 1 and, in a row with a single key, makes the output equal v. Otherwise d - D would not be 0
 // there, and dividing by a small Z would magnify the error. exp does not need it: its slope is as small as f, and f is
-// 1 in a row with one key. On compute capability 9.0, half of sigmoid's values come from a polynomial forward and all
-// from a division backward; a few round to different neighbors.
+// 1 in a row with one key. On compute capability 9.0, four of sigmoid's values share a division forward, and each has
+// its own backward; a few round to different neighbors.
 template <int PHI, int POST>
 constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
 

@@ -30,6 +30,11 @@ extern "C" {
 #else
 #define NORMALIZER_INLINE static inline __attribute__((always_inline))
 #endif
+#ifdef __cplusplus
+#define NORMALIZER_CONSTANT NORMALIZER_INLINE constexpr    // also in template arguments
+#else
+#define NORMALIZER_CONSTANT NORMALIZER_INLINE
+#endif
 
 // ---- the stages: X(KIND, name, the argument after a colon or plus, the formula shown by --attn help)
 #define QK_VALUES(X) \
@@ -363,7 +368,7 @@ NORMALIZER_INLINE real phi_slope_by_number(int phi, real z, real number, real f,
 }
 
 // Can f be negative, so that |f| and sign(f) matter?
-NORMALIZER_INLINE bool phi_signed(int phi) {
+NORMALIZER_CONSTANT bool phi_signed(int phi) {
     return phi == PHI_IDENTITY || phi == PHI_GELU || phi == PHI_MISH || phi == PHI_EXPM1;
 }
 

@@ -3,7 +3,7 @@
 //
 // float32 uses phi_both of normalizer.h. bf16 uses one special function per score, ex2 (8 clocks per warp), and
 // polynomials (one clock per FFMA), minimax fits of the relative error of the result, stated as `(minimax, e)`. Where
-// the special functions have time, a second one replaces a polynomial (Divides). dev/tests/test_kernels.cu compares phi
+// the special functions have time, divisions replace polynomials (Divides). dev/tests/test_kernels.cu compares phi
 // at every bf16 z with float64. The error bounds, relative to phi and its slope (bf16 rounding is 2^-9):
 //   2^-17, from the rounding of z, for exp, expm1 (of e^z + 1), identity, relu, relu2 and relu6
 //   2^-13 for sigmoid, softplus and mish
@@ -92,13 +92,29 @@ DEVICE float gelu_slope_over_tail(float a) {
                       -8.14887317e-05f);
 }
 
+// Sigmoid of four z in units of ln 2, with one division: 1/a = b c d/(a b c d), where a = 1 + e^z and so on. Above 30, where
+// sigmoid is 1, z counts as 30, so that the product stays finite; e^z/(1 + e^z) then keeps its relative accuracy at
+// every z below. A NaN makes all four NaN, so they must belong to one row, and all be visible.
+DEVICE void sigmoids(float (&z)[4]) {
+    float e[4], a[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        e[i] = exp2_fast(-max_nan(-z[i], -30));
+        a[i] = 1 + e[i];
+    }
+    const float first = a[0] * a[1], second = a[2] * a[3], inverse = reciprocal_fast(first * second);
+    const float by[2] = {inverse * second, inverse * first};    // 1/first, 1/second
+    UNROLL
+    for (int i = 0; i < 4; i++) z[i] = e[i] * (by[i / 2] * a[i ^ 1]);
+}
+
 // What a kernel needs of phi_at.
 enum Wanted { VALUE, SLOPE, BOTH };
 
-// For which scores it may take a second special function, usually for a division. On compute capability 9.0, with one
-// special function per score, these units are idle for much of the time that a polynomial's instructions need: the
-// forward pass has time for a second one for every other score, the backward pass for every score.
-enum Divides { NEVER, HALF, ALWAYS };
+// May it take a second special function, usually for a division? On compute capability 9.0, with one special function
+// per score, these units are idle for much of the time that a polynomial's instructions need. The backward pass has time
+// for a second one for every score; forward, four values of sigmoid share a division (SHARED, see sigmoids()).
+enum Divides { NEVER, SHARED, ALWAYS };
 
 // f = phi(z) and its slope with respect to the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where
 // exp is; `number` is phi_number(). Without the value, f may be anything with the right sign, unless phi_learns().

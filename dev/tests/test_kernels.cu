@@ -1709,7 +1709,41 @@ static void test_phi(const char *name, bool divide) {
     case_ends();
 }
 
+// sigmoids() (4) of each z, among other values.
+template <class T>
+KERNEL void sigmoids_test_kernel(T *out) {
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 16; i += gridDim.x * blockDim.x) {
+        const float z = __uint_as_float(i << 16) * unit<bf16, PHI_SIGMOID>;
+        float four[4] = {z, -z, z / 3, -7};
+        sigmoids(four);
+        UNROLL
+        for (int j = 0; j < 4; j++) out[4 * i + j] = four[j];
+    }
+}
+
+static void test_sigmoids(void) {
+    if (!case_begins("phi bf16 sigmoid, four with one division")) return;
+    Tensor<float> out(4 << 16);
+    double worst = 0;
+    run_twice({&out}, [&] { launch(sigmoids_test_kernel<float>, dim3(8), dim3(64), 0, stream, out.device()); });
+    for (uint32_t i = 0; i < 1 << 16; i++) {
+        float z;
+        const uint32_t bits = i << 16;
+        memcpy(&z, &bits, sizeof z);
+        const double four[] = {z, -z, z / 3, -7 * M_LN2};
+        for (size_t j = 0; j < 4; j++) {
+            const double got = out.at(4 * i + j), truth = 1 / (1 + exp(-four[j]));
+            if (isnan(z)) check_true("a NaN", isnan(got));
+            else check_phi("sigmoid", got, truth, 0x1p-17 * truth + 100 * FLT_MIN, &worst);
+        }
+    }
+    check("relative to its bound", worst, 1);
+    arrays_free();
+    case_ends();
+}
+
 static void test_phis(void) {
+    test_sigmoids();
 #define TEST(kind, name, ...) \
     test_phi<bf16, kind, kind>(name, false); \
     test_phi<bf16, kind, kind>(name, true); \
