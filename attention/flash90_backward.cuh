@@ -4,7 +4,7 @@
 // consumer's step:
 //
 //   Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ           (64,STREAM), in registers, where they become weights W and score gradients dZ
-//   dV += Wᵀ dO,  dK += (c dZ)ᵀ Q     with left operands from registers
+//   dV += Wᵀ dO,  dK += (c dZ)ᵀ Q     with left operands from registers; c in phi's unit
 //   dQ = dZ K, of the step before     with the dZ of both consumers, from shared memory; each has half of the columns
 //
 // As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ. All of
@@ -326,17 +326,34 @@ DEVICE void for_each_block(const Backward90Tiles<HS> &tiles, int lane, Act act) 
 // ---------------------------------------------------------------------------------------------------------------------
 // The consumers
 
-// Turns rows of gradients, times their factors, back by RoPE's angles of their positions (cuda/rope.cuh). row: the
-// first of the warp's rows
+// The cosines and sines of RoPE's angles for a lane's rows and columns (cuda/rope.cuh).
 template <int HS>
-DEVICE void undo_rope(float (&d)[1][HS / 8][4], const float (&by)[2], int row, const FlashCall<bf16> &call) {
+struct LaneAngles {
+    float2 cosines[2][HS / 16], sines[2][HS / 16];
+};
+
+// row: the first of the warp's rows
+template <int HS>
+DEVICE void load_angles(LaneAngles<HS> &angles, int row, const FlashCall<bf16> &call) {
     UNROLL
     for (int r = 0; r < 2; r++) {
         const int i = row + 8 * r + lane_row(), at = (i < call.T ? i : call.T - 1) * (HS / 2) + lane_column();
         UNROLL
         for (int n = 0; n < HS / 16; n++) {
-            const float2 c = *(const float2 *)(call.rope.cosines + at + 8 * n),
-                         s = *(const float2 *)(call.rope.sines + at + 8 * n);
+            angles.cosines[r][n] = *(const float2 *)(call.rope.cosines + at + 8 * n);
+            angles.sines[r][n] = *(const float2 *)(call.rope.sines + at + 8 * n);
+        }
+    }
+}
+
+// Turns rows of gradients, times their factors, back by RoPE's angles.
+template <int HS>
+DEVICE void undo_rope(float (&d)[1][HS / 8][4], const float (&by)[2], const LaneAngles<HS> &angles) {
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        UNROLL
+        for (int n = 0; n < HS / 16; n++) {
+            const float2 c = angles.cosines[r][n], s = angles.sines[r][n];
             float *a = d[0][n] + 2 * r, *b = d[0][n + HS / 16] + 2 * r;
             const float a0 = a[0] * by[r], a1 = a[1] * by[r], b0 = b[0] * by[r], b1 = b[1] * by[r];
             a[0] = a0 * c.x + b0 * s.x;
@@ -474,8 +491,7 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         dkv_values<PHI, POST, false>(s, d, [&](int nt) { return now[nt]; }, [](Element) { return false; }, call);
         pack_operand(c.w[k], s[0][0], s[0][1]);
         pack_operand(dz[k], d[0][0], d[0][1]);
-        for_each_element(d,
-                         [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale * (1 / unit<bf16, PHI>); });
+        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale; });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
@@ -549,15 +565,21 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
 }
 
-// Stores dk and dv.
-template <int HS>
+// Stores dk and dv. PHI: the scale of the scores, and so dk, has its unit.
+template <int PHI, int HS>
 DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
     const float by[2] = {1, 1};
+    float by_unit[2] = {1 / unit<bf16, PHI>, 1 / unit<bf16, PHI>};
     const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
-    if (call.rope.cosines) undo_rope<HS>(c.dk, by, key, call);
-    store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by);
+    if (call.rope.cosines) {
+        LaneAngles<HS> angles;
+        load_angles(angles, key, call);
+        undo_rope(c.dk, by_unit, angles);
+        by_unit[0] = by_unit[1] = 1;
+    }
+    store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by_unit);
     store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
     __syncwarp();    // all lanes have read `work`
 }
@@ -642,7 +664,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
         if (!ends) continue;
         if (!more) break;
-        backward90_end(c, tiles.work[block % WORK_STAGES], call);
+        backward90_end<PHI>(c, tiles.work[block % WORK_STAGES], call);
         ring_release(barriers.work, block++);
         start_block(step + 1);
     }
@@ -653,7 +675,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     wgmma_wait<0>(dq);
     backward90_store_dq<HS>(tiles, dq, step, c.number);
     backward90_share(tiles, -1, step);
-    backward90_end(c, tiles.work[block % WORK_STAGES], call);
+    backward90_end<PHI>(c, tiles.work[block % WORK_STAGES], call);
 }
 
 template <int HS>
@@ -700,16 +722,16 @@ KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
 // ---------------------------------------------------------------------------------------------------------------------
 // dq
 
-// dq, and g if it is needed, from a tile of sums for each block.
-//
-// registers: at most 128 (flash90_dq_kernel)
+// The heads of a block, which share their positions' angles.
 template <int HS>
-KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
-    enum { STREAM = Backward90Plan::STREAM };
-    const int b = blockIdx.y / call.NH, h = blockIdx.y % call.NH,
-              warp_row = blockIdx.x * STREAM + threadIdx.x / 32 * 16;
+constexpr int dq_heads = HS <= 64 ? 6 : 1;
+
+// dq, and g if it is needed, of a tile of queries of a head, from its sums. With a single head, loads the angles.
+template <int HS>
+DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, LaneAngles<HS> &angles, float in_unit) {
+    const int warp_row = blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16, head = b * call.NH + h;
     const float4 *sums =
-        (const float4 *)call.dq_sums + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
+        (const float4 *)call.dq_sums + ((size_t)head * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
     float dq[1][HS / 8][4], by[2];
     UNROLL
     for (int c = 0; c < HS / 8; c++) {
@@ -722,7 +744,7 @@ KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
     UNROLL
     for (int r = 0; r < 2; r++) {
         const int i = warp_row + 8 * r + lane_row(), row = i < call.T ? i : call.T - 1;
-        const size_t index = (size_t)blockIdx.y * call.T + row;
+        const size_t index = (size_t)head * call.T + row;
         const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
         by[r] = call.rows[index].scale / in_unit;
         if (!call.g) continue;
@@ -735,11 +757,26 @@ KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
         if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
     }
     if (call.rope.cosines) {
-        undo_rope<HS>(dq, by, warp_row, call);
+        if (dq_heads<HS> == 1) load_angles(angles, warp_row, call);
+        undo_rope(dq, by, angles);
         by[0] = by[1] = 1;
     }
     bf16 *dq_rows = head_at(call, call.dq, b, h) + warp_row * call.dq.row;
     store_rows(TileTarget<bf16>{dq_rows, call.dq.row, call.T - warp_row, call.HS}, dq, by);
+}
+
+// A block has a tile of queries of dq_heads heads; blockIdx.y goes through all heads.
+//
+// registers: at most 128 (flash90_dq_kernel)
+template <int HS>
+KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
+    const int groups = (call.NH - 1) / dq_heads<HS> + 1, b = blockIdx.y / groups,
+              first = blockIdx.y % groups * dq_heads<HS>;
+    LaneAngles<HS> angles = {};
+    if (dq_heads<HS> > 1 && call.rope.cosines)
+        load_angles(angles, blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16, call);
+    UNROLL_NOT
+    for (int h = first; h < first + dq_heads<HS> && h < call.NH; h++) dq_of_head(call, b, h, angles, in_unit);
 }
 
 template <int HS, int PHI, int POST>
@@ -763,6 +800,7 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
                    blocks = backward90_loops<HS> && processors < all ? processors : all;
     launch(flash90_backward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), backward90_shared<HS>, stream, call,
            maps);
-    launch(flash90_dq_kernel<HS>, dim3(query_tiles, heads), dim3(128), 0, stream, call, unit<bf16, PHI>);
+    const unsigned groups = call.B * ((call.NH - 1) / dq_heads<HS> + 1);
+    launch(flash90_dq_kernel<HS>, dim3(query_tiles, groups), dim3(128), 0, stream, call, unit<bf16, PHI>);
 }
 #endif

@@ -4,9 +4,9 @@
 // the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile. Together with the last
 // O += W V of a block of rows it issues the first scores of the next block, which run while O is stored.
 //
-// With heads of at most 64, the matmul of O = W V also sums the weights, where those are not negative: its right operand
-// is a tile of values followed by 8 columns of ones. That rounds the weights as for O, so that they add up to 1, and
-// spares an addition for each of them, and where they had to be rounded first, that too.
+// With heads of at most 64, the matmul of O = W V also sums the weights where sums_by_matmul: its right operand is a tile
+// of values followed by 8 columns of ones. That rounds the weights as for O, so that they add up to 1, and spares
+// rounding them before, and an addition for each.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_FORWARD_CUH
@@ -22,9 +22,11 @@ constexpr Divides forward90_divides = PHI == PHI_MISH ? ALWAYS : SHARED;
 template <int POST, int HS>
 constexpr bool keeps_along = flash90_keeps_along(POST, HS);
 
-// Does the matmul sum the weights that it multiplies with v?
+// Does the matmul sum the weights that it multiplies with v? They must not be negative. With exp, which issues so little
+// else that the tensor cores' time counts, it is 4 % slower (H100, T = 4,096 to 16,384).
 template <int HS, int PHI, int POST>
-constexpr bool sums_by_matmul = HS <= 64 && (POST < FLASH_RECENTER_L1 ? !phi_signed(PHI) : POST == FLASH_REWEIGHT);
+constexpr bool sums_by_matmul =
+    HS <= 64 && (POST < FLASH_RECENTER_L1 ? !phi_signed(PHI) && PHI != PHI_EXP : POST == FLASH_REWEIGHT);
 
 // The columns of ones after those of v.
 template <int HS, int PHI, int POST>
@@ -50,11 +52,29 @@ struct Forward90Plan {
 // ---------------------------------------------------------------------------------------------------------------------
 // Work
 
+// A positive number by which kernels divide: x / by = (x factor) >> 31 >> shift for 0 <= x < 2^31.
+struct Divisor {
+    int by;
+    unsigned factor, shift;
+};
+
+static inline Divisor divisor(int by) {
+    Divisor d = {by, 0, 0};
+    while (1u << d.shift < (unsigned)by) d.shift++;
+    d.factor = (unsigned)(((uint64_t)1 << (31 + d.shift)) / (unsigned)by + 1);
+    return d;
+}
+
+DEVICE int divided(int x, Divisor d) {
+    return (int)((uint64_t)(unsigned)x * d.factor >> 31 >> d.shift);
+}
+
 // All blocks of rows: `blocks` of each of `heads` heads, from block `first` on. A head counts once for each of its
 // `parts` parts of HS columns of values.
 struct Forward90Work {
-    int heads, parts, first, blocks;
-    int pairs;    // of a head, or `blocks` if there are SMs for all blocks of rows: then none has a second one
+    int heads, first, blocks;
+    Divisor pairs;    // of a head, or `blocks` if there are SMs for all blocks of rows: then none has a second one
+    Divisor parts, NH, group;
 };
 
 // Does a block of the grid, of which there are then as many as SMs, compute several blocks of rows? It loads the next
@@ -76,32 +96,33 @@ struct Forward90Place {
 
 // The block after `at`; false if there is none. The middle one of an odd number of blocks is alone.
 DEVICE bool forward90_next(Forward90Place &at, const Forward90Work &work) {
-    if (work.pairs < work.blocks && !at.second && 2 * (at.pair % work.pairs) + 1 < work.blocks) {
+    const int short_one = at.pair - divided(at.pair, work.pairs) * work.pairs.by;
+    if (work.pairs.by < work.blocks && !at.second && 2 * short_one + 1 < work.blocks) {
         at.second = true;
     } else {
         at.second = false;
         at.pair += gridDim.x;
     }
-    return at.pair < work.heads * work.pairs;
+    return at.pair < work.heads * work.pairs.by;
 }
 
 template <int HS>
-DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, int head, int block) {
+DEVICE QueryBlock forward90_block(const Forward90Work &work, int head, int block) {
     QueryBlock at;
-    at.part = head % work.parts;
-    at.head = head / work.parts;
-    at.b = at.head / call.NH;
-    at.h = at.head % call.NH;
-    at.kv = at.h / (call.NH / call.NKV);
+    at.head = divided(head, work.parts);
+    at.part = head - at.head * work.parts.by;
+    at.b = divided(at.head, work.NH);
+    at.h = at.head - at.b * work.NH.by;
+    at.kv = divided(at.h, work.group);
     at.row0 = (work.first + block) * Forward90Plan<HS>::OWN;
     at.warp_row = at.row0 + threadIdx.x / 32 * 16;
     return at;
 }
 
 template <int HS>
-DEVICE QueryBlock forward90_block(const Forward90Work &work, const FlashCall<bf16> &call, Forward90Place at) {
-    const int short_one = at.pair % work.pairs;
-    return forward90_block<HS>(work, call, at.pair / work.pairs, at.second ? short_one : work.blocks - 1 - short_one);
+DEVICE QueryBlock forward90_block(const Forward90Work &work, Forward90Place at) {
+    const int head = divided(at.pair, work.pairs), short_one = at.pair - head * work.pairs.by;
+    return forward90_block<HS>(work, head, at.second ? short_one : work.blocks - 1 - short_one);
 }
 
 // The tiles of keys that its rows see: `count` from tile `first` on.
@@ -470,10 +491,10 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
             forward90_load<HS, (POST >= FLASH_RECENTER_L1)>(tiles, maps, at, forward90_keys<HS>(call, at), passed);
         };
         if constexpr (forward90_loops<HS, POST>) {
-            do load(forward90_block<HS>(work, call, place));
+            do load(forward90_block<HS>(work, place));
             while (forward90_next(place, work));
         } else {
-            load(forward90_block<HS>(work, call, blockIdx.x / work.blocks, block));
+            load(forward90_block<HS>(work, blockIdx.x / work.blocks, block));
         }
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
@@ -481,7 +502,7 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
         c.warpgroup = warpgroup();
         if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
         if constexpr (forward90_loops<HS, POST>) {
-            QueryBlock next = forward90_block<HS>(work, call, place);
+            QueryBlock next = forward90_block<HS>(work, place);
             if constexpr (forward90_ahead<HS, PHI, POST>) {
                 forward90_queries(c, tiles, call, next, 0, forward_sweep<bf16, PHI, POST>(call, true).relative);
                 forward90_start_scores(c, tiles, 0);
@@ -489,11 +510,11 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
             for (bool more = true; more;) {
                 const QueryBlock at = next;
                 more = forward90_next(place, work);
-                if (more) next = forward90_block<HS>(work, call, place);
+                if (more) next = forward90_block<HS>(work, place);
                 forward90_compute<PHI, POST>(c, tiles, call, at, passed, next, more);
             }
         } else {
-            const QueryBlock at = forward90_block<HS>(work, call, blockIdx.x / work.blocks, block);
+            const QueryBlock at = forward90_block<HS>(work, blockIdx.x / work.blocks, block);
             forward90_compute<PHI, POST>(c, tiles, call, at, passed, at, false);
         }
     }
@@ -503,13 +524,19 @@ template <int HS, int PHI, int POST>
 void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     typedef Forward90Plan<HS> P;
     const int parts = (call.VS - 1) / HS + 1, first = call.from / P::OWN;
-    Forward90Work work = {call.B * call.NH * parts, parts, first, (call.T - 1) / P::OWN + 1 - first, 0};
-    int blocks = work.heads * work.blocks;
-    work.pairs = work.blocks;
+    Forward90Work work = {};
+    work.heads = call.B * call.NH * parts;
+    work.first = first;
+    work.blocks = (call.T - 1) / P::OWN + 1 - first;
+    work.parts = divisor(parts);
+    work.NH = divisor(call.NH);
+    work.group = divisor(call.NH / call.NKV);
+    int blocks = work.heads * work.blocks, pairs = work.blocks;
     if (const int processors = processors_of_device(); forward90_loops<HS, POST> && blocks > processors) {
-        work.pairs = (work.blocks + 1) / 2;
-        blocks = work.heads * work.pairs < processors ? work.heads * work.pairs : processors;
+        pairs = (work.blocks + 1) / 2;
+        blocks = work.heads * pairs < processors ? work.heads * pairs : processors;
     }
+    work.pairs = divisor(pairs);
     Forward90Maps maps;
     rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::OWN);
     rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::STREAM);

@@ -95,7 +95,9 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
         if (POST == FLASH_PLAIN) {
             // A difference that should be 0 must be exactly 0, because it is divided by Z. Where the slope is as small
             // as f, rounding is harmless. Without SCALED, the row's other numbers, which are loaded anyway, suffice.
-            if (!SCALED) d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.factor;
+            if (!SCALED) d[e] -= is_signed ? signed_as<X>(at.D, f[e]) : at.D;
+            if (!SCALED && PHI == PHI_EXP) slope[e] = w[e];    // the slope is f
+            else if (!SCALED) d[e] *= at.factor;
             else if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
             else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;

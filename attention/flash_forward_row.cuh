@@ -343,7 +343,7 @@ template <class X, int PHI, int POST>
 DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, const ForwardSweep &sweep) {
     forward_total(row, sweep.is_signed);
     if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row);
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), n = (float)at.n;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))), n = (float)at.n;
     row.factor = inverse;
     row.mean = 0;
     if (sweep.reweight) reweight_numbers<X>(&row.factor, &row.mean, inverse, row.largest, at.n);
@@ -356,7 +356,7 @@ DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace 
 template <class X, int PHI, int POST>
 DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
     bool late = at.n > POST_FROM;
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias / unit<X, PHI>)), left = row.sum,
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))), left = row.sum,
           by = inverse;
     *stats = make_float4(row.bias, inverse, 0, 0);
     if (POST == FLASH_PLAIN) {

@@ -387,22 +387,54 @@ struct TileTarget {
     int rows, columns;
 };
 
-// Stores the rows of `sum`, each times its factor. `rest`, unless NULL, receives the rounding errors, at the address of
-// the warp's first row and column and in rows with a stride of rest_stride.
+// Transposes a 4×4 matrix, of which each of the four lanes that share a row of an accumulator has a row.
+DEVICE void transpose_four(uint32_t (&x)[4]) {
+    UNROLL
+    for (int step = 1; step <= 2; step++) {
+        const bool upper = threadIdx.x & step;
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            if (i & step) continue;
+            uint32_t &mine = x[i], &other = x[i + step];
+            const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? mine : other, step);
+            if (upper) mine = got;
+            else other = got;
+        }
+    }
+}
+
+// Stores the rows of `sum`, each times its factor; the number of columns is a multiple of 8. `rest`, unless NULL, receives
+// the rounding errors, at the address of the warp's first row and column and in rows with a stride of rest_stride. By
+// whole warps. In bf16, the four lanes of a row exchange what they have, so that each stores 16 bytes at a time: without
+// a condition around it, after which ptxas would not know that all lanes do the same.
 template <class X, int TILES, int CT>
 DEVICE void store_rows(TileTarget<X> to, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES],
                        X *rest = NULL, size_t rest_stride = 0) {
+    constexpr bool EXCHANGES = is_bf16<X> && CT % 4 == 0;
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
-        const int row = 8 * r + lane_row();
-        if (row >= to.rows) continue;
+        const int row = 8 * r + lane_row(), lane = threadIdx.x % 4;
+        UNROLL
+        for (int c = 0; EXCHANGES && c < CT; c += 4) {
+            uint32_t words[4];
+            UNROLL
+            for (int i = 0; i < 4; i++) {
+                const float *x = sum[r / 2][EXCHANGES ? c + i : 0] + (r % 2) * 2;
+                words[i] = pack_bf16(x[0] * factor[r], x[1] * factor[r]);
+            }
+            transpose_four(words);
+            if (row < to.rows && 8 * (c + lane) < to.columns)
+                store_16(to.p + row * to.stride + 8 * (c + lane),
+                         make_uint4(words[0], words[1], words[2], words[3]));
+        }
+        if (row >= to.rows || (EXCHANGES && !rest)) continue;
         UNROLL
         for (int c = 0; c < CT; c++) {
             const float *x = sum[r / 2][c] + (r % 2) * 2;
             const int column = 8 * c + lane_column();
             if (8 * c >= to.columns) continue;
             float y = x[0] * factor[r], z = x[1] * factor[r];
-            store_pair(to.p + row * to.stride + column, y, z);
+            if (!EXCHANGES) store_pair(to.p + row * to.stride + column, y, z);
             if (rest) store_pair(rest + row * rest_stride + column, y - rounded_to<X>(y), z - rounded_to<X>(z));
         }
     }

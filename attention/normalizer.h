@@ -259,8 +259,9 @@ NORMALIZER_INLINE RowPlace row_place(Scalars scalars, size_t h, int n, int T, in
 }
 
 NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
-    real rsqrt_d = 1 / real_sqrt((real)at.d), ln_n = real_log((real)at.n);
-    real s = at.scalar[SCALAR_S], b = at.scalar[SCALAR_B], p_n = at.scalar[SCALAR_P];
+    real rsqrt_d = real_rsqrt((real)at.d), s = at.scalar[SCALAR_S], b = at.scalar[SCALAR_B], p_n = at.scalar[SCALAR_P];
+    if (scale.kind == SCALE_RSQRT_D) return rsqrt_d;    // needs no logarithm, which takes a kernel many instructions
+    real ln_n = real_log((real)at.n);
     switch (scale.kind) {
     case SCALE_LOGN: return s * ln_n * rsqrt_d;
     case SCALE_LOGN_BIAS: return (s * ln_n + b) * rsqrt_d;
@@ -269,15 +270,14 @@ NORMALIZER_INLINE real row_scale(Stage scale, RowPlace at) {
     case SCALE_LOG_L: return ln_n / real_log((real)at.L) * rsqrt_d;
     case SCALE_FLOORLOG: return (1 + (real)0.1 * real_log(1 + real_floor((real)at.n / (real)scale.value))) * rsqrt_d;
     case SCALE_LOGD_LOGN: return real_log((real)at.d) * ln_n;
-    case SCALE_CONST: return (real)scale.value;
-    default: return rsqrt_d;
+    default: return (real)scale.value;    // SCALE_CONST
     }
 }
 
 // The derivative, with respect to a scalar that exists, of the quantity it acts in: c, phi's number, or the ln of the
 // part of Z that comes from no key (norm_extra).
 NORMALIZER_INLINE real row_slope(int scalar, Stage scale, RowPlace at) {
-    real rsqrt_d = 1 / real_sqrt((real)at.d);
+    real rsqrt_d = real_rsqrt((real)at.d);
     switch (scalar) {
     case SCALAR_S: return (scale.kind == SCALE_PN ? at.scalar[SCALAR_P] : real_log((real)at.n)) * rsqrt_d;
     case SCALAR_B: return rsqrt_d;
@@ -403,9 +403,8 @@ NORMALIZER_INLINE real inverse_or_zero(real x) {
 // 1/Z, or 0 if Z is 0. sum = sum |f|; shift is what was subtracted from z.
 NORMALIZER_INLINE real row_inverse(Stage norm, RowPlace at, real sum, real shift) {
     real n = (real)at.n, T = (real)at.T, Z = 1;
+    if (norm_is_sum(norm)) return inverse_or_zero(sum + norm_extra(norm, at, shift));
     switch (norm.kind) {
-    case NORM_L1_SINK:
-    case NORM_L1: Z = sum + norm_extra(norm, at, shift); break;
     case NORM_N: Z = n; break;
     case NORM_N2: Z = n * n; break;
     case NORM_L: Z = (real)at.L; break;

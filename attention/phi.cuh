@@ -130,8 +130,12 @@ DEVICE void phi_at(float z, float number, float *f, float *slope, bool divide) {
         *f = *slope - number;
     } else if (KIND == PHI_SIGMOID && WANTED == VALUE && divide) {
         *f = *slope = reciprocal_fast(1 + exp_of<X, PHI>(-z));
+    } else if (KIND == PHI_SIGMOID && divide) {    // 1/(1 + e) and e/(1 + e)², with a finite e
+        float e = exp_of<X, PHI>(-max_nan(z, -127 * 0.693147181f * unit<X, PHI>));
+        *f = reciprocal_fast(1 + e);
+        *slope = e * *f * *f;
     } else if (KIND == PHI_SIGMOID) {    // 1/(1 + e) or e/(1 + e), and e/(1 + e)²
-        float e = exp_of<X, PHI>(-fabsf(z)), p = divide ? reciprocal_fast(1 + e) : sigmoid_of_exp(e), q = e * p;
+        float e = exp_of<X, PHI>(-fabsf(z)), p = sigmoid_of_exp(e), q = e * p;
         *f = z < 0 ? q : p;
         *slope = p * q;
     } else if (KIND == PHI_SOFTPLUS) {

@@ -18,6 +18,7 @@ typedef REAL real;
 #define real_log1p01 log1pf
 #define real_log logf
 #define real_sqrt sqrtf
+#define real_rsqrt rsqrtf
 #define real_floor floorf
 #define real_sigmoid(x) (1 / (1 + expf(-(x))))
 #define real_tanh tanhf
@@ -33,6 +34,7 @@ typedef REAL real;
 #define real_log1p01(x) BY_TYPE(x, vec_log1p01, log1p)(x)           // only for x in [0, 1]
 #define real_log(x)    BY_TYPE(x, vec_log, log)(x)
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
+#define real_rsqrt(x)  (1 / real_sqrt(x))
 #define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
 #define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // only for x in [0, 1]
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
