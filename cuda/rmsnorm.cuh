@@ -8,8 +8,9 @@
 // all sums are float, and each result is rounded once. C up to RMSNORM_MAX_CHANNELS, any N.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Test: dev/tests/test_kernels.cu rmsnorm.
 //
-// Each warp processes a row. It reads the row twice, the second time from L1: a row of the 124M model is 1.5 KB. For
-// dweight, each warp sums its own rows in its part of shared memory. The block then sums its warps and writes one row
+// Each warp processes a row. If its lanes have the same number of vectors, at most RMSNORM_KEPT, it loads all of the row
+// at once and keeps it in registers; otherwise it reads the row twice, the second time from L1. For dweight, each warp
+// sums its own rows in its part of shared memory. The block then sums its warps and writes one row
 // of partial sums, and columns_sum() adds the blocks' rows. The number of blocks depends only on N and C, so every GPU
 // produces the same bits.
 //
@@ -18,92 +19,128 @@
 #ifndef CUDA_RMSNORM_CUH
 #define CUDA_RMSNORM_CUH
 
+#include <type_traits>
+
 #include "cuda/vector.cuh"
 
 enum {
     RMSNORM_WARPS = 8,                  // warps per block; fewer if there are many channels
     RMSNORM_BLOCKS = 528,               // of the backward pass: 4 per SM of an H100 (132 SMs)
+    RMSNORM_KEPT = 4,                   // vectors of a lane
     RMSNORM_SHARED = 96 * 1024,         // bytes of shared memory that every GPU from sm_80 on can give to a block
     RMSNORM_MAX_CHANNELS = 24 * 1024    // with more, a warp's sums would not fit into RMSNORM_SHARED
 };
 
-// ---- forward
-// registers: at most 40 (rmsnorm_forward_kernel)
+// The vectors of a row that a lane has: lane + 32 k for all k. KEPT: their number, and they are in registers; or 0 if
+// they are read when they are needed
+template <class X, int W, int KEPT>
+struct LaneRow {
+    const X *p;    // the lane's first element
+    uint4 kept[KEPT > 0 ? KEPT : 1];
+};
 
-template <class X, int W>
-KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps) {
-    size_t n = (size_t)blockIdx.x * RMSNORM_WARPS + threadIdx.x / 32, first = (threadIdx.x % 32) * W;
-    if (n >= N) return;
-    const X *x = inp + n * C;
-    float sum = 0;
-    for (size_t c = first; c < C; c += 32 * W) {
-        float v[W];
-        load_vector<W>(v, x + c);
-        for (int i = 0; i < W; i++) sum += v[i] * v[i];
+template <class X, int W, int KEPT>
+DEVICE LaneRow<X, W, KEPT> lane_row_of(const X *row) {
+    LaneRow<X, W, KEPT> lane = {row + (threadIdx.x % 32) * W, {}};
+    UNROLL
+    for (int k = 0; k < KEPT; k++) lane.kept[k] = load_16(lane.p + k * 32 * W);
+    return lane;
+}
+
+template <class X, int W, int KEPT>
+DEVICE void vector_of(float x[W], const LaneRow<X, W, KEPT> &lane, size_t k) {
+    if constexpr (KEPT > 0) {
+        Pack<X> pack;
+        unpack_16(pack, lane.kept[k]);
+        for (int i = 0; i < W; i++) x[i] = pack.x[i];
+    } else {
+        load_vector<W>(x, lane.p + k * 32 * W);
     }
+}
+
+// Calls function(k, c) for each of a lane's vectors, of which the first element is column c.
+template <int W, int KEPT, class Function>
+DEVICE void for_each_vector(size_t C, Function function) {
+    const size_t first = (threadIdx.x % 32) * W;
+    if constexpr (KEPT > 0) {
+        UNROLL
+        for (int k = 0; k < KEPT; k++) function((size_t)k, first + k * 32 * W);
+    } else {
+        for (size_t c = first; c < C; c += 32 * W) function(c / (32 * W), c);
+    }
+}
+
+// ---- forward
+// registers: at most 60 (rmsnorm_forward_kernel)
+
+template <class X, int W, int KEPT>
+KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps) {
+    size_t n = (size_t)blockIdx.x * RMSNORM_WARPS + threadIdx.x / 32;
+    if (n >= N) return;
+    const auto x = lane_row_of<X, W, KEPT>(inp + n * C);
+    float sum = 0;
+    for_each_vector<W, KEPT>(C, [&](size_t k, size_t) {
+        float v[W];
+        vector_of(v, x, k);
+        for (int i = 0; i < W; i++) sum += v[i] * v[i];
+    });
     float r_n = 1.0f / sqrtf(warp_sum(sum) / (float)C + eps);
-    for (size_t c = first; c < C; c += 32 * W) {
+    for_each_vector<W, KEPT>(C, [&](size_t k, size_t c) {
         float v[W], w[W];
-        load_vector<W>(v, x + c);
+        vector_of(v, x, k);
         load_vector<W>(w, weight + c);
         for (int i = 0; i < W; i++) v[i] = v[i] * r_n * w[i];
         store_vector<W>(out + n * C + c, v);
-    }
-    if (first == 0) r[n] = r_n;
+    });
+    if (threadIdx.x % 32 == 0) r[n] = r_n;
 }
 
 // ---- backward
-// registers: at most 48 (rmsnorm_backward_kernel)
-
-// mean_c(dout weight inp) of a warp's row
-template <class X, int W>
-DEVICE float rmsnorm_mean(const X *dy, const X *x, const float *weight, size_t first, size_t C) {
-    float sum = 0;
-    for (size_t c = first; c < C; c += 32 * W) {
-        float d[W], v[W], w[W];
-        load_vector<W>(d, dy + c);
-        load_vector<W>(v, x + c);
-        load_vector<W>(w, weight + c);
-        for (int i = 0; i < W; i++) sum += d[i] * w[i] * v[i];
-    }
-    return warp_sum(sum) / (float)C;
-}
+// registers: at most 64 (rmsnorm_backward_kernel)
 
 // Computes dx of a warp's row, added to what is there if `add`, and adds its part of dweight to `sums`. The lane's
-// element i of round k is at (k·W + i)·32 + lane, so that neighboring lanes have neighboring addresses.
-template <class X, int W>
-DEVICE void rmsnorm_row(X *dx, bool add, float *sums, const X *dy, const X *x, const float *weight, float r_n,
-                        float mean, size_t C) {
-    float k = r_n * r_n * mean;
-    size_t lane = threadIdx.x % 32;
-    for (size_t c = lane * W; c < C; c += 32 * W) {
-        float *sum = sums + (c - lane * W) + lane;
+// element i of vector k is at (k·W + i)·32 + lane, so that neighboring lanes have neighboring addresses.
+template <class X, int W, int KEPT>
+DEVICE void rmsnorm_row(X *dx, bool add, float *sums, const X *dout, const X *inp, const float *weight, float r_n,
+                        size_t C) {
+    const auto dy = lane_row_of<X, W, KEPT>(dout), x = lane_row_of<X, W, KEPT>(inp);
+    const size_t lane = threadIdx.x % 32;
+    float sum = 0;    // over c of dout weight inp
+    for_each_vector<W, KEPT>(C, [&](size_t k, size_t c) {
+        float d[W], v[W], w[W];
+        vector_of(d, dy, k);
+        vector_of(v, x, k);
+        load_vector<W>(w, weight + c);
+        for (int i = 0; i < W; i++) sum += d[i] * w[i] * v[i];
+    });
+    const float by = r_n * r_n * (warp_sum(sum) / (float)C);
+    for_each_vector<W, KEPT>(C, [&](size_t k, size_t c) {
+        float *part = sums + (c - lane * W) + lane;
         float d[W], v[W], w[W], y[W] = {};
-        load_vector<W>(d, dy + c);
-        load_vector<W>(v, x + c);
+        vector_of(d, dy, k);
+        vector_of(v, x, k);
         load_vector<W>(w, weight + c);
         if (add) load_vector_in_place<W>(y, dx + c);
         for (int i = 0; i < W; i++) {
-            y[i] += r_n * (w[i] * d[i] - v[i] * k);
-            sum[32 * i] += d[i] * v[i] * r_n;
+            y[i] += r_n * (w[i] * d[i] - v[i] * by);
+            part[32 * i] += d[i] * v[i] * r_n;
         }
         store_vector<W>(dx + c, y);
-    }
+    });
 }
 
-template <class X, int W>
-KERNEL void rmsnorm_backward_kernel(Gradient<X> dinp, float *partials, const X *dout, const X *inp, const float *weight,
+template <class X, int W, int KEPT>
+KERNEL void __launch_bounds__(32 * RMSNORM_WARPS, KEPT > 0 ? 4 : 1)
+    rmsnorm_backward_kernel(Gradient<X> dinp, float *partials, const X *dout, const X *inp, const float *weight,
                                     const float *r, size_t N, size_t C) {
     DYNAMIC_SHARED(float, sums);    // (warps, room)
     size_t pieces = (C + 32 * W - 1) / (32 * W), room = pieces * 32 * W, warps = blockDim.x / 32,
            warp = threadIdx.x / 32;
     for (size_t i = threadIdx.x; i < warps * room; i += blockDim.x) sums[i] = 0;
     __syncthreads();
-    for (size_t n = blockIdx.x * warps + warp; n < N; n += gridDim.x * warps) {
-        float mean = rmsnorm_mean<X, W>(dout + n * C, inp + n * C, weight, (threadIdx.x % 32) * W, C);
-        rmsnorm_row<X, W>(dinp.p + n * C, dinp.add, sums + warp * room, dout + n * C, inp + n * C, weight, r[n], mean,
-                          C);
-    }
+    for (size_t n = blockIdx.x * warps + warp; n < N; n += gridDim.x * warps)
+        rmsnorm_row<X, W, KEPT>(dinp.p + n * C, dinp.add, sums + warp * room, dout + n * C, inp + n * C, weight, r[n],
+                                C);
     __syncthreads();
     for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
         size_t vector = c / W, at = ((vector / 32) * W + c % W) * 32 + vector % 32;
@@ -115,11 +152,29 @@ KERNEL void rmsnorm_backward_kernel(Gradient<X> dinp, float *partials, const X *
 
 // ---- launchers
 
+// Returns function(W, KEPT), both as compile-time constants, for rows of C channels.
+template <class X, class Function>
+auto rmsnorm_choose(size_t C, Function function) {
+    constexpr size_t W = Pack<X>::size;
+    constexpr std::integral_constant<int, (int)W> wide;
+    static_assert(RMSNORM_KEPT == 4, "a case for each");
+    if (!fits<X>(C)) return function(std::integral_constant<int, 1>(), std::integral_constant<int, 0>());
+    switch (C % (32 * W) == 0 ? C / (32 * W) : 0) {
+    case 1: return function(wide, std::integral_constant<int, 1>());
+    case 2: return function(wide, std::integral_constant<int, 2>());
+    case 3: return function(wide, std::integral_constant<int, 3>());
+    case 4: return function(wide, std::integral_constant<int, 4>());
+    default: return function(wide, std::integral_constant<int, 0>());
+    }
+}
+
 //   out (N,C) written   r (N) written   inp (N,C)   weight (C)
 template <class X>
 void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps,
                      cudaStream_t stream) {
-    auto kernel = fits<X>(C) ? rmsnorm_forward_kernel<X, Pack<X>::size> : rmsnorm_forward_kernel<X, 1>;
+    auto kernel = rmsnorm_choose<X>(C, [](auto W, auto KEPT) {
+        return rmsnorm_forward_kernel<X, W.value, KEPT.value>;
+    });
     launch(kernel, row_grid(N, dim3(32, RMSNORM_WARPS)), dim3(32 * RMSNORM_WARPS), 0, stream, out, r, inp, weight, N, C,
            eps);
 }
@@ -156,7 +211,9 @@ template <class X>
 void rmsnorm_backward(Gradient<X> dinp, Gradient<float> dweight, float *partials, const X *dout, RmsNormed<X> x,
                       cudaStream_t stream) {
     size_t C = x.C, warps = rmsnorm_warps<X>(C), blocks = smaller((x.N + warps - 1) / warps, RMSNORM_BLOCKS);
-    auto kernel = fits<X>(C) ? rmsnorm_backward_kernel<X, Pack<X>::size> : rmsnorm_backward_kernel<X, 1>;
+    auto kernel = rmsnorm_choose<X>(C, [](auto W, auto KEPT) {
+        return rmsnorm_backward_kernel<X, W.value, KEPT.value>;
+    });
     launch(kernel, dim3((unsigned)blocks), dim3((unsigned)(32 * warps)), warps * rmsnorm_room<X>(C), stream, dinp,
            partials, dout, x.inp, x.weight, x.r, x.N, C);
     columns_sum(dweight, partials, blocks, C, C, stream);
