@@ -630,6 +630,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     if (scores_ahead<HS>) {
         wait_queries(0);
         backward90_issue_scores(c, tiles, 0);
+        if (c.number == 1) turn_pass(c.number);    // the first consumer goes first
     }
     UNROLL_NOT
     for (;; step++) {
@@ -641,15 +642,20 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         }
         backward90_weigh<HS, PHI, POST>(c, tiles, step, span, row0, first, call);
         if (backward90_loops<HS> && ends) more = work_of(tiles, block + 1).steps > 0;
-        if (scores_ahead<HS>) wait_queries(step + more);
+        if (scores_ahead<HS>) {
+            wait_queries(step + more);
+            backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
+            turn_wait(c.number);
+        }
         backward90_issue_keys(c, tiles, step);
-        backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
+        if (!scores_ahead<HS>) backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
         const unsigned late = step - (step > 0);
         ring_wait_full(barriers.dz, late);
         backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late), c.number);
         if constexpr (scores_ahead<HS>) {
             if (ends && more) backward90_begin(c, tiles, block + 1);
             backward90_issue_scores(c, tiles, step + more);
+            if (more || c.number == 0) turn_pass(c.number);
             wgmma_wait<1>(c.dv[0], c.dk[0], dq);
         } else {
             wgmma_wait<0>(c.dv[0], c.dk[0], dq);
