@@ -7,9 +7,10 @@
 //   dV += Wᵀ dO,  dK += (c dZ)ᵀ Q     with left operands from registers; c in phi's unit
 //   dQ = dZ K, of the step before     with the dZ of both consumers, from shared memory; each has half of the columns
 //
-// As dQ is a step late, neither consumer waits for the other, and one's matmuls run while the other computes dZ. All of
-// these are issued together, with S and dP of the next step last where registers allow that, so that the tensor cores
-// are busy while the consumer hands over dQ.
+// As dQ is a step late, a consumer does not have to wait for the other's dZ. All of these are issued together, with S
+// and dP of the next step last where registers allow that, so that the tensor cores are busy while the consumer hands
+// over dQ. With a head size of at most 64, the consumers issue them in turns, so that one's matmuls run while the other
+// computes dZ; without turns, both would compute at the same time, and then both wait for the tensor cores.
 //
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of one or two warps. By
 // default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order in
@@ -644,6 +645,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         if (backward90_loops<HS> && ends) more = work_of(tiles, block + 1).steps > 0;
         if (scores_ahead<HS>) {
             wait_queries(step + more);
+            // Before its turn, because the other consumer's first dq needs this one's dz.
             backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
             turn_wait(c.number);
         }

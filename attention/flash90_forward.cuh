@@ -4,9 +4,9 @@
 // the scores of tile j + 1 and O += W V of tile j. The other consumer's matmuls run meanwhile. Together with the last
 // O += W V of a block of rows it issues the first scores of the next block, which run while O is stored.
 //
-// With heads of at most 64, the matmul of O = W V also sums the weights where sums_by_matmul: its right operand is a tile
-// of values followed by 8 columns of ones. That rounds the weights as for O, so that they add up to 1, and spares
-// rounding them before, and an addition for each.
+// With heads of at most 64, the matmul of O = W V also sums the weights of most normalizers (sums_by_matmul): its right
+// operand is a tile of values followed by 8 columns of ones. So the sum is that of the rounded weights, as it must be,
+// without an instruction to round each of them before and one to add it.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_FORWARD_CUH
@@ -22,8 +22,8 @@ constexpr Divides forward90_divides = PHI == PHI_MISH ? ALWAYS : SHARED;
 template <int POST, int HS>
 constexpr bool keeps_along = flash90_keeps_along(POST, HS);
 
-// Does the matmul sum the weights that it multiplies with v? They must not be negative. With exp, which issues so little
-// else that the tensor cores' time counts, it is 4 % slower (H100, T = 4,096 to 16,384).
+// Does the matmul sum the weights that it multiplies with v? They must not be negative. exp issues so little else that
+// the tensor cores' time counts: with it, this is 5 to 8 % slower (H200, T = 4,096 and 16,384).
 template <int HS, int PHI, int POST>
 constexpr bool sums_by_matmul =
     HS <= 64 && (POST < FLASH_RECENTER_L1 ? !phi_signed(PHI) && PHI != PHI_EXP : POST == FLASH_REWEIGHT);
@@ -167,9 +167,9 @@ template <int HS>
 constexpr unsigned ones_bytes = HS <= 64 ? panel_bytes<Forward90Plan<HS>::STREAM> : 0;
 
 template <int HS>
-constexpr size_t forward90_shared = 1024 + Forward90Plan<HS>::OWN_STAGES * tile_bytes<Forward90Plan<HS>::OWN, HS> +
-                                    2 * Forward90Plan<HS>::STAGES * tile_bytes<Forward90Plan<HS>::STREAM, HS> +
-                                    ones_bytes<HS>;
+constexpr size_t forward90_shared =
+    1024 + Forward90Plan<HS>::OWN_STAGES * tile_bytes<Forward90Plan<HS>::OWN, HS> +
+    2 * Forward90Plan<HS>::STAGES * tile_bytes<Forward90Plan<HS>::STREAM, HS> + ones_bytes<HS>;
 
 template <int HS>
 DEVICE Forward90Tiles<HS> forward90_tiles(char *memory, Forward90Barriers<HS> *barriers) {
@@ -297,8 +297,7 @@ DEVICE void forward90_queries(Consumer90<HS, ONES> &c, const Forward90Tiles<HS> 
     char *const q = own_stage_of<HS>(tiles.q, step);
     c.q = q + c.warpgroup * panel_bytes<64>;
     ring_wait_full(tiles.barriers->q, step);
-    if (forward_may_negate(call, relative))
-        forward90_negate<HS>(q, forward_negates<1>(call, at, true), c.warpgroup);
+    if (forward_may_negate(call, relative)) forward90_negate<HS>(q, forward_negates<1>(call, at, true), c.warpgroup);
 }
 
 // Issues the scores of the step-th tile of keys, with no matmul beside them.

@@ -206,8 +206,8 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
 }
 
-// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r). SUMS: adds the latter to its sums. TILES
-// is 1.
+// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r). SUMS: adds the latter to its sums.
+// TILES is 1.
 template <class X, int KNOWN, bool SUMS, bool MASKED, int N>
 DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
                              const Hidden<MASKED, N / 2> &hidden) {
@@ -277,8 +277,7 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
     forward_values<X, PHI, MASKED, DIVIDES, (SUMS && rounds_values<PHI, POST>)>(phi_of<PHI>(call), s, row, chunk);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
     constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
-    if (sweep.first || (SUMS && POST < FLASH_RECENTER_L1))
-        forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
+    if (sweep.first || (SUMS && POST < FLASH_RECENTER_L1)) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
     if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
     if (POST >= FLASH_RECENTER_L1 && sweep.adds)
         with_power<POST>(call.power, [&](auto power) {
@@ -305,8 +304,7 @@ DEVICE bool forward_may_negate(const FlashCall<X> &call, bool relative) {
 // Is the lane's row one of them?
 template <int TILES, class X>
 DEVICE bool forward_negates(const FlashCall<X> &call, QueryBlock block, bool relative) {
-    return forward_may_negate(call, relative) &&
-           row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
+    return forward_may_negate(call, relative) && row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
 }
 
 // Computes the warp's rows, one per lane, and hands them to the lanes that own them.
@@ -343,7 +341,8 @@ template <class X, int PHI, int POST>
 DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, const ForwardSweep &sweep) {
     forward_total(row, sweep.is_signed);
     if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row);
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))), n = (float)at.n;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))),
+          n = (float)at.n;
     row.factor = inverse;
     row.mean = 0;
     if (sweep.reweight) reweight_numbers<X>(&row.factor, &row.mean, inverse, row.largest, at.n);
@@ -356,8 +355,8 @@ DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace 
 template <class X, int PHI, int POST>
 DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
     bool late = at.n > POST_FROM;
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))), left = row.sum,
-          by = inverse;
+    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))),
+          left = row.sum, by = inverse;
     *stats = make_float4(row.bias, inverse, 0, 0);
     if (POST == FLASH_PLAIN) {
         if (call.post == POST_NEGATE) stats->y = by = -inverse;

@@ -31,8 +31,7 @@ template <class X, int PHI, int KIND, bool BY_COLUMN, Wanted WANTED, Divides DIV
 DEVICE void phi_values_of(float (&z)[N], float (&slope)[N], const Row *row) {
     UNROLL
     for (int e = 0; e < N; e++)
-        phi_at<X, PHI, KIND, WANTED>(z[e], row[row_of<BY_COLUMN>(e)].number, &z[e], &slope[e],
-                                     DIVIDES == ALWAYS);
+        phi_at<X, PHI, KIND, WANTED>(z[e], row[row_of<BY_COLUMN>(e)].number, &z[e], &slope[e], DIVIDES == ALWAYS);
 }
 
 // z (N) in, phi(z) and its slope out, or what is WANTED of them. The switch over phi, if there is one, is outside the

@@ -146,7 +146,26 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     return row;
 }
 
-enum { ROW_LANES = 8, ROW_THREADS = 128 };    // of flash_rows_kernel: lanes that read a row, and threads
+// Of flash_rows_kernel: lanes that read a row, threads, and rows of which a lane loads its part at once.
+enum { ROW_LANES = 8, ROW_THREADS = 128, ROWS_AT_ONCE = 4 };
+
+template <class X>
+DEVICE float dot_16(uint4 a, uint4 b) {
+    Pack<X> x, y;
+    float sum = 0;
+    unpack_16(x, a);
+    unpack_16(y, b);
+    UNROLL
+    for (int e = 0; e < Pack<X>::size; e++) sum += x.x[e] * y.x[e];
+    return sum;
+}
+
+// The sum over the ROW_LANES lanes of a row.
+DEVICE float lanes_sum(float x) {
+    UNROLL
+    for (int step = ROW_LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+    return x;
+}
 
 // blockIdx.y is the sequence and head. A warp has 32 rows: ROW_LANES lanes read one of them at a time, but each lane
 // computes one.
@@ -160,38 +179,50 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
                  prefixes = ((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T;
     const X *dout = head_at(call, call.dout, b, h), *out = head_at(call, call.out, b, h);
     float own_D = 0, own_along = 0;
-    UNROLL
-    for (int i = 0; i < ROW_LANES; i++) {
-        const int row = first + i * AT_ONCE + lane / ROW_LANES,
-                  t = row < call.T ? row : call.T - 1;    // stay in range; the lane still takes part in the shuffles
-        float D = 0, along = 0;
-        for (int c = lane % ROW_LANES * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
-            Pack<X> x, y;
-            unpack_16(x, load_16(dout + t * call.dout.row + c));
-            unpack_16(y, load_16(out + t * call.out.row + c));
+    // Past T, a lane stays in range and still takes part in the shuffles.
+    auto row_of = [&](int i) {
+        const int row = first + i * AT_ONCE + lane / ROW_LANES;
+        return row < call.T ? row : call.T - 1;
+    };
+    if (call.VS == ROW_LANES * Pack<X>::size && !call.rest && !call.along && !call.prefix) {
+        UNROLL
+        for (int from = 0; from < ROW_LANES; from += ROWS_AT_ONCE) {
+            uint4 x[ROWS_AT_ONCE], y[ROWS_AT_ONCE];
             UNROLL
-            for (int e = 0; e < Pack<X>::size; e++) D += x.x[e] * y.x[e];
-            if (call.rest) {
-                unpack_16(y, load_16(call.rest + (rows + t) * call.VS + c));
-                UNROLL
-                for (int e = 0; e < Pack<X>::size; e++) D += x.x[e] * y.x[e];
+            for (int i = 0; i < ROWS_AT_ONCE; i++) {
+                const int t = row_of(from + i), c = lane % ROW_LANES * Pack<X>::size;
+                x[i] = load_16(dout + t * call.dout.row + c);
+                y[i] = load_16(out + t * call.out.row + c);
             }
-            if (call.along) {
-                unpack_16(y, load_16(call.along + (rows + t) * call.VS + c));
-                UNROLL
-                for (int e = 0; e < Pack<X>::size; e++) along += x.x[e] * y.x[e];
-            }
-            if (!call.prefix) continue;
             UNROLL
-            for (int e = 0; e < Pack<X>::size; e++) along += x.x[e] * call.prefix[(prefixes + t) * call.VS + c + e];
+            for (int i = 0; i < ROWS_AT_ONCE; i++) {
+                const float D = lanes_sum(dot_16<X>(x[i], y[i]));
+                if (from + i == lane % ROW_LANES) own_D = D;
+            }
         }
-        for (int step = ROW_LANES / 2; step > 0; step /= 2) {
-            D += __shfl_xor_sync(0xFFFFFFFFu, D, step);
-            along += __shfl_xor_sync(0xFFFFFFFFu, along, step);
+    } else {
+        UNROLL
+        for (int i = 0; i < ROW_LANES; i++) {
+            const int t = row_of(i);
+            float D = 0, along = 0;
+            for (int c = lane % ROW_LANES * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
+                const uint4 x = load_16(dout + t * call.dout.row + c);
+                D += dot_16<X>(x, load_16(out + t * call.out.row + c));
+                if (call.rest) D += dot_16<X>(x, load_16(call.rest + (rows + t) * call.VS + c));
+                if (call.along) along += dot_16<X>(x, load_16(call.along + (rows + t) * call.VS + c));
+                if (!call.prefix) continue;
+                Pack<X> values;
+                unpack_16(values, x);
+                UNROLL
+                for (int e = 0; e < Pack<X>::size; e++)
+                    along += values.x[e] * call.prefix[(prefixes + t) * call.VS + c + e];
+            }
+            D = lanes_sum(D);
+            along = lanes_sum(along);
+            if (i != lane % ROW_LANES) continue;
+            own_D = D;
+            own_along = along;
         }
-        if (i != lane % ROW_LANES) continue;
-        own_D = D;
-        own_along = along;
     }
     if (own < call.T)
         call.rows[rows + own] =

@@ -403,10 +403,10 @@ DEVICE void transpose_four(uint32_t (&x)[4]) {
     }
 }
 
-// Stores the rows of `sum`, each times its factor; the number of columns is a multiple of 8. `rest`, unless NULL, receives
-// the rounding errors, at the address of the warp's first row and column and in rows with a stride of rest_stride. By
-// whole warps. In bf16, the four lanes of a row exchange what they have, so that each stores 16 bytes at a time: without
-// a condition around it, after which ptxas would not know that all lanes do the same.
+// Stores the rows of `sum`, each times its factor; the number of columns is a multiple of 8. `rest`, unless NULL,
+// receives the rounding errors, at the address of the warp's first row and column and in rows with a stride of
+// rest_stride. By whole warps. In bf16, the four lanes of a row exchange what they have, so that each stores 16 bytes
+// at a time. There is no condition around that: after one, ptxas would not know that all lanes of the warp do the same.
 template <class X, int TILES, int CT>
 DEVICE void store_rows(TileTarget<X> to, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES],
                        X *rest = NULL, size_t rest_stride = 0) {
@@ -424,8 +424,7 @@ DEVICE void store_rows(TileTarget<X> to, const float (&sum)[TILES][CT][4], const
             }
             transpose_four(words);
             if (row < to.rows && 8 * (c + lane) < to.columns)
-                store_16(to.p + row * to.stride + 8 * (c + lane),
-                         make_uint4(words[0], words[1], words[2], words[3]));
+                store_16(to.p + row * to.stride + 8 * (c + lane), make_uint4(words[0], words[1], words[2], words[3]));
         }
         if (row >= to.rows || (EXCHANGES && !rest)) continue;
         UNROLL

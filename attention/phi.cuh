@@ -92,9 +92,9 @@ DEVICE float gelu_slope_over_tail(float a) {
                       -8.14887317e-05f);
 }
 
-// Sigmoid of four z in units of ln 2, with one division: 1/a = b c d/(a b c d), where a = 1 + e^z and so on. Above 30, where
-// sigmoid is 1, z counts as 30, so that the product stays finite; e^z/(1 + e^z) then keeps its relative accuracy at
-// every z below. A NaN makes all four NaN, so they must belong to one row, and all be visible.
+// Sigmoid of four z in units of ln 2, 2^z/(1 + 2^z), with one division: 1/a = b c d/(a b c d), where a = 1 + 2^z and so
+// on. Above 30, where sigmoid is 1, z counts as 30, so that the product stays finite. A NaN makes all four NaN, so they
+// must belong to one row, and all be visible.
 DEVICE void sigmoids(float (&z)[4]) {
     float e[4], a[4];
     UNROLL
@@ -112,8 +112,8 @@ DEVICE void sigmoids(float (&z)[4]) {
 enum Wanted { VALUE, SLOPE, BOTH };
 
 // May it take a second special function, usually for a division? On compute capability 9.0, with one special function
-// per score, these units are idle for much of the time that a polynomial's instructions need. The backward pass has time
-// for a second one for every score; forward, four values of sigmoid share a division (SHARED, see sigmoids()).
+// per score, these units are idle for much of the time that a polynomial's instructions need. The backward pass has
+// time for a second one for every score; forward, four values of sigmoid share a division (SHARED, see sigmoids()).
 enum Divides { NEVER, SHARED, ALWAYS };
 
 // f = phi(z) and its slope with respect to the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where

@@ -285,9 +285,9 @@ static void test_rmsnorm(size_t N, size_t C, float eps, bool add_input, bool add
 
 template <class X>
 static void test_rmsnorms(void) {
-    static const size_t SHAPES[][2] = {{1, 48}, {33, 96},   {33, 768},  {3, 97},
-                                       {1, 1},  {2, 24576}, {4300, 16}, {5, 4104},
-                                       {9, 128}, {9, 256},  {9, 384},   {9, 512},  {9, 1024}};    // in registers
+    static const size_t SHAPES[][2] = {
+        {1, 48},   {33, 96}, {33, 768}, {3, 97},  {1, 1},   {2, 24576}, {4300, 16},
+        {5, 4104}, {9, 128}, {9, 256},  {9, 384}, {9, 512}, {9, 1024}};    // in registers
     for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1], 1e-5f, true, true);
     test_rmsnorm<X>(33, 96, 0.1f, true, true);
     for (size_t C : {(size_t)96, (size_t)97}) {
