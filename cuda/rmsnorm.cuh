@@ -9,8 +9,8 @@
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Test: dev/tests/test_kernels.cu rmsnorm.
 //
 // Each warp processes a row. If all lanes have the same number of vectors, at most RMSNORM_KEPT, it loads the row at
-// once and keeps it in registers; otherwise it reads the row twice, the second time from L1. For dweight, each warp sums
-// its own rows in its part of shared memory. The block then sums its warps and writes one row of partial sums, and
+// once and keeps it in registers; otherwise it reads the row twice, the second time from L1. For dweight, each warp
+// sums its own rows in its part of shared memory. The block then sums its warps and writes one row of partial sums, and
 // columns_sum() adds the blocks' rows. The number of blocks depends only on N and C, so every GPU produces the same
 // bits.
 //
