@@ -10,7 +10,7 @@
 // As dQ is a step late, a consumer does not have to wait for the other's dZ. All of these are issued together, with S
 // and dP of the next step last where registers allow that, so that the tensor cores are busy while the consumer hands
 // over dQ. With a head size of at most 64, the consumers issue them in turns, so that one's matmuls run while the other
-// computes dZ; without turns, both would compute at the same time, and then both wait for the tensor cores.
+// computes dZ; otherwise both would compute at the same time and then both wait for the tensor cores.
 //
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of one or two warps. By
 // default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order in
@@ -327,41 +327,37 @@ DEVICE void for_each_block(const Backward90Tiles<HS> &tiles, int lane, Act act) 
 // ---------------------------------------------------------------------------------------------------------------------
 // The consumers
 
-// The cosines and sines of RoPE's angles for a lane's rows and columns (cuda/rope.cuh).
+// The cosines and sines of RoPE's angles for a lane's columns of one of its two rows (cuda/rope.cuh).
 template <int HS>
 struct LaneAngles {
-    float2 cosines[2][HS / 16], sines[2][HS / 16];
+    float2 cosines[HS / 16], sines[HS / 16];
 };
 
-// row: the first of the warp's rows
+// row: the position
 template <int HS>
-DEVICE void load_angles(LaneAngles<HS> &angles, int row, const FlashCall<bf16> &call) {
+DEVICE LaneAngles<HS> load_angles(int row, const FlashCall<bf16> &call) {
+    const int at = (row < call.T ? row : call.T - 1) * (HS / 2) + lane_column();
+    LaneAngles<HS> angles;
     UNROLL
-    for (int r = 0; r < 2; r++) {
-        const int i = row + 8 * r + lane_row(), at = (i < call.T ? i : call.T - 1) * (HS / 2) + lane_column();
-        UNROLL
-        for (int n = 0; n < HS / 16; n++) {
-            angles.cosines[r][n] = *(const float2 *)(call.rope.cosines + at + 8 * n);
-            angles.sines[r][n] = *(const float2 *)(call.rope.sines + at + 8 * n);
-        }
+    for (int n = 0; n < HS / 16; n++) {
+        angles.cosines[n] = *(const float2 *)(call.rope.cosines + at + 8 * n);
+        angles.sines[n] = *(const float2 *)(call.rope.sines + at + 8 * n);
     }
+    return angles;
 }
 
-// Turns rows of gradients, times their factors, back by RoPE's angles.
+// Turns the lane's r-th row of gradients, times `by`, back by RoPE's angles.
 template <int HS>
-DEVICE void undo_rope(float (&d)[1][HS / 8][4], const float (&by)[2], const LaneAngles<HS> &angles) {
+DEVICE void undo_rope(float (&d)[1][HS / 8][4], float by, int r, const LaneAngles<HS> &angles) {
     UNROLL
-    for (int r = 0; r < 2; r++) {
-        UNROLL
-        for (int n = 0; n < HS / 16; n++) {
-            const float2 c = angles.cosines[r][n], s = angles.sines[r][n];
-            float *a = d[0][n] + 2 * r, *b = d[0][n + HS / 16] + 2 * r;
-            const float a0 = a[0] * by[r], a1 = a[1] * by[r], b0 = b[0] * by[r], b1 = b[1] * by[r];
-            a[0] = a0 * c.x + b0 * s.x;
-            a[1] = a1 * c.y + b1 * s.y;
-            b[0] = b0 * c.x - a0 * s.x;
-            b[1] = b1 * c.y - a1 * s.y;
-        }
+    for (int n = 0; n < HS / 16; n++) {
+        const float2 c = angles.cosines[n], s = angles.sines[n];
+        float *a = d[0][n] + 2 * r, *b = d[0][n + HS / 16] + 2 * r;
+        const float a0 = a[0] * by, a1 = a[1] * by, b0 = b[0] * by, b1 = b[1] * by;
+        a[0] = a0 * c.x + b0 * s.x;
+        a[1] = a1 * c.y + b1 * s.y;
+        b[0] = b0 * c.x - a0 * s.x;
+        b[1] = b1 * c.y - a1 * s.y;
     }
 }
 
@@ -468,6 +464,11 @@ struct Backward90Span {
 template <int HS, int POST>
 constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 
+// The rows' scales are in phi's unit, and so is dk if they are used as they are: it is converted once, when it is
+// stored. But with other posts than plain ones, ptxas would then spill registers.
+template <int PHI, int POST>
+constexpr float scale_by = POST == FLASH_PLAIN ? 1 : 1 / unit<bf16, PHI>;
+
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
 // backward90_share() follows. Rows are read ahead. span(): the block's Backward90Span   first: the rows of the first
 // operand
@@ -492,7 +493,7 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         dkv_values<PHI, POST, false>(s, d, [&](int nt) { return now[nt]; }, [](Element) { return false; }, call);
         pack_operand(c.w[k], s[0][0], s[0][1]);
         pack_operand(dz[k], d[0][0], d[0][1]);
-        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale; });
+        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale * scale_by<PHI, POST>; });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
@@ -566,21 +567,21 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
 }
 
-// Stores dk and dv. PHI: the scale of the scores, and so dk, has its unit.
-template <int PHI, int HS>
+// Stores dk and dv.
+template <int PHI, int POST, int HS>
 DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
     const float by[2] = {1, 1};
-    float by_unit[2] = {1 / unit<bf16, PHI>, 1 / unit<bf16, PHI>};
+    const float in_unit = 1 / (unit<bf16, PHI> * scale_by<PHI, POST>);
+    float by_dk[2] = {in_unit, in_unit};
     const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
-    if (call.rope.cosines) {
-        LaneAngles<HS> angles;
-        load_angles(angles, key, call);
-        undo_rope(c.dk, by_unit, angles);
-        by_unit[0] = by_unit[1] = 1;
+    UNROLL
+    for (int r = 0; r < 2 && call.rope.cosines; r++) {
+        undo_rope(c.dk, by_dk[r], r, load_angles<HS>(key + 8 * r + lane_row(), call));
+        by_dk[r] = 1;
     }
-    store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by_unit);
+    store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by_dk);
     store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
     __syncwarp();    // all lanes have read `work`
 }
@@ -672,7 +673,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
         if (!ends) continue;
         if (!more) break;
-        backward90_end<PHI>(c, tiles.work[block % WORK_STAGES], call);
+        backward90_end<PHI, POST>(c, tiles.work[block % WORK_STAGES], call);
         ring_release(barriers.work, block++);
         start_block(step + 1);
     }
@@ -683,7 +684,7 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
     wgmma_wait<0>(dq);
     backward90_store_dq<HS>(tiles, dq, step, c.number);
     backward90_share(tiles, -1, step);
-    backward90_end<PHI>(c, tiles.work[block % WORK_STAGES], call);
+    backward90_end<PHI, POST>(c, tiles.work[block % WORK_STAGES], call);
 }
 
 template <int HS>
@@ -736,7 +737,7 @@ constexpr int dq_heads = HS <= 64 ? 6 : 1;
 
 // dq, and g if it is needed, of a tile of queries of a head, from its sums. With a single head, loads the angles.
 template <int HS>
-DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, LaneAngles<HS> &angles, float in_unit) {
+DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngles<HS> (&angles)[2], float in_unit) {
     const int warp_row = blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16, head = b * call.NH + h;
     const float4 *sums =
         (const float4 *)call.dq_sums + ((size_t)head * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
@@ -764,10 +765,11 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, LaneAngles<HS>
         g = row_sum(g);
         if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
     }
-    if (call.rope.cosines) {
-        if (dq_heads<HS> == 1) load_angles(angles, warp_row, call);
-        undo_rope(dq, by, angles);
-        by[0] = by[1] = 1;
+    UNROLL
+    for (int r = 0; r < 2 && call.rope.cosines; r++) {
+        const int row = warp_row + 8 * r + lane_row();
+        undo_rope(dq, by[r], r, dq_heads<HS> == 1 ? load_angles<HS>(row, call) : angles[r]);
+        by[r] = 1;
     }
     bf16 *dq_rows = head_at(call, call.dq, b, h) + warp_row * call.dq.row;
     store_rows(TileTarget<bf16>{dq_rows, call.dq.row, call.T - warp_row, call.HS}, dq, by);
@@ -780,9 +782,10 @@ template <int HS>
 KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
     const int groups = (call.NH - 1) / dq_heads<HS> + 1, b = blockIdx.y / groups,
               first = blockIdx.y % groups * dq_heads<HS>;
-    LaneAngles<HS> angles = {};
-    if (dq_heads<HS> > 1 && call.rope.cosines)
-        load_angles(angles, blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16, call);
+    const int row = blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16 + lane_row();
+    LaneAngles<HS> angles[2] = {};
+    UNROLL
+    for (int r = 0; r < 2 && dq_heads<HS> > 1 && call.rope.cosines; r++) angles[r] = load_angles<HS>(row + 8 * r, call);
     UNROLL_NOT
     for (int h = first; h < first + dq_heads<HS> && h < call.NH; h++) dq_of_head(call, b, h, angles, in_unit);
 }

@@ -6,7 +6,7 @@
 //
 // With heads of at most 64, the matmul of O = W V also sums the weights of most normalizers (sums_by_matmul): its right
 // operand is a tile of values followed by 8 columns of ones. So the sum is that of the rounded weights, as it must be,
-// without an instruction to round each of them before and one to add it.
+// and no instructions are spent on rounding and adding each weight.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_FORWARD_CUH

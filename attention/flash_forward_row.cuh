@@ -15,7 +15,7 @@ struct ForwardRow {
     float sum_signed;      // of f
     float largest;         // f; in the first sweep, if that is by_z: the largest z
     float factor, mean;    // map f to w in the second sweep
-    float left, signs;     // the sum of |w|, the sum of the signs of w (with `along`: of along)
+    float left, signs;     // the sum of |w|, the sum of the signs of w
 };
 
 // The rows that a warp owns, and their sums of weights times v, which has MORE columns than HS if the matmul sums the
@@ -206,9 +206,8 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
     for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
 }
 
-// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r). SUMS: adds the latter to its sums.
-// TILES is 1.
-template <class X, int KNOWN, bool SUMS, bool MASKED, int N>
+// f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r), which the matmul sums. TILES is 1.
+template <class X, int KNOWN, bool MASKED, int N>
 DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
                              const Hidden<MASKED, N / 2> &hidden) {
     float r[N], q[N];
@@ -218,12 +217,8 @@ DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N
         w[e] = q[e] * r[e];
         q[e] = is_hidden(hidden, {0, nt, e}) ? 0 : q[e] - w[e];
     }
-    if (SUMS) round_to<X>(q);
     along[0] = pack_bf16(q[0], q[1]);
     along[1] = pack_bf16(q[2], q[3]);
-    UNROLL
-    for (int e = 0; e < N; e++)
-        if (SUMS) row[e / 2].signs += q[e];
 }
 
 // f in, w out. SUMS: also adds to their sums. along: NULL, or for reweight receives r^(P-1) (1 - r) as left operands
@@ -236,7 +231,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
         if (TILES == 1 && reweight && along) {
-            forward_reweight<X, KNOWN, SUMS>(w, along[nt / 2] + nt % 2 * 2, row, nt, P, hidden);
+            forward_reweight<X, KNOWN>(w, along[nt / 2] + nt % 2 * 2, row, nt, P, hidden);
         } else if (reweight) {
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);

@@ -410,7 +410,7 @@ DEVICE void transpose_four(uint32_t (&x)[4]) {
 template <class X, int TILES, int CT>
 DEVICE void store_rows(TileTarget<X> to, const float (&sum)[TILES][CT][4], const float (&factor)[2 * TILES],
                        X *rest = NULL, size_t rest_stride = 0) {
-    constexpr bool EXCHANGES = is_bf16<X> && CT % 4 == 0;
+    constexpr bool EXCHANGES = is_bf16<X> && CT == 8;    // with 16, some kernels would need too many registers
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         const int row = 8 * r + lane_row(), lane = threadIdx.x % 4;

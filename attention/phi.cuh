@@ -3,7 +3,7 @@
 //
 // float32 uses phi_both of normalizer.h. bf16 uses one special function per score, ex2 (8 clocks per warp), and
 // polynomials (one clock per FFMA), minimax fits of the relative error of the result, stated as `(minimax, e)`. Where
-// the special functions have time, divisions replace polynomials (Divides). dev/tests/test_kernels.cu compares phi
+// the special functions have time, a second one replaces a polynomial (Divides). dev/tests/test_kernels.cu compares phi
 // at every bf16 z with float64. The error bounds, relative to phi and its slope (bf16 rounding is 2^-9):
 //   2^-17, from the rounding of z, for exp, expm1 (of e^z + 1), identity, relu, relu2 and relu6
 //   2^-13 for sigmoid, softplus and mish

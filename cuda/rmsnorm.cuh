@@ -26,7 +26,7 @@
 enum {
     RMSNORM_WARPS = 8,                  // warps per block; fewer if there are many channels
     RMSNORM_BLOCKS = 528,               // of the backward pass: 4 per SM of an H100 (132 SMs)
-    RMSNORM_KEPT = 4,                   // vectors of a lane
+    RMSNORM_KEPT = 3,                   // vectors of a lane
     RMSNORM_SHARED = 96 * 1024,         // bytes of shared memory that every GPU from sm_80 on can give to a block
     RMSNORM_MAX_CHANNELS = 24 * 1024    // with more, a warp's sums would not fit into RMSNORM_SHARED
 };
@@ -66,12 +66,13 @@ DEVICE void for_each_vector(size_t C, Function function) {
         UNROLL
         for (int k = 0; k < KEPT; k++) function((size_t)k, first + k * 32 * W);
     } else {
+        UNROLL_NOT
         for (size_t c = first; c < C; c += 32 * W) function(c / (32 * W), c);
     }
 }
 
 // ---- forward
-// registers: at most 60 (rmsnorm_forward_kernel)
+// registers: at most 54 (rmsnorm_forward_kernel)
 
 template <class X, int W, int KEPT>
 KERNEL void rmsnorm_forward_kernel(X *out, float *r, const X *inp, const float *weight, size_t N, size_t C, float eps) {
@@ -157,13 +158,12 @@ template <class X, class Function>
 auto rmsnorm_choose(size_t C, Function function) {
     constexpr size_t W = Pack<X>::size;
     constexpr std::integral_constant<int, (int)W> wide;
-    static_assert(RMSNORM_KEPT == 4, "a case for each");
+    static_assert(RMSNORM_KEPT == 3, "a case for each");
     if (!fits<X>(C)) return function(std::integral_constant<int, 1>(), std::integral_constant<int, 0>());
     switch (C % (32 * W) == 0 ? C / (32 * W) : 0) {
     case 1: return function(wide, std::integral_constant<int, 1>());
     case 2: return function(wide, std::integral_constant<int, 2>());
     case 3: return function(wide, std::integral_constant<int, 3>());
-    case 4: return function(wide, std::integral_constant<int, 4>());
     default: return function(wide, std::integral_constant<int, 0>());
     }
 }

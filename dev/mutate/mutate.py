@@ -33,8 +33,8 @@ TESTS = [("test_gpt2", ["./test_gpt2", "attention"]),
          *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
 PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
 # The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
-FLASH_WORDS = ("kinds or (nan and float) or truncate or last_bit or future or order or conflicts or all_zero_rows "
-               "or last_rows")
+FLASH_WORDS = ("kinds or before_rope or (nan and float) or truncate or last_bit or future or order or conflicts "
+               "or all_zero_rows or last_rows")
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", FLASH_WORDS])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]

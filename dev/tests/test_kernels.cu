@@ -1710,28 +1710,28 @@ static void test_phi(const char *name, bool divide) {
     case_ends();
 }
 
-// sigmoids() (4) of each z, among other values.
+// sigmoids() (4) of each z, among other values: -z, z/3 and -7, or z again.
 template <class T>
-KERNEL void sigmoids_test_kernel(T *out) {
+KERNEL void sigmoids_test_kernel(T *out, bool same) {
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 16; i += gridDim.x * blockDim.x) {
         const float z = __uint_as_float(i << 16) * unit<bf16, PHI_SIGMOID>;
-        float four[4] = {z, -z, z / 3, -7};
+        float four[4] = {z, same ? z : -z, same ? z : z / 3, same ? z : -7};
         sigmoids(four);
         UNROLL
         for (int j = 0; j < 4; j++) out[4 * i + j] = four[j];
     }
 }
 
-static void test_sigmoids(void) {
-    if (!case_begins("phi bf16 sigmoid, four with one division")) return;
+static void test_sigmoids(bool same) {
+    if (!case_begins("phi bf16 sigmoid, four %s with one division", same ? "equal" : "different")) return;
     Tensor<float> out(4 << 16);
     double worst = 0;
-    run_twice({&out}, [&] { launch(sigmoids_test_kernel<float>, dim3(8), dim3(64), 0, stream, out.device()); });
+    run_twice({&out}, [&] { launch(sigmoids_test_kernel<float>, dim3(8), dim3(64), 0, stream, out.device(), same); });
     for (uint32_t i = 0; i < 1 << 16; i++) {
         float z;
         const uint32_t bits = i << 16;
         memcpy(&z, &bits, sizeof z);
-        const double four[] = {z, -z, z / 3, -7 * M_LN2};
+        const double four[] = {z, same ? z : -z, same ? z : z / 3, same ? z : -7 * M_LN2};
         for (size_t j = 0; j < 4; j++) {
             const double got = out.at(4 * i + j), truth = 1 / (1 + exp(-four[j]));
             if (isnan(z)) check_true("a NaN", isnan(got));
@@ -1744,7 +1744,8 @@ static void test_sigmoids(void) {
 }
 
 static void test_phis(void) {
-    test_sigmoids();
+    test_sigmoids(false);
+    test_sigmoids(true);
 #define TEST(kind, name, ...) \
     test_phi<bf16, kind, kind>(name, false); \
     test_phi<bf16, kind, kind>(name, true); \
