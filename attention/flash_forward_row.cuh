@@ -299,7 +299,7 @@ DEVICE bool forward_may_negate(const FlashCall<X> &call, bool relative) {
 // Is the lane's row one of them?
 template <int TILES, class X>
 DEVICE bool forward_negates(const FlashCall<X> &call, QueryBlock block, bool relative) {
-    return forward_may_negate(call, relative) && row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
+    return relative && row_scale(call.scale, forward_row_of_lane<TILES>(call, block)) < 0;
 }
 
 // Computes the warp's rows, one per lane, and hands them to the lanes that own them.
