@@ -91,10 +91,12 @@ def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
 
 @pytest.mark.parametrize("dropped", [1, 2])
 def test_a_stop_that_mpirun_drops(tmp_path, dropped):
-    """As it does for ranks that it has not started yet. Stops are repeated, and this one ends with the next."""
+    """As it does for ranks that it has not started yet. Stops are repeated while a rank lives, and this one ends with
+    the next."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f"""#!/bin/bash
-        trap 'count=$((count + 1)); [ $count -le {dropped} ] || exit 75' USR1
+        sleep 60 & rank=$!
+        trap 'count=$((count + 1)); [ $count -le {dropped} ] || {{ kill $rank; exit 75; }}' USR1
         touch {tmp_path}/started
         while :; do sleep 0.1; done""")
     mpirun.chmod(0o755)
