@@ -290,7 +290,7 @@ DEVICE RowPlace forward_row_of_lane(const FlashCall<X> &call, QueryBlock block) 
 }
 
 // With `relative`, a row whose scale is negative has it negated, and its query, so that the largest score has the
-// largest z. May there be such rows?
+// largest z. Can there be such rows?
 template <class X>
 DEVICE bool forward_may_negate(const FlashCall<X> &call, bool relative) {
     return relative && call.scale.kind != SCALE_RSQRT_D;

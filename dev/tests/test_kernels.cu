@@ -287,7 +287,7 @@ template <class X>
 static void test_rmsnorms(void) {
     static const size_t SHAPES[][2] = {
         {1, 48},   {33, 96}, {33, 768}, {3, 97},  {1, 1},   {2, 24576}, {4300, 16},
-        {5, 4104}, {9, 128}, {9, 256},  {9, 384}, {9, 512}, {9, 1024}};    // in registers
+        {5, 4104}, {9, 128}, {9, 256},  {9, 384}, {9, 512}, {9, 1024}};    // those of 9 rows: up to 4 vectors of a lane
     for (const size_t *s : SHAPES) test_rmsnorm<X>(s[0], s[1], 1e-5f, true, true);
     test_rmsnorm<X>(33, 96, 0.1f, true, true);
     for (size_t C : {(size_t)96, (size_t)97}) {
