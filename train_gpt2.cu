@@ -432,8 +432,8 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     memory_add(&m->plan, kept, (void **)&m->r2, L * N * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->r, N * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->losses, N * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->cosines, T * HS / 2 * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->sines, T * HS / 2 * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->cosines, T * (HS / 2) * sizeof(float));
+    memory_add(&m->plan, scratch, (void **)&m->sines, T * (HS / 2) * sizeof(float));
     memory_add(&m->plan, scratch, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
     memory_add(&m->plan, "batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "batch", (void **)&m->mask, N);
@@ -1042,8 +1042,10 @@ static void describe_matmuls(char *out, size_t size, const Device *device, const
         length += snprintf(out + length, size - (size_t)length, "; gradients summed in %s%s",
                            o->reduce_dtype == TRAIN_BF16 ? "bfloat16" : "float32", o->zero ? ", ZeRO-1" : "");
     if (file->path)
-        snprintf(out + length, size - (size_t)length, "; %zu of %zu stored algorithms apply to this GPU",
-                 matmul_file_applying(file), file->choices.size());
+        length += snprintf(out + length, size - (size_t)length, "; %zu of %zu stored algorithms apply to this GPU",
+                           matmul_file_applying(file), file->choices.size());
+    if (flash90_is_denied())
+        snprintf(out + length, size - (size_t)length, "; attention by the kernels for compute capability 8.0");
 }
 
 struct DeviceMemory {
@@ -1062,10 +1064,10 @@ static DeviceMemory device_memory(void) {
 // resumed on the same GPU adds in the same order.
 static void plan_more_logits(Model *m, size_t memory) {
     size_t N = m->B * m->T, row = padded_vocab(&m->config) * (m->in_bf16 ? sizeof(bf16) : sizeof(float));
-    size_t most = memory / 16 / row / 128 * 128, blocks = most ? (N + most - 1) / most : 0;
-    size_t rows = blocks ? smaller(N, ((N + blocks - 1) / blocks + 127) / 128 * 128) : 0;
+    size_t most = (memory / 16 / row / 128) * 128, blocks = most ? (N + most - 1) / most : 0;
+    size_t rows = blocks ? smaller(N, (((N + blocks - 1) / blocks + 127) / 128) * 128) : 0;
     void **logits = by_type([](auto *a) { return (void **)&a->logits; });
-    if (rows <= m->loss_rows || m->plan.total + (rows - m->loss_rows) * row > memory / 10 * 9) return;
+    if (rows <= m->loss_rows || m->plan.total + (rows - m->loss_rows) * row > (memory / 10) * 9) return;
     memory_resize(&m->plan, logits, rows * row);
     m->loss_rows = rows;
 }

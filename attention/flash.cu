@@ -16,11 +16,17 @@ static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
-// Has the current device the instructions of flash90.cuh? FLASH90=0 in the environment denies it.
-static bool is_hopper(void) {
+bool flash90_is_denied(void) {
     const char *wanted = getenv("FLASH90");
+    if (!wanted || !*wanted || !strcmp(wanted, "1")) return false;
+    if (strcmp(wanted, "0")) fail(EXIT_USAGE, "FLASH90=%s in the environment: expected 0 or 1.", wanted);
+    return true;
+}
+
+// Has the current device the instructions of flash90.cuh?
+static bool is_hopper(void) {
     int device, major;
-    if (wanted && !strcmp(wanted, "0")) return false;
+    if (flash90_is_denied()) return false;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     return major == 9;
@@ -75,7 +81,7 @@ static bool recenters(FlashShape shape) {
 }
 
 static size_t rounded_up(size_t bytes) {
-    return (bytes + 255) / 256 * 256;
+    return ((bytes + 255) / 256) * 256;
 }
 
 static size_t segments_of(FlashShape shape) {

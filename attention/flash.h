@@ -64,8 +64,13 @@ enum { FLASH_STATS = 4 };    // the minimum number of floats that the forward pa
 // supported.
 void flash_check(FlashShape shape, size_t element);
 
+// Does FLASH90=0 in the environment select the kernels for compute capability 8.0 on every GPU? A value other than 0 or
+// 1 ends the program.
+bool flash90_is_denied(void);
+
 // The number of floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS
-// per row and, where the gradient needs it, the rounding error of the output.
+// per row and, where the gradient needs them, the rounding error of the output and, for reweight on compute capability
+// 9.0, another sum over v, both like the output.
 size_t flash_stats(FlashShape shape, size_t element);
 
 // The bytes of device scratch that a forward or backward pass with elements of `element` bytes needs.

@@ -110,7 +110,7 @@ DEVICE void issue_by_rows(float (&s)[NT][4], const char *own, const char *tile) 
                    b = matrix_descriptor(tile, 0, 8 * PANEL_ROW, SWIZZLE_128);
     UNROLL
     for (int k = 0; k < HS / 16; k++) {
-        const int panel = k / (PANEL / 16), within = k % (PANEL / 16) * 16 * sizeof(bf16);
+        const int panel = k / (PANEL / 16), within = (k % (PANEL / 16)) * (16 * sizeof(bf16));
         wgmma<K_MAJOR, K_MAJOR>(s, matrix_descriptor_plus(a, panel * panel_bytes<OWN> + within),
                                 matrix_descriptor_plus(b, panel * panel_bytes<8 * NT> + within), k > 0);
     }
@@ -122,7 +122,7 @@ DEVICE void issue_by_rows(float (&s)[NT][4], const uint32_t (&own)[KT][4], const
     const uint64_t b = matrix_descriptor(tile, 0, 8 * PANEL_ROW, SWIZZLE_128);
     UNROLL
     for (int k = 0; k < KT; k++) {
-        const int panel = k / (PANEL / 16), within = k % (PANEL / 16) * 16 * sizeof(bf16);
+        const int panel = k / (PANEL / 16), within = (k % (PANEL / 16)) * (16 * sizeof(bf16));
         wgmma<K_MAJOR>(s, own[k], matrix_descriptor_plus(b, panel * panel_bytes<8 * NT> + within), k > 0);
     }
 }

@@ -152,7 +152,7 @@ DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS>
 // The K of the block-th block of keys.
 template <int HS>
 DEVICE char *keys_of(const Backward90Tiles<HS> &tiles, unsigned block) {
-    return tiles.k + block % key_stages<HS> * tile_bytes<Backward90Plan::OWN, HS>;
+    return tiles.k + (block % key_stages<HS>)*tile_bytes<Backward90Plan::OWN, HS>;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
         UNROLL_NOT
         for (; at.h < work.steps_h_end; step++, next_tile(at, work)) {
             Mbarrier *full = &ring.full[step % P::STAGES];
-            const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
+            const int offset = (step % P::STAGES) * tile_bytes<P::STREAM, HS>;
             ring_wait_empty(ring, step);
             mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
             const int h = at.h < work.h_end ? at.h : call.NH;    // TMA fills what is outside with zeros
@@ -266,7 +266,7 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
                 halves[1] = from[1];
             }
             if (i == 0) ring_wait_empty(ring, step);
-            float4 *to = tiles.rows + step % P::STAGES * ROW_PIECES + mine;
+            float4 *to = tiles.rows + (step % P::STAGES) * ROW_PIECES + mine;
             to[0] = halves[0];
             to[P::STREAM] = halves[1];
         }
@@ -295,7 +295,7 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
             continue;
         }
         const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
-        const float4 *from = tiles.dq + step % dq_stages<HS> * dq_pieces<HS>;
+        const float4 *from = tiles.dq + (step % dq_stages<HS>)*dq_pieces<HS>;
         float *to = call.dq_sums + tile * (P::STREAM * HS);
         unsigned *turn = call.turns + 1 + tile;
         const int before = at.tile * P::STREAM / P::OWN - work.tile;    // how many blocks add before this one
@@ -374,15 +374,15 @@ struct Backward90Consumer {
 
 // The first of the warp's keys among the block's. Recomputed where it is needed, so that it occupies no registers.
 DEVICE int warp_row() {
-    return anew(threadIdx.x) / 32 * 16;
+    return (anew(threadIdx.x) / 32) * 16;
 }
 
 // A left operand, 16 rows by 16 columns, of a tile in panels of WIDTH columns and ROWS rows.
 template <int ROWS, int WIDTH>
 DEVICE void load_left_swizzled(uint32_t (&a)[4], const char *tile, int row, int column, Swizzle swizzle) {
-    const int lane = threadIdx.x % 32, c = column + lane / 16 * 8;
-    const unsigned byte = (row + lane % 16) * (WIDTH * sizeof(bf16)) + c % WIDTH * sizeof(bf16);
-    ldmatrix_x4(a, (const bf16 *)(tile + c / WIDTH * (ROWS * WIDTH * sizeof(bf16)) + swizzled_byte(byte, swizzle)));
+    const int lane = threadIdx.x % 32, c = column + (lane / 16) * 8;
+    const unsigned byte = (row + lane % 16) * (WIDTH * sizeof(bf16)) + (c % WIDTH) * sizeof(bf16);
+    ldmatrix_x4(a, (const bf16 *)(tile + (c / WIDTH) * (ROWS * WIDTH * sizeof(bf16)) + swizzled_byte(byte, swizzle)));
 }
 
 // Waits for the K and V of the block-th block of keys. They become left operands if registers keep them.
@@ -406,7 +406,7 @@ DEVICE void backward90_begin(Backward90Consumer<HS> &c, const Backward90Tiles<HS
 template <int HS>
 DEVICE void backward90_issue_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step) {
     typedef Backward90Plan P;
-    const int offset = step % P::STAGES * tile_bytes<P::STREAM, HS>;
+    const int offset = (step % P::STAGES) * tile_bytes<P::STREAM, HS>;
     wgmma_fence();
     if constexpr (keeps_own<HS>) {
         issue_by_rows(c.s, c.k, tiles.q + offset);
@@ -452,7 +452,7 @@ DEVICE void backward90_rows(OperandRows &rows, const Backward90Tiles<HS> &tiles,
     typedef Backward90Plan P;
     UNROLL
     for (int nt = 0; nt < 2; nt++)
-        rows_of_lane(rows[nt], tiles.rows + step % P::STAGES * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
+        rows_of_lane(rows[nt], tiles.rows + (step % P::STAGES) * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
 }
 
 // A block's sequence, its first key, and the query after those of its first head that see its keys.
@@ -506,8 +506,8 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
             hide_elements(dz[k], visible >> 8 * k);
         }
     }
-    const int thread = anew(threadIdx.x), key = thread / 32 * 16 + thread % 16, query = thread % 32 / 16 * 8;
-    char *tile = tiles.dz + step % dz_stages<HS> * DZ_BYTES;
+    const int thread = anew(threadIdx.x), key = (thread / 32) * 16 + thread % 16, query = ((thread % 32) / 16) * 8;
+    char *tile = tiles.dz + (step % dz_stages<HS>)*DZ_BYTES;
     if (dz_stages<HS> < 4) ring_wait_empty(tiles.barriers->dz, step);
     UNROLL
     for (int k = 0; k < PARTS; k++)
@@ -528,7 +528,7 @@ DEVICE void backward90_share(const Backward90Tiles<HS> &tiles, int dz_step, int 
 // Issues dV and dK.
 template <int HS>
 DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step) {
-    const int offset = step % Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS>;
+    const int offset = (step % Backward90Plan::STAGES) * tile_bytes<Backward90Plan::STREAM, HS>;
     wgmma_fence();
     issue_by_columns(c.dv[0], c.w, tiles.dout + offset);
     issue_by_columns(c.dk[0], c.dz, tiles.q + offset);
@@ -553,7 +553,7 @@ DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const ch
 
 template <int HS>
 DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, unsigned step) {
-    return tiles.dz + step % dz_stages<HS> * DZ_BYTES;
+    return tiles.dz + (step % dz_stages<HS>)*DZ_BYTES;
 }
 
 // Stores a step's dq for backward90_add(), which must not see it yet.
@@ -561,7 +561,7 @@ template <int HS>
 DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4],
                                 unsigned step, int consumer) {
     ring_wait_empty(tiles.barriers->dq, step);
-    float4 *to = tiles.dq + step % dq_stages<HS> * dq_pieces<HS> + consumer * (dq_pieces<HS> / 2) + threadIdx.x % 128;
+    float4 *to = tiles.dq + (step % dq_stages<HS>)*dq_pieces<HS> + consumer * (dq_pieces<HS> / 2) + threadIdx.x % 128;
     UNROLL
     for (int nt = 0; nt < key_panel<HS> / 8; nt++)
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
@@ -714,7 +714,7 @@ KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
     if (threadIdx.x / 128 == P::CONSUMERS) {
         unsigned step = 0;
         setmaxnreg_dec<P::PRODUCER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int warp = (threadIdx.x / 32) % 4, lane = threadIdx.x % 32;
         if (warp == 3) {
             for_each_block(tiles, lane, [&](auto work) { backward90_load_rows(tiles, work, step, call, lane); });
         } else if (lane == 0 && warp == 2) {
@@ -738,7 +738,7 @@ constexpr int dq_heads = HS <= 64 ? 6 : 1;
 // dq, and g if it is needed, of a tile of queries of a head, from its sums. With a single head, loads the angles.
 template <int HS>
 DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngles<HS> (&angles)[2], float in_unit) {
-    const int warp_row = blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16, head = b * call.NH + h;
+    const int warp_row = blockIdx.x * Backward90Plan::STREAM + (threadIdx.x / 32) * 16, head = b * call.NH + h;
     const float4 *sums =
         (const float4 *)call.dq_sums + ((size_t)head * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
     float dq[1][HS / 8][4], by[2];
@@ -781,8 +781,8 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
 template <int HS>
 KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
     const int groups = (call.NH - 1) / dq_heads<HS> + 1, b = blockIdx.y / groups,
-              first = blockIdx.y % groups * dq_heads<HS>;
-    const int row = blockIdx.x * Backward90Plan::STREAM + threadIdx.x / 32 * 16 + lane_row();
+              first = (blockIdx.y % groups) * dq_heads<HS>;
+    const int row = blockIdx.x * Backward90Plan::STREAM + (threadIdx.x / 32) * 16 + lane_row();
     LaneAngles<HS> angles[2] = {};
     UNROLL
     for (int r = 0; r < 2 && dq_heads<HS> > 1 && call.rope.cosines; r++) angles[r] = load_angles<HS>(row + 8 * r, call);

@@ -115,7 +115,7 @@ DEVICE QueryBlock forward90_block(const Forward90Work &work, int head, int block
     at.h = at.head - at.b * work.NH.by;
     at.kv = divided(at.h, work.group);
     at.row0 = (work.first + block) * Forward90Plan<HS>::OWN;
-    at.warp_row = at.row0 + threadIdx.x / 32 * 16;
+    at.warp_row = at.row0 + (threadIdx.x / 32) * 16;
     return at;
 }
 
@@ -196,13 +196,13 @@ DEVICE void forward90_write_ones(const Forward90Tiles<HS> &tiles) {
 template <int HS>
 DEVICE char *own_stage_of(char *tiles, int step) {
     typedef Forward90Plan<HS> P;
-    return tiles + step % P::OWN_STAGES * tile_bytes<P::OWN, HS>;
+    return tiles + (step % P::OWN_STAGES) * tile_bytes<P::OWN, HS>;
 }
 
 template <int HS>
 DEVICE char *stage_of(char *tiles, int step) {
     typedef Forward90Plan<HS> P;
-    return tiles + step % P::STAGES * tile_bytes<P::STREAM, HS>;
+    return tiles + (step % P::STAGES) * tile_bytes<P::STREAM, HS>;
 }
 
 // By the producer's thread: loads what a block of rows needs. Where there are two sweeps, the first needs no values.
@@ -238,11 +238,11 @@ DEVICE void forward90_load(const Forward90Tiles<HS> &tiles, const Forward90Maps 
 template <int HS>
 DEVICE void forward90_negate(char *q, bool negative, int warpgroup) {
     typedef Forward90Plan<HS> P;
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane;
+    const int lane = threadIdx.x % 32, row = (threadIdx.x / 32) * 16 + lane;
     if (negative && lane < 16) {
         UNROLL_NOT
         for (int c = 0; c < HS; c++) {
-            bf16 *x = (bf16 *)(q + c / PANEL * panel_bytes<P::OWN> + row * PANEL_ROW) + c % PANEL;
+            bf16 *x = (bf16 *)(q + (c / PANEL) * panel_bytes<P::OWN> + row * PANEL_ROW) + c % PANEL;
             store_shared(x, __float2bfloat16_rn(-to_float(*x)));
         }
     }
@@ -519,23 +519,31 @@ KERNEL void __launch_bounds__(Forward90Plan<HS>::THREADS, 1)
     }
 }
 
-template <int HS, int PHI, int POST>
-void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
+// All work of a call, without pairs.
+template <int HS>
+Forward90Work forward90_work(const FlashCall<bf16> &call) {
     typedef Forward90Plan<HS> P;
-    const int parts = (call.VS - 1) / HS + 1, first = call.from / P::OWN;
+    const int parts = (call.VS - 1) / HS + 1;
     Forward90Work work = {};
     work.heads = call.B * call.NH * parts;
-    work.first = first;
-    work.blocks = (call.T - 1) / P::OWN + 1 - first;
+    work.first = call.from / P::OWN;
+    work.blocks = (call.T - 1) / P::OWN + 1 - work.first;
+    work.pairs = divisor(work.blocks);
     work.parts = divisor(parts);
     work.NH = divisor(call.NH);
     work.group = divisor(call.NH / call.NKV);
-    int blocks = work.heads * work.blocks, pairs = work.blocks;
+    return work;
+}
+
+template <int HS, int PHI, int POST>
+void flash90_forward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
+    typedef Forward90Plan<HS> P;
+    Forward90Work work = forward90_work<HS>(call);
+    int blocks = work.heads * work.blocks;
     if (const int processors = processors_of_device(); forward90_loops<HS, POST> && blocks > processors) {
-        pairs = (work.blocks + 1) / 2;
-        blocks = work.heads * pairs < processors ? work.heads * pairs : processors;
+        work.pairs = divisor((work.blocks + 1) / 2);
+        blocks = work.heads * work.pairs.by < processors ? work.heads * work.pairs.by : processors;
     }
-    work.pairs = divisor(pairs);
     Forward90Maps maps;
     rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::OWN);
     rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::STREAM);

@@ -231,7 +231,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
         if (TILES == 1 && reweight && along) {
-            forward_reweight<X, KNOWN>(w, along[nt / 2] + nt % 2 * 2, row, nt, P, hidden);
+            forward_reweight<X, KNOWN>(w, along[nt / 2] + (nt % 2) * 2, row, nt, P, hidden);
         } else if (reweight) {
             UNROLL
             for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);
@@ -286,7 +286,7 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
 // The row that a lane computes for its warp.
 template <int TILES, class X>
 DEVICE RowPlace forward_row_of_lane(const FlashCall<X> &call, QueryBlock block) {
-    return place_of(call, block.b, block.h, block.warp_row + threadIdx.x % 32 % (16 * TILES));
+    return place_of(call, block.b, block.h, block.warp_row + (threadIdx.x % 32) % (16 * TILES));
 }
 
 // With `relative`, a row whose scale is negative has it negated, and its query, so that the largest score has the

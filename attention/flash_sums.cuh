@@ -173,8 +173,8 @@ template <class X>
 KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     enum { AT_ONCE = 32 / ROW_LANES };
     const int lane = threadIdx.x % 32, b = blockIdx.y / call.NH, h = blockIdx.y % call.NH,
-              first = blockIdx.x * ROW_THREADS + threadIdx.x / 32 * 32,
-              own = first + lane % ROW_LANES * AT_ONCE + lane / ROW_LANES;
+              first = blockIdx.x * ROW_THREADS + (threadIdx.x / 32) * 32,
+              own = first + (lane % ROW_LANES) * AT_ONCE + lane / ROW_LANES;
     const size_t rows = (size_t)blockIdx.y * call.T,
                  prefixes = ((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T;
     const X *dout = head_at(call, call.dout, b, h), *out = head_at(call, call.out, b, h);
@@ -190,7 +190,7 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
             uint4 x[ROWS_AT_ONCE], y[ROWS_AT_ONCE];
             UNROLL
             for (int i = 0; i < ROWS_AT_ONCE; i++) {
-                const int t = row_of(from + i), c = lane % ROW_LANES * Pack<X>::size;
+                const int t = row_of(from + i), c = (lane % ROW_LANES) * Pack<X>::size;
                 x[i] = load_16(dout + t * call.dout.row + c);
                 y[i] = load_16(out + t * call.out.row + c);
             }
@@ -205,7 +205,7 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
         for (int i = 0; i < ROW_LANES; i++) {
             const int t = row_of(i);
             float D = 0, along = 0;
-            for (int c = lane % ROW_LANES * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
+            for (int c = (lane % ROW_LANES) * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
                 const uint4 x = load_16(dout + t * call.dout.row + c);
                 D += dot_16<X>(x, load_16(out + t * call.out.row + c));
                 if (call.rest) D += dot_16<X>(x, load_16(call.rest + (rows + t) * call.VS + c));

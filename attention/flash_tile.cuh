@@ -61,7 +61,8 @@ struct TileCopies {
         COLUMN_STEP = BY_ROWS ? 0 : (THREADS / ACROSS / R) * (ACROSS * PACK)
     };
     static_assert(R * A_ROW % THREADS == 0, "each thread copies the same number of pieces");
-    static_assert(BY_ROWS ? THREADS / 8 % GROUPS == 0 : THREADS / ACROSS % R == 0, "steps go by rows or by columns");
+    static_assert(BY_ROWS ? (THREADS / 8) % GROUPS == 0 : (THREADS / ACROSS) % R == 0,
+                  "steps go by rows or by columns");
     int row, column;
 };
 

@@ -19,14 +19,20 @@ void graphs_drop(Graphs *graphs) {
     graphs->all.clear();
 }
 
+static void check(cudaError_t error, const char *what) {
+    if (error)
+        fail(EXIT_PEER, "rank %d: cannot %s a CUDA graph: %s. --graphs 0 does without them.", process.rank, what,
+             cudaGetErrorString(error));
+}
+
 // Only this thread's calls matter: others, such as the heartbeat's, do not use CUDA.
 void graph_begin(cudaStream_t stream) {
-    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin");
 }
 
 void graph_end(Graph *graph, cudaStream_t stream) {
     cudaGraph_t captured;
-    CUDA_CHECK(cudaStreamEndCapture(stream, &captured));
-    CUDA_CHECK(cudaGraphInstantiate(&graph->exec, captured, 0));
+    check(cudaStreamEndCapture(stream, &captured), "capture");
+    check(cudaGraphInstantiate(&graph->exec, captured, 0), "instantiate");
     CUDA_CHECK(cudaGraphDestroy(captured));
 }

@@ -477,7 +477,9 @@ static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64
                                (CUtensorMapSwizzle)swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        fail(EXIT_PEER, "rank %d: cuTensorMapEncodeTiled failed with error %d for a tensor of %d dimensions.",
+        fail(EXIT_PEER,
+             "rank %d: cuTensorMapEncodeTiled failed with error %d for a tensor of %d dimensions. FLASH90=0 in the "
+             "environment does without it.",
              process.rank, (int)result, rank);
 }
 

@@ -196,7 +196,7 @@ void qk_norm_backward(X *dqkv, Gradient<float> dq_gain, Gradient<float> dk_gain,
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(q.HS);
     size_t group = qk_norm_group(q.HS, vectors ? (size_t)W : 1), blocks = qk_norm_blocks(q, group);
-    size_t shared = QK_NORM_THREADS / group * 2 * q.HS * sizeof(float);
+    size_t shared = (QK_NORM_THREADS / group) * 2 * q.HS * sizeof(float);
     auto kernel = vectors ? qk_norm_backward_kernel<X, W> : qk_norm_backward_kernel<X, 1>;
     launch(kernel, dim3((unsigned)blocks), dim3(QK_NORM_THREADS), shared, stream, dqkv, partials, inputs, inverse, q,
            (int)group);

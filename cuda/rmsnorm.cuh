@@ -182,7 +182,7 @@ void rmsnorm_forward(X *out, float *r, const X *inp, const float *weight, size_t
 template <class X>
 size_t rmsnorm_room(size_t C) {
     size_t round = 32 * (fits<X>(C) ? Pack<X>::size : 1);
-    return (C + round - 1) / round * round * sizeof(float);
+    return ((C + round - 1) / round) * round * sizeof(float);
 }
 
 template <class X>

@@ -183,7 +183,7 @@ static inline RopeGrid rope_grid(Rope r, size_t width) {
     size_t group = 1, threads;
     if (r.HS % 2) fail(EXIT_USAGE, "a head size of %zu: RoPE needs an even head size.", r.HS);
     while (group < r.HS / 2 / width && group < 32) group *= 2;
-    threads = ((r.NH + r.NKV) * group + 31) / 32 * 32;
+    threads = (((r.NH + r.NKV) * group + 31) / 32) * 32;
     return (RopeGrid){row_grid(r.B * r.T, dim3(1, 1)), dim3((unsigned)smaller(threads, 512)), (int)group};
 }
 

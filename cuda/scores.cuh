@@ -27,7 +27,7 @@ template <class X, int W>
 KERNEL void query_scores_kernel(float *scores, QueryKeys<X> of, int group) {
     size_t lane = threadIdx.x % group, h = blockIdx.y;
     size_t j = (size_t)blockIdx.x * (SCORES_THREADS / group) + threadIdx.x / group;
-    const X *q = of.q + h * of.HS, *k = of.k + j * of.k_row + h / (of.NH / of.NKV) * of.HS;
+    const X *q = of.q + h * of.HS, *k = of.k + j * of.k_row + (h / (of.NH / of.NKV)) * of.HS;
     float sum = 0;
     for (size_t c = lane * W; j < of.T && c < of.HS; c += (size_t)group * W) {
         float x[W], y[W];

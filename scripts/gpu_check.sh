@@ -12,7 +12,7 @@
 #   pack          on a machine with a network: collects in DEPS what the GPU machine may lack, and builds the programs
 #   probe         what this machine has and lacks: GPU, driver, nvcc, libraries, Python packages, profilers. 10 s
 #   build         unpacks in PROGRAMS the programs that pack has built from these sources for this GPU, or builds them
-#   tests         compares the wrappers of cuda/gpu.cuh, every kernel, cuBLASLt, the model, and attention under
+#   tests         compares the wrappers of cuda/gpu.cuh and cuda/hopper.cuh, every kernel, cuBLASLt, the model, and attention under
 #                 every normalizer with their references
 #   determinism   checks that two runs and a resumed one agree to the last bit
 #   train         compares training losses in float32 and in bf16 with the CPU's
@@ -20,6 +20,7 @@
 #   step          times the training step at 124M against PyTorch's, and shows where the time goes
 #   evaluation    compares eval_gpt2cu with eval_gpt2, task by task, and times it at 124M next to the trainer
 #   memory        measures a step's memory at T = 1k to 16k
+#   shapes        times attention with heads of 128 and 48, grouped heads, a gated unit's head, and in float32
 #   others        times every normalizer against PyTorch's methods to compute it, T = 4k first
 #   package       compares attn_c, the PyTorch package, on the GPU with itself on the CPU, and times it beside SDPA
 #   counters      shows the time and memory traffic of each kernel of a step at 124M, by ncu, and compares the
@@ -43,7 +44,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-ALL="probe build tests determinism train attention step evaluation memory others package counters sanitizer larger"
+ALL="probe build tests determinism train attention step evaluation memory shapes others package counters sanitizer larger"
 PARTS="pack $ALL several"
 FAILED=1 UNFINISHED=75 NO_GPU=77
 # In seconds. KILL_AFTER: from SIGTERM to SIGKILL for a program whose time is up. RESERVE: at the end of a call, for
@@ -422,7 +423,7 @@ PY
 
 without() {
     case $1 in
-        torch) echo "attention, step, memory, others and package cannot run, and attention is not tested" ;;
+        torch) echo "attention, shapes, step, memory, others and package cannot run, and attention is not tested" ;;
         triton) echo "PyTorch cannot compile, so step, memory and others cannot run" ;;
         numpy) echo "attention and evaluation are not tested, and sanitizer and counters cannot run attention's kernels" ;;
         pytest) echo "attention and evaluation are not tested; scripts/gpu_check.sh pack provides it" ;;
@@ -821,10 +822,13 @@ timing() {
 }
 
 # Short measurements, each the median of at least 12 passes: there are more than thirty normalizers.
-part_attention() {
+part_attention() { short_timing 60; }
+part_shapes() { short_timing 30; }
+
+short_timing() {   # NEED
     local flags=(--lengths 4096 --seconds 0.06)
     [ $dry = 0 ] || flags=()
-    timing 60 torch attention_gpu.py --library "$flash" "${flags[@]}"
+    timing "$1" torch attention_gpu.py --library "$flash" "${flags[@]}"
 }
 
 part_others() { timing 75 triton attention_gpu.py --library "$flash"; }
@@ -875,7 +879,7 @@ attention_kinds() {
     cat <<'TABLE'
 bf16 softmax 96 64 64
 bf16 softmax 300 64 64
-bf16 softmax 65 128 128
+bf16 softmax 300 128 128
 bf16 softmax-recentered 96 64 64
 bf16 softmax-recentered-l1 96 64 64
 bf16 softplus-l1 96 64 64

@@ -64,7 +64,7 @@ if [ -n "${HOSTFILE:-}" ]; then
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node -x PATH)
     for name in $(compgen -e); do    # mpirun does not pass these on to other machines by itself
-        case $name in LD_LIBRARY_PATH | NCCL_* | CUDA_*) flags+=(-x "$name") ;; esac
+        case $name in LD_LIBRARY_PATH | NCCL_* | CUDA_* | FLASH90) flags+=(-x "$name") ;; esac
     done
 fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)

@@ -3,15 +3,19 @@
     python3 dev/bench/attention_gpu.py REPORT attention [--budget 200]
         softmax against SDPA at T = 1k to 16k, also with sums in any order and with the kernels for compute capability
         8.0; each normalizer against our softmax at 4k and 1k
+    python3 dev/bench/attention_gpu.py REPORT shapes [--budget 60]
+        a few normalizers at T = 4k with heads of 128 and 48, grouped heads, a gated unit's head, and in float32
     python3 dev/bench/attention_gpu.py REPORT others [--budget 500]
         each normalizer against PyTorch's methods at 4k, then 1k
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
         tiny shapes on the CPU, no compiler, to show that everything runs
 
 REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again: rerun a part
-to measure those that it had no time for. bf16, 12 heads of 64, causal, 16,384 tokens per batch. PyTorch's methods:
+to measure those that it had no time for. Causal, 16,384 tokens per batch; except in `shapes`, bf16 and 12 heads of 64.
+PyTorch's methods:
 
-    sdpa-flash, sdpa-cudnn   scaled_dot_product_attention with that backend (softmax)
+    sdpa-flash, sdpa-cudnn, sdpa-efficient
+                             scaled_dot_product_attention with that backend (softmax)
     sdpa                     the same, for what it computes once q is scaled by row, or its output is negated or
                              recentered (ssmax, ...)
     flex                     FlexAttention, for exp divided by a sum: the above, and with its log-sum-exp a constant or
@@ -42,6 +46,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +59,37 @@ import torch.nn.functional as F
 import model as reference
 from flash_types import Shape, arrays_for, scalar_names
 
-HEADS, SIZE, TOKENS, SETS, ROUNDS = 12, 64, 16384, 4, 2
+TOKENS, SETS, ROUNDS = 16384, 4, 2
 SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # those that the bounds are about come first
 # One of each kind: if time is short, these are measured and the others left.
 FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink",
          "softplus-l1", "relu2-n", "softmax-recentered", "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn",
          "identity-l1", "exp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of q, k and v. The number of heads of k and v divides that of q."""
+    heads: int = 12
+    kv_heads: int = 12
+    size: int = 64
+    value_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+    def shape(self, T):
+        """(B, T, NH, NKV)"""
+        if DRY:
+            kv_heads = min(2, self.kv_heads)
+            return 2, T, kv_heads * (self.heads // self.kv_heads), kv_heads
+        return max(1, TOKENS // T), T, self.heads, self.kv_heads
+
+
+# 12 heads of 64 are those of the 124M model; the gated unit's head is that of a model with 768 channels.
+LAYOUTS = {"6 heads of 128": Layout(6, 6, 128, 128), "12 heads of 64, 4 of keys and values": Layout(12, 4),
+           "16 heads of 48": Layout(16, 16, 48, 48), "1 head of 128, values of 1,536": Layout(1, 1, 128, 1536),
+           "12 heads of 64, float32": Layout(dtype=torch.float32)}
+SHAPES_ATTN = "softmax", "sigmoid", "lssar"
+
 LIMIT = 150                      # seconds after which a case, or its compilation, has failed
 START = 5                        # seconds that a new process takes to begin
 DRY = False
@@ -75,36 +105,36 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def shape_of(T):
-    """(B, T, NH, HS)"""
-    return (2, T, 2, SIZE) if DRY else (max(1, TOKENS // T), T, HEADS, SIZE)
-
-
 # ---------------------------------------------------------------- inputs
 
 class Case:
-    """A normalizer at a length: sets of inputs, and the scalars that it has. q, k, v (B,NH,T,HS) are views of a
-    (B,T,3,NH,HS) array."""
+    """A normalizer at a length: sets of inputs, and the scalars that it has. q (B,NH,T,HS), k (B,NKV,T,HS) and v
+    (B,NKV,T,VS) are views of an array (B,T,NH·HS + NKV·HS + NKV·VS)."""
 
-    def __init__(self, name, T, sets):
-        self.name, self.T, self.shape = name, T, shape_of(T)
+    def __init__(self, name, T, sets, layout=Layout()):
+        self.name, self.T, self.layout = name, T, layout
         self.normalizer = reference.parse_normalizer(name)
-        B, T, NH, HS = self.shape
+        self.B, _, self.NH, self.NKV = layout.shape(T)
+        self.parts = self.NH * layout.size, self.NKV * layout.size, self.NKV * layout.value_size
         torch.manual_seed(T)
         self.joined, self.douts = [], []
         for _ in range(sets):
-            joined = torch.randn(B, T, 3, NH, HS, device=device())
+            joined = torch.randn(self.B, T, sum(self.parts), device=device())
             if self.normalizer.qk == "l2":
-                joined[:, :, :2] = F.normalize(joined[:, :, :2], dim=-1)
-            self.joined.append(joined.bfloat16())
-            self.douts.append(torch.randn(B, T, NH, HS, device=device()).bfloat16())
-        start = reference.scalars_at_start(self.normalizer, NH, T, torch.float32)
+                for x in self.views(joined)[:2]:
+                    x.copy_(F.normalize(x, dim=-1))
+            self.joined.append(joined.to(layout.dtype))
+            self.douts.append(torch.randn(self.B, T, self.NH, layout.value_size, device=device()).to(layout.dtype))
+        start = reference.scalars_at_start(self.normalizer, self.NH, T, torch.float32)
         self.scalars = {key: x.to(device()) for key, x in start.items()}
 
+    def views(self, joined):
+        return [x.unflatten(-1, (heads, -1)).transpose(1, 2)
+                for x, heads in zip(joined.split(self.parts, -1), (self.NH, self.NKV, self.NKV))]
+
     def heads(self, i):
-        """q, k, v, dout of set i, each (B,NH,T,HS)."""
-        q, k, v = self.joined[i].permute(2, 0, 3, 1, 4)
-        return q, k, v, self.douts[i].transpose(1, 2)
+        """q, k, v and dout (B,NH,T,VS) of set i."""
+        return [*self.views(self.joined[i]), self.douts[i].transpose(1, 2)]
 
 
 # ---------------------------------------------------------------- ours
@@ -141,18 +171,23 @@ class Flash:
     def copy(self, x):
         return self.tensor(x.shape, x.dtype).copy_(x)
 
-    def scratch(self, name, shape):
-        return self.library.flash_on_device_scratch(name.encode(), ctypes.byref(shape))
+    def scratch(self, name, dtype, shape):
+        """Bytes."""
+        return self.library.flash_on_device_scratch(name.encode(), is_bf16(dtype), ctypes.byref(shape))
 
-    def stats(self, name, shape):
+    def stats(self, name, dtype, shape):
         """The number of floats that a forward pass keeps for the backward pass."""
-        return self.library.flash_on_device_stats(name.encode(), ctypes.byref(shape))
+        return self.library.flash_on_device_stats(name.encode(), is_bf16(dtype), ctypes.byref(shape))
 
-    def run(self, name, shape, arrays, all_zero_rows, scratch, backward):
+    def run(self, name, dtype, shape, arrays, all_zero_rows, scratch, backward):
         stream = 0 if DRY else torch.cuda.current_stream().cuda_stream
-        self.library.flash_on_device(name.encode(), ctypes.byref(shape), ctypes.byref(arrays),
+        self.library.flash_on_device(name.encode(), is_bf16(dtype), ctypes.byref(shape), ctypes.byref(arrays),
                                      ctypes.c_void_p(all_zero_rows.data_ptr()), ctypes.c_void_p(scratch.data_ptr()),
                                      ctypes.c_bool(backward), ctypes.c_void_p(stream))
+
+
+def is_bf16(dtype):
+    return ctypes.c_bool(dtype == torch.bfloat16)
 
 
 # As trained by default; with --deterministic 0; and with the kernels for compute capability 8.0 on any GPU, as all are
@@ -166,11 +201,12 @@ class Ours:
 
     def __init__(self, case, flash, way="ours"):
         self.case, self.flash, self.way = case, flash, way
-        B, T, NH, HS = case.shape
-        self.shape = Shape(B, T, NH, NH, HS, HS, T, 3 * NH * HS, 3 * NH * HS, 3 * NH * HS, NH * HS)
+        row, layout = sum(case.parts), case.layout
+        self.shape = Shape(case.B, case.T, case.NH, case.NKV, layout.size, layout.value_size, case.T, row, row, row,
+                           case.NH * layout.value_size)
         self.shape.any_order = way == "ours-any-order"
         self.select()
-        self.scratch = flash.tensor((flash.scratch(case.name, self.shape),), torch.uint8)
+        self.scratch = flash.tensor((flash.scratch(case.name, layout.dtype, self.shape),), torch.uint8)
         self.rows = flash.tensor((1,), torch.int64)
         self.scalars = {key: flash.copy(x) for key, x in case.scalars.items()}
         self.sets = [self.take(joined, dout) for joined, dout in zip(case.joined, case.douts)]
@@ -180,18 +216,17 @@ class Ours:
 
     def take(self, joined, dout):
         """(tensors, their addresses) for a set."""
-        B, T, NH, HS = self.case.shape
-        new = self.flash.tensor
-        x = {"joined": joined, "dout": dout, "out": new((B, T, NH, HS), torch.bfloat16),
-             "djoined": new(joined.shape, torch.bfloat16),
-             "stats": new((self.flash.stats(self.case.name, self.shape),), torch.float32),
+        new, dtype = self.flash.tensor, self.case.layout.dtype
+        x = {"joined": joined, "dout": dout, "out": new(dout.shape, dtype), "djoined": new(joined.shape, dtype),
+             "stats": new((self.flash.stats(self.case.name, dtype, self.shape),), torch.float32),
              **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
         if DRY:
             x.update(joined=self.flash.copy(joined), dout=self.flash.copy(dout))
-        arrays, step = arrays_for(self.flash.library), NH * HS * 2                        # bytes from q to k to v
-        for i, key in enumerate("qkv"):
-            setattr(arrays, key, x["joined"].data_ptr() + i * step)
-            setattr(arrays, "d" + key, x["djoined"].data_ptr() + i * step)
+        arrays, offset = arrays_for(self.flash.library), 0
+        for key, size in zip("qkv", self.case.parts):
+            setattr(arrays, key, x["joined"].data_ptr() + offset)
+            setattr(arrays, "d" + key, x["djoined"].data_ptr() + offset)
+            offset += size * dtype.itemsize
         for key in ("dout", "out", "stats"):
             setattr(arrays, key, x[key].data_ptr())
         order = scalar_names(self.flash.library)
@@ -203,14 +238,18 @@ class Ours:
 
     def forward(self, i):
         self.select()
-        self.flash.run(self.case.name, self.shape, self.sets[i][1], self.rows, self.scratch, False)
+        self.run(i, False)
 
     def both(self, i):
-        """Output, then the gradients of q, k, v, each (B,NH,T,HS)."""
+        """Output (B,NH,T,VS), then the gradients of q, k, v."""
         self.forward(i)
-        self.flash.run(self.case.name, self.shape, self.sets[i][1], self.rows, self.scratch, True)
+        self.run(i, True)
         x = self.sets[i][0]
-        return [x["out"].transpose(1, 2), *x["djoined"].permute(2, 0, 3, 1, 4)]
+        return [x["out"].transpose(1, 2), *self.case.views(x["djoined"])]
+
+    def run(self, i, backward):
+        case = self.case
+        self.flash.run(case.name, case.layout.dtype, self.shape, self.sets[i][1], self.rows, self.scratch, backward)
 
     def peak_gb(self):
         """The memory that a pass needs besides q, k, v and dout."""
@@ -227,10 +266,12 @@ def rows(case, device_):
 
 
 def formula(q, k, v, case, scalars):
-    """The reference's formula, with matmuls in the inputs' type and rows in float32."""
-    normalizer, (n, visible) = case.normalizer, rows(case, q.device)
-    scores = (q @ k.transpose(-1, -2)).float()
-    z = (reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * scores
+    """The reference's formula, with matmuls in the inputs' type and rows in float32, or in float64 if they are."""
+    normalizer, (n, visible), group = case.normalizer, rows(case, q.device), case.NH // case.NKV
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    z = (reference.scale_of_row(normalizer.scale, n, case.layout.size, case.T, scalars) * scores
          + reference.offset_of_row(normalizer.offset, n, case.T))
     A = reference.normalized(z, visible, normalizer.norm, n, case.T, normalizer.phi, scalars.get("sink"))
     return reference.posted(A, visible, normalizer.post, n).to(v.dtype) @ v
@@ -255,7 +296,8 @@ def by_softmax(softmax, q, k, v, case, scalars):
     normalizer = case.normalizer
     n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None]
     if normalizer.scale != "rsqrt-d":
-        q = (q * (reference.scale_of_row(normalizer.scale, n, SIZE, case.T, scalars) * math.sqrt(SIZE))).to(q.dtype)
+        size = case.layout.size
+        q = (q * (reference.scale_of_row(normalizer.scale, n, size, case.T, scalars) * math.sqrt(size))).to(q.dtype)
     out, total = softmax(q, k, v)
     if normalizer.norm == "l1+sink":
         out = out * torch.sigmoid(total - scalars["sink"][:, None])[..., None].to(out.dtype)
@@ -269,7 +311,7 @@ def by_softmax(softmax, q, k, v, case, scalars):
 
 
 def sdpa(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True), None
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]), None
 
 
 def sdpa_by(backend):
@@ -310,7 +352,8 @@ def function_of(case, way):
     """f(q, k, v, scalars) by the method with this name from way_names(). Nothing is compiled yet."""
     if way == "compile":
         return compiled(lambda *x: formula(*x[:3], case, x[3]))
-    back_ends = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
+    back_ends = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION",
+                 "sdpa-efficient": "EFFICIENT_ATTENTION"}
     if way in back_ends:
         softmax = sdpa_by("MATH" if DRY else back_ends[way])
         return lambda *x: by_softmax(softmax, *x[:3], case, x[3])
@@ -357,15 +400,16 @@ class Torch:
 
 # ---------------------------------------------------------------- are the values right?
 
-def some(x, T):
-    """The first sequence of an array (B,NH,T,HS), and as many heads as leave room for the formula's T×T arrays in
-    float32."""
-    return x[:1, :max(1, int(x.shape[1] * min(1, 4096 / T) ** 2))]
+def some(x, case):
+    """The first sequence of an array (B,NH,T,HS) or (B,NKV,T,HS), and as many heads as leave room for the formula's
+    T×T arrays in float32."""
+    kv_heads = max(1, int(case.NKV * min(1, 4096 / case.T) ** 2))
+    return x[:1, :kv_heads * (x.shape[1] // case.NKV)]
 
 
 def slice_of(case, dtype):
     """The formula's output and gradients of q, k, v for some() of set 0, with matmuls in `dtype`."""
-    q, k, v, dout = (some(x, case.T).to(dtype) for x in case.heads(0))
+    q, k, v, dout = (some(x, case).to(dtype) for x in case.heads(0))
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = formula(*inputs, case, {key: x if key == "p" else x[:q.shape[1]] for key, x in case.scalars.items()})
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
@@ -373,19 +417,21 @@ def slice_of(case, dtype):
 
 def distance(found, expected):
     """The largest relative error of output and gradients; NaN if one of them is NaN."""
-    errors = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
+    errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 class Judge:
-    """Compares with the float32 formula; the error of the plain bf16 formula sets the bound."""
+    """Compares with the float32 formula; the error of the plain bf16 formula sets the bound. For float32 inputs,
+    float64 and float32 take their places."""
 
     def __init__(self, case):
-        self.T, self.expected = case.T, slice_of(case, torch.float32)
-        self.allowed = 3 * distance(slice_of(case, torch.bfloat16), self.expected) + 1e-3
+        in_bf16 = case.layout.dtype == torch.bfloat16
+        self.case, self.expected = case, slice_of(case, torch.float32 if in_bf16 else torch.float64)
+        self.allowed = 3 * distance(slice_of(case, case.layout.dtype), self.expected) + (1e-3 if in_bf16 else 1e-5)
 
     def error(self, variant):
-        return distance([some(x, self.T) for x in variant.both(0)], self.expected)
+        return distance([some(x, self.case) for x in variant.both(0)], self.expected)
 
 
 # ---------------------------------------------------------------- how long does it take?
@@ -486,8 +532,8 @@ class Watch:
     continues with the rest. If CUDA or flash.so fails, it is recorded as failed, and the program starts anew. The
     case's other methods, whose rounds are not complete, are then measured again."""
 
-    def __init__(self, report, part, name, T, way="ours", budget=None, flash=None):
-        self.report, self.part, self.T, self.budget, self.flash = report, part, T, budget, flash
+    def __init__(self, report, part, name, T, way="ours", budget=None, flash=None, **keys):
+        self.report, self.part, self.T, self.budget, self.flash, self.keys = report, part, T, budget, flash, keys
         self.at(name, way)
         self.seconds = LIMIT * (10 if DRY else 1)
         self.timer = threading.Timer(self.seconds, self.give_up)
@@ -497,7 +543,7 @@ class Watch:
         self.name, self.way = name, way
 
     def record(self, text):
-        keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}})
+        keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}}, **self.keys)
         print(f"attention_gpu: {self.name} T={self.T} {self.way}: {text}", flush=True)
 
     def give_up(self):
@@ -524,12 +570,12 @@ class Watch:
             self.failed(first_line(error))
 
 
-def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
-    """{method: record} for a normalizer at a length; the methods are OURS and those of way_names(). Each of our
+def measure(name, T, ways, flash, rounds, seconds, watch, beside=None, layout=Layout()):
+    """{method: record} for a normalizer at a length; the methods are OURS and those of function_of(). Each of our
     rounds is compared with a round of `beside`, a Timed of softmax (record["of_softmax"]). The device has finished one
     method before the next begins, so that an error is raised while `watch` names the method that it belongs to."""
     watch.at(name, ways[0])
-    case = Case(name, T, 1 if DRY else SETS)
+    case = Case(name, T, 1 if DRY else SETS, layout)
     sets = len(case.joined)
     judge = Judge(case)
     found, timed = {}, {}
@@ -553,7 +599,19 @@ def measure(name, T, ways, flash, rounds, seconds, watch, beside=None):
             if beside and way == "ours":
                 ratio = timed[way].record["both_ms"][-1] / beside.record["both_ms"][-1]
                 timed[way].record.setdefault("of_softmax", []).append(ratio)
+    for t in timed.values():
+        add_rates(t.record, layout, T)
     return {**found, **{way: t.record for way, t in timed.items()}}
+
+
+def add_rates(record, layout, T):
+    """Adds TFLOP/s over the causal half of the scores: two matmuls forward, and five more backward, of which three are
+    over q's and k's columns and two over v's."""
+    B, _, NH, _ = layout.shape(T)
+    scores = B * NH * T * (T + 1) / 2
+    for key, columns in (("forward", layout.size + layout.value_size),
+                         ("both", 4 * layout.size + 3 * layout.value_size)):
+        record[f"{key}_tflops"] = 2 * scores * columns / statistics.median(record[f"{key}_ms"]) / 1e9
 
 
 def say(name, T, found):
@@ -566,11 +624,12 @@ def say(name, T, found):
                   f"error {record['error']:.1e}{' WRONG' if record['wrong'] else ''}", flush=True)
 
 
-# ---------------------------------------------------------------- the two parts
+# ---------------------------------------------------------------- the parts
 
-def keep(report, part, name, T, found):
+def keep(report, part, name, T, found, **keys):
+    """keys: what else identifies the case"""
     for way, record in found.items():
-        report.record(part, {"attn": name, "T": T, "way": way}, device=device(), **record)
+        report.record(part, {"attn": name, "T": T, "way": way, **keys}, device=device(), **record)
     report.save()
 
 
@@ -628,6 +687,35 @@ def part_attention(report, options, flash):
             keep(report, "attention", name, T, found)
     tables_attention(report, left_out)
     return left_out
+
+
+def part_shapes(report, options, flash):
+    """Times SHAPES_ATTN in each layout; softmax beside SDPA, where it has a backend for it. Returns the cases that were
+    left."""
+    budget, left_out, T = Budget(options.budget), [], options.lengths[0]
+    for layout_name, layout in LAYOUTS.items():
+        for name in SHAPES_ATTN:
+            ways = [way for way in ("ours", *(sdpa_ways(layout) if name == "softmax" else ()))
+                    if not has(report, "shapes", attn=name, T=T, way=way, layout=layout_name)]
+            if not ways:
+                continue
+            if budget.left() < 10:
+                left_out.append(f"{name}, {layout_name}")
+                continue
+            with Watch(report, "shapes", name, T, ways[0], budget, flash, layout=layout_name) as watch:
+                found = measure(name, T, ways, flash, ROUNDS, options.seconds, watch, layout=layout)
+            print(f"{layout_name}:")
+            say(name, T, found)
+            keep(report, "shapes", name, T, found, layout=layout_name)
+    table_shapes(report, left_out)
+    return left_out
+
+
+def sdpa_ways(layout):
+    """SDPA's backends for a layout. None takes values this much longer than queries, and none but this one float32."""
+    if layout.size != layout.value_size:
+        return []
+    return ["sdpa-efficient"] if layout.dtype == torch.float32 else ["sdpa-flash", "sdpa-cudnn"]
 
 
 def timed_softmax(T, flash):
@@ -736,9 +824,9 @@ def ms(record, key):
             else cell(statistics.median(record[key]), 3) + (" (wrong)" if record["wrong"] else ""))
 
 
-def notes_of(left_out):
-    shape = (f"{HEADS} heads of {SIZE}, bf16, causal, {TOKENS:,} tokens per batch" if not DRY
-             else f"{shape_of(0)[2]} heads of {SIZE}, a dry run on the CPU: the times mean nothing")
+def notes_of(left_out, heads="12 heads of 64, bf16, "):
+    shape = (f"{heads}causal, {TOKENS:,} tokens per batch" if not DRY
+             else f"{heads}a dry run on the CPU with fewer heads: the times mean nothing")
     return [f"{shape}; PyTorch {torch.__version__}; medians over the rounds, which alternate between the variants",
             *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])]
 
@@ -756,8 +844,7 @@ def tables_attention(report, left_out):
         for key in ("forward_ms", "both_ms"):
             both = flash and not ours.get("failed") and not flash.get("failed")
             row.append(cell(gpu_report.ratio(flash, ours, key)) if both else "")
-        flops = 2 * 2 * shape_of(T)[0] * shape_of(T)[2] * T * (T + 1) / 2 * SIZE
-        row.append(cell(3.5 * flops / statistics.median(ours["both_ms"]) / 1e9, 0) if not ours.get("failed") else "")
+        row.append(cell(ours.get("both_tflops"), 0))
         table.append(row + [cell(r.get("peak_gb")) if r else "" for r in (ours, flash)])
     report.table("attention", "softmax, ms",
                  ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN",
@@ -769,6 +856,12 @@ def tables_attention(report, left_out):
                  ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync")
                          for key in ("forward", "both"))],
                  table, ["any order: --deterministic 0. mma.sync: the kernels for compute capability 8.0 (FLASH90=0)"])
+    table = [[T, *(cell(find(attn="softmax", T=T, way=way).get(f"{key}_tflops"), 0)
+                   for way in OURS if find(attn="softmax", T=T, way=way) for key in ("forward", "both"))]
+             for T in lengths if all(find(attn="softmax", T=T, way=way) for way in OURS)]
+    report.table("attention", "softmax, our kernels, TFLOP/s",
+                 ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync")
+                         for key in ("forward", "both"))], table)
     names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
     table = []
     for name in names:
@@ -781,6 +874,20 @@ def tables_attention(report, left_out):
     head = [f"T = {T} {what}" for T in sorted({r["T"] for r in records if r["attn"] != "softmax"})
             for what in ("forward", "both", "of softmax")]
     report.table("attention", "Ours by normalizer, ms", ["normalizer", *head], table, notes_of(left_out))
+
+
+def table_shapes(report, left_out):
+    records, table = report.part("shapes")["records"], []
+    for layout, name, T in dict.fromkeys((r["layout"], r["attn"], r["T"]) for r in records):
+        by_way = {r["way"]: r for r in records if (r["layout"], r["attn"], r["T"]) == (layout, name, T)}
+        others = [way for way in by_way if way != "ours"]
+        table.append([layout, f"`{name}`", T, ms(by_way.get("ours"), "forward_ms"), ms(by_way.get("ours"), "both_ms"),
+                      cell(by_way.get("ours", {}).get("both_tflops"), 0),
+                      *(", ".join(f"{way} {ms(by_way[way], key)}" for way in others)
+                        for key in ("forward_ms", "both_ms"))])
+    report.table("shapes", "Other layouts, ms",
+                 ["layout", "normalizer", "T", "ours forward", "ours both", "ours TFLOP/s both", "PyTorch forward",
+                  "PyTorch both"], table, notes_of(left_out, heads=""))
 
 
 def tables_others(report, left_out):
@@ -808,7 +915,7 @@ def tables_others(report, left_out):
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
-    parser.add_argument("part", choices=("attention", "others", "warm"), help="warm: used by `others`")
+    parser.add_argument("part", choices=("attention", "shapes", "others", "warm"), help="warm: used by `others`")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
     parser.add_argument("--sweep", default="",
@@ -842,7 +949,8 @@ def main():
     report = gpu_report.Report(options.report)
     report.resume(options.part)
     flash = Flash(options.library)
-    left_out = {"attention": part_attention, "others": part_others}[options.part](report, options, flash)
+    run = {"attention": part_attention, "shapes": part_shapes, "others": part_others}[options.part]
+    left_out = run(report, options, flash)
     report.save()
     wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"]
              if r["way"] in OURS and (r.get("wrong") or r.get("failed"))]

@@ -1,10 +1,12 @@
 // Prints, as JSON, what dev/bench/sass.py needs to know about attention/flash.cuh: for each preset of
 // attention/normalizer.h, the instance that runs it, its forward pass's sweeps over the keys, the bytes of its
-// FlashCall<bf16> as flash.cu would fill it, and the numbers of rows that a warp and a block own and that a tile has.
+// FlashCall<bf16> as flash.cu would fill it, and the numbers of rows that a warp and a block own and that a tile has;
+// and the bytes of the Forward90Work for one block of rows that sees 1, 2, ... 16 tiles of keys.
 //   flash_calls B T NH HS
 #include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"
+#include "attention/flash90_forward.cuh"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,6 +58,24 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
     return call;
 }
 
+template <class T>
+static void print_bytes(const T &x) {
+    printf("\"");
+    for (size_t i = 0; i < sizeof x; i++) printf("%02x", ((const unsigned char *)&x)[i]);
+    printf("\"");
+}
+
+template <int HS>
+static void print_work(FlashCall<bf16> call) {
+    call.B = call.NH = call.NKV = 1;
+    for (int tiles = 1; tiles <= 16; tiles++) {
+        call.from = Forward90Plan<HS>::OWN * (tiles - 1);
+        call.T = Forward90Plan<HS>::OWN * tiles;
+        print_bytes(forward90_work<HS>(call));
+        if (tiles < 16) printf(", ");
+    }
+}
+
 template <class P>
 static void print_plan(const char *kernel, const char *end) {
     printf("\"%s\": {\"own\": %d, \"stream\": %d, \"warp\": %d}%s", kernel, (int)P::OWN, (int)P::STREAM, 16 * P::TILES,
@@ -82,11 +102,13 @@ int main(int, char **argument) {
     for (const Preset &preset : presets) {
         FlashCall<bf16> call = call_of(preset, B, T, NH, HS);
         int instance = flash_find(sizeof(bf16), preset.phi.kind, preset.post.kind);
-        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"sweeps\": %d, \"call\": \"",
+        printf("%s{\"preset\": \"%s\", \"instance\": \"%s\", \"phi\": %d, \"post\": %d, \"sweeps\": %d, \"call\": ",
                separator, preset.name, names[instance], flash_instances[instance].phi, flash_instances[instance].post,
                flash_instances[instance].post >= FLASH_RECENTER_L1 ? 2 : 1);
-        for (size_t i = 0; i < sizeof call; i++) printf("%02x", ((const unsigned char *)&call)[i]);
-        printf("\", ");
+        print_bytes(call);
+        printf(", \"work\": [");
+        HS <= 64 ? print_work<64>(call) : print_work<128>(call);
+        printf("], ");
         auto all = std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>();
         if (HS <= 48) print_plans<48>(instance, all);
         else if (HS <= 64) print_plans<64>(instance, all);

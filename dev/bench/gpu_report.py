@@ -41,6 +41,7 @@ MISSING = "not yet measured"
 EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
 SWEEPS = ("lssar", "softmax-recentered-l1")          # two sweeps over the keys
 PYTORCH = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flex", "compile")
+COMPILED = ("autocast", "bf16")                      # gpu_step.py's variants under torch.compile
 
 
 # What a part's results depend on besides the programs.
@@ -55,8 +56,8 @@ TESTS = ("dev/tests/*.cu*", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/ref
 BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu*", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*")
 PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"),
                 "counters": (*TIMES_STEPS, "dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO),
-                "attention": TIMES_ATTENTION,
-                "others": TIMES_ATTENTION, "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,
+                "attention": TIMES_ATTENTION, "shapes": TIMES_ATTENTION, "others": TIMES_ATTENTION,
+                "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,
                 "evaluation": EVALUATES, "package": ("dev/bench/torch_gpu.py",)}
 # The functions and lists of scripts/gpu_check.sh that determine what these parts run.
 PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
@@ -265,11 +266,16 @@ def step_ratio(parts):
     found = []
     for batch in ("16", "largest"):
         ours = case_of(parts, "step", model="124M", batch=batch, variant="ours")
-        others = [r for r in timed(parts, "step", model="124M", batch=batch) if r["variant"] != "ours"]
+        others = [r for r in timed(parts, "step", model="124M", batch=batch) if r["variant"] in COMPILED]
         if ours and others:
             other = max(others, key=lambda r: r["tok_per_s"])
             found += [(ours["tok_per_s"] / other["tok_per_s"], f"B = {ours['B']}, {other['variant']} B = {other['B']}")]
     return found
+
+
+def rate(parts, key, T, way="ours"):
+    """(TFLOP/s, case) of our softmax at a length."""
+    return [(r[key], f"T = {T}") for r in timed(parts, "attention", attn="softmax", way=way, T=T) if key in r]
 
 
 def step_rate(parts):
@@ -293,7 +299,7 @@ def bounds(parts):
         verdict = (MISSING if value is None else "below must" if not passes(must)
                    else "PASS, aim reached" if passes(aim) else "aim missed" if must is None else "PASS")
         bounds = ["" if bound is None else f"{sign} {bound:g}{unit}" for bound in (must, aim)]
-        measured = MISSING if value is None else f"{value:.2f}{unit}"
+        measured = MISSING if value is None else f"{value:.{0 if value >= 100 else 2}f}{unit}"
         rows.append([what, *bounds, measured, f"{case} (of {len(found)})" if found else "", verdict])
 
     sweeps, fold = (lambda name: name in SWEEPS), (lambda name: folded(parts, name))
@@ -310,6 +316,10 @@ def bounds(parts):
     row("124M evaluation, T = 10,240: its tokens per second over the trainer's forward pass", "≥", 0.8, 1.0,
         evaluation_ratio(parts, "evaluation"), min)
     row("124M, a needle's prompt of 8,000 tokens: the same", "≥", None, 0.8, evaluation_ratio(parts, "prefill"), min)
+    row("softmax forward, T = 2k: TFLOP/s", "≥", None, 330, rate(parts, "forward_tflops", 2048), min)
+    row("softmax forward, T = 16k: TFLOP/s", "≥", None, 420, rate(parts, "forward_tflops", 16384), min)
+    row("softmax forward + backward, T = 16k, --deterministic 0: TFLOP/s", "≥", None, 400,
+        rate(parts, "both_tflops", 16384, "ours-any-order"), min)
     return rows
 
 

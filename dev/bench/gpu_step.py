@@ -1,7 +1,7 @@
 """The training step on a GPU against the same model in PyTorch: tokens per second, memory, and where our time goes.
 
     python3 dev/bench/gpu_step.py REPORT step [--budget 500]
-        124M at T = 1024: B = 16, also ours without CUDA graphs, then the largest batch that fits; and the phases of our
+        124M at T = 1024: B = 16, also ours with other flags, then the largest batch that fits; and the phases of our
         step, beside dev/bench/step_model.py's
     python3 dev/bench/gpu_step.py REPORT larger [--budget 500]
         the same for 162M, without the phases
@@ -20,6 +20,7 @@ step: forward, backward, gradient clipping, AdamW, and a new batch each time.
     bf16       the same with weights, gradients and moments in bf16: less memory traffic than ours, but less exact; no
                autocast
     no graphs  ours with --graphs 0
+    any order  ours with --deterministic 0: sums of dq in any order, and the fastest matmul algorithms
 
 Both sides leave out the same number of steps at the start, and both are timed with the host's clock from the end of one
 step on the device to the end of the next: ours is `ms` in metrics.jsonl. Under PyTorch the host runs one step ahead of
@@ -54,7 +55,9 @@ import step_model
 
 MODELS = {"124M": {"tied": True}, "162M": {"tied": False}}
 TINY = {"tiny": {"tied": True, "layers": 1, "heads": 2, "channels": 96, "ffn": 128, "vocab": 128}}
-VARIANTS = ("ours", "autocast", "bf16", "no graphs")
+# The last two only with B = 16.
+VARIANTS = ("ours", "autocast", "bf16", "no graphs", "any order")
+FLAGS = {"ours": [], "no graphs": ["--graphs", 0], "any order": ["--deterministic", 0]}    # of our variants
 UNCOUNTED, MARGIN_GB = 10, 3.0           # steps; what CUDA, cuBLASLt and the allocator need besides the model
 TOKENS, LENGTHS = 16384, (4096, 16384, 1024, 2048, 8192)
 DRY = False
@@ -239,10 +242,10 @@ def spec(model):
     return model if model in MODELS else ",".join(f"{key}={int(value)}" for key, value in s.items())
 
 
-def our_command(options, model, B, T, steps, data, graphs=True):
+def our_command(options, model, B, T, steps, data, variant="ours"):
     words = [options.ours, "--train-data", f"{data}/*_train_*.bin", "--model", spec(model), "--attn", "softmax",
              "--dtype", "bf16", "--batch", B, "--seq-len", T, "--steps", steps, "--val-every", 0, "--ckpt-every", 0]
-    return [str(word) for word in words + ([] if graphs else ["--graphs", 0])]
+    return [str(word) for word in words + FLAGS[variant]]
 
 
 def scratch_folder():
@@ -252,13 +255,13 @@ def scratch_folder():
     return tempfile.TemporaryDirectory(prefix="gpu_step_", dir=shared if roomy else None)
 
 
-def run_ours(options, model, B, T, steps, profile=False, graphs=True):
+def run_ours(options, model, B, T, steps, profile=False, variant="ours"):
     """{ms, peak_gb (from the plan), mfu} of a run, in the part memory also used_gb (from nvidia-smi); with `profile`,
     {phases: {name: ms per step}}."""
     with scratch_folder() as name:
         data, out = Path(name), Path(name) / "run"
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, sizes(model).get("vocab", cpu_step.VOCAB))
-        words = (our_command(options, model, B, T, UNCOUNTED + steps, data, graphs)
+        words = (our_command(options, model, B, T, UNCOUNTED + steps, data, variant)
                  + (["--profile"] if profile else ["--out", str(out)]))
         # Asking nvidia-smi slows the device down.
         with Used() if options.part == "memory" else contextlib.nullcontext() as used:
@@ -288,8 +291,7 @@ class Budget:
 
 
 def measure(options, model, B, T, variant, steps):
-    ours = variant in ("ours", "no graphs")
-    result = run_ours(options, model, B, T, steps, graphs=variant == "ours") if ours else \
+    result = run_ours(options, model, B, T, steps, variant=variant) if variant in FLAGS else \
         run_torch(end=options.end, variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
     if "ms" in result:
         result["tok_per_s"] = 1e3 * B * T / statistics.median(result["ms"])
@@ -325,7 +327,7 @@ def largest_batch(at_16, model, variant):
 
 
 # Seconds that must be left to start a case; PyTorch's include compilation.
-NEED = {"ours": 10, "autocast": 60, "bf16": 60, "no graphs": 10, "phases": 25}
+NEED = {"ours": 10, "autocast": 60, "bf16": 60, "no graphs": 10, "any order": 15, "phases": 25}
 
 
 def fits(budget, what):
@@ -379,7 +381,7 @@ def part_step(report, options):
     for batch in ("16", "largest"):
         for variant in options.variants:
             for model in options.models:
-                if variant == "no graphs" and (batch, options.part) != ("16", "step"):
+                if variant in VARIANTS[-2:] and (batch, options.part) != ("16", "step"):
                     continue
                 keys = {"model": model, "batch": batch, "variant": variant, "device": device()}
                 if not has(report, options.part, **keys) and not step_case(report, options, budget, **keys):

@@ -43,7 +43,6 @@ import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -173,11 +172,9 @@ FLOPS = {"forward": 4, "backward": 10}
 
 def traces90(kernel, name, call, tiles):
     """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
-    (heads, parts, first, blocks) has one block of rows, which sees that many tiles. In the backward kernel, DRAWS draws
-    a block of keys that as many see, then a number beyond the last, and stores for the others in shared memory what
-    these are."""
-    work = struct.pack("<5i", 1, 1, tiles - 1, 1, 1) if name == "forward" else b""
-    arguments = bytes.fromhex(call["call"]) + work
+    has one block of rows, which sees that many tiles. In the backward kernel, DRAWS draws a block of keys that as many
+    see, then a number beyond the last, and stores for the others in shared memory what these are."""
+    arguments = bytes.fromhex(call["call"] + (call["work"][tiles - 1] if name == "forward" else ""))
     arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
     all_blocks = T // 128 * B * NH
 
@@ -216,6 +213,8 @@ def measure90(call, HS, kernels, name):
         for count, before, step in zip(counts, few[1], one):
             if any(count[key] - before[key] != (tiles - few[0]) * step[key] for key in count):
                 raise SystemExit(f"sass: {name} of {call['preset']} does not do the same for each tile")
+    if any(count.total() == 0 for count in one):
+        raise SystemExit(f"sass: a warp of {name} of {call['preset']} does nothing for a tile")
     clocks = clocks90(name, HS, call["sweeps"], list(zip(one, KERNELS90[name].values())))
     longest = max(clocks.values())
     return {"preset": call["preset"], "kernel": name, "issued": sum(one[0][p] for p in PIPES),

@@ -83,7 +83,7 @@ ASSUMPTIONS = (
     f"A launch costs {1e6 * LAUNCH:g} us between its predecessor's end and its own work. The device never waits for "
     "the host.",
     f"A load takes {1e6 * LATENCY:g} us, {IN_FLIGHT} are in flight per thread. This limits kernels of few blocks.",
-    f"The classifier's second reading of a row misses the caches for {REREAD:.0%} of it.",
+    f"The classifier's second reading of a row misses the caches for {REREAD:.0%} of it (on an H200, for 5 %).",
     f"Sums over ranks: {LINK_SHARE['nvlink']:.0%} of a link's rate, the share that NCCL's rings reach on NVLink "
     "(NVIDIA, nccl-tests issue 212: 370 of 450 GB/s), also assumed for InfiniBand; a ring of several nodes is as fast "
     "as the slower of NVLink and a node's adapters together. Starting one takes "

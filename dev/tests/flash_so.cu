@@ -139,24 +139,30 @@ extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, in
 // The same on device arrays, for dev/bench/attention_gpu.py: it uses a stream, allocates nothing and does not wait.
 //   backward: the gradients alone, from the out and stats of a forward pass   all_zero_rows: a counter on the
 //   device
-extern "C" size_t flash_on_device_scratch(const char *attn, const FlashTestShape *shape) {
+extern "C" size_t flash_on_device_scratch(const char *attn, bool is_bf16, const FlashTestShape *shape) {
     Normalizer normalizer = normalizer_of(attn);
-    return flash_scratch(shape_of(&normalizer, shape), sizeof(bf16));
+    return flash_scratch(shape_of(&normalizer, shape), is_bf16 ? sizeof(bf16) : sizeof(float));
 }
 
-extern "C" size_t flash_on_device_stats(const char *attn, const FlashTestShape *shape) {
+extern "C" size_t flash_on_device_stats(const char *attn, bool is_bf16, const FlashTestShape *shape) {
     Normalizer normalizer = normalizer_of(attn);
-    return flash_stats(shape_of(&normalizer, shape), sizeof(bf16));
+    return flash_stats(shape_of(&normalizer, shape), is_bf16 ? sizeof(bf16) : sizeof(float));
 }
 
-extern "C" void flash_on_device(const char *attn, const FlashTestShape *shape, const FlashTestArrays *a,
+template <class X>
+static void run_on_device(const Normalizer *normalizer, const FlashTestShape *shape, const FlashTestArrays *a,
+                          unsigned long long *all_zero_rows, void *scratch, bool backward, cudaStream_t stream) {
+    FlashShape x = shape_of(normalizer, shape);
+    FlashInput<X> in = input_of(shape, (const X *)a->q, (const X *)a->k, (const X *)a->v, a->scalars);
+    FlashView<X> out = {(X *)a->out, shape->out_row, x.VS};
+    if (!backward) return flash_forward<X>(out, a->stats, all_zero_rows, in, x, scratch, stream);
+    flash_backward<X>(grads_of(shape, (X *)a->dq, (X *)a->dk, (X *)a->dv, a->grads), (const X *)a->dout,
+                      {out.p, out.row, out.head}, a->stats, in, x, scratch, stream);
+}
+
+extern "C" void flash_on_device(const char *attn, bool is_bf16, const FlashTestShape *shape, const FlashTestArrays *a,
                                 unsigned long long *all_zero_rows, void *scratch, bool backward, cudaStream_t stream) {
     Normalizer normalizer = normalizer_of(attn);
-    const bf16 *q = (const bf16 *)a->q, *k = (const bf16 *)a->k, *v = (const bf16 *)a->v;
-    FlashShape x = shape_of(&normalizer, shape);
-    FlashInput<bf16> in = input_of(shape, q, k, v, a->scalars);
-    FlashView<bf16> out = {(bf16 *)a->out, shape->out_row, x.VS};
-    if (!backward) return flash_forward<bf16>(out, a->stats, all_zero_rows, in, x, scratch, stream);
-    flash_backward<bf16>(grads_of(shape, (bf16 *)a->dq, (bf16 *)a->dk, (bf16 *)a->dv, a->grads), (const bf16 *)a->dout,
-                         {out.p, out.row, out.head}, a->stats, in, x, scratch, stream);
+    if (is_bf16) run_on_device<bf16>(&normalizer, shape, a, all_zero_rows, scratch, backward, stream);
+    else run_on_device<float>(&normalizer, shape, a, all_zero_rows, scratch, backward, stream);
 }

@@ -46,10 +46,10 @@ def function_that_fails(case, way):
     return lambda *x: call(case.name, case.T, way) or function(*x)
 
 
-def run_that_fails(self, name, shape, *rest):
+def run_that_fails(self, name, dtype, shape, *rest):
     if call(name, shape.T, "ours-any-order" if shape.any_order else "ours"):
         shape.HS = 7
-    run(self, name, shape, *rest)
+    run(self, name, dtype, shape, *rest)
 
 
 attention_gpu.function_of, Flash.run = function_that_fails, run_that_fails

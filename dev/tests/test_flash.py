@@ -407,7 +407,8 @@ KINDS = list(on_both([
          Case("softmax", BF16, 70, 64, B=2, NH=8, NKV=2),             # more heads than a block of the dq kernel has
          Case("sigmoid-l1", BF16, 200, 64, B=1, NH=1),
          Case("softmax-negated+qk=l2+scale=const:-7", BF16, 65, 48, B=1),
-        Case("softmax+qk=l2+scale=const:-7", BF16, 300, 64, B=1),    # a block of the grid computes several of rows
+         Case("softmax+qk=l2+scale=const:-7", BF16, 300, 64, B=1),   # a block of the grid computes several of rows
+         Case("softmax", BF16, 300, 128, B=1, NH=1),                  # several blocks of keys, which wait in turn
          Case("softmax-recentered+scale=log:512", BF16, 130, 48, B=1, NH=1),
          Case("lssar", BF16, 130, 48, B=1, NH=1), Case("softmax-recentered-l1+phi=gelu", BF16, 65, 48, B=1, NH=1),
          Case("ssmax-bias", FLOAT, 65, 48, B=1), Case("ssmax-pn", FLOAT, 33, 48, B=2),
@@ -594,7 +595,8 @@ def test_no_bank_conflicts(flash_with):
         on_90 = case.capability == 90 and has_wgmma(case)
         assert (after.wgmmas > before.wgmmas) == on_90, str(case)
         assert on_90 or after.copies > before.copies
-        assert after.ldmatrix > before.ldmatrix or case.dtype == FLOAT
+        in_place = on_90 and case.HS == 128 and not case.VS          # keys and values, for which registers lack room
+        assert (after.ldmatrix > before.ldmatrix) == (case.dtype == BF16 and not in_place), str(case)
         assert (after.stmatrix > before.stmatrix) == (on_90 and not case.VS), str(case)     # of the backward pass
         for name in ("ldmatrix_conflicts", "stmatrix_conflicts", "copy_conflicts"):
             assert getattr(after, name) == getattr(before, name), f"{name}: {case}"

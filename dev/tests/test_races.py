@@ -34,7 +34,7 @@ INSTANCES = {
     "relu6-l1": "relu6", "mish-l1": "mish", "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter",
     "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
 # For attention/flash90.cuh: so many tiles that they reuse its buffers, and rows of q that it negates.
-WITH_EXP = ["softmax_T257_d64", "softmax+qk=l2+scale=const:-7_T64_d64"]
+WITH_EXP = ["softmax_T257_d64", "softmax_T257_d128", "softmax+qk=l2+scale=const:-7_T64_d64"]
 # CI runs two instances, drawn by commit, and builds only those and the general ones.
 NAMES = draw.sample(INSTANCES, 2) if os.environ.get("DRAW") else list(INSTANCES)
 BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "exp", "any", "any_recenter", "any_two_sweeps", "float",

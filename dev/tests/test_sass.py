@@ -273,6 +273,10 @@ def test_steps_that_differ_are_an_error(monkeypatch):
     issued = {tiles: 7 + 3 * tiles for tiles in range(20)}
     monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles: [Fake(issued[tiles])] * 5)
     assert sass.measure90(call, 64, kernels, "backward")["HMMA"] == 3
+    idle = [Fake(9)]
+    monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles: [Fake(issued[tiles])] * 4 + idle)
+    with pytest.raises(SystemExit, match="a warp of backward of softmax does nothing for a tile"):
+        sass.measure90(call, 64, kernels, "backward")
     issued[9] += 1
     with pytest.raises(SystemExit, match="does not do the same"):
         sass.measure90(call, 64, kernels, "backward")

@@ -57,6 +57,33 @@ def test_launches_are_those_of_the_emulation(data, tmp_path, name):
     assert filled <= found["cudaMemsetAsync"][1] < filled + 512            # up to the next tensor
 
 
+def test_any_order_clears_the_sums_of_dq(data, tmp_path):
+    """With --deterministic 0, attention's backward pass adds to dq in any order, from zeros. By default, it clears a
+    counter for each tile of queries instead, and the first block of keys writes."""
+    fixed, any_order = (one_step(data, tmp_path / str(x), cuda_program(), "--model", RUNS["heads of 64"][0],
+                                 "--deterministic", x) for x in (1, 0))
+    count, size = fixed.pop("cudaMemsetAsync")
+    tiles = B                                          # of 64 queries: one for each sequence of the only head
+    assert any_order.pop("cudaMemsetAsync") == (count + 1, size + tiles * (64 * 64 * 4 - 4))
+    launched = [{name: count for name, (count, _) in found.items()} for found in (any_order, fixed)]
+    assert launched[0] == launched[1]
+
+
+def test_flash90_0_selects_the_other_kernels(data, tmp_path):
+    """Without it, a GPU of compute capability 9.0 uses its own."""
+    flags = ["--model", RUNS["heads of 64"][0], "--batch", B, "--seq-len", T, "--dtype", "bf16", "--steps", 1]
+    for value, own in ((None, True), ("1", True), ("0", False)):
+        env = {"CUDA_ON_CPU_REPORT": "1", **({"FLASH90": value} if value else {})}
+        said = train(data, *flags, "--out", tmp_path / str(value), program=cuda_program(), env=env)
+        kernels = {name for name in counted(said) if "flash" in name}
+        assert {"flash90_forward_kernel", "flash90_backward_kernel"} <= kernels if own else (
+            {"flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel"} <= kernels)
+        assert any(name.startswith("flash90") for name in kernels) == own
+        assert ("; attention by the kernels for compute capability 8.0" in said) == (not own)
+    said = train(data, *flags, "--out", tmp_path / "wrong", program=cuda_program(), env={"FLASH90": "no"}, code=2)
+    assert "FLASH90=no in the environment: expected 0 or 1." in said
+
+
 def test_sums_over_ranks_are_those_of_the_emulation(data, tmp_path):
     model = RUNS["plain"][0]
     found = one_step(data, tmp_path, cuda_program(), "--model", model, processes=2)

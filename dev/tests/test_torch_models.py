@@ -1,12 +1,16 @@
 """attn_c in models: through transformers' attention interface, in the modeling file of our checkpoints, against the
 trainer, and installed from a wheel."""
+import contextlib
+import io
 import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -462,9 +466,27 @@ def example(name, *words, python=sys.executable):
                           timeout=300, env=dict(os.environ, PYTHONPATH=where, OMP_NUM_THREADS="1"))
 
 
-def refused(name, *words, code=None):
+def example_here(name, *words):
+    """The same in this process, which has already imported what takes a new one some seconds."""
+    out, err, argv, code = io.StringIO(), io.StringIO(), sys.argv, 0
+    sys.argv = [str(EXAMPLES / name), *map(str, words)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code or 0
+        if isinstance(code, str):
+            err.write(code + "\n")
+            code = 1
+    finally:
+        sys.argv = argv
+    return subprocess.CompletedProcess([name, *words], code, out.getvalue(), err.getvalue())
+
+
+def refused(name, *words, code=None, run=example_here):
     """The one message with which an example ends."""
-    run = example(name, *words)
+    run = run(name, *words)
     assert run.returncode in ([code] if code else [1, 2]) and not run.stdout and run.stderr.count("\n") == 1, run.stderr
     return run.stderr
 
@@ -536,7 +558,7 @@ def test_plotting_what_is_no_q_and_k(given, attn_c, tmp_path):
 def test_help_of_the_examples(attn_c):
     """Each argument has a description. The help needs no lm_eval."""
     for name in sorted(path.name for path in EXAMPLES.glob("*.py")):
-        run = example(name, "--help")
+        run = example_here(name, "--help")
         assert run.returncode == 0 and not run.stderr, run.stderr
         lines = run.stdout[run.stdout.index("positional arguments:"):].split("\n")
         arguments = [i for i, line in enumerate(lines) if re.match("  [a-z-]", line)]
@@ -548,7 +570,7 @@ def test_help_of_the_examples(attn_c):
 def test_evaluation_without_lm_eval(attn_c, tmp_path, monkeypatch):
     (tmp_path / "lm_eval.py").write_text("raise ImportError(\"No module named 'lm_eval'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert refused("evaluate.py", "model", "task") == (
+    assert refused("evaluate.py", "model", "task", run=example) == (
         "evaluate.py: No module named 'lm_eval'; pip install lm_eval\n")
 
 
