@@ -232,10 +232,8 @@ DEVICE void stmatrix_x4_transposed(void *row, const uint32_t (&r)[4]) {
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define HOPPER_D72 HOPPER_D64 ", " \
     "%32, %33, %34, %35"
-#define HOPPER_D80 HOPPER_D72 ", " \
-    "%36, %37, %38, %39"
-#define HOPPER_D96 HOPPER_D80 ", " \
-    "%40, %41, %42, %43, %44, %45, %46, %47"
+#define HOPPER_D96 HOPPER_D72 ", " \
+    "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define HOPPER_D128 HOPPER_D96 ", " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define HOPPER_D192 HOPPER_D128 ", " \
@@ -255,10 +253,8 @@ DEVICE void stmatrix_x4_transposed(void *row, const uint32_t (&r)[4]) {
     HOPPER_F4(4), HOPPER_F4(5), HOPPER_F4(6), HOPPER_F4(7)
 #define HOPPER_F72 HOPPER_F64, \
     HOPPER_F4(8)
-#define HOPPER_F80 HOPPER_F72, \
-    HOPPER_F4(9)
-#define HOPPER_F96 HOPPER_F80, \
-    HOPPER_F4(10), HOPPER_F4(11)
+#define HOPPER_F96 HOPPER_F72, \
+    HOPPER_F4(9), HOPPER_F4(10), HOPPER_F4(11)
 #define HOPPER_F128 HOPPER_F96, \
     HOPPER_F4(12), HOPPER_F4(13), HOPPER_F4(14), HOPPER_F4(15)
 #define HOPPER_F192 HOPPER_F128, \
@@ -283,7 +279,7 @@ DEVICE void stmatrix_x4_transposed(void *row, const uint32_t (&r)[4]) {
                    : HOPPER_F##N \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate), "n"((int)B));
 template <int NT>
-constexpr bool wgmma_has = NT <= 2 || NT == 4 || (NT >= 8 && NT <= 10) || NT == 12 || NT == 16 || NT == 24 || NT == 32;
+constexpr bool wgmma_has = NT <= 2 || NT == 4 || NT == 8 || NT == 9 || NT == 12 || NT == 16 || NT == 24 || NT == 32;
 
 template <Major A, Major B, int NT>
 DEVICE void wgmma(float (&d)[NT][4], uint64_t a, uint64_t b, bool accumulate) {
@@ -293,7 +289,6 @@ DEVICE void wgmma(float (&d)[NT][4], uint64_t a, uint64_t b, bool accumulate) {
     HOPPER_SHARED(32, 16, 17, 18, 19, 20)
     HOPPER_SHARED(64, 32, 33, 34, 35, 36)
     HOPPER_SHARED(72, 36, 37, 38, 39, 40)
-    HOPPER_SHARED(80, 40, 41, 42, 43, 44)
     HOPPER_SHARED(96, 48, 49, 50, 51, 52)
     HOPPER_SHARED(128, 64, 65, 66, 67, 68)
     HOPPER_SHARED(192, 96, 97, 98, 99, 100)
@@ -308,7 +303,6 @@ DEVICE void wgmma(float (&d)[NT][4], const uint32_t (&a)[4], uint64_t b, bool ac
     HOPPER_REGISTERS(32, 16, 17, 18, 19, 20, 21, 22)
     HOPPER_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38)
     HOPPER_REGISTERS(72, 36, 37, 38, 39, 40, 41, 42)
-    HOPPER_REGISTERS(80, 40, 41, 42, 43, 44, 45, 46)
     HOPPER_REGISTERS(96, 48, 49, 50, 51, 52, 53, 54)
     HOPPER_REGISTERS(128, 64, 65, 66, 67, 68, 69, 70)
     HOPPER_REGISTERS(192, 96, 97, 98, 99, 100, 101, 102)

@@ -36,6 +36,8 @@ PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-
 FLASH_WORDS = ("kinds or before_rope or (nan and float) or truncate or last_bit or future or order or conflicts "
                "or all_zero_rows or last_rows")
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", FLASH_WORDS])]
+# Which of them run, and in which order they add.
+SELECTION_TESTS = [("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "any_order or flash90"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
@@ -45,6 +47,7 @@ TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switc
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "ssmax_bias_h4_kv2_T33"]),
+                 *SELECTION_TESTS,
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS]),
                  ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "overlap"])]
 MATMUL_TESTS = [("build/on_cpu/tests/test_matmul", ["build/on_cpu/tests/test_matmul"]),
@@ -69,6 +72,8 @@ BEGINS = pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_families",
 # The tests of a file: those of the first row that its path begins with.
 TESTS_OF = (
     ("attention/phi.cuh", PHI_TESTS),
+    ("attention/flash.cuh", FLASH_TESTS),
+    ("attention/flash.cu", [*SELECTION_TESTS, *FLASH_TESTS]),
     ("attention/flash", FLASH_TESTS),
     *((file, TORCH_CUDA_TESTS) for file in ("attention/torch/attn_c_cuda.cu", "attention/torch/cuda.py")),
     ("attention/torch/transformers.py", pytest_of("", "test_torch_models", "-k", TORCH_MODELS)),
