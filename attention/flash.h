@@ -100,7 +100,8 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // ---- between flash.cu and the instances
 
 // What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
-// times scale, and by_D is that times D (in the dq kernel, both without scale).
+// times scale, and by_D is that times D (in the dq kernel, both without scale). For reweight in flash90_backward.cuh,
+// `less` is divided by factor P, and by_dz is scale factor P.
 struct alignas(16) FlashRow {
     float scale, bias, factor, D;
     union {
@@ -109,7 +110,10 @@ struct alignas(16) FlashRow {
     union {
         float less, by_D;
     };
-    float inverse_sum, number;    // phi's, see phi_number()
+    float inverse_sum;
+    union {
+        float number, by_dz;    // number: phi's, see phi_number()
+    };
 };
 
 template <class X>

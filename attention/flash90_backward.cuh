@@ -276,6 +276,12 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
     __syncwarp();    // all lanes have read `work`
 }
 
+// A step's dq.
+template <int HS>
+DEVICE float4 *dq_of(const Backward90Tiles<HS> &tiles, unsigned step) {
+    return tiles.dq + dq_pieces<HS> * (step % dq_stages<HS>);
+}
+
 // By one thread of each of dq_adders warps: adds its tiles of a block's dq to global memory. While one waits until the
 // others see that its addition is over, the other begins with the next. step: the number of steps before the block
 template <int HS>
@@ -295,7 +301,7 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
             continue;
         }
         const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
-        const float4 *from = tiles.dq + (step % dq_stages<HS>)*dq_pieces<HS>;
+        const float4 *from = dq_of(tiles, step);
         float *to = call.dq_sums + tile * (P::STREAM * HS);
         unsigned *turn = call.turns + 1 + tile;
         const int before = at.tile * P::STREAM / P::OWN - work.tile;    // how many blocks add before this one
@@ -467,7 +473,13 @@ constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 // The rows' scales are in phi's unit, and so is dk if they are used as they are: it is converted once, when it is
 // stored. But with other posts than plain ones, ptxas would then spill registers.
 template <int PHI, int POST>
-constexpr float scale_by = POST == FLASH_PLAIN ? 1 : 1 / unit<bf16, PHI>;
+constexpr float scale_by = POST == FLASH_PLAIN ? 1 : slope_unit<bf16, PHI>;
+
+// What dz is multiplied by for dk.
+template <int PHI, int POST>
+DEVICE float by_dz(const FlashRow &row) {
+    return POST == FLASH_REWEIGHT ? row.by_dz : row.scale * scale_by<PHI, POST>;
+}
 
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
 // backward90_share() follows. Rows are read ahead. span(): the block's Backward90Span   first: the rows of the first
@@ -493,7 +505,7 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         dkv_values<PHI, POST, false>(s, d, [&](int nt) { return now[nt]; }, [](Element) { return false; }, call);
         pack_operand(c.w[k], s[0][0], s[0][1]);
         pack_operand(dz[k], d[0][0], d[0][1]);
-        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= now[at.nt][at.e % 2].scale * scale_by<PHI, POST>; });
+        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= by_dz<PHI, POST>(now[at.nt][at.e % 2]); });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
@@ -507,7 +519,7 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         }
     }
     const int thread = anew(threadIdx.x), key = (thread / 32) * 16 + thread % 16, query = ((thread % 32) / 16) * 8;
-    char *tile = tiles.dz + (step % dz_stages<HS>)*DZ_BYTES;
+    char *tile = tiles.dz + DZ_BYTES * (step % dz_stages<HS>);
     if (dz_stages<HS> < 4) ring_wait_empty(tiles.barriers->dz, step);
     UNROLL
     for (int k = 0; k < PARTS; k++)
@@ -553,7 +565,7 @@ DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const ch
 
 template <int HS>
 DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, unsigned step) {
-    return tiles.dz + (step % dz_stages<HS>)*DZ_BYTES;
+    return tiles.dz + DZ_BYTES * (step % dz_stages<HS>);
 }
 
 // Stores a step's dq for backward90_add(), which must not see it yet.
@@ -561,7 +573,7 @@ template <int HS>
 DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4],
                                 unsigned step, int consumer) {
     ring_wait_empty(tiles.barriers->dq, step);
-    float4 *to = tiles.dq + (step % dq_stages<HS>)*dq_pieces<HS> + consumer * (dq_pieces<HS> / 2) + threadIdx.x % 128;
+    float4 *to = dq_of(tiles, step) + consumer * (dq_pieces<HS> / 2) + threadIdx.x % 128;
     UNROLL
     for (int nt = 0; nt < key_panel<HS> / 8; nt++)
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
@@ -571,8 +583,8 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
 template <int PHI, int POST, int HS>
 DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
     const float by[2] = {1, 1};
-    const float in_unit = 1 / (unit<bf16, PHI> * scale_by<PHI, POST>);
-    float by_dk[2] = {in_unit, in_unit};
+    constexpr float left = slope_unit<bf16, PHI> / scale_by<PHI, POST>;
+    float by_dk[2] = {left, left};
     const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
@@ -755,7 +767,10 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
         const int i = warp_row + 8 * r + lane_row(), row = i < call.T ? i : call.T - 1;
         const size_t index = (size_t)head * call.T + row;
         const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
-        by[r] = call.rows[index].scale / in_unit;
+        const FlashRow &numbers = call.rows[index];
+        const bool reweight = call.post == POST_REWEIGHT;
+        const float in_f = value_unit_of(call, in_unit);
+        by[r] = reweight ? numbers.by_dz : numbers.scale * (in_f / in_unit);
         if (!call.g) continue;
         float g = 0;    // sum_j dz s = q · sum_j dz k_j
         UNROLL
@@ -763,6 +778,7 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
             if (8 * c < call.HS)
                 g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
         g = row_sum(g);
+        g *= reweight ? reweight_slope(numbers, call) * in_f : in_f;
         if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
     }
     UNROLL

@@ -55,10 +55,12 @@ DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N],
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[row_of<BY_COLUMN>(e)];
-        const float scale = SCALED ? at.scale * (1 / unit<X, PHI>) : 1, by_r = q[e] * at.inverse_sum,
-                    less = at.less * scale;
+        const float by_r = q[e] * at.inverse_sum, scale = at.scale * slope_unit<X, PHI>,
+                    less = SCALED ? at.less * scale : at.less;
         w[e] = by_r * r[e];
-        d[e] = at.factor * call.power * scale * (by_r * (d[e] - at.D)) - (is_signed ? signed_as<X>(less, f[e]) : less);
+        d[e] = by_r * (d[e] - at.D);
+        if (SCALED) d[e] *= reweight_slope(at, call) * scale;
+        d[e] -= is_signed ? signed_as<X>(less, f[e]) : less;
     }
 }
 
@@ -70,8 +72,8 @@ DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
 }
 
 // From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale for reweight with SCALED, and for
-// plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values. Without
-// SCALED, the kernel is flash90.cuh's.
+// plain posts with SCALED and BY_COLUMN; for reweight without SCALED, divided by factor P. Also writes f, its slope and
+// the weights w. row: see phi_values. Without SCALED, the kernel is flash90.cuh's.
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
@@ -314,7 +316,7 @@ DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, const Fl
         const int i = at.warp_row + 8 * r + lane_row();
         const bool writes = i < call.T && threadIdx.x % 4 == 0;
         const size_t index = (size_t)blockIdx.y * call.T + i;
-        by[r] = own.row[r].scale * (1 / unit<X, PHI>);
+        by[r] = own.row[r].scale * slope_unit<X, PHI>;
         float less = own.row[r].less;
         if constexpr (splits_dq<X, HS, POST>) {
             if (reweight) {
@@ -329,7 +331,7 @@ DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, const Fl
             const X *q = own.q.tile + (8 * r + lane_row()) * tile_step<HS> + lane_column();
             own.g[r] = dot_q(own.dq[r / 2], r % 2, q);
         }
-        float of_row = row_sum(own.g[r]);
+        float of_row = row_sum(own.g[r]) * value_unit<X, PHI>;
         if (call.g && writes) call.g[index] = of_row;
         if (!phi_learns(phi_of<PHI>(call)) || !call.by_number) continue;
         of_row = row_sum(own.number[r].t);
@@ -478,7 +480,7 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
     for (int i = 0; i < 2; i++) {
         const int at = from + lane_column() + i;
         const float4 x = row_tile[at], y = row_tile[ROWS + at];
-        row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, y.w};
+        row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, {y.w}};
     }
 }
 
@@ -500,7 +502,7 @@ DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows 
                     bool hidden = hides(Element{m, nt, e});
                     float dz = d[m][nt][e] * slope[e];
                     if (SCALED && POST != FLASH_PLAIN && !is_reweight<X, POST>(call))
-                        dz *= row[e % 2].scale * (1 / unit<X, PHI>);
+                        dz *= row[e % 2].scale * slope_unit<X, PHI>;
                     s[m][nt][e] = hidden ? 0 : w[e];
                     d[m][nt][e] = hidden ? 0 : dz;
                 }

@@ -185,13 +185,12 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
     }
 }
 
-// Finishes that sweep: the sum and the largest f. The largest f uses the same logarithm as the sum, not phi_at's
+// Finishes that sweep: the largest f, in the unit of z like the sum. It uses the same logarithm as the sum, not phi_at's
 // polynomial: in a row of equal weights, it must equal their mean up to rounding (reweight_numbers).
 template <class X, int PHI>
 DEVICE void forward_total_by_z(ForwardRow &row) {
-    const float z = row.largest, per_unit = 1 / unit<X, PHI>;
-    row.sum *= per_unit;
-    row.largest = fmaxf(z, 0) * per_unit + log1p_fast(exp_of<X, PHI>(-fabsf(z)));
+    const float z = row.largest;
+    row.largest = fmaxf(z, 0) + log1p_fast(exp_of<X, PHI>(-fabsf(z))) * unit<X, PHI>;
 }
 
 // Combines the sums of the row's four lanes.
@@ -331,13 +330,20 @@ DEVICE void forward_begin(ForwardRows<HS, TILES, MORE> &own, const FlashCall<X> 
     set_zero(own.sum);
 }
 
+// 1/Z, in the unit of 1/f.
+template <class X, int PHI>
+DEVICE float forward_inverse(const ForwardRow &row, const FlashCall<X> &call, RowPlace at) {
+    constexpr float natural = 1 / value_unit<X, PHI>;
+    const float shift = row_shift(call, at, row.bias * (1 / unit<X, PHI>));
+    return row_inverse(call.norm, at, row.sum * natural, shift) * natural;
+}
+
 // Between two sweeps: from Z and the largest f, what turns f into w.
 template <class X, int PHI, int POST>
 DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, const ForwardSweep &sweep) {
     forward_total(row, sweep.is_signed);
     if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row);
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))),
-          n = (float)at.n;
+    float inverse = forward_inverse<X, PHI>(row, call, at), n = (float)at.n;
     row.factor = inverse;
     row.mean = 0;
     if (sweep.reweight) reweight_numbers<X>(&row.factor, &row.mean, inverse, row.largest, at.n);
@@ -350,8 +356,7 @@ DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace 
 template <class X, int PHI, int POST>
 DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
     bool late = at.n > POST_FROM;
-    float inverse = row_inverse(call.norm, at, row.sum, row_shift(call, at, row.bias * (1 / unit<X, PHI>))),
-          left = row.sum, by = inverse;
+    float inverse = forward_inverse<X, PHI>(row, call, at), left = row.sum, by = inverse;
     *stats = make_float4(row.bias, inverse, 0, 0);
     if (POST == FLASH_PLAIN) {
         if (call.post == POST_NEGATE) stats->y = by = -inverse;

@@ -109,6 +109,12 @@ DEVICE bool is_reweight(const FlashCall<X> &call) {
     return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
 }
 
+// value_unit of an instance, from the unit of its z.
+template <class X>
+DEVICE float value_unit_of(const FlashCall<X> &call, float in_unit) {
+    return call.phi == PHI_SOFTPLUS ? in_unit : 1;
+}
+
 template <int PHI>
 constexpr bool rectifies = flash_rectifies(PHI);
 
@@ -158,10 +164,15 @@ DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], c
     for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
 }
 
-// K of a row.
+// factor P of a row, and K.
+template <class X>
+DEVICE float reweight_slope(const FlashRow &row, const FlashCall<X> &call) {
+    return row.factor * call.power;
+}
+
 template <class X>
 DEVICE float reweight_factor(const FlashRow &row, const FlashCall<X> &call) {
-    return row.factor * call.power * row.inverse_sum;
+    return reweight_slope(row, call) * row.inverse_sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -122,13 +122,14 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const Flas
 // posts that recenter, dO · sum_{j <= i} v_j; for reweight, dO · call.along. in_unit: the unit of z in the instance.
 template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
-    bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
+    const bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
+    const float slope_unit = value_unit_of(call, in_unit) / in_unit;
     float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
     FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0,
-                    phi_number(call.phi, at, shift)};
+                    {phi_number(call.phi, at, shift)}};
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
-        row.by_d = row.factor * (row.scale / in_unit);
+        row.by_d = row.factor * (row.scale * slope_unit);
         row.by_D = row.by_d * row.D;
     }
     if (call.post == POST_RECENTER && late) row.less = along / n;
@@ -141,7 +142,8 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
         row.D = D;
         row.inverse_sum = stats.w;
         // Without call.along, flash_dq_kernel sets less.
-        if (call.along && late) row.less = reweight_factor(row, call) / n * along;
+        if (call.along && late) row.less = row.inverse_sum / n * along;
+        if (call.dq_sums) row.by_dz = row.scale * slope_unit * reweight_slope(row, call);
     }
     return row;
 }
@@ -243,9 +245,9 @@ DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i
     if (stage == IN_PHI) return call.by_number[i];
     FlashRow row = call.rows[i];
     float D = row.D * row.factor;
-    if (call.post == POST_REWEIGHT) D = row.less;
+    if (call.post == POST_REWEIGHT) D = call.dq_sums ? row.less * reweight_slope(row, call) : row.less;
     if (call.post == POST_RECENTER_L1 && at.n > POST_FROM) D = 0;
-    return -D * norm_extra(call.norm, at, row_shift(call, at, row.bias / in_unit));
+    return -D * value_unit_of(call, in_unit) * norm_extra(call.norm, at, row_shift(call, at, row.bias / in_unit));
 }
 
 // partials (SCALAR_COUNT,NH,gridDim.x): for each per-head scalar whose gradient is needed, the sum of row_slope

@@ -32,6 +32,15 @@ constexpr bool by_log2 =
 template <class X, int PHI>
 constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
 
+// f is in units of 1/value_unit, and with it a row's sum, its largest f and Z. Softplus's are those of z, which saves an
+// instruction.
+template <class X, int PHI>
+constexpr float value_unit = PHI == PHI_SOFTPLUS ? unit<X, PHI> : 1;
+
+// The factor by which df/dz differs from the slope for that reason.
+template <class X, int PHI>
+constexpr float slope_unit = value_unit<X, PHI> / unit<X, PHI>;
+
 template <class X, int PHI>
 DEVICE float exp_of(float x) {
     if (!is_bf16<X>) return expf(x);
@@ -53,9 +62,9 @@ DEVICE float sigmoid_of_exp(float e) {
     return polynomial(e, 1.0f, -0.997308195f, 0.959154844f, -0.783540666f, 0.430777133f, -0.10911268f);
 }
 
-// ln(1 + e) for e in [0, 1] (minimax, 2^-13.8)
-DEVICE float log1p_of_exp(float e) {
-    return e * polynomial(e, 1.0f, -0.497774482f, 0.309224755f, -0.16136305f, 0.0431062654f);
+// by ln(1 + e) for e in [0, 1] (minimax, 2^-13.8)
+DEVICE float log1p_of_exp(float e, float by) {
+    return e * polynomial(e, by, by * -0.497774482f, by * 0.309224755f, by * -0.16136305f, by * 0.0431062654f);
 }
 
 // 1/x for x in [1, 2^120] (minimax, 2^-14.9). The bits of x grow like its logarithm, so subtracting them from a
@@ -116,9 +125,9 @@ enum Wanted { VALUE, SLOPE, BOTH };
 // time for a second one for every score; forward, four values of sigmoid share a division (SHARED, see sigmoids()).
 enum Divides { NEVER, SHARED, ALWAYS };
 
-// f = phi(z) and its slope with respect to the natural z. z is in units of 1/unit<X, PHI>, relative to a shift where
-// exp is; `number` is phi_number(). Without the value, f may be anything with the right sign, unless phi_learns().
-// divide: may it take a second special function?
+// f = phi(z), in units of 1/value_unit<X, PHI>, and phi's slope, whatever the units. z is in units of 1/unit<X, PHI>,
+// relative to a shift where exp is; `number` is phi_number(). Without the value, f may be anything with the right sign,
+// unless phi_learns(). divide: may it take a second special function?
 template <class X, int PHI, int KIND, Wanted WANTED>
 DEVICE void phi_at(float z, float number, float *f, float *slope, bool divide) {
     if (!is_bf16<X>) {
@@ -140,8 +149,7 @@ DEVICE void phi_at(float z, float number, float *f, float *slope, bool divide) {
         *slope = p * q;
     } else if (KIND == PHI_SOFTPLUS) {
         float e = exp_of<X, PHI>(-fabsf(z)), p = divide ? reciprocal_fast(1 + e) : sigmoid_of_exp(e);
-        float per_unit = 1 / unit<X, PHI>;
-        *f = fmaxf(z, 0) * per_unit + log1p_of_exp(e);
+        *f = fmaxf(z, 0) + log1p_of_exp(e, value_unit<X, PHI>);    // in the unit of z
         *slope = z < 0 ? e * p : p;
     } else if (KIND == PHI_GELU) {    // max(z, 0) - |z| tail; the slopes at z and -z add up to 1
         float a = fabsf(z), tail = normal_tail(a);

@@ -1581,6 +1581,8 @@ KERNEL void phi_test_kernel(float *f, float *slope, float *f_alone, float *slope
         phi_at<X, PHI, KIND, BOTH>(z, 1, &f[i], &slope[i], divide);
         phi_at<X, PHI, KIND, VALUE>(z, 1, &f_alone[i], &nothing, divide);
         phi_at<X, PHI, KIND, SLOPE>(z, 1, &nothing, &slope_alone[i], divide);
+        f[i] /= value_unit<X, PHI>;
+        f_alone[i] /= value_unit<X, PHI>;
     }
 }
 
