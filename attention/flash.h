@@ -100,10 +100,17 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // ---- between flash.cu and the instances
 
 // What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
-// times scale, and by_D is that times D (in the dq kernel, both without scale). For reweight in flash90_backward.cuh,
-// `less` is divided by factor P, and by_dz is scale factor P.
+// times scale, and by_D is that times D (in the dq kernel, both without scale).
+//
+// flash90_backward.cuh's needs fewer numbers, if possible only those of the first half. For exp, its bias includes ln
+// |factor|, so that f is the weight, in whose place is the mean; D includes `less` under recenter. For reweight, `less`
+// is divided by factor P, and by_dz is scale factor P.
 struct alignas(16) FlashRow {
-    float scale, bias, factor, D;
+    float scale, bias;
+    union {
+        float factor, mean90;
+    };
+    float D;
     union {
         float mean, by_d;
     };

@@ -260,7 +260,8 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
         for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
             const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
             const float4 *from = (const float4 *)(call.rows + (size_t)(work().b * call.NH + at.h) * call.T + row);
-            float4 halves[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+            // The weights of rows that do not exist are 0: factor is, or with exp the bias is -infinity.
+            float4 halves[2] = {make_float4(0, call.phi == PHI_EXP ? -INFINITY : 0, 0, 0), make_float4(0, 0, 0, 0)};
             if (row < call.T && at.h < work().h_end) {
                 halves[0] = from[0];
                 halves[1] = from[1];
@@ -470,15 +471,22 @@ struct Backward90Span {
 template <int HS, int POST>
 constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 
-// The rows' scales are in phi's unit, and so is dk if they are used as they are: it is converted once, when it is
-// stored. But with other posts than plain ones, ptxas would then spill registers.
-template <int PHI, int POST>
-constexpr float scale_by = POST == FLASH_PLAIN ? 1 : slope_unit<bf16, PHI>;
+// Is dz multiplied by its row's factor only for dk, and dq when it is complete? Otherwise there are too few registers.
+template <int HS>
+constexpr bool defers_factor = HS <= 64;
 
-// What dz is multiplied by for dk.
-template <int PHI, int POST>
+// What dz is multiplied by for dk. The rows' scales are in phi's unit, and so is dk: it is converted once, when it is
+// stored.
+template <int HS, int PHI, int POST>
 DEVICE float by_dz(const FlashRow &row) {
-    return POST == FLASH_REWEIGHT ? row.by_dz : row.scale * scale_by<PHI, POST>;
+    if (POST == FLASH_REWEIGHT) return row.by_dz;
+    return PHI == PHI_EXP || !defers_factor<HS> ? row.scale : row.scale * row.factor;
+}
+
+// With exp, the sign of the weights: all of them are negated, or none.
+template <int PHI>
+DEVICE float sign_of_exp(const FlashCall<bf16> &call) {
+    return PHI == PHI_EXP && call.post == POST_NEGATE ? -1 : 1;
 }
 
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
@@ -502,10 +510,11 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
             s[0][at.nt][at.e] = c.s[2 * k + at.nt][at.e];
             d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
         });
-        dkv_values<PHI, POST, false>(s, d, [&](int nt) { return now[nt]; }, [](Element) { return false; }, call);
+        auto rows_of = [&](int nt) { return now[nt]; };
+        dkv_values<PHI, POST, false, defers_factor<HS>>(s, d, rows_of, [](Element) { return false; }, call);
         pack_operand(c.w[k], s[0][0], s[0][1]);
         pack_operand(dz[k], d[0][0], d[0][1]);
-        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= by_dz<PHI, POST>(now[at.nt][at.e % 2]); });
+        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= by_dz<HS, PHI, POST>(now[at.nt][at.e % 2]); });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
@@ -582,9 +591,9 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
 // Stores dk and dv.
 template <int PHI, int POST, int HS>
 DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
-    const float by[2] = {1, 1};
-    constexpr float left = slope_unit<bf16, PHI> / scale_by<PHI, POST>;
-    float by_dk[2] = {left, left};
+    const float sign = sign_of_exp<PHI>(call), in_unit = POST == FLASH_REWEIGHT ? 1 : sign * slope_unit<bf16, PHI>;
+    const float by[2] = {sign, sign};
+    float by_dk[2] = {in_unit, in_unit};
     const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
     bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
@@ -768,9 +777,13 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
         const size_t index = (size_t)head * call.T + row;
         const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
         const FlashRow &numbers = call.rows[index];
-        const bool reweight = call.post == POST_REWEIGHT;
         const float in_f = value_unit_of(call, in_unit);
-        by[r] = reweight ? numbers.by_dz : numbers.scale * (in_f / in_unit);
+        // by_dz() without the scale
+        const float of_dz = call.post == POST_REWEIGHT ? reweight_slope(numbers, call)
+                            : call.phi == PHI_EXP      ? sign_of_exp<PHI_EXP>(call)
+                            : defers_factor<HS>        ? numbers.factor
+                                                       : 1;
+        by[r] = numbers.scale * of_dz * (in_f / in_unit);
         if (!call.g) continue;
         float g = 0;    // sum_j dz s = q · sum_j dz k_j
         UNROLL
@@ -778,8 +791,7 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
             if (8 * c < call.HS)
                 g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
         g = row_sum(g);
-        g *= reweight ? reweight_slope(numbers, call) * in_f : in_f;
-        if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g;
+        if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g * of_dz * in_f;
     }
     UNROLL
     for (int r = 0; r < 2 && call.rope.cosines; r++) {

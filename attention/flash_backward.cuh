@@ -45,6 +45,31 @@ struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1,
 template <int PHI>
 constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
 
+// sgn D: of the weight under recenter-l1, of f where phi is signed.
+template <class X, int POST>
+DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
+    if (POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS) return signed_as<X>(at.D, w);
+    return is_signed ? signed_as<X>(at.D, f) : at.D;
+}
+
+// For flash90_backward.cuh: d and w of backward_values from f, in place of the formulas below. With exp, f is the
+// weight before its mean is subtracted.   DEFERS: the caller multiplies d by factor later
+template <int PHI, int POST, bool BY_COLUMN, bool DEFERS, int N>
+DEVICE void backward90_values(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
+                              const FlashCall<bf16> &call) {
+    static_assert(PHI == PHI_EXP || POST == FLASH_PLAIN, "no other kernels");
+    UNROLL
+    for (int e = 0; e < N; e++) {
+        const FlashRow &at = row[row_of<BY_COLUMN>(e)];
+        if (PHI != PHI_EXP) w[e] *= at.factor;
+        else if (POST != FLASH_PLAIN) w[e] -= at.mean90;
+        if (rectifies<PHI> && phi_signed(PHI) && call.post == POST_RECTIFY && !(f[e] > 0)) w[e] = d[e] = 0;
+        if (POST == FLASH_RECENTER_L1) d[e] -= at.less;
+        d[e] -= signed_D<bf16, POST>(at, f[e], w[e], phi_signed(PHI));
+        if (PHI != PHI_EXP && !DEFERS) d[e] *= at.factor;
+    }
+}
+
 // d and w of backward_values under reweight.
 template <class X, int PHI, bool BY_COLUMN, int KNOWN, bool SCALED, int N>
 DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
@@ -64,17 +89,10 @@ DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N],
     }
 }
 
-// sgn D: of the weight under recenter-l1, of f where phi is signed.
-template <class X, int POST>
-DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
-    if (POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS) return signed_as<X>(at.D, w);
-    return is_signed ? signed_as<X>(at.D, f) : at.D;
-}
-
 // From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale for reweight with SCALED, and for
-// plain posts with SCALED and BY_COLUMN; for reweight without SCALED, divided by factor P. Also writes f, its slope and
-// the weights w. row: see phi_values. Without SCALED, the kernel is flash90.cuh's.
-template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, int N>
+// plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values. Without
+// SCALED, the kernel is flash90_backward.cuh's, and df is without the factor that by_dz() has.
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, bool DEFERS = false, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
@@ -85,10 +103,13 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     phi_values<X, PHI, BY_COLUMN, wanted, SCALED ? NEVER : ALWAYS>(phi, f, slope, row);
     if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN, SCALED>(d, w, f, row, call);
 
-    const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
     if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
+    if constexpr (!SCALED && POST != FLASH_REWEIGHT)
+        return backward90_values<PHI, POST, BY_COLUMN, DEFERS>(d, w, f, row, call);
+
+    const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[row_of<BY_COLUMN>(e)];
@@ -96,11 +117,8 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
         if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
         if (POST == FLASH_PLAIN) {
             // A difference that should be 0 must be exactly 0, because it is divided by Z. Where the slope is as small
-            // as f, rounding is harmless. Without SCALED, the row's other numbers, which are loaded anyway, suffice.
-            if (!SCALED) d[e] -= is_signed ? signed_as<X>(at.D, f[e]) : at.D;
-            if (!SCALED && PHI == PHI_EXP) slope[e] = w[e];    // the slope is f
-            else if (!SCALED) d[e] *= at.factor;
-            else if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
+            // as f, rounding is harmless.
+            if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
             else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;
         }
@@ -480,13 +498,13 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
     for (int i = 0; i < 2; i++) {
         const int at = from + lane_column() + i;
         const float4 x = row_tile[at], y = row_tile[ROWS + at];
-        row[i] = {x.x, x.y, x.z, x.w, {y.x}, {y.y}, y.z, {y.w}};
+        row[i] = {x.x, x.y, {x.z}, x.w, {y.x}, {y.y}, y.z, {y.w}};
     }
 }
 
 // Scores s become weights, and d = dO · v becomes dz, times the row's scale if SCALED. Both are 0 where hides(Element).
 // rows(nt): the lane's two rows, as by rows_of_lane
-template <int PHI, int POST, bool SCALED, class X, int TILES, int NT, class Rows, class Hides>
+template <int PHI, int POST, bool SCALED, bool DEFERS = false, class X, int TILES, int NT, class Rows, class Hides>
 DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides,
                        const FlashCall<X> &call) {
     with_power<POST>(call.power, [&](auto power) {
@@ -496,7 +514,8 @@ DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows 
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
-                backward_values<X, PHI, POST, true, power.value, SCALED>(d[m][nt], f, slope, w, s[m][nt], row, call);
+                backward_values<X, PHI, POST, true, power.value, SCALED, DEFERS>(d[m][nt], f, slope, w, s[m][nt], row,
+                                                                                 call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
                     bool hidden = hides(Element{m, nt, e});

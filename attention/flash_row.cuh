@@ -109,6 +109,12 @@ DEVICE bool is_reweight(const FlashCall<X> &call) {
     return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
 }
 
+// Do the rows of the backward pass have ln |factor| in their bias? flash90_backward.cuh's for exp.
+template <class X>
+DEVICE bool weighs_by_bias(const FlashCall<X> &call) {
+    return call.dq_sums && call.phi == PHI_EXP;
+}
+
 // value_unit of an instance, from the unit of its z.
 template <class X>
 DEVICE float value_unit_of(const FlashCall<X> &call, float in_unit) {

@@ -125,7 +125,7 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     const bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
     const float slope_unit = value_unit_of(call, in_unit) / in_unit;
     float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
-    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, stats.y, is_sum ? D : 0, stats.z, 0, 0,
+    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, {stats.y}, is_sum ? D : 0, {stats.z}, {0}, 0,
                     {phi_number(call.phi, at, shift)}};
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
@@ -144,6 +144,11 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
         // Without call.along, flash_dq_kernel sets less.
         if (call.along && late) row.less = row.inverse_sum / n * along;
         if (call.dq_sums) row.by_dz = row.scale * slope_unit * reweight_slope(row, call);
+    }
+    if (weighs_by_bias(call)) {
+        row.bias += log2f(fabsf(row.factor));    // in the unit of z, which is ln 2
+        row.mean90 = row.mean;
+        if (call.post == POST_RECENTER) row.D += row.less;
     }
     return row;
 }
@@ -243,11 +248,13 @@ template <class X>
 DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
     if (stage == IN_SCALE) return call.g[i];
     if (stage == IN_PHI) return call.by_number[i];
-    FlashRow row = call.rows[i];
-    float D = row.D * row.factor;
+    const FlashRow row = call.rows[i];
+    const float4 stats = *(const float4 *)(call.stats + i * FLASH_STATS);
+    float D = row.D * stats.y;
+    if (call.post == POST_RECENTER && weighs_by_bias(call)) D = (row.D - row.less) * stats.y;
     if (call.post == POST_REWEIGHT) D = call.dq_sums ? row.less * reweight_slope(row, call) : row.less;
     if (call.post == POST_RECENTER_L1 && at.n > POST_FROM) D = 0;
-    return -D * value_unit_of(call, in_unit) * norm_extra(call.norm, at, row_shift(call, at, row.bias / in_unit));
+    return -D * value_unit_of(call, in_unit) * norm_extra(call.norm, at, row_shift(call, at, stats.x / in_unit));
 }
 
 // partials (SCALAR_COUNT,NH,gridDim.x): for each per-head scalar whose gradient is needed, the sum of row_slope

@@ -32,8 +32,8 @@ constexpr bool by_log2 =
 template <class X, int PHI>
 constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
 
-// f is in units of 1/value_unit, and with it a row's sum, its largest f and Z. Softplus's are those of z, which saves an
-// instruction.
+// f is in units of 1/value_unit, and with it a row's sum, its largest f and Z. Softplus's are those of z, which saves
+// an instruction.
 template <class X, int PHI>
 constexpr float value_unit = PHI == PHI_SOFTPLUS ? unit<X, PHI> : 1;
 

@@ -396,7 +396,6 @@ static void test_wgmmas(void) {
     test_wgmma_width<2>();
     test_wgmma_width<4>();
     test_wgmma_width<9>();
-    test_wgmma_width<10>();
     test_wgmma_width<12>();
     test_wgmma_width<16>();
     test_wgmma_width<24>();

@@ -427,7 +427,14 @@ KINDS = list(on_both([
 SMALL_POWER = on_both([Case("softplus-l1+post=reweight:1.5", BF16, 130, 48, B=1, NH=1)])
 
 
-@pytest.mark.parametrize("case", [*KINDS, *SMALL_POWER], ids=str)
+# Where units and signs that cancel elsewhere count: gradients of scalars and of sinks, Z that is not a sum of f alone,
+# and negated weights. And heads of 128 whose weights are not exp's.
+UNITS = list(on_both([*(Case(attn, BF16, 130, 64, B=1, NH=2) for attn in (
+    "lssar+scale=logn", "lssar+norm=l1+1", "lssar+norm=const:64", "ssmax+post=negate", "softmax-sink+post=recenter",
+    "softmax-sink+post=recenter-l1")), Case("relu2-n", BF16, 130, 128, B=1, NH=1)]))
+
+
+@pytest.mark.parametrize("case", [*KINDS, *SMALL_POWER, *UNITS], ids=str)
 def test_kinds(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
