@@ -254,7 +254,7 @@ DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i
     if (call.post == POST_RECENTER && weighs_by_bias(call)) D = (row.D - row.less) * stats.y;
     if (call.post == POST_REWEIGHT) D = call.dq_sums ? row.less * reweight_slope(row, call) : row.less;
     if (call.post == POST_RECENTER_L1 && at.n > POST_FROM) D = 0;
-    return -D * value_unit_of(call, in_unit) * norm_extra(call.norm, at, row_shift(call, at, stats.x / in_unit));
+    return -D * norm_extra(call.norm, at, row_shift(call, at, stats.x / in_unit));
 }
 
 // partials (SCALAR_COUNT,NH,gridDim.x): for each per-head scalar whose gradient is needed, the sum of row_slope
