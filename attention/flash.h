@@ -102,9 +102,9 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
 // times scale, and by_D is that times D (in the dq kernel, both without scale).
 //
-// flash90_backward.cuh's needs fewer numbers, if possible only those of the first half. For exp, its bias includes ln
-// |factor|, so that f is the weight, in whose place is the mean; D includes `less` under recenter. For reweight, `less`
-// is divided by factor P, and by_dz is scale factor P.
+// The kernel in flash90_backward.cuh reads only the first half where it can. For exp, bias includes ln |factor|, so
+// that f is the weight itself. The mean then takes the place of factor, and under recenter D includes `less`. For
+// reweight, `less` is divided by factor P, and by_dz is scale factor P.
 struct alignas(16) FlashRow {
     float scale, bias;
     union {

@@ -471,11 +471,12 @@ struct Backward90Span {
 template <int HS, int POST>
 constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 
-// Is dz multiplied by its row's factor only for dk, and dq when it is complete? Otherwise there are too few registers.
+// Does dz wait for its row's factor, until dz becomes an operand for dk, and until dq is complete? With larger heads,
+// ptxas would then spill registers.
 template <int HS>
 constexpr bool defers_factor = HS <= 64;
 
-// What dz is multiplied by for dk. The rows' scales are in phi's unit, and so is dk: it is converted once, when it is
+// The factor of dz for dk. The rows' scales are in phi's unit, and so is dk: it is converted once, when it is
 // stored.
 template <int HS, int PHI, int POST>
 DEVICE float by_dz(const FlashRow &row) {
@@ -778,7 +779,7 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
         const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
         const FlashRow &numbers = call.rows[index];
         const float in_f = value_unit_of(call, in_unit);
-        // by_dz() without the scale
+        // What by_dz() multiplies the scale by.
         const float of_dz = call.post == POST_REWEIGHT ? reweight_slope(numbers, call)
                             : call.phi == PHI_EXP      ? sign_of_exp<PHI_EXP>(call)
                             : defers_factor<HS>        ? numbers.factor

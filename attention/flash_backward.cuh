@@ -91,7 +91,7 @@ DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N],
 
 // From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale for reweight with SCALED, and for
 // plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values. Without
-// SCALED, the kernel is flash90_backward.cuh's, and df is without the factor that by_dz() has.
+// SCALED, the kernel is flash90_backward.cuh's, and by_dz() has the rest of df's factor.
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, bool DEFERS = false, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {

@@ -109,7 +109,7 @@ DEVICE bool is_reweight(const FlashCall<X> &call) {
     return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
 }
 
-// Do the rows of the backward pass have ln |factor| in their bias? flash90_backward.cuh's for exp.
+// Does the bias of the backward pass's rows include ln |factor|? It does for exp in flash90_backward.cuh.
 template <class X>
 DEVICE bool weighs_by_bias(const FlashCall<X> &call) {
     return call.dq_sums && call.phi == PHI_EXP;

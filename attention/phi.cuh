@@ -32,12 +32,12 @@ constexpr bool by_log2 =
 template <class X, int PHI>
 constexpr float unit = by_log2<X, PHI> ? 1.4426950408889634f : 1.0f;
 
-// f is in units of 1/value_unit, and with it a row's sum, its largest f and Z. Softplus's are those of z, which saves
-// an instruction.
+// f is in units of 1/value_unit, and so are a row's sum of f, its largest f and Z. Softplus has the unit of z, which
+// saves an instruction.
 template <class X, int PHI>
 constexpr float value_unit = PHI == PHI_SOFTPLUS ? unit<X, PHI> : 1;
 
-// The factor by which df/dz differs from the slope for that reason.
+// df/dz in these units, over the slope.
 template <class X, int PHI>
 constexpr float slope_unit = value_unit<X, PHI> / unit<X, PHI>;
 
