@@ -40,7 +40,8 @@ static bool backward_is_90(FlashShape shape, size_t element) {
 #ifdef USE_HOPPER
     built = is_hopper();
 #endif
-    return built && flash90_has(instance) && shape.VS == shape.HS && !phi_learns(NORMALIZER_PHI(a)) &&
+    return built && flash90_has(instance) && (shape.VS == shape.HS || shape.HS == 128) &&
+           !phi_learns(NORMALIZER_PHI(a)) &&
            flash90_backward_fits(flash_instances[instance].phi, flash_instances[instance].post, (int)shape.HS);
 }
 
@@ -54,6 +55,11 @@ static bool keeps_rest(FlashShape shape, size_t element) {
 static bool keeps_along(FlashShape shape, size_t element) {
     return backward_is_90(shape, element) && NORMALIZER_POST(shape.normalizer) == POST_REWEIGHT &&
            norm_is_sum(shape.normalizer->norm);
+}
+
+// Of the columns of v, which flash90_backward.cuh processes like heads.
+static size_t parts_of(FlashShape shape, size_t element) {
+    return backward_is_90(shape, element) ? (shape.VS - 1) / shape.HS + 1 : 1;
 }
 
 // The floats of a pass's rest or along.
@@ -73,7 +79,7 @@ size_t flash_stats(FlashShape shape, size_t element) {
 }
 
 // ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter;
-// flash90_backward.cuh's sums of dq and counters; partial sums of the scalars' gradients
+// flash90_backward.cuh's sums of dq and dk, and counters; partial sums of the scalars' gradients
 
 static bool recenters(FlashShape shape) {
     int post = NORMALIZER_POST(shape.normalizer);
@@ -125,19 +131,43 @@ static size_t tiles_of_queries(FlashShape shape) {
     return shape.B * shape.NH * ((shape.T - 1) / FLASH90_QUERIES + 1);
 }
 
+// Parts of v add to dq in order, so those that run at the same time wait for each other. With every second part in a
+// sum of its own they wait little (dev/bench/backward_schedule.py --parts 12).
+static size_t dq_sets_of(FlashShape shape, size_t element) {
+    return std::min(parts_of(shape, element), (size_t)2);
+}
+
+// Of all sums of dq.
+static size_t summed_tiles(FlashShape shape, size_t element) {
+    return dq_sets_of(shape, element) * tiles_of_queries(shape);
+}
+
 static size_t dq_sums_bytes(FlashShape shape, size_t element) {
     size_t HS = shape.HS <= 64 ? 64 : 128;
-    return backward_is_90(shape, element) ? tiles_of_queries(shape) * FLASH90_QUERIES * HS * sizeof(float) : 0;
+    return backward_is_90(shape, element) ? summed_tiles(shape, element) * FLASH90_QUERIES * HS * sizeof(float) : 0;
+}
+
+static size_t tiles_of_keys(FlashShape shape) {
+    return shape.B * shape.NKV * ((shape.T - 1) / FLASH90_KEYS + 1);
+}
+
+static size_t dk_sums_bytes(FlashShape shape, size_t element) {
+    return parts_of(shape, element) > 1 ? tiles_of_keys(shape) * FLASH90_KEYS * shape.HS * sizeof(float) : 0;
 }
 
 static size_t turns_bytes(FlashShape shape, size_t element) {
-    return backward_is_90(shape, element) ? rounded_up((1 + tiles_of_queries(shape)) * sizeof(unsigned)) : 0;
+    size_t turns = 1 + summed_tiles(shape, element) + FLASH90_KEY_TURNS * tiles_of_keys(shape);
+    return backward_is_90(shape, element) ? rounded_up(turns * sizeof(unsigned)) : 0;
+}
+
+static size_t row_numbers_bytes(FlashShape shape, size_t element) {
+    return rounded_up(parts_of(shape, element) * rows_of(shape) * sizeof(FlashRow));
 }
 
 size_t flash_scratch(FlashShape shape, size_t element) {
-    return rounded_up(rows_of(shape) * sizeof(FlashRow)) + floats_of_rows(shape) + by_number_bytes(shape) +
-           prefix_bytes(shape) + segments_bytes(shape) + dq_sums_bytes(shape, element) + turns_bytes(shape, element) +
-           partials_bytes(shape);
+    return row_numbers_bytes(shape, element) + floats_of_rows(shape) + by_number_bytes(shape) + prefix_bytes(shape) +
+           segments_bytes(shape) + dq_sums_bytes(shape, element) + dk_sums_bytes(shape, element) +
+           turns_bytes(shape, element) + partials_bytes(shape);
 }
 
 template <class X>
@@ -170,8 +200,10 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
         kept += like_out(shape, sizeof(X));
     }
     if (keeps_along(shape, sizeof(X))) call.along = (X *)kept;
+    call.parts = (int)parts_of(shape, sizeof(X));
+    call.dq_sets = (int)dq_sets_of(shape, sizeof(X));
     call.rows = (FlashRow *)scratch;
-    call.g = (float *)((char *)scratch + rounded_up(rows_of(shape) * sizeof(FlashRow)));
+    call.g = (float *)((char *)scratch + row_numbers_bytes(shape, sizeof(X)));
     call.by_number = (float *)((char *)call.g + floats_of_rows(shape));
     if (recenters(shape)) call.prefix = (float *)((char *)call.by_number + by_number_bytes(shape));
     return call;
@@ -350,16 +382,18 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
     if (!any_acts(d.scalars, IN_SCALE)) call.g = NULL;
     if (!any_acts(d.scalars, IN_PHI)) call.by_number = NULL;
     if (backward_is_90(shape, sizeof(X))) {
-        call.dq_sums = (float *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape) -
-                                 turns_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
-        call.turns = (unsigned *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
+        call.turns = (unsigned *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape) -
+                                  turns_bytes(shape, sizeof(X)));
+        call.dq_sums =
+            (float *)((char *)call.turns - dk_sums_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
+        if (call.parts > 1) call.dk_sums = (float *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
         call.any_order = shape.any_order;
         call.rope = d.rope;
     }
     prefix_sums(call, shape, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
-    launch(flash_rows_kernel<X>, dim3((call.T - 1) / ROW_THREADS + 1, call.B * call.NH), dim3(ROW_THREADS), 0, stream,
-           call, pass.in_unit);
+    launch(flash_rows_kernel<X>, dim3((call.T - 1) / ROW_THREADS + 1, call.B * call.NH, call.parts), dim3(ROW_THREADS),
+           0, stream, call, pass.in_unit);
     pass.backward(call, stream);
     scalar_gradients(d.scalars, call, shape, pass.in_unit, scratch, stream);
 }

@@ -45,7 +45,8 @@
 //   dz = df phi'(z),  dq_i = c sum_j dz k_j,  dk_j = sum_i c dz q_i,  dv_j = sum_i W dO_i,  g_i = sum_j dz s
 //
 // The gated unit's wide v (VS > 128) is processed HS columns at a time. The forward pass and dv treat the column blocks
-// like heads; for dq and dk, d_ij is summed over the column tiles (WIDE).
+// like heads; for dq and dk, d_ij is summed over the column tiles (WIDE). (flash90_backward.cuh treats the column
+// blocks like heads in the whole backward pass.)
 //
 // HS in the kernels is the size that they are built for: 48, 64 or 128. A smaller head (call.HS) is padded with zeros,
 // which do not affect a matmul.

@@ -133,13 +133,16 @@ struct FlashCall {
     unsigned long long *all_zero_rows;
     X *along;               // (B,NH,T,VS): sum_j r^(P-1) (1 - r) (v_j - out) under reweight, or NULL
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
-    FlashRow *rows;         // (B,NH,T)
+    int parts;              // of HS columns of v, which flash90_backward.cuh processes like heads; elsewhere 1
+    FlashRow *rows;         // (parts,B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj, or NULL if not needed
     float *by_number;       // (B,NH,T): sum_j df_tj df/dnumber with phi_learns(), or NULL if not needed
+    int dq_sets;            // of its sums of dq
     float *dq_sums;         // flash90_backward.cuh's sums of dq, or NULL where flash_backward.cuh computes it
-    unsigned *turns;        // a counter of blocks, then one for each of its tiles of queries
-    bool any_order;         // see FlashShape
-    FlashRope rope;         // see FlashInputGrads
+    float *dk_sums;         // its sums of dk over the parts, or NULL if there is one part
+    unsigned *turns;    // a counter of blocks, one for each of its tiles of queries, FLASH90_KEY_TURNS for each of keys
+    bool any_order;     // see FlashShape
+    FlashRope rope;     // see FlashInputGrads
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;
@@ -257,6 +260,7 @@ constexpr bool flash90_keeps_along(int post, int HS) {
     return HS <= 64 && post == FLASH_REWEIGHT;
 }
 
-enum { FLASH90_KEYS = 128, FLASH90_QUERIES = 64 };    // tiles of its backward kernel
+// Tiles of its backward kernel; and the warps that store a tile of keys, each of which waits for its turn with parts.
+enum { FLASH90_KEYS = 128, FLASH90_QUERIES = 64, FLASH90_KEY_TURNS = 8 };
 
 #endif

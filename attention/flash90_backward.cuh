@@ -18,6 +18,11 @@
 // is. Blocks have numbers, which are drawn, so that each waits only for blocks that have started. flash90_dq_kernel
 // then scales and rounds the sums.
 //
+// The gated unit's wide values (VS > 128) are processed in parts of HS columns, each by blocks of its own, like a
+// head: dO · v is a sum over the columns, and dz is linear in it. So a part has its own D, less and dv, and its share
+// of dq and dk. Blocks add dq in the order of their keys, then of their parts, every second part to a sum of its own.
+// Those of the same keys add dk in the order of their parts, and the last one stores it.
+//
 // With a head size of at most 64, there are as many blocks of the grid as SMs, and each draws one block of keys after
 // the other: it loads the next while it finishes the one before.
 //
@@ -93,8 +98,11 @@ struct Backward90Maps {
 // h_end - 1, from `first` on. In a loop over blocks, each needs two steps: the last one waits for K of the next block,
 // whose buffer is free after the first. So a single step is followed by another one, of zeros. With it, there are
 // `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
+//
+// With wide values, a block has a part of their columns, HS from part · HS on. rows: call.rows' first head of the
+// sequence and part.
 struct Backward90Work {
-    int b, kv, tile, h, h_end, steps_h_end, first, count, steps;
+    int b, kv, tile, h, h_end, steps_h_end, first, count, steps, part, rows;
 };
 
 // With blocks of two steps, 2 would not do: dq is handed over two steps late, and only then is its block done.
@@ -167,12 +175,15 @@ struct QueryTile {
 template <int HS, class X>
 DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int number) {
     typedef Backward90Plan P;
-    const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), head = number / tiles, at = number % tiles,
-              tile = call.any_order ? at : tiles - 1 - at, group = call.NH / NKV;
+    const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), parts = HS <= 64 ? 1 : anew(call.parts),
+              head = number / (tiles * parts), at = number / parts % tiles, tile = call.any_order ? at : tiles - 1 - at,
+              group = call.NH / NKV;
     work.steps = 0;
     if (head >= call.B * NKV) return;
     work.b = head / NKV;
     work.kv = head % NKV;
+    work.part = number % parts;
+    work.rows = (work.part * call.B + work.b) * call.NH;
     work.tile = tile;
     work.h = work.kv * group;
     work.h_end = work.h + group;
@@ -231,7 +242,7 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
         load_panels<P::OWN, HS, key_panel<HS>>(keys_of(tiles, block), k_full, &maps.k, 0, work.kv, work.tile * P::OWN,
                                                work.b);
         ring_wait_empty(barriers.v, block);
-        load_rows<P::OWN, HS>(tiles.v, v_full, &maps.v, 0, work.kv, work.tile * P::OWN, work.b);
+        load_rows<P::OWN, HS>(tiles.v, v_full, &maps.v, work.part * HS, work.kv, work.tile * P::OWN, work.b);
         QueryTile at = {work.h, work.first};
         UNROLL_NOT
         for (; at.h < work.steps_h_end; step++, next_tile(at, work)) {
@@ -241,7 +252,8 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
             mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
             const int h = at.h < work.h_end ? at.h : call.NH;    // TMA fills what is outside with zeros
             load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, h, at.tile * P::STREAM, work.b);
-            load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, 0, h, at.tile * P::STREAM, work.b);
+            load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, work.part * HS, h, at.tile * P::STREAM,
+                                       work.b);
         }
     }
 }
@@ -259,7 +271,7 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
         UNROLL
         for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
             const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
-            const float4 *from = (const float4 *)(call.rows + (size_t)(work().b * call.NH + at.h) * call.T + row);
+            const float4 *from = (const float4 *)(call.rows + (size_t)(work().rows + at.h) * call.T + row);
             // The weights of rows that do not exist are 0: factor is, or with exp the bias is -infinity.
             float4 halves[2] = {make_float4(0, call.phi == PHI_EXP ? -INFINITY : 0, 0, 0), make_float4(0, 0, 0, 0)};
             if (row < call.T && at.h < work().h_end) {
@@ -283,6 +295,23 @@ DEVICE float4 *dq_of(const Backward90Tiles<HS> &tiles, unsigned step) {
     return tiles.dq + dq_pieces<HS> * (step % dq_stages<HS>);
 }
 
+// Which of the sums of dq a block adds to.
+template <int HS>
+DEVICE int set_of(const FlashCall<bf16> &call, const Backward90Work &work) {
+    return HS <= 64 ? 0 : work.part % call.dq_sets;
+}
+
+// How many blocks add to this tile of queries before a block does: those of later keys, and those of the same keys and
+// earlier parts.
+template <int HS>
+DEVICE int blocks_before(const FlashCall<bf16> &call, const Backward90Work &work, int tile) {
+    typedef Backward90Plan P;
+    const int later = tile * P::STREAM / P::OWN - work.tile;
+    if (HS <= 64) return later;
+    const int sets = call.dq_sets, parts = (call.parts - 1 - set_of<HS>(call, work)) / sets + 1;
+    return later * parts + work.part / sets;
+}
+
 // By one thread of each of dq_adders warps: adds its tiles of a block's dq to global memory. While one waits until the
 // others see that its addition is over, the other begins with the next. step: the number of steps before the block
 template <int HS>
@@ -301,11 +330,12 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
             mbarrier_arrive(&ring.empty[step % dq_stages<HS>]);
             continue;
         }
-        const size_t tile = (size_t)(work.b * call.NH + at.h) * row_tiles + at.tile;
+        const size_t head = (set_of<HS>(call, work) * call.B + work.b) * call.NH + at.h,
+                     tile = head * row_tiles + at.tile;
         const float4 *from = dq_of(tiles, step);
         float *to = call.dq_sums + tile * (P::STREAM * HS);
         unsigned *turn = call.turns + 1 + tile;
-        const int before = at.tile * P::STREAM / P::OWN - work.tile;    // how many blocks add before this one
+        const int before = blocks_before<HS>(call, work, at.tile);
         if (!call.any_order) wait_for_counter(turn, before);
         ring_wait_full(ring, step);
         if (!call.any_order && before == 0) bulk_store(to, from, dq_pieces<HS> * 16);
@@ -589,6 +619,38 @@ DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&
         store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
 }
 
+// Adds dk over the parts, in their order, by each warp for its rows: after the last part's turn, dk is the sum.
+template <int HS>
+DEVICE void add_parts(float (&dk)[1][HS / 8][4], const Backward90Work &work, const FlashCall<bf16> &call) {
+    typedef Backward90Plan P;
+    constexpr int WARPS = 4 * P::CONSUMERS;
+    static_assert(WARPS == (int)FLASH90_KEY_TURNS, "a counter for each warp");
+    const int key_tiles = (call.T - 1) / P::OWN + 1, query_tiles = (call.T - 1) / P::STREAM + 1,
+              lane = threadIdx.x % 32;
+    const size_t own = ((size_t)(work.b * call.NKV + work.kv) * key_tiles + work.tile) * WARPS + threadIdx.x / 32;
+    float4 *sums = (float4 *)call.dk_sums + own * (HS / 8 * 32) + lane;
+    unsigned *turn = call.turns + 1 + (size_t)call.dq_sets * call.B * call.NH * query_tiles + own;
+    if (work.part > 0) {
+        if (lane == 0) wait_for_counter(turn, work.part);
+        __syncwarp();
+        UNROLL
+        for (int c = 0; c < HS / 8; c++) {
+            const float4 x = __ldcg(sums + 32 * c);
+            dk[0][c][0] += x.x;
+            dk[0][c][1] += x.y;
+            dk[0][c][2] += x.z;
+            dk[0][c][3] += x.w;
+        }
+    }
+    if (work.part == call.parts - 1) return;
+    UNROLL
+    for (int c = 0; c < HS / 8; c++)
+        __stcg(sums + 32 * c, make_float4(dk[0][c][0], dk[0][c][1], dk[0][c][2], dk[0][c][3]));
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) add_to_counter(turn, 1);
+}
+
 // Stores dk and dv.
 template <int PHI, int POST, int HS>
 DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
@@ -597,14 +659,16 @@ DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work
     float by_dk[2] = {in_unit, in_unit};
     const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
-    bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row;
+    bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row + work.part * HS;
+    store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS - work.part * HS}, c.dv, by);
+    if (HS > 64 && call.parts > 1) add_parts<HS>(c.dk, work, call);
     UNROLL
     for (int r = 0; r < 2 && call.rope.cosines; r++) {
         undo_rope(c.dk, by_dk[r], r, load_angles<HS>(key + 8 * r + lane_row(), call));
         by_dk[r] = 1;
     }
-    store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by_dk);
-    store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS}, c.dv, by);
+    if (HS <= 64 || work.part == call.parts - 1)
+        store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by_dk);
     __syncwarp();    // all lanes have read `work`
 }
 
@@ -764,13 +828,18 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
     const float4 *sums =
         (const float4 *)call.dq_sums + ((size_t)head * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
     float dq[1][HS / 8][4], by[2];
-    UNROLL
-    for (int c = 0; c < HS / 8; c++) {
-        const float4 x = sums[c * 128];
-        dq[0][c][0] = x.x;
-        dq[0][c][1] = x.y;
-        dq[0][c][2] = x.z;
-        dq[0][c][3] = x.w;
+    set_zero(dq);
+    UNROLL_NOT
+    for (int set = 0; set < (HS <= 64 ? 1 : call.dq_sets); set++) {
+        UNROLL
+        for (int c = 0; c < HS / 8; c++) {
+            const float4 x = sums[c * 128];
+            dq[0][c][0] += x.x;
+            dq[0][c][1] += x.y;
+            dq[0][c][2] += x.z;
+            dq[0][c][3] += x.w;
+        }
+        sums += (size_t)call.B * call.NH * gridDim.x * dq_pieces<HS>;
     }
     UNROLL
     for (int r = 0; r < 2; r++) {
@@ -830,13 +899,13 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, P::OWN);
     rows_map(&maps.dout, call.dout, call.VS, call.NH, call.T, call.B, P::STREAM);
     // The number that is drawn next, then whose turn it is.
-    const size_t counters = 1 + (call.any_order ? 0 : heads * query_tiles);
+    const size_t tiles = (size_t)call.dq_sets * heads * query_tiles,
+                 key_turns = call.parts > 1 ? (size_t)FLASH90_KEY_TURNS * call.B * call.NKV * key_tiles : 0,
+                 counters = 1 + (call.any_order ? 0 : tiles);
     CUDA_CHECK(cudaMemsetAsync(call.turns, 0, counters * sizeof(unsigned), stream));
-    if (call.any_order) {
-        const size_t bytes = (size_t)heads * query_tiles * dq_pieces<HS> * sizeof(float4);
-        CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, bytes, stream));
-    }
-    const unsigned all = key_tiles * call.B * call.NKV, processors = (unsigned)processors_of_device(),
+    if (key_turns) CUDA_CHECK(cudaMemsetAsync(call.turns + 1 + tiles, 0, key_turns * sizeof(unsigned), stream));
+    if (call.any_order) CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, tiles * dq_pieces<HS> * sizeof(float4), stream));
+    const unsigned all = key_tiles * call.B * call.NKV * call.parts, processors = (unsigned)processors_of_device(),
                    blocks = backward90_loops<HS> && processors < all ? processors : all;
     launch(flash90_backward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), backward90_shared<HS>, stream, call,
            maps);

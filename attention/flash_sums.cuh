@@ -38,10 +38,10 @@ DEVICE Four<X> load_four(const X *p) {
     return *(const Four<X> *)p;
 }
 
-// registers: at most 48 (flash_segments_kernel, flash_scalars_kernel)
+// registers: at most 48 (flash_segments_kernel)
 // registers: at most 64 (flash_prefix_kernel)
 // registers: at most 72 (flash_rows_kernel)
-// registers: at most 56 (flash_positions_kernel)
+// registers: at most 56 (flash_scalars_kernel, flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
 
 // The group's rows of v, from row t on. Rows past T, whose sums are discarded, are the last row.
@@ -153,6 +153,12 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     return row;
 }
 
+// The rows of a part of v's columns.
+template <class X>
+DEVICE size_t rows_of_all(const FlashCall<X> &call) {
+    return (size_t)call.B * call.NH * call.T;
+}
+
 // Of flash_rows_kernel: lanes that read a row, threads, and rows of which a lane loads its part at once.
 enum { ROW_LANES = 8, ROW_THREADS = 128, ROWS_AT_ONCE = 4 };
 
@@ -174,8 +180,8 @@ DEVICE float lanes_sum(float x) {
     return x;
 }
 
-// blockIdx.y is the sequence and head. A warp has 32 rows: ROW_LANES lanes read one of them at a time, but each lane
-// computes one.
+// blockIdx.y is the sequence and head, and blockIdx.z the part of v's columns. A warp has 32 rows: ROW_LANES lanes read
+// one of them at a time, but each lane computes one.
 template <class X>
 KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     enum { AT_ONCE = 32 / ROW_LANES };
@@ -185,6 +191,8 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
     const size_t rows = (size_t)blockIdx.y * call.T,
                  prefixes = ((size_t)b * call.NKV + h / (call.NH / call.NKV)) * call.T;
     const X *dout = head_at(call, call.dout, b, h), *out = head_at(call, call.out, b, h);
+    const int from_column = blockIdx.z * call.HS,
+              end_column = blockIdx.z + 1 < gridDim.z ? from_column + call.HS : call.VS;
     float own_D = 0, own_along = 0;
     // Past T, a lane stays in range and still takes part in the shuffles.
     auto row_of = [&](int i) {
@@ -212,7 +220,8 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
         for (int i = 0; i < ROW_LANES; i++) {
             const int t = row_of(i);
             float D = 0, along = 0;
-            for (int c = (lane % ROW_LANES) * Pack<X>::size; c < call.VS; c += ROW_LANES * Pack<X>::size) {
+            for (int c = from_column + (lane % ROW_LANES) * Pack<X>::size; c < end_column;
+                 c += ROW_LANES * Pack<X>::size) {
                 const uint4 x = load_16(dout + t * call.dout.row + c);
                 D += dot_16<X>(x, load_16(out + t * call.out.row + c));
                 if (call.rest) D += dot_16<X>(x, load_16(call.rest + (rows + t) * call.VS + c));
@@ -232,7 +241,7 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
         }
     }
     if (own < call.T)
-        call.rows[rows + own] =
+        call.rows[blockIdx.z * rows_of_all(call) + rows + own] =
             backward_row(call, place_of(call, b, h, own), *(const float4 *)(call.stats + (rows + own) * FLASH_STATS),
                          own_D, own_along, in_unit);
 }
@@ -248,8 +257,14 @@ template <class X>
 DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
     if (stage == IN_SCALE) return call.g[i];
     if (stage == IN_PHI) return call.by_number[i];
-    const FlashRow row = call.rows[i];
+    FlashRow row = call.rows[i];
     const float4 stats = *(const float4 *)(call.stats + i * FLASH_STATS);
+    UNROLL_NOT
+    for (int part = 1; part < call.parts; part++) {
+        const FlashRow &more = call.rows[part * rows_of_all(call) + i];
+        row.D += more.D;
+        row.less += more.less;
+    }
     float D = row.D * stats.y;
     if (call.post == POST_RECENTER && weighs_by_bias(call)) D = (row.D - row.less) * stats.y;
     if (call.post == POST_REWEIGHT) D = call.dq_sums ? row.less * reweight_slope(row, call) : row.less;

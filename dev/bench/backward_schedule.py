@@ -3,7 +3,8 @@ sums in dq costs, and what other orders of the blocks would.
 
     python3 dev/bench/backward_schedule.py                       # T = 1,024 to 16,384, 384 heads
     python3 dev/bench/backward_schedule.py --heads 24 --lengths 4096
-    python3 dev/bench/backward_schedule.py --markdown            # the table of doc/kernels.md (a minute)
+    python3 dev/bench/backward_schedule.py --markdown            # the tables of doc/kernels.md (a minute)
+    python3 dev/bench/backward_schedule.py --parts 12            # values of a gated unit, 16,384 tokens
 
 Nothing here is measured. Time is counted in steps of a block, a tile of 128 keys by 64 queries, which all take equally
 long. A block starts when a multiprocessor is free and draws the next number, and takes START steps more than its tiles.
@@ -11,6 +12,10 @@ An addition to dq takes LATENCY steps, and then the next block in the order of s
 warps take turns with the additions, and each ends one before it starts its next. Consumers are up to BUFFERS tiles of
 dq ahead of the additions. These are the numbers for a head size of 64. START is from when each block of keys had a
 block of the grid; now a multiprocessor loads the next one while it finishes one, which hides part of it.
+
+The values of a gated unit come in parts, each with blocks of its own, which all add to the same dq. Those kernels, for
+a head size of 128, have one buffer and one warp that adds. A step takes them longer, so an addition takes WIDE_LATENCY
+steps.
 
 L2 and DRAM are not modeled: the more heads the blocks of one moment belong to, the less of q, dout and the sums is in
 L2.
@@ -24,6 +29,7 @@ LATENCY = 1.0
 ADDERS = 2
 BUFFERS = 4
 KEYS, QUERIES = 128, 64
+WIDE_LATENCY = 0.45
 
 
 def head_by_head(heads, tiles, last_first):
@@ -48,23 +54,24 @@ ORDERS = {"any order, head by head, first tile first": (lambda h, n: head_by_hea
 BASE, KERNEL = list(ORDERS)[:2]
 
 
-def block(now, queries, before):
+def block(now, queries, before, adders=ADDERS, buffers=BUFFERS, latency=None):
     """One block that starts at `now`, visits `queries` tiles and adds to each not before the time in `before` (None: at
     any time). Returns (its end, the times at which the next block in the order may add)."""
+    latency = latency or LATENCY
     if before is None:
-        return now + START + queries + LATENCY, None
+        return now + START + queries + latency, None
     computed, added, done = now + START, [], []
     for step in range(queries):
         # The buffer that dq of this step goes to has to be read first.
         computed += 1
-        if step >= BUFFERS and added[step - BUFFERS] > computed:
-            computed = added[step - BUFFERS]
+        if step >= buffers and added[step - buffers] > computed:
+            computed = added[step - buffers]
         at = before[step] if before[step] > computed else computed
-        if step >= ADDERS and done[step - ADDERS] > at:
-            at = done[step - ADDERS]
+        if step >= adders and done[step - adders] > at:
+            at = done[step - adders]
         added.append(at)
-        done.append(at + LATENCY)
-    return max(done[-ADDERS:]), done
+        done.append(at + latency)
+    return max(done[-adders:]), done
 
 
 def simulate(heads, T, order, sms=SMS):
@@ -86,6 +93,47 @@ def simulate(heads, T, order, sms=SMS):
         end = max(end, stop)
         heapq.heappush(free, stop)
     return end
+
+
+# {name: (do blocks of the same keys start together, rather than those of the same part? how many sums of dq, 0 for any
+# order)}. The last one is the kernel's.
+WIDE_ORDERS = {"any order": (True, 0), "fixed, part by part": (False, 1), "fixed, keys by keys": (True, 1),
+               "fixed, keys by keys, two sums of dq": (True, 2)}
+
+
+def simulate_wide(heads, T, parts, order, sms=SMS):
+    """The time until all blocks of a gated unit's backward pass have ended, in steps."""
+    by_keys, sums = WIDE_ORDERS[order]
+    tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
+    of_head = [(tile, part) for tile in range(tiles - 1, -1, -1) for part in range(parts)]
+    if not by_keys:
+        of_head.sort(key=lambda at: at[1])
+    free, may_add, end = [0.0] * sms, {}, 0.0
+    for head in range(heads):
+        for tile, part in of_head if sums else of_head[::-1]:
+            first, key = tile * KEYS // QUERIES, (head, part % max(1, sums))
+            times = may_add.setdefault(key, [0.0] * row_tiles)
+            stop, done = block(heapq.heappop(free), row_tiles - first, times[first:] if sums else None, 1, 1,
+                               WIDE_LATENCY)
+            times[first:] = done or []
+            end = max(end, stop)
+            heapq.heappush(free, stop)
+    return end
+
+
+def wide_rows(parts):
+    """[sequences, T, steps in any order, the other orders' over these in percent]"""
+    for heads, T in ((16, 1024), (4, 4096), (1, 16384)):
+        least, *others = (simulate_wide(heads, T, parts, order) for order in WIDE_ORDERS)
+        yield [heads, T, least, *(100 * (steps / least - 1) for steps in others)]
+
+
+def wide_table(found):
+    head = ["sequences", "T", "steps", *list(WIDE_ORDERS)[1:]]
+    lines = ["| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
+    for heads, T, least, *others in found:
+        lines.append(f"| {heads} | {T:,} | {least:,.0f} | " + " | ".join(f"{x:+.0f} %" for x in others) + " |")
+    return "\n".join(lines)
 
 
 def work(heads, T, sms=SMS):
@@ -119,10 +167,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--heads", type=int, default=384, help="of all sequences of a batch")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--markdown", action="store_true", help="print the table of doc/kernels.md")
+    parser.add_argument("--parts", type=int, help="of a gated unit's values: print their table")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of doc/kernels.md")
     o = parser.parse_args()
+    if o.parts:
+        print(wide_table(wide_rows(o.parts)))
+        return
     cases = MARKDOWN if o.markdown else ((o.heads, [int(T) for T in o.lengths.split(",")]),)
     print(table([row for heads, lengths in cases for row in rows(heads, lengths)]))
+    if o.markdown:
+        print("\n" + wide_table(wide_rows(12)))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ static FlashCall<bf16> call_of(const Preset &preset, int B, int T, int NH, int H
     call.rest = phi_signed(preset.phi.kind) && (norm_is_sum(preset.norm) || preset.post.kind == POST_RECENTER_L1)
                     ? there
                     : NULL;
+    call.parts = call.dq_sets = 1;
     call.rows = (FlashRow *)there;
     if (preset.scale.kind != SCALE_LOGN && preset.scale.kind != SCALE_LOGN_BIAS && preset.scale.kind != SCALE_PN)
         call.g = NULL;

@@ -166,12 +166,17 @@ def measure(call, HS):
 # The kernels for compute capability 9.0: the threads of which one warp each is followed, a computing one first, and
 # the warps that do the same as it.
 KERNELS90 = {"forward": {0: 8, 256: 1}, "backward": {0: 8, 256: 1, 288: 1, 320: 1, 352: 1}}
-DRAWS = 320         # of the backward kernel's threads
+DRAWS, SECOND_ADDS = 320, 288         # of the backward kernel's threads
 FLOPS = {"forward": 4, "backward": 10}
 
 
-def traces90(kernel, name, call, tiles):
-    """[Trace] of KERNELS90's threads, in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
+def threads90(name, HS):
+    """KERNELS90's threads. With heads of 128, one warp adds dq, not two."""
+    return {thread: warps for thread, warps in KERNELS90[name].items() if HS <= 64 or thread != SECOND_ADDS}
+
+
+def traces90(kernel, name, call, tiles, HS=64):
+    """[Trace] of threads90(), in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
     has one block of rows, which sees that many tiles. In the backward kernel, DRAWS draws a block of keys that as many
     see, then a number beyond the last, and stores for the others in shared memory what these are."""
     arguments = bytes.fromhex(call["call"] + (call["work"][tiles - 1] if name == "forward" else ""))
@@ -182,9 +187,10 @@ def traces90(kernel, name, call, tiles):
         return Trace(kernel, arguments, (0, 0, 0), (1 if name == "forward" else all_blocks, 1, 1), 384, thread, **keys)
 
     if name == "forward":
-        return [trace(thread) for thread in KERNELS90[name]]
+        return [trace(thread) for thread in threads90(name, HS)]
     draws = trace(DRAWS, drawn=(tiles - 1, all_blocks))
-    return [draws if thread == DRAWS else trace(thread, shared=draws.shared) for thread in KERNELS90[name]]
+    return [draws if thread == DRAWS else trace(thread, shared=draws.shared)
+            for thread in threads90(name, HS)]
 
 
 def clocks90(name, HS, sweeps, counts):
@@ -205,7 +211,7 @@ def measure90(call, HS, kernels, name):
         return None
 
     def counted(tiles):
-        return [t.issued + t.work for t in traces90(kernel, name, call, tiles)]
+        return [t.issued + t.work for t in traces90(kernel, name, call, tiles, HS)]
 
     few, *others = ((tiles, counted(tiles)) for tiles in (4, 5, 6, 9))
     one = [Counter({key: more[key] - less[key] for key in more}) for more, less in zip(others[0][1], few[1])]
@@ -215,7 +221,7 @@ def measure90(call, HS, kernels, name):
                 raise SystemExit(f"sass: {name} of {call['preset']} does not do the same for each tile")
     if any(count.total() == 0 for count in one):
         raise SystemExit(f"sass: a warp of {name} of {call['preset']} does nothing for a tile")
-    clocks = clocks90(name, HS, call["sweeps"], list(zip(one, KERNELS90[name].values())))
+    clocks = clocks90(name, HS, call["sweeps"], list(zip(one, threads90(name, HS).values())))
     longest = max(clocks.values())
     return {"preset": call["preset"], "kernel": name, "issued": sum(one[0][p] for p in PIPES),
             **{p: one[0][p] for p in PIPES}, **clocks, "bound": longest,

@@ -63,3 +63,16 @@ def test_the_table_of_the_page():
     for heads, lengths in model.MARKDOWN:
         row = model.table(model.rows(heads, lengths[:1])).splitlines()
         assert all(line in page for line in row)
+    assert model.wide_table(model.wide_rows(12)) in page
+
+
+@pytest.mark.parametrize("order", model.WIDE_ORDERS)
+def test_wide_values(order):
+    """Enough processors for all blocks leave the longest one, which in a fixed order waits for the other parts of each
+    sum; a single part is a head of its own."""
+    longest = START + 16 + model.WIDE_LATENCY
+    sums = model.WIDE_ORDERS[order][1]
+    waits = model.simulate_wide(1, 1024, 4, order) - longest
+    assert waits == pytest.approx(0) if not sums else 0 < waits < 8 * 4 / sums
+    alone = model.simulate_wide(1, 1024, 1, order)
+    assert alone == pytest.approx(longest)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/bench"))
 import sass
 import sass_trace
+import step_model
 
 NVCC = "13.0.88"
 
@@ -232,6 +233,18 @@ def test_the_kernels_for_compute_capability_90(softmax90, kernel):
     assert sass.table90([row], kernel).splitlines()[-1] in page
 
 
+def test_softmax_on_90_with_heads_of_128(pinned):
+    """Their clocks, which the model of a step takes: tensor cores limit the forward kernel, shared memory the other."""
+    rows = {row["kernel"]: row for row in sass.report90(["softmax"], 128)}
+    assert {f"flash90_{name}_kernel": row["bound"] for name, row in rows.items()} == step_model.FLASH90[128]
+    forward, backward = rows["forward"], rows["backward"]
+    assert forward["bound"] == forward["tensor"] and backward["bound"] == backward["shared"]
+
+
+def test_softmax_on_90_in_the_model_of_a_step(softmax90):
+    assert {f"flash90_{name}_kernel": row["bound"] for name, row in softmax90.items()} == step_model.FLASH90[64]
+
+
 # Special functions and the most instructions, forward, then backward. A score takes one special function, and a second
 # where a division or a density takes the place of a polynomial: for all of mish's scores forward, and all backward.
 # Four of sigmoid's share a division forward. lssar takes an exp and a logarithm for each.
@@ -271,10 +284,10 @@ def test_steps_that_differ_are_an_error(monkeypatch):
     call = {"preset": "softmax", "call": "", "sweeps": 1}
     kernels = {"flash90_backward_kernelILi64E": "not looked at"}
     issued = {tiles: 7 + 3 * tiles for tiles in range(20)}
-    monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles: [Fake(issued[tiles])] * 5)
+    monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles, HS: [Fake(issued[tiles])] * 5)
     assert sass.measure90(call, 64, kernels, "backward")["HMMA"] == 3
     idle = [Fake(9)]
-    monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles: [Fake(issued[tiles])] * 4 + idle)
+    monkeypatch.setattr(sass, "traces90", lambda kernel, name, call, tiles, HS: [Fake(issued[tiles])] * 4 + idle)
     with pytest.raises(SystemExit, match="a warp of backward of softmax does nothing for a tile"):
         sass.measure90(call, 64, kernels, "backward")
     issued[9] += 1
