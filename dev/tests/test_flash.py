@@ -435,12 +435,12 @@ SMALL_POWER = on_both([Case("softplus-l1+post=reweight:1.5", BF16, 130, 48, B=1,
 
 
 # Where units and signs that cancel elsewhere count: gradients of scalars and of sinks, Z that is not a sum of f alone,
-# and negated weights. And heads of 128 whose weights are not exp's, or with wide values, in three parts.
+# and negated weights. And heads of 128 whose weights are not exp's, or with wide values, in five parts.
 UNITS = ("softplus-l1+scale=logn", "lssar+norm=l1+1", "lssar+norm=const:64", "ssmax+post=negate",
          "softmax-sink+post=recenter", "softmax-sink+post=recenter-l1")
 UNITS = list(on_both([*(Case(attn, BF16, 130, 64, B=1, NH=2) for attn in UNITS),
                       Case("relu2-n", BF16, 130, 128, B=1, NH=1),
-                      *(Case(attn, BF16, 130, 128, 264, B=1, NH=1)
+                      *(Case(attn, BF16, 130, 128, 640, B=1, NH=1)
                         for attn in ("softmax-sink+post=recenter", "softmax-sink+post=recenter-l1", "ssmax"))]))
 
 
