@@ -133,11 +133,11 @@ struct FlashCall {
     unsigned long long *all_zero_rows;
     X *along;               // (B,NH,T,VS): sum_j r^(P-1) (1 - r) (v_j - out) under reweight, or NULL
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
-    int parts;              // of HS columns of v, which flash90_backward.cuh processes like heads; elsewhere 1
+    int parts;              // of v's columns, HS each, which flash90_backward.cuh processes like heads; elsewhere 1
     FlashRow *rows;         // (parts,B,NH,T)
     float *g;               // (B,NH,T): sum_j dz_tj s_tj, or NULL if not needed
     float *by_number;       // (B,NH,T): sum_j df_tj df/dnumber with phi_learns(), or NULL if not needed
-    int dq_sets;            // of its sums of dq
+    int dq_sets;            // the number of its sums of dq
     float *dq_sums;         // flash90_backward.cuh's sums of dq, or NULL where flash_backward.cuh computes it
     float *dk_sums;         // its sums of dk over the parts, or NULL if there is one part
     unsigned *turns;    // a counter of blocks, one for each of its tiles of queries, FLASH90_KEY_TURNS for each of keys

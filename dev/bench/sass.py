@@ -175,7 +175,7 @@ def threads90(name, HS):
     return {thread: warps for thread, warps in KERNELS90[name].items() if HS <= 64 or thread != SECOND_ADDS}
 
 
-def traces90(kernel, name, call, tiles, HS=64):
+def traces90(kernel, name, call, tiles, HS):
     """[Trace] of threads90(), in a block of `tiles` times 128x128 scores. The forward kernel's Forward90Work
     has one block of rows, which sees that many tiles. In the backward kernel, DRAWS draws a block of keys that as many
     see, then a number beyond the last, and stores for the others in shared memory what these are."""
@@ -189,8 +189,7 @@ def traces90(kernel, name, call, tiles, HS=64):
     if name == "forward":
         return [trace(thread) for thread in threads90(name, HS)]
     draws = trace(DRAWS, drawn=(tiles - 1, all_blocks))
-    return [draws if thread == DRAWS else trace(thread, shared=draws.shared)
-            for thread in threads90(name, HS)]
+    return [draws if thread == DRAWS else trace(thread, shared=draws.shared) for thread in threads90(name, HS)]
 
 
 def clocks90(name, HS, sweeps, counts):
