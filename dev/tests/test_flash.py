@@ -435,13 +435,14 @@ SMALL_POWER = on_both([Case("softplus-l1+post=reweight:1.5", BF16, 130, 48, B=1,
 
 
 # Where units and signs that cancel elsewhere count: gradients of scalars and of sinks, Z that is not a sum of f alone,
-# and negated weights. And heads of 128 whose weights are not exp's, or with wide values, in five parts.
+# and negated weights. And heads of 128 whose weights are not exp's, or with wide values, in five parts, or narrow ones.
 UNITS = ("softplus-l1+scale=logn", "lssar+norm=l1+1", "lssar+norm=const:64", "ssmax+post=negate",
          "softmax-sink+post=recenter", "softmax-sink+post=recenter-l1")
 UNITS = list(on_both([*(Case(attn, BF16, 130, 64, B=1, NH=2) for attn in UNITS),
                       Case("relu2-n", BF16, 130, 128, B=1, NH=1),
                       *(Case(attn, BF16, 130, 128, 640, B=1, NH=1)
-                        for attn in ("softmax-sink+post=recenter", "softmax-sink+post=recenter-l1", "ssmax"))]))
+                        for attn in ("softmax-sink+post=recenter", "softmax-sink+post=recenter-l1", "ssmax")),
+                      Case("softmax", BF16, 130, 128, 72, B=1, NH=1)]))
 
 
 @pytest.mark.parametrize("case", [*KINDS, *SMALL_POWER, *UNITS], ids=str)
