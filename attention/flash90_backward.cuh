@@ -99,8 +99,8 @@ struct Backward90Maps {
 // whose buffer is free after the first. So a single step is followed by another one, of zeros. With it, there are
 // `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
 //
-// With wide values, a block has a part of their columns, HS from part · HS on. call.rows has the numbers of all heads of
-// a part together; those of the sequence's first head are at rows · T.
+// With wide values, a block has a part of their columns, HS from part · HS on. call.rows has the numbers of a part's
+// heads together; those of the sequence's first head are at rows · T.
 struct Backward90Work {
     int b, kv, tile, h, h_end, steps_h_end, first, count, steps, part, rows;
 };
