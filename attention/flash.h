@@ -255,6 +255,12 @@ constexpr bool flash90_backward_fits(int phi, int post, int HS) {
     return HS <= 64 || (phi != PHI_RELU6 && post != FLASH_REWEIGHT);
 }
 
+// In which of the two orders of flash90_backward.cuh? Softmax with heads of at most 64 is faster in the other one
+// (doc/performance.md).
+constexpr bool flash90_last_queries_first(int phi, int HS) {
+    return HS > 64 || phi != PHI_EXP;
+}
+
 // Does flash90.cuh's forward pass keep `along`, which its backward pass needs?
 constexpr bool flash90_keeps_along(int post, int HS) {
     return HS <= 64 && post == FLASH_REWEIGHT;

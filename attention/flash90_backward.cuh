@@ -13,10 +13,17 @@
 // computes dZ; otherwise both would compute at the same time and then both wait for the tensor cores.
 //
 // Many blocks add to a query's dQ, in float32 in global memory, by the asynchronous additions of one or two warps. By
-// default they do so in a fixed order: from the last tile of keys that a query sees to the first, which is the order in
-// which the blocks of a head reach it if they start together. A counter for each tile of queries tells whose turn it
-// is. Blocks have numbers, which are drawn, so that each waits only for blocks that have started. flash90_dq_kernel
-// then scales and rounds the sums.
+// default they do so in a fixed order. A counter for each tile of queries tells whose turn it is. Blocks have numbers,
+// which are drawn, so that each waits only for blocks that have started. There are two orders, between which
+// flash90_last_queries_first() chooses:
+//
+//   last queries first   All blocks start with the last queries, and the sums with the first keys.
+//       Numbers begin with the first keys, which most queries see, of several heads. So the longest blocks start first,
+//       and the short ones fill the end. Blocks of a head that start together wait for each other once, for a moment.
+//   first queries first   Sums start with the last keys that a query sees, which is the order in which the blocks of a
+//       head reach it if they start together. Numbers go head by head, so that few heads are in the L2 cache.
+//
+// flash90_dq_kernel then scales and rounds the sums.
 //
 // The gated unit's wide values (VS > 128) are processed in parts of HS columns, each by blocks of its own, like a
 // head: dO · v is a sum over the columns, and dz is linear in it. So a part has its own D, less and dv, and its share
@@ -80,6 +87,9 @@ constexpr bool shares_late = dq_stages<HS> > 1;
 template <int HS>
 constexpr bool backward90_loops = HS <= 64;
 
+template <int HS, int PHI>
+constexpr bool last_queries_first = flash90_last_queries_first(PHI, HS);
+
 template <int HS>
 constexpr int key_stages = backward90_loops<HS> ? 2 : 1;
 
@@ -92,6 +102,7 @@ constexpr Swizzle key_swizzle = HS / 2 == PANEL ? SWIZZLE_128 : SWIZZLE_64;
 
 struct Backward90Maps {
     TensorMap q, k, v, dout;
+    int together;    // so many heads of keys share a range of numbers, tile by tile
 };
 
 // A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
@@ -172,17 +183,19 @@ struct QueryTile {
 };
 
 // Stores in `work` what the block with this number is.
-template <int HS, class X>
-DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int number) {
+template <int HS, bool LAST_FIRST, class X>
+DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int together, int number) {
     typedef Backward90Plan P;
     const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), parts = HS <= 64 ? 1 : anew(call.parts),
-              head = number / (tiles * parts), at = number / parts % tiles, tile = call.any_order ? at : tiles - 1 - at,
-              group = call.NH / NKV;
+              group = call.NH / NKV, before = number / (together * tiles * parts) * together,
+              heads = min(together, call.B * NKV - before), at = number - before * tiles * parts;
     work.steps = 0;
-    if (head >= call.B * NKV) return;
+    if (heads <= 0 || at >= heads * tiles * parts) return;    // the last range has fewer heads
+    const int head = before + at % heads, turn = at / heads / parts,
+              tile = LAST_FIRST || call.any_order ? turn : tiles - 1 - turn;
     work.b = head / NKV;
     work.kv = head % NKV;
-    work.part = number % parts;
+    work.part = at / heads % parts;
     work.rows = (work.part * call.B + work.b) * call.NH;
     work.tile = tile;
     work.h = work.kv * group;
@@ -204,11 +217,18 @@ DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int 
     work.steps_h_end++;
 }
 
+// A block's first tile of queries.
+template <bool LAST_FIRST>
+DEVICE QueryTile first_tile(const Backward90Work &work) {
+    return {work.h, work.first + (LAST_FIRST ? work.count - 1 : 0)};
+}
+
 // The tile after `at`, of the same or the next query head.
+template <bool LAST_FIRST>
 DEVICE void next_tile(QueryTile &at, const Backward90Work &work) {
-    at.tile++;
-    if (at.tile < work.first + work.count) return;
-    at.tile = work.first;
+    at.tile += LAST_FIRST ? -1 : 1;
+    if (at.tile >= work.first && at.tile < work.first + work.count) return;
+    at.tile += LAST_FIRST ? work.count : -work.count;
     at.h++;
 }
 
@@ -223,7 +243,7 @@ DEVICE const Backward90Work &work_of(const Backward90Tiles<HS> &tiles, unsigned 
 }
 
 // By one thread: draws blocks of keys, tells the other warps, and loads K and V, then Q and dO of each step.
-template <int HS>
+template <int HS, bool LAST_FIRST>
 DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Maps &maps, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
     Backward90Barriers<HS> &barriers = *tiles.barriers;
@@ -233,7 +253,7 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
     for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
         ring_wait_empty(barriers.work, block);
         Backward90Work &work = tiles.work[block % WORK_STAGES];
-        backward90_work<HS>(work, call, (int)atomicAdd(call.turns, 1u));
+        backward90_work<HS, LAST_FIRST>(work, call, maps.together, (int)atomicAdd(call.turns, 1u));
         mbarrier_arrive(&barriers.work.full[block % WORK_STAGES]);
         if (work.steps == 0) return;
         Mbarrier *k_full = &barriers.k.full[block % key_stages<HS>], *v_full = &barriers.v.full[0];
@@ -243,9 +263,9 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
                                                work.b);
         ring_wait_empty(barriers.v, block);
         load_rows<P::OWN, HS>(tiles.v, v_full, &maps.v, work.part * HS, work.kv, work.tile * P::OWN, work.b);
-        QueryTile at = {work.h, work.first};
+        QueryTile at = first_tile<LAST_FIRST>(work);
         UNROLL_NOT
-        for (; at.h < work.steps_h_end; step++, next_tile(at, work)) {
+        for (; at.h < work.steps_h_end; step++, next_tile<LAST_FIRST>(at, work)) {
             Mbarrier *full = &ring.full[step % P::STAGES];
             const int offset = (step % P::STAGES) * tile_bytes<P::STREAM, HS>;
             ring_wait_empty(ring, step);
@@ -259,15 +279,15 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
 }
 
 // By a warp: copies the FlashRows of a block's steps, zeros for rows past T. step: the number of steps before it
-template <int HS, class Work>
+template <int HS, bool LAST_FIRST, class Work>
 DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, unsigned &step,
                                  const FlashCall<bf16> &call, int lane) {
     typedef Backward90Plan P;
     enum { EACH = P::STREAM / 32 };    // rows of a lane
     auto &ring = tiles.barriers->queries;
-    QueryTile at = {work().h, work().first};
+    QueryTile at = first_tile<LAST_FIRST>(work());
     UNROLL_NOT
-    for (; at.h < work().steps_h_end; step++, next_tile(at, work())) {
+    for (; at.h < work().steps_h_end; step++, next_tile<LAST_FIRST>(at, work())) {
         UNROLL
         for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
             const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
@@ -301,29 +321,30 @@ DEVICE int set_of(const FlashCall<bf16> &call, const Backward90Work &work) {
     return HS <= 64 ? 0 : work.part % call.dq_sets;
 }
 
-// How many blocks add to this tile of queries before a block does: those of later keys, and those of the same keys and
-// earlier parts.
-template <int HS>
+// How many blocks add to this tile of queries before a block does: those of later keys that it sees (LAST_FIRST: of
+// earlier ones), and those of the same keys and earlier parts.
+template <int HS, bool LAST_FIRST>
 DEVICE int blocks_before(const FlashCall<bf16> &call, const Backward90Work &work, int tile) {
     typedef Backward90Plan P;
-    const int later = tile * P::STREAM / P::OWN - work.tile;
-    if (HS <= 64) return later;
+    const int row = tile * P::STREAM,
+              others = LAST_FIRST ? work.tile - first_key(call, work.b, row) / P::OWN : row / P::OWN - work.tile;
+    if (HS <= 64) return others;
     const int sets = call.dq_sets, parts = (call.parts - 1 - set_of<HS>(call, work)) / sets + 1;
-    return later * parts + work.part / sets;
+    return others * parts + work.part / sets;
 }
 
 // By one thread of each of dq_adders warps: adds its tiles of a block's dq to global memory. While one waits until the
 // others see that its addition is over, the other begins with the next. step: the number of steps before the block
-template <int HS>
+template <int HS, bool LAST_FIRST>
 DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, unsigned &step,
                            const FlashCall<bf16> &call, int adder) {
     typedef Backward90Plan P;
     auto &ring = tiles.barriers->dq;
     static_assert(dq_stages<HS> % dq_adders<HS> == 0, "a buffer belongs to one warp");
     const int row_tiles = (call.T - 1) / P::STREAM + 1;
-    QueryTile at = {work.h, work.first};
+    QueryTile at = first_tile<LAST_FIRST>(work);
     UNROLL_NOT
-    for (; at.h < work.steps_h_end; step++, next_tile(at, work)) {
+    for (; at.h < work.steps_h_end; step++, next_tile<LAST_FIRST>(at, work)) {
         if (step % dq_adders<HS> != (unsigned)adder) continue;
         if (at.h == work.h_end) {    // nothing to add
             ring_wait_full(ring, step);
@@ -335,7 +356,7 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
         const float4 *from = dq_of(tiles, step);
         float *to = call.dq_sums + tile * (P::STREAM * HS);
         unsigned *turn = call.turns + 1 + tile;
-        const int before = blocks_before<HS>(call, work, at.tile);
+        const int before = blocks_before<HS, LAST_FIRST>(call, work, at.tile);
         if (!call.any_order) wait_for_counter(turn, before);
         ring_wait_full(ring, step);
         if (!call.any_order && before == 0) bulk_store(to, from, dq_pieces<HS> * 16);
@@ -681,7 +702,7 @@ DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work
 template <int HS, int PHI, int POST>
 DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call) {
     typedef Backward90Plan P;
-    constexpr bool LATE = shares_late<HS>;
+    constexpr bool LATE = shares_late<HS>, LAST_FIRST = last_queries_first<HS, PHI>;
     Backward90Barriers<HS> &barriers = *tiles.barriers;
     Backward90Consumer<HS> c;
     float dq[key_panel<HS> / 8][4];
@@ -699,13 +720,15 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
         if constexpr (HS <= 64) return copy;
         else return read_span();
     };
+    // The queries before a block's keys see none of them.
+    auto first_row = [&] { return LAST_FIRST ? span().end - P::STREAM : span().key0; };
     auto start_block = [&](unsigned step) {
         set_zero(c.dk);
         set_zero(c.dv);
         copy = read_span();
         begin = step;
         end = step + tiles.work[block % WORK_STAGES].steps;
-        row0 = span().key0;    // the queries before these keys see none of them
+        row0 = first_row();    // of the first query head
     };
     auto wait_queries = [&](unsigned step) {
         ring_wait_full(barriers.queries, step);
@@ -756,7 +779,8 @@ DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall
             if (!LATE) backward90_share(tiles, -1, step - 1);
         }
         if (step == begin) ring_release(barriers.k, block - 1, block > 0);
-        row0 = row0 + P::STREAM < span().end ? row0 + P::STREAM : span().key0;    // of the next query head
+        row0 += LAST_FIRST ? -P::STREAM : P::STREAM;
+        if (LAST_FIRST ? row0 < span().key0 : row0 >= span().end) row0 = first_row();    // of the next query head
         if (!ends) continue;
         if (!more) break;
         backward90_end<PHI, POST>(c, tiles.work[block % WORK_STAGES], call);
@@ -790,6 +814,7 @@ template <int HS, int PHI, int POST>
 KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
     flash90_backward_kernel(const FlashCall<bf16> call, GRID_CONSTANT Backward90Maps maps) {
     typedef Backward90Plan P;
+    constexpr bool LAST_FIRST = last_queries_first<HS, PHI>;
     if (!hopper_here()) return;
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Backward90Barriers<HS>, barriers, 1);
@@ -802,11 +827,13 @@ KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
         setmaxnreg_dec<P::PRODUCER_REGISTERS>();
         const int warp = (threadIdx.x / 32) % 4, lane = threadIdx.x % 32;
         if (warp == 3) {
-            for_each_block(tiles, lane, [&](auto work) { backward90_load_rows(tiles, work, step, call, lane); });
+            for_each_block(tiles, lane,
+                           [&](auto work) { backward90_load_rows<HS, LAST_FIRST>(tiles, work, step, call, lane); });
         } else if (lane == 0 && warp == 2) {
-            backward90_load(tiles, maps, call);
+            backward90_load<HS, LAST_FIRST>(tiles, maps, call);
         } else if (lane == 0 && warp < dq_adders<HS>) {
-            for_each_block(tiles, lane, [&](auto work) { backward90_add(tiles, work(), step, call, warp); });
+            for_each_block(tiles, lane,
+                           [&](auto work) { backward90_add<HS, LAST_FIRST>(tiles, work(), step, call, warp); });
         }
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
@@ -888,6 +915,14 @@ KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
     for (int h = first; h < first + dq_heads<HS> && h < call.NH; h++) dq_of_head(call, b, h, angles, in_unit);
 }
 
+// How many heads share a range of numbers. With more, the longest blocks of all start earlier; with fewer, their q,
+// dout and dq stay in the L2 cache.
+static inline int heads_together(int heads, int key_tiles) {
+    enum { BLOCKS = 256, LEAST = 16 };
+    const int most = BLOCKS / key_tiles > LEAST ? BLOCKS / key_tiles : LEAST, ranges = (heads - 1) / most + 1;
+    return (heads - 1) / ranges + 1;
+}
+
 template <int HS, int PHI, int POST>
 void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     typedef Backward90Plan P;
@@ -905,7 +940,9 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     CUDA_CHECK(cudaMemsetAsync(call.turns, 0, counters * sizeof(unsigned), stream));
     if (key_turns) CUDA_CHECK(cudaMemsetAsync(call.turns + 1 + tiles, 0, key_turns * sizeof(unsigned), stream));
     if (call.any_order) CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, tiles * dq_pieces<HS> * sizeof(float4), stream));
-    const unsigned all = key_tiles * call.B * call.NKV * call.parts, processors = (unsigned)processors_of_device(),
+    const unsigned all = key_tiles * call.B * call.NKV * call.parts;
+    maps.together = last_queries_first<HS, PHI> ? heads_together(call.B * call.NKV, key_tiles) : 1;
+    const unsigned processors = (unsigned)processors_of_device(),
                    blocks = backward90_loops<HS> && processors < all ? processors : all;
     launch(flash90_backward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), backward90_shared<HS>, stream, call,
            maps);

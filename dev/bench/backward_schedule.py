@@ -11,7 +11,8 @@ long. A block starts when a multiprocessor is free and draws the next number, an
 An addition to dq takes LATENCY steps, and then the next block in the order of sums may add to the same queries. ADDERS
 warps take turns with the additions, and each ends one before it starts its next. Consumers are up to BUFFERS tiles of
 dq ahead of the additions. These are the numbers for a head size of 64. START is from when each block of keys had a
-block of the grid; now a multiprocessor loads the next one while it finishes one, which hides part of it.
+block of the grid; now a multiprocessor loads the next one while it finishes one, which hides part of it. With that head
+size, softmax takes the order "head by head, last tile first", all else "last queries first, ranges of heads".
 
 The values of a gated unit come in parts, each with blocks of its own, which all add to the same dq. Those kernels, for
 a head size of 128, have one buffer and one warp that adds. A step takes them longer, so an addition takes WIDE_LATENCY
@@ -37,21 +38,28 @@ def head_by_head(heads, tiles, last_first):
     return [(head, tile) for head in range(heads) for tile in order]
 
 
-def longest_first(heads, tiles, group=None):
-    """`group` heads after each other, and of these the blocks with the most queries first."""
-    group = group or heads
-    return [(head, tile) for first in range(0, heads, group) for tile in range(tiles)
-            for head in range(first, min(first + group, heads))]
+def together(heads, tiles):
+    """How many heads share a range of numbers: heads_together() of the kernel."""
+    ranges = -(-heads // max(256 // tiles, 16))
+    return -(-heads // ranges)
+
+
+def longest_first(heads, tiles, at_once=None):
+    """`at_once` heads after each other (None: all together), and of these the blocks with the most queries first."""
+    at_once = at_once or heads
+    return [(head, tile) for first in range(0, heads, at_once) for tile in range(tiles)
+            for head in range(first, min(first + at_once, heads))]
 
 
 # {name: (function of heads and tiles to the blocks in the order in which they start, the distance of the tile that adds
-# before a tile, or 0 if none has to)}
-ORDERS = {"any order, head by head, first tile first": (lambda h, n: head_by_head(h, n, False), 0),
-          "fixed, head by head, last tile first": (lambda h, n: head_by_head(h, n, True), 1),
-          "any order, longest of all heads first": (longest_first, 0),
-          "fixed, first tile first, longest of all heads first": (longest_first, -1),
-          "fixed, first tile first, longest of 32 heads first": (lambda h, n: longest_first(h, n, 32), -1)}
-BASE, KERNEL = list(ORDERS)[:2]
+# before a tile, or 0 if none has to; does a block start with its last queries?)}
+ORDERS = {"any order, head by head, first tile first": (lambda h, n: head_by_head(h, n, False), 0, False),
+          "fixed, head by head, last tile first": (lambda h, n: head_by_head(h, n, True), 1, False),
+          "any order, longest of all heads first": (longest_first, 0, False),
+          "fixed, first tile first, longest of all heads first": (longest_first, -1, False),
+          "fixed, last queries first, longest of all heads first": (longest_first, -1, True),
+          "fixed, last queries first, ranges of heads": (lambda h, n: longest_first(h, n, together(h, n)), -1, True)}
+BASE, SOFTMAX, KERNEL = list(ORDERS)[0], list(ORDERS)[1], list(ORDERS)[-1]
 
 
 def block(now, queries, before, adders=ADDERS, buffers=BUFFERS, latency=None):
@@ -76,7 +84,7 @@ def block(now, queries, before, adders=ADDERS, buffers=BUFFERS, latency=None):
 
 def simulate(heads, T, order, sms=SMS):
     """The time until all blocks have ended, in steps."""
-    numbers, neighbor = ORDERS[order]
+    numbers, neighbor, last_first = ORDERS[order]
     tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
     free, released, end = [0.0] * sms, {}, 0.0
     for head, tile in numbers(heads, tiles):
@@ -87,37 +95,43 @@ def simulate(heads, T, order, sms=SMS):
             # {tile of queries: time}; those that the block before this one does not see need not be waited for.
             start, times = released.pop((head, tile + neighbor), (row_tiles, []))
             before = [0.0] * max(0, start - first) + times[max(0, first - start):]
+            if last_first:
+                before.reverse()
         stop, done = block(now, row_tiles - first, before)
         if neighbor:
-            released[head, tile] = first, done
+            released[head, tile] = first, done[::-1] if last_first else done
         end = max(end, stop)
         heapq.heappush(free, stop)
     return end
 
 
 # {name: (do blocks of the same keys start together, rather than those of the same part? how many sums of dq, 0 for any
-# order)}. The last one is the kernel's.
-WIDE_ORDERS = {"any order": (True, 0), "fixed, part by part": (False, 1), "fixed, keys by keys": (True, 1),
-               "fixed, keys by keys, two sums of dq": (True, 2)}
+# order; do blocks start with the last queries, and the heads of a range together?)}. The last one is the kernel's.
+WIDE_ORDERS = {"any order": (True, 0, True), "fixed, part by part": (False, 1, False),
+               "fixed, keys by keys": (True, 1, False), "fixed, keys by keys, two sums of dq": (True, 2, False),
+               "fixed, last queries first, two sums of dq": (True, 2, True)}
 
 
 def simulate_wide(heads, T, parts, order, sms=SMS):
     """The time until all blocks of a gated unit's backward pass have ended, in steps."""
-    by_keys, sums = WIDE_ORDERS[order]
+    by_keys, sums, last_first = WIDE_ORDERS[order]
     tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
-    of_head = [(tile, part) for tile in range(tiles - 1, -1, -1) for part in range(parts)]
+    of_head = [(tile, part) for tile in range(tiles)[::1 if last_first else -1] for part in range(parts)]
     if not by_keys:
         of_head.sort(key=lambda at: at[1])
+    at_once = together(heads, tiles) if last_first else 1
+    numbers = [(head, tile, part) for start in range(0, heads, at_once) for tile, part in of_head
+               for head in range(start, min(start + at_once, heads))]
     free, may_add, end = [0.0] * sms, {}, 0.0
-    for head in range(heads):
-        for tile, part in of_head if sums else of_head[::-1]:
-            first, key = tile * KEYS // QUERIES, (head, part % max(1, sums))
-            times = may_add.setdefault(key, [0.0] * row_tiles)
-            stop, done = block(heapq.heappop(free), row_tiles - first, times[first:] if sums else None, 1, 1,
-                               WIDE_LATENCY)
-            times[first:] = done or []
-            end = max(end, stop)
-            heapq.heappush(free, stop)
+    for head, tile, part in numbers:
+        first, key = tile * KEYS // QUERIES, (head, part % max(1, sums))
+        times = may_add.setdefault(key, [0.0] * row_tiles)
+        before = times[first:][::-1] if last_first else times[first:]
+        stop, done = block(heapq.heappop(free), row_tiles - first, before if sums else None, 1, 1, WIDE_LATENCY)
+        if sums:
+            times[first:] = done[::-1] if last_first else done
+        end = max(end, stop)
+        heapq.heappush(free, stop)
     return end
 
 

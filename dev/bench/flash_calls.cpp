@@ -1,7 +1,8 @@
 // Prints, as JSON, what dev/bench/sass.py needs to know about attention/flash.cuh: for each preset of
 // attention/normalizer.h, the instance that runs it, its forward pass's sweeps over the keys, the bytes of its
 // FlashCall<bf16> as flash.cu would fill it, and the numbers of rows that a warp and a block own and that a tile has;
-// and the bytes of the Forward90Work for one block of rows that sees 1, 2, ... 16 tiles of keys.
+// for compute capability 9.0, whether the backward kernel starts with the last queries, and the bytes of the
+// Forward90Work for one block of rows that sees 1, 2, ... 16 tiles of keys.
 //   flash_calls B T NH HS
 #include "cuda/gpu.cuh"
 
@@ -107,7 +108,7 @@ int main(int, char **argument) {
                separator, preset.name, names[instance], flash_instances[instance].phi, flash_instances[instance].post,
                flash_instances[instance].post >= FLASH_RECENTER_L1 ? 2 : 1);
         print_bytes(call);
-        printf(", \"work\": [");
+        printf(", \"last_first\": %d, \"work\": [", flash90_last_queries_first(preset.phi.kind, HS));
         HS <= 64 ? print_work<64>(call) : print_work<128>(call);
         printf("], ");
         auto all = std::make_integer_sequence<int, FLASH_INSTANCE_COUNT>();

@@ -180,7 +180,9 @@ def traces90(kernel, name, call, tiles, HS):
     has one block of rows, which sees that many tiles. In the backward kernel, DRAWS draws a block of keys that as many
     see, then a number beyond the last, and stores for the others in shared memory what these are."""
     arguments = bytes.fromhex(call["call"] + (call["work"][tiles - 1] if name == "forward" else ""))
-    arguments += bytes(-len(arguments) % 64 + 4 * 128)      # the tensor maps, which no loop depends on
+    # The tensor maps, which no loop depends on. After them, the backward kernel has the number of heads that share a
+    # range of numbers: 1.
+    arguments += bytes(-(Trace.PARAMETERS + len(arguments)) % 64 + 4 * 128) + (1).to_bytes(4, "little")
     all_blocks = T // 128 * B * NH
 
     def trace(thread, **keys):
@@ -188,7 +190,7 @@ def traces90(kernel, name, call, tiles, HS):
 
     if name == "forward":
         return [trace(thread) for thread in threads90(name, HS)]
-    draws = trace(DRAWS, drawn=(tiles - 1, all_blocks))
+    draws = trace(DRAWS, drawn=(T // 128 - tiles if call["last_first"] else tiles - 1, all_blocks))
     return [draws if thread == DRAWS else trace(thread, shared=draws.shared) for thread in threads90(name, HS)]
 
 

@@ -36,7 +36,7 @@ def test_a_block_whose_additions_are_slow(monkeypatch):
 
 @pytest.mark.parametrize("order", model.ORDERS)
 def test_every_block_runs_once_and_after_those_it_waits_for(order):
-    numbers, neighbor = model.ORDERS[order]
+    numbers, neighbor, _ = model.ORDERS[order]
     drawn = numbers(35, 6)
     assert sorted(drawn) == [(head, tile) for head in range(35) for tile in range(6)]
     at = {work: i for i, work in enumerate(drawn)}
@@ -66,13 +66,20 @@ def test_the_table_of_the_page():
     assert model.wide_table(model.wide_rows(12)) in page
 
 
+def test_last_queries_first():
+    """A head with a processor for each of its 8 blocks: all start with the last queries, and each adds a LATENCY after
+    the one before it. So its first block, the longest, is not delayed, and ends last."""
+    assert model.simulate(1, 1024, model.KERNEL) == START + 16 + LATENCY
+    assert [model.together(*at) for at in ((192, 8), (33, 8), (6, 128), (17, 64))] == [32, 17, 6, 9]
+
+
 @pytest.mark.parametrize("order", model.WIDE_ORDERS)
 def test_wide_values(order):
     """Enough processors for all blocks leave the longest one. In a fixed order, its last part waits for an addition of
     each part before it in the same sum or, part by part, for one of each of their 8 tiles of keys. A single part is a
     head of its own."""
     longest = START + 16 + model.WIDE_LATENCY
-    by_keys, sums = model.WIDE_ORDERS[order]
+    by_keys, sums, _ = model.WIDE_ORDERS[order]
     waits = model.simulate_wide(1, 1024, 4, order) - longest
     others = 4 / sums - 1 if sums else 0
     if by_keys:

@@ -512,7 +512,8 @@ def test_gradients_before_rope(flash, attn, HS):
 MANY = [Case("softmax", BF16, 600, 64, B=1, NH=2), Case("ssmax", BF16, 400, 128, B=1, NH=2, NKV=1),
         Case("lssar", BF16, 400, 64, B=1, NH=2, NKV=1, documents=True), Case("softmax", BF16, 33, 64, B=9, NH=2),
         Case("ssmax", BF16, 400, 128, 320, B=1, NH=2, NKV=1),         # wide values, in three parts
-        Case("softmax-recentered", BF16, 300, 128, 264, B=2, NH=1, documents=True)]
+        Case("softmax-recentered", BF16, 300, 128, 264, B=2, NH=1, documents=True),
+        Case("sigmoid", BF16, 100, 64, B=257, NH=1)]                  # two ranges of blocks, of 129 and 128 heads
 
 
 @pytest.mark.parametrize("case", MANY, ids=str)
