@@ -255,8 +255,8 @@ constexpr bool flash90_backward_fits(int phi, int post, int HS) {
     return HS <= 64 || (phi != PHI_RELU6 && post != FLASH_REWEIGHT);
 }
 
-// In which of the two orders of flash90_backward.cuh? Softmax with heads of at most 64 is faster in the other one
-// (doc/performance.md).
+// Which of the two orders of flash90_backward.cuh? With heads of at most 64, softmax is faster in the other one
+// (doc/performance.md), which all instances with exp take.
 constexpr bool flash90_last_queries_first(int phi, int HS) {
     return HS > 64 || phi != PHI_EXP;
 }

@@ -12,7 +12,8 @@ An addition to dq takes LATENCY steps, and then the next block in the order of s
 warps take turns with the additions, and each ends one before it starts its next. Consumers are up to BUFFERS tiles of
 dq ahead of the additions. These are the numbers for a head size of 64. START is from when each block of keys had a
 block of the grid; now a multiprocessor loads the next one while it finishes one, which hides part of it. With that head
-size, softmax takes the order "head by head, last tile first", all else "last queries first, ranges of heads".
+size, softmax and its kin take the order "head by head, last tile first", and all others "last queries first, ranges of
+heads".
 
 The values of a gated unit come in parts, each with blocks of its own, which all add to the same dq. Those kernels, for
 a head size of 128, have one buffer and one warp that adds. A step takes them longer, so an addition takes WIDE_LATENCY
@@ -59,7 +60,7 @@ ORDERS = {"any order, head by head, first tile first": (lambda h, n: head_by_hea
           "fixed, first tile first, longest of all heads first": (longest_first, -1, False),
           "fixed, last queries first, longest of all heads first": (longest_first, -1, True),
           "fixed, last queries first, ranges of heads": (lambda h, n: longest_first(h, n, together(h, n)), -1, True)}
-BASE, SOFTMAX, KERNEL = list(ORDERS)[0], list(ORDERS)[1], list(ORDERS)[-1]
+BASE, KERNEL = list(ORDERS)[0], list(ORDERS)[-1]
 
 
 def block(now, queries, before, adders=ADDERS, buffers=BUFFERS, latency=None):
