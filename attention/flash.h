@@ -255,8 +255,8 @@ constexpr bool flash90_backward_fits(int phi, int post, int HS) {
     return HS <= 64 || (phi != PHI_RELU6 && post != FLASH_REWEIGHT);
 }
 
-// Which of the two orders of flash90_backward.cuh? With heads of at most 64, softmax is faster in the other one
-// (doc/performance.md), which all instances with exp take.
+// Do the blocks of flash90_backward.cuh start with the last queries? With heads of at most 64, those of instances with
+// exp do not, because softmax is faster that way (doc/performance.md).
 constexpr bool flash90_last_queries_first(int phi, int HS) {
     return HS > 64 || phi != PHI_EXP;
 }

@@ -19,7 +19,7 @@
 //
 //   last queries first   All blocks start with the last queries, and the sums with the first keys.
 //       Numbers begin with the first keys, which most queries see, of several heads. So the longest blocks start first,
-//       and the short ones fill the end. Blocks of a head that start together wait for each other once, for a moment.
+//       and the short ones fill the end. Blocks of a head that start together wait for each other only at first.
 //   first queries first   Sums start with the last keys that a query sees, which is the order in which the blocks of a
 //       head reach it if they start together. Numbers go head by head, so that few heads are in the L2 cache.
 //
@@ -102,7 +102,7 @@ constexpr Swizzle key_swizzle = HS / 2 == PANEL ? SWIZZLE_128 : SWIZZLE_64;
 
 struct Backward90Maps {
     TensorMap q, k, v, dout;
-    int together;    // so many heads of keys share a range of numbers, tile by tile
+    int together;    // the number of key heads whose blocks share a range of numbers
 };
 
 // A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
