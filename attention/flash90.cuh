@@ -2,8 +2,9 @@
 // wgmma for the matmuls and TMA for the copies. Rows, phi, sums and statistics are flash.cuh's; this file has the
 // tiles, the matmuls and the maps of the tensors.
 //
-// A block has consumer warpgroups of 64 rows each and a producer, a warpgroup of which one thread starts all copies. A
-// tile lies in shared memory in panels of 64 columns: rows of 128 bytes, of which TMA permutes the 16-byte pieces. A
+// A block has consumer warpgroups of 64 rows each and a producer, a warpgroup of which one thread starts all TMA loads;
+// in the backward pass, other warps of it copy the rows' numbers and add dq. A tile lies in shared memory in panels of
+// 64 columns (K in the backward pass: of HS/2): rows of at most 128 bytes, of which TMA permutes the 16-byte pieces. A
 // matmul reads a panel along its rows (K-major) or across them (MN-major), so no tile is ever transposed.
 //
 //   flash90_forward.cuh     the forward kernel

@@ -30,7 +30,7 @@
 // of dq and dk. Blocks add dq in the order of their keys, then of their parts, every second part to a sum of its own.
 // Those of the same keys add dk in the order of their parts, and the last one stores it.
 //
-// With a head size of at most 64, there are as many blocks of the grid as SMs, and each draws one block of keys after
+// With a head size of at most 64, there are at most as many blocks of the grid as SMs, and each draws one block of keys after
 // the other: it loads the next while it finishes the one before.
 //
 // Tested by dev/tests/test_flash.py.
@@ -44,7 +44,6 @@ struct Backward90Plan {
     enum {
         CONSUMERS = 2,
         THREADS = 128 * (CONSUMERS + 1),
-        TILES = 1,    // of 16 keys for each warp
         OWN = FLASH90_KEYS,
         STREAM = FLASH90_QUERIES,
         NT = STREAM / 8,

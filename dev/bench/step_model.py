@@ -120,7 +120,8 @@ BIAS_WARPS, BIAS_ROWS = 8, 64
 COLUMN_THREADS = 32
 SEGMENT_PART = 4096
 EMBEDDING_PIECE = 64
-SCALAR_ROWS = 1024
+SCALAR_ROWS, SCALAR_THREADS = 1024, 256
+CLASSIFIER_THREADS = 1024
 
 
 def phases():
@@ -373,7 +374,7 @@ def attention_backward(run):
                 *attention_gradients(run)]
     if m.scalars:
         pieces = -(-N // SCALAR_ROWS)
-        launches += [Launch("ATTENTION", "flash_scalars_kernel", bytes=4 * N * m.heads, rounds=SCALAR_ROWS / 256),
+        launches += [Launch("ATTENTION", "flash_scalars_kernel", bytes=4 * N * m.heads, rounds=SCALAR_ROWS / SCALAR_THREADS),
                      Launch("ATTENTION", "flash_scalars_add_kernel", bytes=8 * pieces * m.heads, rounds=pieces / 32)]
     return launches
 
@@ -420,7 +421,7 @@ def model_loss(run, add):
         launches += [matmul("CLASSIFIER", rows, m.padded, m.channels),
                      Launch("CLASSIFIER", "classifier_kernel", bytes=2 * rows * m.padded * (2 + REREAD) + 8 * rows),
                      dinp, dweight]
-    return [*launches, Launch("CLASSIFIER", "losses_sum_kernel", bytes=4 * run.N, rounds=run.N / 512)]
+    return [*launches, Launch("CLASSIFIER", "losses_sum_kernel", bytes=4 * run.N, rounds=run.N / CLASSIFIER_THREADS)]
 
 
 def distinct_tokens(N, vocab):

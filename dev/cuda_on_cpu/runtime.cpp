@@ -75,6 +75,12 @@ static uint64_t processors() {
     return sched_getaffinity(0, sizeof set, &set) == 0 ? (uint64_t)CPU_COUNT(&set) : 1;
 }
 
+// The shared memory that a block may have.
+static uint64_t shared_of(int capability) {
+    if (capability >= 90 && capability < 120) return BLOCK_SHARED;
+    return capability == 80 || capability == 87 ? 163 * 1024 : 99 * 1024;
+}
+
 static Settings from_environment() {
     Settings s;
     s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy", "straggler", "laggards"});
@@ -90,10 +96,8 @@ static Settings from_environment() {
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
     s.capability = (int)number("CUDA_ON_CPU_CAPABILITY", 90);
-    if (s.capability < 80 || s.capability > 90) die("CUDA_ON_CPU_CAPABILITY=%d is not from 80 to 90", s.capability);
-    s.shared = number("CUDA_ON_CPU_SHARED", s.capability == 90                         ? BLOCK_SHARED
-                                            : s.capability == 80 || s.capability == 87 ? 163 * 1024
-                                                                                       : 99 * 1024);
+    if (s.capability < 80 || s.capability > 121) die("CUDA_ON_CPU_CAPABILITY=%d is not from 80 to 121", s.capability);
+    s.shared = number("CUDA_ON_CPU_SHARED", shared_of(s.capability));
     if (s.shared < STATIC_SHARED || s.shared > BLOCK_SHARED)
         die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);

@@ -409,15 +409,97 @@ static void test_wgmmas(void) {
     }
 }
 
+// ---- named barriers: one warp writes, late, and arrives; the other waits, reads, and arrives at the way back.
+
+enum { BARRIER_ROUNDS = 3, LATE = 1000 };
+
+// Takes a while: reads of global memory that the compiler cannot drop.
+DEVICE void be_late(unsigned *counter, int reads) {
+    UNROLL_NOT
+    for (int i = 0; i < reads; i++) atomicAdd(counter, 0u);
+}
+
+template <class T>
+KERNEL void named_barrier_test_kernel(T *out, unsigned *counter) {
+    SHARED_ARRAY(int, numbers, 32);
+    const int lane = threadIdx.x % 32;
+    for (int round = 0; round < BARRIER_ROUNDS; round++) {
+        if (threadIdx.x < 32) {
+            if (round > 0) named_barrier_sync(2, 64);
+            be_late(counter, LATE);
+            numbers[lane] = 100 * round + lane;
+            named_barrier_arrive(1, 64);
+        } else {
+            named_barrier_sync(1, 64);
+            out[32 * round + lane] = numbers[31 - lane];
+            if (round + 1 < BARRIER_ROUNDS) named_barrier_arrive(2, 64);
+        }
+    }
+}
+
+static void test_named_barriers(void) {
+    if (!case_begins("wrappers named_barrier")) return;
+    Tensor<int32_t> out(32 * BARRIER_ROUNDS);
+    Tensor<uint32_t> counter(1);
+    upload(counter, std::vector<uint32_t>(1, 0));
+    run_twice({&out}, [&] {
+        launch(named_barrier_test_kernel<int32_t>, dim3(1), dim3(64), 0, stream, out.device(), counter.device());
+    });
+    size_t wrong = 0;
+    for (size_t i = 0; i < out.n; i++) wrong += out.at(i) != (int32_t)(100 * (i / 32) + 31 - i % 32);
+    check("wrong elements", (double)wrong, 0);
+    case_ends();
+}
+
+// ---- a counter: from the last block to the first, each reads what the one before it wrote, late. They are so few that
+// all of them run at the same time.
+
+enum { COUNTER_BLOCKS = 4 };
+
+template <class T>
+KERNEL void counter_test_kernel(T *out, unsigned *counters) {
+    const int turn = COUNTER_BLOCKS - 1 - (int)blockIdx.x;
+    T *mine = out + 32 * turn;
+    if (threadIdx.x == 0) wait_for_counter(&counters[1], 2 * turn);
+    __syncthreads();
+    const T before = turn > 0 ? *(volatile T *)(mine - 32 + threadIdx.x) : 0;
+    be_late(&counters[0], LATE);
+    mine[threadIdx.x] = before + turn + 1;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) add_to_counter(&counters[1], 2);
+}
+
+static void test_counters(void) {
+    if (!case_begins("wrappers wait_for_counter, add_to_counter")) return;
+    Tensor<int32_t> out(32 * COUNTER_BLOCKS);
+    Tensor<uint32_t> counters(2);
+    upload(counters, std::vector<uint32_t>(2, 0));
+    run_twice({&out, &counters}, [&] {
+        launch(counter_test_kernel<int32_t>, dim3(COUNTER_BLOCKS), dim3(32), 0, stream, out.device(),
+               counters.device());
+    });
+    size_t wrong = 0;
+    for (size_t i = 0; i < out.n; i++) {
+        const int32_t turn = (int32_t)i / 32;
+        wrong += out.at(i) != (turn + 1) * (turn + 2) / 2;
+    }
+    check("wrong elements", (double)wrong, 0);
+    check_true("two for each block", counters.at(1) == 2 * COUNTER_BLOCKS);
+    case_ends();
+}
+
 // ---- attention's dataflow for a tile of 128 rows: s = a bᵀ, both K-major as TMA loads them with a swizzle of 128
 // bytes; s, rounded to bf16, from registers times b, MN-major, while the next s is computed; s through stmatrix to
-// global memory. Two warpgroups take turns by named barriers, and blocks add their sums to `total` in the order of
-// their tickets.
+// global memory. Two warpgroups take turns by named barriers, and blocks add their sums, each times a
+// factor of its own, to `total` in the order of their tickets. Rounding makes `total` depend on that order, and the
+// first tickets are the last to be ready.
 
-enum { FLOW_BYTES = 64 * 64 * 2, FLOW_BLOCKS = 3 };
+enum { FLOW_BYTES = 64 * 64 * 2, FLOW_BLOCKS = 5 };
 
 struct FlowMaps {
     TensorMap a, b, scores, total;
+    float factors[FLOW_BLOCKS];    // of the tickets
 };
 
 struct FlowShared {
@@ -485,6 +567,7 @@ KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps ma
             again[((blockIdx.x * 2 + group) * 64 + row + (e / 2) * 8) * 64 + 8 * j + column + e % 2] = next[j][e];
     }
     wgmma_wait<0>(o);
+    const float factor = maps.factors[block->ticket];
     UNROLL
     for (int j = 0; j < 4; j++) {
         const int at = ((thread / 32) * 16 + lane % 16) * 128 + (2 * j + lane / 16) * 16;
@@ -495,7 +578,7 @@ KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps ma
         UNROLL
         for (int e = 0; e < 4; e++) {
             const int at = (row + (e / 2) * 8) * 128 + ((8 * j) % 32 + column + e % 2) * 4;
-            store_shared((float *)(sums + (j / 4) * FLOW_BYTES + swizzled_byte(at, SWIZZLE_128)), o[j][e]);
+            store_shared((float *)(sums + (j / 4) * FLOW_BYTES + swizzled_byte(at, SWIZZLE_128)), o[j][e] * factor);
         }
     }
     fence_proxy_async();
@@ -503,6 +586,7 @@ KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps ma
     if (thread == 0) {
         tma_store(&maps.scores, staged, {0, (int)(2 * blockIdx.x + group) * 64});
         bulk_commit();
+        be_late(&counters[0], (FLOW_BLOCKS - (int)block->ticket) * LATE);
         wait_for_counter(&counters[1], 2 * block->ticket + group);
         tma_reduce_add(&maps.total, sums, {0, 64 * group});
         tma_reduce_add(&maps.total, sums + FLOW_BYTES, {32, 64 * group});
@@ -529,6 +613,7 @@ static void test_flow(void) {
     tensor_map(&maps.b, b.device(), {64, 64}, {128}, {64, 64}, SWIZZLE_128);
     tensor_map(&maps.scores, scores.device(), {64, FLOW_BLOCKS * 128}, {128}, {64, 64}, SWIZZLE_128);
     tensor_map(&maps.total, total.device(), {64, 128}, {256}, {32, 64}, SWIZZLE_128);
+    for (int i = 0; i < FLOW_BLOCKS; i++) maps.factors[i] = 0.1f * (float)(FLOW_BLOCKS - i);
     run_twice({&scores, &total, &again, &counters}, [&] {
         launch(flow_test_kernel<float>, dim3(FLOW_BLOCKS), dim3(256), 1024 + 9 * FLOW_BYTES, stream, maps,
                again.device(), counters.device());
@@ -541,9 +626,12 @@ static void test_flow(void) {
         }
     for (size_t i = 0; i < s.size(); i++) rounded[i] = value_of(__float2bfloat16_rn((float)s[i]));
     for (size_t i = 0; i < 128; i++)
-        for (size_t j = 0; j < 64; j++)
-            for (size_t k = 0; k < 64; k++)
-                sums[i * 64 + j] += FLOW_BLOCKS * rounded[i * 64 + k] * value_of(y[k * 64 + j]);
+        for (size_t j = 0; j < 64; j++) {
+            double o = 0;
+            for (size_t k = 0; k < 64; k++) o += rounded[i * 64 + k] * value_of(y[k * 64 + j]);
+            for (unsigned ticket = 0; ticket < FLOW_BLOCKS; ticket++)    // rounded as in float
+                sums[i * 64 + j] = (float)(sums[i * 64 + j] + (float)(o * maps.factors[ticket]));
+        }
     compare("s", again, s, 0);
     compare("s, rounded, through stmatrix", scores, rounded, 0);
     compare("sums", total, sums, 0);
@@ -559,5 +647,7 @@ static void test_hopper(void) {
     test_ring();
     test_stmatrix(), arrays_free();
     test_wgmmas(), arrays_free();
+    test_named_barriers(), arrays_free();
+    test_counters(), arrays_free();
     test_flow();
 }

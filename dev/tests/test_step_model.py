@@ -84,6 +84,17 @@ def test_flash90_0_selects_the_other_kernels(data, tmp_path):
     assert "FLASH90=no in the environment: expected 0 or 1." in said
 
 
+@pytest.mark.parametrize("capability", (80, 89, 100, 120))
+def test_flash90_is_for_compute_capability_90_only(data, tmp_path, capability):
+    """Neither older nor newer GPUs have its instructions: wgmma exists on 9.0 alone."""
+    said = train(data, "--model", RUNS["heads of 64"][0], "--batch", B, "--seq-len", T, "--dtype", "bf16", "--steps", 1,
+                 "--out", tmp_path / "run", program=cuda_program(),
+                 env={"CUDA_ON_CPU_REPORT": "1", "CUDA_ON_CPU_CAPABILITY": str(capability)})
+    kernels = {name for name in counted(said) if "flash" in name}
+    assert {"flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel"} <= kernels
+    assert not any(name.startswith("flash90") for name in kernels)
+
+
 def test_sums_over_ranks_are_those_of_the_emulation(data, tmp_path):
     model = RUNS["plain"][0]
     found = one_step(data, tmp_path, cuda_program(), "--model", model, processes=2)
@@ -285,6 +296,11 @@ def test_constants_are_those_of_the_sources():
     assert constant("train_gpt2.cu", "LOSS_ROWS") == step_model.LOSS_ROWS
     assert constant("cuda/rmsnorm.cuh", "RMSNORM_BLOCKS") == step_model.RMSNORM_BLOCKS
     assert constant("cuda/rmsnorm.cuh", "RMSNORM_WARPS") == step_model.RMSNORM_WARPS
+    assert constant("cuda/rmsnorm.cuh", "RMSNORM_SHARED") * 1024 == step_model.RMSNORM_SHARED
+    assert constant("cuda/vector.cuh", "COLUMN_THREADS") == step_model.COLUMN_THREADS
+    assert constant("cuda/classifier.cuh", "CLASSIFIER_THREADS") == step_model.CLASSIFIER_THREADS
+    assert constant("attention/flash_sums.cuh", "SCALAR_ROWS") == step_model.SCALAR_ROWS
+    assert constant("attention/flash_sums.cuh", "SCALAR_THREADS") == step_model.SCALAR_THREADS
     assert constant("cuda/qk_norm.cuh", "QK_NORM_BLOCKS") == step_model.QK_NORM_BLOCKS
     assert constant("cuda/bias.cuh", "BIAS_WARPS") == step_model.BIAS_WARPS
     assert constant("cuda/bias.cuh", "BIAS_ROWS") == step_model.BIAS_ROWS
