@@ -155,9 +155,9 @@ static size_t dk_sums_bytes(FlashShape shape, size_t element) {
     return parts_of(shape, element) > 1 ? tiles_of_keys(shape) * FLASH90_KEYS * shape.HS * sizeof(float) : 0;
 }
 
-static size_t turns_bytes(FlashShape shape, size_t element) {
-    size_t turns = 1 + summed_tiles(shape, element) + FLASH90_KEY_TURNS * tiles_of_keys(shape);
-    return backward_is_90(shape, element) ? rounded_up(turns * sizeof(unsigned)) : 0;
+static size_t counters_bytes(FlashShape shape, size_t element) {
+    size_t counters = 1 + summed_tiles(shape, element) + FLASH90_KEY_TURNS * tiles_of_keys(shape);
+    return backward_is_90(shape, element) ? rounded_up(counters * sizeof(unsigned)) : 0;
 }
 
 static size_t row_numbers_bytes(FlashShape shape, size_t element) {
@@ -167,7 +167,7 @@ static size_t row_numbers_bytes(FlashShape shape, size_t element) {
 size_t flash_scratch(FlashShape shape, size_t element) {
     return row_numbers_bytes(shape, element) + floats_of_rows(shape) + by_number_bytes(shape) + prefix_bytes(shape) +
            segments_bytes(shape) + dq_sums_bytes(shape, element) + dk_sums_bytes(shape, element) +
-           turns_bytes(shape, element) + partials_bytes(shape);
+           counters_bytes(shape, element) + partials_bytes(shape);
 }
 
 template <class X>
@@ -382,10 +382,10 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
     if (!any_acts(d.scalars, IN_SCALE)) call.g = NULL;
     if (!any_acts(d.scalars, IN_PHI)) call.by_number = NULL;
     if (backward_is_90(shape, sizeof(X))) {
-        call.turns = (unsigned *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape) -
-                                  turns_bytes(shape, sizeof(X)));
+        call.counters = (unsigned *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape) -
+                                     counters_bytes(shape, sizeof(X)));
         call.dq_sums =
-            (float *)((char *)call.turns - dk_sums_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
+            (float *)((char *)call.counters - dk_sums_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
         if (call.parts > 1) call.dk_sums = (float *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
         call.any_order = shape.any_order;
         call.rope = d.rope;

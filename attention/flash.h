@@ -140,9 +140,10 @@ struct FlashCall {
     int dq_sets;            // the number of its sums of dq
     float *dq_sums;         // flash90_backward.cuh's sums of dq, or NULL where flash_backward.cuh computes it
     float *dk_sums;         // its sums of dk over the parts, or NULL if there is one part
-    unsigned *turns;    // a counter of blocks, one for each of its tiles of queries, FLASH90_KEY_TURNS for each of keys
-    bool any_order;     // see FlashShape
-    FlashRope rope;     // see FlashInputGrads
+    unsigned *counters;     // its next block's number; then whose turn it is, for each tile of queries, and
+                            // FLASH90_KEY_TURNS for each tile of keys
+    bool any_order;         // see FlashShape
+    FlashRope rope;         // see FlashInputGrads
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;

@@ -30,8 +30,8 @@
 // of dq and dk. Blocks add dq in the order of their keys, then of their parts, every second part to a sum of its own.
 // Those of the same keys add dk in the order of their parts, and the last one stores it.
 //
-// With a head size of at most 64, there are at most as many blocks of the grid as SMs, and each draws one block of keys after
-// the other: it loads the next while it finishes the one before.
+// With a head size of at most 64, there are at most as many blocks of the grid as SMs, and each draws one block of keys
+// after the other: it loads the next while it finishes the one before.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_BACKWARD_CUH
@@ -252,7 +252,7 @@ DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Ma
     for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
         ring_wait_empty(barriers.work, block);
         Backward90Work &work = tiles.work[block % WORK_STAGES];
-        backward90_work<HS, LAST_FIRST>(work, call, maps.together, (int)atomicAdd(call.turns, 1u));
+        backward90_work<HS, LAST_FIRST>(work, call, maps.together, (int)atomicAdd(call.counters, 1u));
         mbarrier_arrive(&barriers.work.full[block % WORK_STAGES]);
         if (work.steps == 0) return;
         Mbarrier *k_full = &barriers.k.full[block % key_stages<HS>], *v_full = &barriers.v.full[0];
@@ -354,7 +354,7 @@ DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Wor
                      tile = head * row_tiles + at.tile;
         const float4 *from = dq_of(tiles, step);
         float *to = call.dq_sums + tile * (P::STREAM * HS);
-        unsigned *turn = call.turns + 1 + tile;
+        unsigned *turn = call.counters + 1 + tile;
         const int before = blocks_before<HS, LAST_FIRST>(call, work, at.tile);
         if (!call.any_order) wait_for_counter(turn, before);
         ring_wait_full(ring, step);
@@ -649,7 +649,7 @@ DEVICE void add_parts(float (&dk)[1][HS / 8][4], const Backward90Work &work, con
               lane = threadIdx.x % 32;
     const size_t own = ((size_t)(work.b * call.NKV + work.kv) * key_tiles + work.tile) * WARPS + threadIdx.x / 32;
     float4 *sums = (float4 *)call.dk_sums + own * (HS / 8 * 32) + lane;
-    unsigned *turn = call.turns + 1 + (size_t)call.dq_sets * call.B * call.NH * query_tiles + own;
+    unsigned *turn = call.counters + 1 + (size_t)call.dq_sets * call.B * call.NH * query_tiles + own;
     if (work.part > 0) {
         if (lane == 0) wait_for_counter(turn, work.part);
         __syncwarp();
@@ -935,9 +935,9 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     // The number that is drawn next, then whose turn it is.
     const size_t tiles = (size_t)call.dq_sets * heads * query_tiles,
                  key_turns = call.parts > 1 ? (size_t)FLASH90_KEY_TURNS * call.B * call.NKV * key_tiles : 0,
-                 counters = 1 + (call.any_order ? 0 : tiles);
-    CUDA_CHECK(cudaMemsetAsync(call.turns, 0, counters * sizeof(unsigned), stream));
-    if (key_turns) CUDA_CHECK(cudaMemsetAsync(call.turns + 1 + tiles, 0, key_turns * sizeof(unsigned), stream));
+                 cleared = 1 + (call.any_order ? 0 : tiles);
+    CUDA_CHECK(cudaMemsetAsync(call.counters, 0, cleared * sizeof(unsigned), stream));
+    if (key_turns) CUDA_CHECK(cudaMemsetAsync(call.counters + 1 + tiles, 0, key_turns * sizeof(unsigned), stream));
     if (call.any_order) CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, tiles * dq_pieces<HS> * sizeof(float4), stream));
     const unsigned all = key_tiles * call.B * call.NKV * call.parts;
     maps.together = last_queries_first<HS, PHI> ? heads_together(call.B * call.NKV, key_tiles) : 1;

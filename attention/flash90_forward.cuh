@@ -77,8 +77,8 @@ struct Forward90Work {
     Divisor parts, NH, group;
 };
 
-// Does a block of the grid, of which there are then at most as many as SMs, compute several blocks of rows? It loads the next
-// while it finishes the one before. Otherwise, for lack of registers, it computes one.
+// Does a block of the grid, of which there are then at most as many as SMs, compute several blocks of rows? It loads
+// the next while it finishes the one before. Otherwise, for lack of registers, it computes one.
 template <int HS, int POST>
 constexpr bool forward90_loops = HS <= 64 && POST < FLASH_REWEIGHT;
 

@@ -3,7 +3,7 @@ sums in dq costs, and what other orders of the blocks would.
 
     python3 dev/bench/backward_schedule.py                       # T = 1,024 to 16,384, 384 heads
     python3 dev/bench/backward_schedule.py --heads 24 --lengths 4096
-    python3 dev/bench/backward_schedule.py --markdown            # the tables of doc/kernels.md (a minute)
+    python3 dev/bench/backward_schedule.py --markdown            # the tables of doc/kernels.md
     python3 dev/bench/backward_schedule.py --parts 12            # values of a gated unit, 16,384 tokens
 
 Nothing here is measured. Time is counted in steps of a block, a tile of 128 keys by 64 queries, which all take equally

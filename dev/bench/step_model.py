@@ -374,7 +374,8 @@ def attention_backward(run):
                 *attention_gradients(run)]
     if m.scalars:
         pieces = -(-N // SCALAR_ROWS)
-        launches += [Launch("ATTENTION", "flash_scalars_kernel", bytes=4 * N * m.heads, rounds=SCALAR_ROWS / SCALAR_THREADS),
+        launches += [Launch("ATTENTION", "flash_scalars_kernel", bytes=4 * N * m.heads,
+                            rounds=SCALAR_ROWS / SCALAR_THREADS),
                      Launch("ATTENTION", "flash_scalars_add_kernel", bytes=8 * pieces * m.heads, rounds=pieces / 32)]
     return launches
 

@@ -58,12 +58,22 @@ def test_bounds(order):
 
 
 def test_the_table_of_the_page():
-    """Its rows that take little time. To refresh it: dev/bench/backward_schedule.py --markdown."""
+    """To refresh it: dev/bench/backward_schedule.py --markdown."""
     page = (ROOT / "doc/kernels.md").read_text()
-    for heads, lengths in model.MARKDOWN:
-        row = model.table(model.rows(heads, lengths[:1])).splitlines()
-        assert all(line in page for line in row)
+    assert model.table([row for heads, lengths in model.MARKDOWN for row in model.rows(heads, lengths)]) in page
     assert model.wide_table(model.wide_rows(12)) in page
+
+
+@pytest.mark.parametrize("latency, heads, softmax, others", ((2, (384,), "0 to 1", "9 to 11"),
+                                                            (3, (384, 24), "26 to 45", "21 to 57")))
+def test_slow_additions(monkeypatch, latency, heads, softmax, others):
+    """What the fixed orders of softmax and of all others then cost, in percent, at T = 1,024 and 4,096
+    (doc/kernels.md)."""
+    monkeypatch.setattr(model, "LATENCY", float(latency))
+    for order, expected in ((list(model.ORDERS)[1], softmax), (model.KERNEL, others)):
+        found = [100 * (model.simulate(n, T, order) / model.simulate(n, T, model.BASE) - 1)
+                 for n in heads for T in (1024, 4096)]
+        assert f"{min(found):.0f} to {max(found):.0f}" == expected
 
 
 def test_last_queries_first():

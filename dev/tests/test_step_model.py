@@ -277,6 +277,15 @@ def test_tables_of_the_pages():
     assert step_model.attention() in (ROOT / "doc/kernels.md").read_text()
 
 
+def test_modeled_times_beside_the_measured_ones():
+    """The last column of the table of phases in doc/performance.md, for an H200 and B = 16."""
+    page = (ROOT / "doc/performance.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| [\d.]+ \| [\d.]+ % \| [\d.]+ \| \d+ % \| ([\d.]+) \|$", page, re.M))
+    run = Run(parse_model("124M"), B=16, device=step_model.DEVICES["h200"])
+    modeled = {name: f"{1e3 * phase.seconds:.2f}" for name, phase in step_model.by_phase(run).items()}
+    assert len(rows) == 9 and rows == {name: modeled[name] for name in rows}
+
+
 def test_a_row_of_the_table_by_hand():
     """124M, float32, 8 GPUs on NVLink: 123.6 million gradients in 14 buckets, 20 us to start each; the embedding's is
     exposed, and so is what is left of the others."""
