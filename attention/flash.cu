@@ -41,8 +41,7 @@ static bool backward_is_90(FlashShape shape, size_t element) {
     built = is_hopper();
 #endif
     return built && flash90_has(instance) && (shape.VS == shape.HS || shape.HS == 128) &&
-           !phi_learns(NORMALIZER_PHI(a)) &&
-           flash90_backward_fits(flash_instances[instance].phi, flash_instances[instance].post, (int)shape.HS);
+           !phi_learns(NORMALIZER_PHI(a)) && flash90_backward_fits(flash_instances[instance].post, (int)shape.HS);
 }
 
 // D = dO · O, computed from an O in bf16, has a relative error of 2^-9. Where sgn(f) D is subtracted from every d and

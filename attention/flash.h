@@ -103,8 +103,9 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // times scale, and by_D is that times D (in the dq kernel, both without scale).
 //
 // The kernel in flash90_backward.cuh reads only the first half where it can. For exp, bias includes ln |factor|, so
-// that f is the weight itself. The mean then takes the place of factor, and under recenter D includes `less`. For
-// reweight, `less` is divided by factor P, and by_dz is scale factor P.
+// that f is the weight itself, and the mean takes the place of factor. With keeps_D(), D includes `less` under recenter
+// and is times scale and factor (exp: scale), and `less` is D itself. For reweight, `less` is divided by factor P, and
+// by_dz is scale factor P.
 struct alignas(16) FlashRow {
     float scale, bias;
     union {
@@ -252,8 +253,8 @@ void flash90_instance_backward(const FlashCall<bf16> &call, cudaStream_t stream)
 constexpr bool flash90_forward_fits(int phi, int post, int HS) {
     return HS <= 64 || ((phi != PHI_SOFTPLUS || post != FLASH_PLAIN) && post != FLASH_RECENTER_L1);
 }
-constexpr bool flash90_backward_fits(int phi, int post, int HS) {
-    return HS <= 64 || (phi != PHI_RELU6 && post != FLASH_REWEIGHT);
+constexpr bool flash90_backward_fits(int post, int HS) {
+    return HS <= 64 || post != FLASH_REWEIGHT;
 }
 
 // Do the blocks of flash90_backward.cuh start with the last queries? With heads of at most 64, those of instances with

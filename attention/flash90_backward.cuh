@@ -3,8 +3,9 @@
 // A block owns OWN keys, 64 for each consumer, and goes through the queries that see them, STREAM at a time. A
 // consumer's step:
 //
-//   Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ           (64,STREAM), in registers, where they become weights W and score gradients dZ
-//   dV += Wᵀ dO,  dK += (c dZ)ᵀ Q     with left operands from registers; c in phi's unit
+//   Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ           (64,STREAM), in registers, where they become weights W and score gradients dZ,
+//                                     times the rows' scales in phi's unit
+//   dV += Wᵀ dO,  dK += dZᵀ Q         with left operands from registers
 //   dQ = dZ K, of the step before     with the dZ of both consumers, from shared memory; each has half of the columns
 //
 // As dQ is a step late, a consumer does not have to wait for the other's dZ. All of these are issued together, with S
@@ -23,7 +24,7 @@
 //   first queries first   Sums start with the last keys that a query sees, which is the order in which the blocks of a
 //       head reach it if they start together. Numbers go head by head, so that few heads are in the L2 cache.
 //
-// flash90_dq_kernel then scales and rounds the sums.
+// flash90_dq_kernel then rounds the sums.
 //
 // The gated unit's wide values (VS > 128) are processed in parts of HS columns, each by blocks of its own, like a
 // head: dO · v is a sum over the columns, and dz is linear in it. So a part has its own D, less and dv, and its share
@@ -424,7 +425,7 @@ struct Backward90Consumer {
     enum { KEPT = keeps_own<HS> ? HS / 16 : 1, NT = Backward90Plan::NT };
     float dk[1][HS / 8][4], dv[1][HS / 8][4];
     float s[NT][4], d[NT][4];                // scores; dO · v
-    uint32_t w[NT / 2][4], dz[NT / 2][4];    // weights and c dz as left operands
+    uint32_t w[NT / 2][4], dz[NT / 2][4];    // weights and dz as left operands
     uint32_t k[KEPT][4], v[KEPT][4];         // left operands
     int number;                              // the consumer's
 };
@@ -521,19 +522,6 @@ struct Backward90Span {
 template <int HS, int POST>
 constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
 
-// Does dz wait for its row's factor, until dz becomes an operand for dk, and until dq is complete? With larger heads,
-// ptxas would then spill registers.
-template <int HS>
-constexpr bool defers_factor = HS <= 64;
-
-// The factor of dz for dk. The rows' scales are in phi's unit, and so is dk: it is converted once, when it is
-// stored.
-template <int HS, int PHI, int POST>
-DEVICE float by_dz(const FlashRow &row) {
-    if (POST == FLASH_REWEIGHT) return row.by_dz;
-    return PHI == PHI_EXP || !defers_factor<HS> ? row.scale : row.scale * row.factor;
-}
-
 // With exp, the sign of the weights: all of them are negated, or none.
 template <int PHI>
 DEVICE float sign_of_exp(const FlashCall<bf16> &call) {
@@ -549,7 +537,6 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
     typedef Backward90Plan P;
     enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
     OperandRows rows[2];
-    uint32_t dz[PARTS][4];
     if (!reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
     wgmma_wait<0>(c.s, c.d);
     UNROLL
@@ -562,10 +549,8 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
             d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
         });
         auto rows_of = [&](int nt) { return now[nt]; };
-        dkv_values<PHI, POST, false, defers_factor<HS>>(s, d, rows_of, [](Element) { return false; }, call);
+        dkv_values<PHI, POST, false>(s, d, rows_of, [](Element) { return false; }, call);
         pack_operand(c.w[k], s[0][0], s[0][1]);
-        pack_operand(dz[k], d[0][0], d[0][1]);
-        for_each_element(d, [&](Element at) { d[0][at.nt][at.e] *= by_dz<HS, PHI, POST>(now[at.nt][at.e % 2]); });
         pack_operand(c.dz[k], d[0][0], d[0][1]);
     }
     const int warp_key = span().key0 + warp_row();
@@ -575,7 +560,6 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
         for (int k = 0; k < PARTS; k++) {
             hide_elements(c.w[k], visible >> 8 * k);
             hide_elements(c.dz[k], visible >> 8 * k);
-            hide_elements(dz[k], visible >> 8 * k);
         }
     }
     const int thread = anew(threadIdx.x), key = (thread / 32) * 16 + thread % 16, query = ((thread % 32) / 16) * 8;
@@ -583,7 +567,7 @@ DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS
     if (dz_stages<HS> < 4) ring_wait_empty(tiles.barriers->dz, step);
     UNROLL
     for (int k = 0; k < PARTS; k++)
-        stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), dz[k]);
+        stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), c.dz[k]);
 }
 
 // Makes visible what the warp has stored: a step's dz to the other consumer, and a step's dq to backward90_add();
@@ -872,14 +856,8 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
         const int i = warp_row + 8 * r + lane_row(), row = i < call.T ? i : call.T - 1;
         const size_t index = (size_t)head * call.T + row;
         const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
-        const FlashRow &numbers = call.rows[index];
-        const float in_f = value_unit_of(call, in_unit);
-        // What by_dz() multiplies the scale by.
-        const float of_dz = call.post == POST_REWEIGHT ? reweight_slope(numbers, call)
-                            : call.phi == PHI_EXP      ? sign_of_exp<PHI_EXP>(call)
-                            : defers_factor<HS>        ? numbers.factor
-                                                       : 1;
-        by[r] = numbers.scale * of_dz * (in_f / in_unit);
+        by[r] = call.post == POST_REWEIGHT ? 1 : value_unit_of(call, in_unit) / in_unit;
+        if (call.phi == PHI_EXP) by[r] *= sign_of_exp<PHI_EXP>(call);
         if (!call.g) continue;
         float g = 0;    // sum_j dz s = q · sum_j dz k_j
         UNROLL
@@ -887,7 +865,7 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
             if (8 * c < call.HS)
                 g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
         g = row_sum(g);
-        if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g * of_dz * in_f;
+        if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g * by[r] * (in_unit / call.rows[index].scale);
     }
     UNROLL
     for (int r = 0; r < 2 && call.rope.cosines; r++) {

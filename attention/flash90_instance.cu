@@ -15,8 +15,7 @@ static void forward_of(const FlashCall<bf16> &call, cudaStream_t stream) {
 template <int instance, int HS>
 static void backward_of(const FlashCall<bf16> &call, cudaStream_t stream) {
     constexpr FlashInstance it = flash_instances[instance];
-    if constexpr (flash90_backward_fits(it.phi, it.post, HS))
-        flash90_backward_launch<HS, it.phi, it.post>(call, stream);
+    if constexpr (flash90_backward_fits(it.post, HS)) flash90_backward_launch<HS, it.phi, it.post>(call, stream);
     else flash_instance_backward<instance>(call, stream);
 }
 

@@ -52,9 +52,20 @@ DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
     return is_signed ? signed_as<X>(at.D, f) : at.D;
 }
 
+// For flash90_backward.cuh: is D times the factor of df (by_dz()), so that one FFMA gives the difference?
+template <int PHI, int POST>
+constexpr bool scales_D = slope_within_value<PHI> && POST < FLASH_RECENTER_L1;
+
+// For flash90_backward.cuh: the factor of df.
+template <int PHI, int POST>
+DEVICE float by_dz(const FlashRow &row) {
+    if (POST == FLASH_REWEIGHT) return row.by_dz;
+    return PHI == PHI_EXP ? row.scale : row.scale * row.factor;
+}
+
 // For flash90_backward.cuh: d and w of backward_values from f, in place of the formulas below. With exp, f is the
-// weight before its mean is subtracted.   DEFERS: the caller multiplies d by factor later
-template <int PHI, int POST, bool BY_COLUMN, bool DEFERS, int N>
+// weight before its mean is subtracted. Unless scales_D, the caller multiplies df by by_dz().
+template <int PHI, int POST, bool BY_COLUMN, int N>
 DEVICE void backward90_values(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
                               const FlashCall<bf16> &call) {
     static_assert(PHI == PHI_EXP || POST == FLASH_PLAIN, "no other kernels");
@@ -64,9 +75,12 @@ DEVICE void backward90_values(float (&d)[N], float (&w)[N], const float (&f)[N],
         if (PHI != PHI_EXP) w[e] *= at.factor;
         else if (POST != FLASH_PLAIN) w[e] -= at.mean90;
         if (rectifies<PHI> && phi_signed(PHI) && call.post == POST_RECTIFY && !(f[e] > 0)) w[e] = d[e] = 0;
+        if (scales_D<PHI, POST>) {
+            d[e] = d[e] * by_dz<PHI, POST>(at) - at.D;
+            continue;
+        }
         if (POST == FLASH_RECENTER_L1) d[e] -= at.less;
         d[e] -= signed_D<bf16, POST>(at, f[e], w[e], phi_signed(PHI));
-        if (PHI != PHI_EXP && !DEFERS) d[e] *= at.factor;
     }
 }
 
@@ -91,8 +105,8 @@ DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N],
 
 // From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale for reweight with SCALED, and for
 // plain posts with SCALED and BY_COLUMN. Also writes f, its slope and the weights w. row: see phi_values. Without
-// SCALED, the kernel is flash90_backward.cuh's, and by_dz() has the rest of df's factor.
-template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, bool DEFERS = false, int N>
+// SCALED, the kernel is flash90_backward.cuh's.
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool SCALED = true, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
@@ -106,8 +120,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
     if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
-    if constexpr (!SCALED && POST != FLASH_REWEIGHT)
-        return backward90_values<PHI, POST, BY_COLUMN, DEFERS>(d, w, f, row, call);
+    if constexpr (!SCALED && POST != FLASH_REWEIGHT) return backward90_values<PHI, POST, BY_COLUMN>(d, w, f, row, call);
 
     const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
@@ -502,9 +515,9 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
     }
 }
 
-// Scores s become weights, and d = dO · v becomes dz, times the row's scale if SCALED. Both are 0 where hides(Element).
-// rows(nt): the lane's two rows, as by rows_of_lane
-template <int PHI, int POST, bool SCALED, bool DEFERS = false, class X, int TILES, int NT, class Rows, class Hides>
+// Scores s become weights, and d = dO · v becomes dz times the row's scale. Both are 0 where hides(Element).
+// rows(nt): the lane's two rows, as by rows_of_lane   SCALED: see backward_values
+template <int PHI, int POST, bool SCALED, class X, int TILES, int NT, class Rows, class Hides>
 DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides,
                        const FlashCall<X> &call) {
     with_power<POST>(call.power, [&](auto power) {
@@ -514,14 +527,14 @@ DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows 
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
-                backward_values<X, PHI, POST, true, power.value, SCALED, DEFERS>(d[m][nt], f, slope, w, s[m][nt], row,
-                                                                                 call);
+                backward_values<X, PHI, POST, true, power.value, SCALED>(d[m][nt], f, slope, w, s[m][nt], row, call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
                     bool hidden = hides(Element{m, nt, e});
                     float dz = d[m][nt][e] * slope[e];
                     if (SCALED && POST != FLASH_PLAIN && !is_reweight<X, POST>(call))
                         dz *= row[e % 2].scale * slope_unit<X, PHI>;
+                    if (!SCALED && !scales_D<PHI, POST>) dz *= by_dz<PHI, POST>(row[e % 2]);
                     s[m][nt][e] = hidden ? 0 : w[e];
                     d[m][nt][e] = hidden ? 0 : dz;
                 }

@@ -115,6 +115,13 @@ DEVICE bool weighs_by_bias(const FlashCall<X> &call) {
     return call.dq_sums && call.phi == PHI_EXP;
 }
 
+// Is D, in the backward pass's rows, times the factor of df, and `less` D itself? See scales_D in flash_backward.cuh.
+template <class X>
+DEVICE bool keeps_D(const FlashCall<X> &call) {
+    const bool within = call.phi == PHI_EXP || call.phi == PHI_SIGMOID || call.phi == PHI_SOFTPLUS;
+    return call.dq_sums && within && call.post != POST_RECENTER_L1 && call.post != POST_REWEIGHT;
+}
+
 // value_unit of an instance, from the unit of its z.
 template <class X>
 DEVICE float value_unit_of(const FlashCall<X> &call, float in_unit) {

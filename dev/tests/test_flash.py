@@ -643,6 +643,24 @@ def test_all_zero_rows(flash, dtype, capability):
     assert (got["out"][:, 3:] == 0).all() and (got["dq"][:, 3:] == 0).all() and (got["out"][:, :3] != 0).all()
 
 
+@pytest.mark.parametrize("HS, VS", ((48, 48), (128, 256)))
+@pytest.mark.parametrize("attn", ("ssmax-bias", "sigmoid+scale=logn-bias", "identity+scale=logn-bias",
+                                  "sigmoid-l1+scale=logn-bias"))
+def test_a_scale_of_zero(flash, attn, HS, VS):
+    """A learned scale, and its bias, may be 0, as at n = 1 in the first step. Their gradients are not, although those
+    of q and k are."""
+    case = Case(attn, BF16, 33, HS, VS, B=1)
+    x, scalars = inputs(case)
+    scalars = {name: torch.zeros_like(value) for name, value in scalars.items()}
+    got = by_flash(flash, case, x, scalars)
+    want = by_formula(case, x, scalars, torch.float64)
+    whole = x["dout"].norm()
+    assert not want["dq"].any() and not want["dk"].any() and min(want["ds"].norm(), want["db"].norm()) > 1e-3 * whole
+    for name in want:
+        error, norm = (got[name] - want[name]).norm(), want[name].norm()
+        assert error < 0.01 * norm + 1e-9 * whole, f"{name}: off by {error:.3g}, norm {norm:.3g}"
+
+
 @pytest.mark.parametrize("HS, VS, words", ((44, 44, "head size of 44"), (136, 136, "at most 128"),
                                            (64, 128, "values of size 128"), (128, 132, "multiple of 8")))
 def test_unsupported_shapes_are_rejected(flash_file, HS, VS, words):
