@@ -354,7 +354,7 @@ def attention_forward(run):
 
 
 def attention_gradients(run):
-    """dq, dk and dv from dout, `rows` and, for learned scalars, g."""
+    """dq, dk and dv from dout, `rows` and, for learned scalars, g. flash90_dq_kernel reads `rows` for g alone."""
     N, m = run.N, run.model
     dout, rows, g = 2 * N * m.query, 32 * N * m.heads, 4 * N * m.heads * bool(m.scalars)
     dk_dv = 2 * 2 * N * m.key
@@ -365,7 +365,7 @@ def attention_gradients(run):
     return [Launch("ATTENTION", "cudaMemsetAsync", bytes=4 * (1 + tiles)),
             flash90("flash90_backward_kernel", run, dout + rows + dk_dv + sums),
             Launch("ATTENTION", "flash90_dq_kernel",
-                   bytes=sums + 2 * N * m.query + rows + g + 2 * N * m.query * bool(m.scalars))]
+                   bytes=sums + 2 * N * m.query + g + (rows + 2 * N * m.query) * bool(m.scalars))]
 
 
 def attention_backward(run):
