@@ -103,9 +103,9 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 // times scale, and by_D is that times D (in the dq kernel, both without scale).
 //
 // The kernel in flash90_backward.cuh reads only the first half where it can. For exp, bias includes ln |factor|, so
-// that f is the weight itself, and the mean takes the place of factor. With keeps_D(), D includes `less` under recenter
-// and is times scale and factor (exp: scale), and `less` is D itself. For reweight, `less` is divided by factor P, and
-// by_dz is scale factor P.
+// that f is the weight itself, and the mean takes the place of factor. With rows_scale_D(), D includes `less` under
+// recenter and is multiplied by scale and factor (exp: by scale), and `less` is D itself. For reweight, `less` is
+// divided by factor P, and by_dz is scale factor P.
 struct alignas(16) FlashRow {
     float scale, bias;
     union {

@@ -40,11 +40,6 @@ struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1,
 // ---------------------------------------------------------------------------------------------------------------------
 // Elementwise
 
-// Is 0 <= phi' <= phi? (The FFMA that this allows overflows only where |dO · O| scale/Z does: if every z of a row is
-// below -80.)
-template <int PHI>
-constexpr bool slope_within_value = PHI == PHI_EXP || PHI == PHI_SIGMOID || PHI == PHI_SOFTPLUS;
-
 // sgn D: of the weight under recenter-l1, of f where phi is signed.
 template <class X, int POST>
 DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
@@ -52,9 +47,9 @@ DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
     return is_signed ? signed_as<X>(at.D, f) : at.D;
 }
 
-// For flash90_backward.cuh: is D times the factor of df (by_dz()), so that one FFMA gives the difference?
+// For flash90_backward.cuh: is D multiplied by the factor of df (by_dz()), so that one FFMA gives the difference?
 template <int PHI, int POST>
-constexpr bool scales_D = slope_within_value<PHI> && POST < FLASH_RECENTER_L1;
+constexpr bool scales_D = slope_within_value(PHI) && POST < FLASH_RECENTER_L1;
 
 // For flash90_backward.cuh: the factor of df.
 template <int PHI, int POST>
@@ -131,7 +126,7 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
         if (POST == FLASH_PLAIN) {
             // A difference that should be 0 must be exactly 0, because it is divided by Z. Where the slope is as small
             // as f, rounding is harmless.
-            if (slope_within_value<PHI>) d[e] = d[e] * at.by_d - at.by_D;
+            if (slope_within_value(PHI)) d[e] = d[e] * at.by_d - at.by_D;
             else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
             continue;
         }

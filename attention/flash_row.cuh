@@ -115,11 +115,17 @@ DEVICE bool weighs_by_bias(const FlashCall<X> &call) {
     return call.dq_sums && call.phi == PHI_EXP;
 }
 
-// Is D, in the backward pass's rows, times the factor of df, and `less` D itself? See scales_D in flash_backward.cuh.
+// Is 0 <= phi' <= phi? (The FFMA that this allows overflows only where |dO · O| or |dO · v| times scale/Z does: if
+// every z of a row is below -80.)
+NORMALIZER_CONSTANT bool slope_within_value(int phi) {
+    return phi == PHI_EXP || phi == PHI_SIGMOID || phi == PHI_SOFTPLUS;
+}
+
+// Is D, in the backward pass's rows, multiplied by the factor of df, and `less` D itself? At compile time, that is
+// scales_D.
 template <class X>
-DEVICE bool keeps_D(const FlashCall<X> &call) {
-    const bool within = call.phi == PHI_EXP || call.phi == PHI_SIGMOID || call.phi == PHI_SOFTPLUS;
-    return call.dq_sums && within && call.post != POST_RECENTER_L1 && call.post != POST_REWEIGHT;
+DEVICE bool rows_scale_D(const FlashCall<X> &call) {
+    return call.dq_sums && slope_within_value(call.phi) && call.post != POST_RECENTER_L1 && call.post != POST_REWEIGHT;
 }
 
 // value_unit of an instance, from the unit of its z.

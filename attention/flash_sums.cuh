@@ -128,7 +128,7 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, {stats.y}, is_sum ? D : 0, {stats.z}, {0}, 0,
                     {phi_number(call.phi, at, shift)}};
     // dq_of_head() divides by it. As a factor of anything else, this is as good as 0.
-    if (call.dq_sums && call.g && row.scale == 0) row.scale = 0x1p-60f;
+    if (call.dq_sums && call.g && fabsf(row.scale) < 0x1p-60f) row.scale = copysignf(0x1p-60f, row.scale);
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
         row.by_d = row.factor * (row.scale * slope_unit);
@@ -147,7 +147,7 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
         if (call.along && late) row.less = row.inverse_sum / n * along;
         if (call.dq_sums) row.by_dz = row.scale * slope_unit * reweight_slope(row, call);
     }
-    if (keeps_D(call)) {
+    if (rows_scale_D(call)) {
         const float own = row.D;
         if (call.post == POST_RECENTER) row.D += row.less;
         row.D *= call.phi == PHI_EXP ? row.scale : row.scale * row.factor;
@@ -273,7 +273,7 @@ DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i
         row.less += more.less;
     }
     float D = row.D * stats.y;
-    if (keeps_D(call)) D = row.less * stats.y;
+    if (rows_scale_D(call)) D = row.less * stats.y;
     if (call.post == POST_REWEIGHT) D = call.dq_sums ? row.less * reweight_slope(row, call) : row.less;
     if (call.post == POST_RECENTER_L1 && at.n > POST_FROM) D = 0;
     return -D * norm_extra(call.norm, at, row_shift(call, at, stats.x / in_unit));

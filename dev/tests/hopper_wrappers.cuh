@@ -409,14 +409,16 @@ static void test_wgmmas(void) {
     }
 }
 
-// ---- named barriers: one warp writes, late, and arrives; the other waits, reads, and arrives at the way back.
+// ---- named barriers: one warp writes, late, and arrives; the other waits, reads, late as well, and arrives at the
+// barrier of the way back.
 
 enum { BARRIER_ROUNDS = 3, LATE = 1000 };
 
-// Takes a while: reads of global memory that the compiler cannot drop.
-DEVICE void be_late(unsigned *counter, int reads) {
+// Takes a while: each addition to global memory waits for the result of the one before it.
+DEVICE void be_late(unsigned *counter, int additions) {
+    unsigned nothing = 0;
     UNROLL_NOT
-    for (int i = 0; i < reads; i++) atomicAdd(counter, 0u);
+    for (int i = 0; i < additions; i++) nothing = atomicAdd(counter, nothing) >> 31;
 }
 
 template <class T>
@@ -431,6 +433,7 @@ KERNEL void named_barrier_test_kernel(T *out, unsigned *counter) {
             named_barrier_arrive(1, 64);
         } else {
             named_barrier_sync(1, 64);
+            be_late(counter, LATE);
             out[32 * round + lane] = numbers[31 - lane];
             if (round + 1 < BARRIER_ROUNDS) named_barrier_arrive(2, 64);
         }
