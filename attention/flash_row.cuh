@@ -121,8 +121,8 @@ NORMALIZER_CONSTANT bool slope_within_value(int phi) {
     return phi == PHI_EXP || phi == PHI_SIGMOID || phi == PHI_SOFTPLUS;
 }
 
-// Is D, in the backward pass's rows, multiplied by the factor of df, and `less` D itself? At compile time, that is
-// scales_D.
+// In the backward pass's rows, is D multiplied by the factor of df, while `less` holds D itself? scales_D is the same
+// at compile time.
 template <class X>
 DEVICE bool rows_scale_D(const FlashCall<X> &call) {
     return call.dq_sums && slope_within_value(call.phi) && call.post != POST_RECENTER_L1 && call.post != POST_REWEIGHT;

@@ -409,8 +409,8 @@ static void test_wgmmas(void) {
     }
 }
 
-// ---- named barriers: one warp writes, late, and arrives; the other waits, reads, late as well, and arrives at the
-// barrier of the way back.
+// ---- named barriers: one warp writes after a delay and arrives at the first barrier. The other waits there, reads
+// after a delay, and arrives at the second one, for which the first warp waits before it writes again.
 
 enum { BARRIER_ROUNDS = 3, LATE = 1000 };
 
@@ -454,8 +454,8 @@ static void test_named_barriers(void) {
     case_ends();
 }
 
-// ---- a counter: from the last block to the first, each reads what the one before it wrote, late. They are so few that
-// all of them run at the same time.
+// ---- a counter: from the last block to the first, each reads what the one before it wrote after a delay. There are so
+// few blocks that all of them run at the same time.
 
 enum { COUNTER_BLOCKS = 4 };
 
