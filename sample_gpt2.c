@@ -92,7 +92,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         .max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
     Option table[] = {
         {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model",
-         .help = "folder of a checkpoint, or of a run (uses its newest checkpoint)"},
+         .help =
+             "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
          .help = "use another normalizer instead of the checkpoint's; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",

@@ -21,8 +21,8 @@ void graphs_drop(Graphs *graphs) {
 
 static void check(cudaError_t error, const char *what) {
     if (error)
-        fail(EXIT_PEER, "rank %d: cannot %s a CUDA graph: %s. --graphs 0 does without them.", process.rank, what,
-             cudaGetErrorString(error));
+        fail(EXIT_PEER, "rank %d: cannot %s a CUDA graph: %s.\n  Pass --graphs 0 to run without CUDA graphs.",
+             process.rank, what, cudaGetErrorString(error));
 }
 
 // Only this thread's calls matter: others, such as the heartbeat's, do not use CUDA.

@@ -472,8 +472,8 @@ static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64
                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         fail(EXIT_PEER,
-             "rank %d: cuTensorMapEncodeTiled failed with error %d for a tensor of %d dimensions. FLASH90=0 in the "
-             "environment does without it.",
+             "rank %d: cuTensorMapEncodeTiled failed with error %d for a tensor of %d dimensions.\n"
+             "  Set FLASH90=0 in the environment to select attention's kernels for compute capability 8.0.",
              process.rank, (int)result, rank);
 }
 

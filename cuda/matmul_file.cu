@@ -72,10 +72,11 @@ bool matmul_file_parse(std::vector<MatmulChoice> *choices, const char *path, con
     size_t at = strlen(FIRST);
     choices->clear();
     if (text.compare(0, at, FIRST) != 0)
-        return error_set(error, EXIT_INPUT,
-                         "%s, line 1: expected \"%.*s\".\n"
-                         "  This is not a file of --matmuls, or one of another version of attn.c. Choose another path.",
-                         path, (int)at - 1, FIRST);
+        return error_set(
+            error, EXIT_INPUT,
+            "%s, line 1: expected \"%.*s\".\n"
+            "  Either this is not a file of --matmuls, or another version of attn.c wrote it. Choose another path.",
+            path, (int)at - 1, FIRST);
     for (int line = 2; text.compare(at, std::string::npos, LAST) != 0; line++) {
         MatmulChoice choice = {};
         size_t next = text.find('\n', at) + 1;

@@ -188,7 +188,8 @@ size_t rmsnorm_room(size_t C) {
 template <class X>
 size_t rmsnorm_warps(size_t C) {
     size_t warps = smaller(RMSNORM_SHARED / rmsnorm_room<X>(C), RMSNORM_WARPS);
-    if (warps == 0) fail(EXIT_USAGE, "%zu channels: RMSNorm on a GPU has at most %d.", C, (int)RMSNORM_MAX_CHANNELS);
+    if (warps == 0)
+        fail(EXIT_USAGE, "%zu channels: RMSNorm on a GPU supports at most %d.", C, (int)RMSNORM_MAX_CHANNELS);
     return warps;
 }
 

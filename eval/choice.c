@@ -264,7 +264,10 @@ static bool read_question(Choice *c) {
 }
 
 static void check_unchanged(const Choice *c, bool same) {
-    if (!same) fail(EXIT_INPUT, "%s: it changed while it was evaluated. Evaluate again.", c->e->o.data);
+    if (!same)
+        fail(EXIT_INPUT,
+             "%s: the file changed during the evaluation.\n  Evaluate again, and do not change the file meanwhile.",
+             c->e->o.data);
 }
 
 // After the last question.

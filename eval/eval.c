@@ -393,8 +393,8 @@ static void compare_tokenizers(const Eval *e) {
     if (!e->data || !file_hash(own.text, &wanted, &ignored) ||
         !folder_tokenizer_beside(e->o.data, beside, sizeof beside, &found) || XXH128_isEqual(wanted.xxh3, found.xxh3))
         return;
-    warn("%s differs from %s.\n  If an id means another token there, the results on --data mean nothing.", beside,
-         own.text);
+    warn("%s differs from %s.\n  If an id stands for another token there, the results on --data are meaningless.",
+         beside, own.text);
 }
 
 void eval_start(const Eval *e) {
@@ -576,7 +576,10 @@ void eval_take_folder(const Eval *e) {
     remove_unfinished(e);
     FolderPath results = folder_path(out, "eval.json");
     if (stat(results.text, &there) == 0 && S_ISDIR(there.st_mode))
-        fail(EXIT_RESOURCE, "%s: it is a folder, but the results go there.\n  Choose another --out.", results.text);
+        fail(EXIT_RESOURCE,
+             "%s: expected a file, or none yet, found a folder.\n"
+             "  The results are written to this path. Move the folder away, or choose another --out.",
+             results.text);
     File *probe = file_create(folder_path(out, UNFINISHED[0]).text, NULL, &error);
     if (!probe) fail_with(&error);
     file_discard(probe);

@@ -61,5 +61,5 @@ void scores_report(Eval *e, const TensorList *list, const float *params) {
         printf("\n");
         cJSON_AddItemToArray(layers, layer);
     }
-    if (any) printf("means over heads, and the least and largest\n");
+    if (any) printf("mean over heads (minimum to maximum)\n");
 }

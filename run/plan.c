@@ -82,10 +82,12 @@ static void print_model(const Run *run) {
            c->tied ? "tied" : "untied");
     printf("attention %s%s%s, L = %d\n", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
            c->seq_len);
-    for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
-        printf("switch    to %s at step %lld%s%s\n", s->to.text, (long long)s->step,
-               s->repeated ? ", repeated from run.json" : "",
-               s->step >= run->o.steps ? "; after the last of --steps" : "");
+    for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
+        printf("switch    to %s at step %lld%s", s->to.text, (long long)s->step,
+               s->repeated ? ", repeated from run.json" : "");
+        if (s->step >= run->o.steps) printf("; never reached, because --steps is %lld", (long long)run->o.steps);
+        printf("\n");
+    }
 }
 
 static void print_shards(const Run *run, const Shards *shards) {

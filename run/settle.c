@@ -279,7 +279,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
-        fail(EXIT_USAGE, "--norm-length %lld: the p_n of %s were learned for its own length. Omit this flag.",
+        fail(EXIT_USAGE, "--norm-length %lld: %s has p_n that were learned for its own L.\n  Omit this flag.",
              (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
     lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text,

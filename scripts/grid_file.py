@@ -516,8 +516,8 @@ class Reader:
     def read_claim(self, one, where, rows, evals):
         ours, of = self.sides(one["ours"], where, rows), one.get("of", "train.val_loss")
         if ("=" in ours) != ("within" in one):
-            raise Refused(f"{where}: within: a claim with = needs it, and others have none: how far apart two equal "
-                          "numbers may be.")
+            raise Refused(f"{where}: within: required in a claim with =, and not allowed in others: the tolerance, or "
+                          "how far apart two numbers may be and still count as equal.")
         if one.get("within", 0) < 0:
             raise Refused(f"{where}: within: expected a number of 0 or more, found {one['within']}.")
         for name, key in zip(ours[::2], ["of"] + ["of-right"] * ("of-right" in one) + ["of"] * len(ours)):

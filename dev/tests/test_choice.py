@@ -352,7 +352,7 @@ def test_a_file_that_changes_is_named(left, model_of, tmp_path):
             file.seek(3999 * 128)
             file.write(f"{json.dumps(changed):127}\n")
     errors = job.communicate(timeout=120)[1]
-    assert job.returncode == 3 and f"{path}: it changed while it was evaluated" in errors, errors
+    assert job.returncode == 3 and f"{path}: the file changed during the evaluation" in errors, errors
     assert not (tmp_path / "out/eval.json").exists()
 
 

@@ -185,7 +185,7 @@ BAD = {    # what is appended to a correct file, and what the message says
               "flags: steps: expected a whole number of 1 or more, found 0"),
     "formula": ('[[formula]]\nname = "f"\nlow = 0\nhigh = 1\ns = 1\nagainst = "n"\nn = [0, 8]\n',
                 "n: expected whole numbers of 1 or more, found 0"),
-    "within": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax = softmax"\n', "within: a claim with = needs it"),
+    "within": ('[[claim]]\nname = "c"\npaper = ""\nours = "ssmax = softmax"\n', "within: required in a claim with ="),
     "size": ('[[run]]\nattn = "lssa"\nsizes = ["9k"]\n', "sizes: 9k is not one of 4k"),
     "data": ('[[run]]\nattn = "lssa"\ndata = "texts"\n', "data: texts is not one of text. Did you mean text?"),
     "scale": ('[[run]]\nattn = "lssa"\nscales = ["papr"]\n', "scales: papr is not one of small"),
