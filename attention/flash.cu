@@ -77,28 +77,11 @@ size_t flash_stats(FlashShape shape, size_t element) {
     return stats;
 }
 
-// ---- scratch: FlashRow, g and by_number of each row; prefix sums and their segments, for the posts that recenter;
-// flash90_backward.cuh's sums of dq and dk, and counters; partial sums of the scalars' gradients
+// ---- scratch
 
 static bool recenters(FlashShape shape) {
     int post = NORMALIZER_POST(shape.normalizer);
     return post == POST_RECENTER || post == POST_RECENTER_L1;
-}
-
-static size_t rounded_up(size_t bytes) {
-    return ((bytes + 255) / 256) * 256;
-}
-
-static size_t segments_of(FlashShape shape) {
-    return shape.B * shape.NKV * ((shape.T - 1) / SEGMENT + 1);
-}
-
-static size_t prefix_bytes(FlashShape shape) {
-    return recenters(shape) ? rounded_up(shape.B * shape.NKV * shape.T * shape.VS * sizeof(float)) : 0;
-}
-
-static size_t segments_bytes(FlashShape shape) {
-    return recenters(shape) ? rounded_up(segments_of(shape) * shape.VS * sizeof(float)) : 0;
 }
 
 static unsigned scalar_pieces(FlashShape shape) {
@@ -109,25 +92,14 @@ static unsigned position_pieces(FlashShape shape) {
     return (unsigned)((shape.B * shape.NH - 1) / POSITION_HEADS + 1);
 }
 
-// Per-head and per-position scalars share the space: the former are added up before the latter are computed.
-static size_t partials_bytes(FlashShape shape) {
+// The partial sums of the scalars' gradients. Per-head and per-position scalars share the space: the former are added
+// up before the latter are computed.
+static size_t partials_of(FlashShape shape) {
     size_t most = SCALAR_COUNT * shape.NH * scalar_pieces(shape);
     for (int x = 0; x < SCALAR_COUNT; x++)
         if (scalar_width(x) == PER_POSITION && normalizer_has(shape.normalizer, (Scalar)x))
             most = std::max(most, shape.T * position_pieces(shape));
-    return rounded_up(most * sizeof(double));
-}
-
-static size_t floats_of_rows(FlashShape shape) {
-    return rounded_up(rows_of(shape) * sizeof(float));
-}
-
-static size_t by_number_bytes(FlashShape shape) {
-    return phi_learns(NORMALIZER_PHI(shape.normalizer)) ? floats_of_rows(shape) : 0;
-}
-
-static size_t tiles_of_queries(FlashShape shape) {
-    return shape.B * shape.NH * ((shape.T - 1) / FLASH90_QUERIES + 1);
+    return most;
 }
 
 // Parts of v add to dq in order, so those that run at the same time wait for each other. With every second part in a
@@ -136,37 +108,43 @@ static size_t dq_sets_of(FlashShape shape, size_t element) {
     return std::min(parts_of(shape, element), (size_t)2);
 }
 
-// Of all sums of dq.
-static size_t summed_tiles(FlashShape shape, size_t element) {
-    return dq_sets_of(shape, element) * tiles_of_queries(shape);
-}
+// The first byte of each array in scratch, and how many bytes there are in all.
+struct FlashScratch {
+    size_t rows, g, by_number;            // FlashCall's, of each row
+    size_t prefix, segments;              // prefix sums of v and sums of their segments, for the posts that recenter
+    size_t dq_sums, dk_sums, counters;    // FlashCall's, for flash90_backward.cuh
+    size_t partials;                      // partials_of()
+    size_t bytes;
+};
 
-static size_t dq_sums_bytes(FlashShape shape, size_t element) {
-    size_t HS = shape.HS <= 64 ? 64 : 128;
-    return backward_is_90(shape, element) ? summed_tiles(shape, element) * FLASH90_QUERIES * HS * sizeof(float) : 0;
-}
-
-static size_t tiles_of_keys(FlashShape shape) {
-    return shape.B * shape.NKV * ((shape.T - 1) / FLASH90_KEYS + 1);
-}
-
-static size_t dk_sums_bytes(FlashShape shape, size_t element) {
-    return parts_of(shape, element) > 1 ? tiles_of_keys(shape) * FLASH90_KEYS * shape.HS * sizeof(float) : 0;
-}
-
-static size_t counters_bytes(FlashShape shape, size_t element) {
-    size_t counters = 1 + summed_tiles(shape, element) + FLASH90_KEY_TURNS * tiles_of_keys(shape);
-    return backward_is_90(shape, element) ? rounded_up(counters * sizeof(unsigned)) : 0;
-}
-
-static size_t row_numbers_bytes(FlashShape shape, size_t element) {
-    return rounded_up(parts_of(shape, element) * rows_of(shape) * sizeof(FlashRow));
+static FlashScratch scratch_of(FlashShape shape, size_t element) {
+    FlashScratch at = {};
+    auto place = [&at](size_t *where, size_t count, size_t size) {
+        *where = at.bytes;
+        at.bytes += ((count * size + 255) / 256) * 256;
+    };
+    const size_t parts = parts_of(shape, element), rows = rows_of(shape), sequences = shape.B * shape.NKV;
+    place(&at.rows, parts * rows, sizeof(FlashRow));
+    place(&at.g, rows, sizeof(float));
+    if (phi_learns(NORMALIZER_PHI(shape.normalizer))) place(&at.by_number, rows, sizeof(float));
+    if (recenters(shape)) {
+        place(&at.prefix, sequences * shape.T * shape.VS, sizeof(float));
+        place(&at.segments, sequences * ((shape.T - 1) / SEGMENT + 1) * shape.VS, sizeof(float));
+    }
+    if (backward_is_90(shape, element)) {
+        const size_t HS = shape.HS <= 64 ? 64 : 128, key_tiles = sequences * ((shape.T - 1) / FLASH90_KEYS + 1),
+                     query_tiles = shape.B * shape.NH * ((shape.T - 1) / FLASH90_QUERIES + 1),
+                     dq_tiles = dq_sets_of(shape, element) * query_tiles;
+        place(&at.dq_sums, dq_tiles * FLASH90_QUERIES * HS, sizeof(float));
+        if (parts > 1) place(&at.dk_sums, key_tiles * FLASH90_KEYS * HS, sizeof(float));
+        place(&at.counters, 1 + dq_tiles + FLASH90_KEY_TURNS * key_tiles, sizeof(unsigned));
+    }
+    place(&at.partials, partials_of(shape), sizeof(double));
+    return at;
 }
 
 size_t flash_scratch(FlashShape shape, size_t element) {
-    return row_numbers_bytes(shape, element) + floats_of_rows(shape) + by_number_bytes(shape) + prefix_bytes(shape) +
-           segments_bytes(shape) + dq_sums_bytes(shape, element) + dk_sums_bytes(shape, element) +
-           counters_bytes(shape, element) + partials_bytes(shape);
+    return scratch_of(shape, element).bytes;
 }
 
 template <class X>
@@ -201,17 +179,20 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
     if (keeps_along(shape, sizeof(X))) call.along = (X *)kept;
     call.parts = (int)parts_of(shape, sizeof(X));
     call.dq_sets = (int)dq_sets_of(shape, sizeof(X));
-    call.rows = (FlashRow *)scratch;
-    call.g = (float *)((char *)scratch + row_numbers_bytes(shape, sizeof(X)));
-    call.by_number = (float *)((char *)call.g + floats_of_rows(shape));
-    if (recenters(shape)) call.prefix = (float *)((char *)call.by_number + by_number_bytes(shape));
+    const FlashScratch at = scratch_of(shape, sizeof(X));
+    char *from = (char *)scratch;
+    call.rows = (FlashRow *)(from + at.rows);
+    call.g = (float *)(from + at.g);
+    if (phi_learns(call.phi)) call.by_number = (float *)(from + at.by_number);
+    if (recenters(shape)) call.prefix = (float *)(from + at.prefix);
     return call;
 }
 
 template <class X>
-static void prefix_sums(const FlashCall<X> &call, FlashShape shape, cudaStream_t stream) {
+static void prefix_sums(const FlashCall<X> &call, FlashShape shape, void *scratch, cudaStream_t stream) {
     if (!call.prefix) return;
-    float *prefix = (float *)call.prefix, *segments = (float *)((char *)prefix + prefix_bytes(shape));
+    float *prefix = (float *)call.prefix;
+    float *segments = (float *)((char *)scratch + scratch_of(shape, sizeof(X)).segments);
     dim3 grid((call.T - 1) / SEGMENT + 1, call.B * call.NKV, (call.VS - 1) / (4 * SUM_LANES) + 1);
     dim3 block(SUM_LANES, SUM_GROUPS);
     launch(flash_segments_kernel<X>, grid, block, 0, stream, segments, call);
@@ -234,7 +215,7 @@ static bool any_has(ScalarGrads grads, ScalarWidth width) {
 template <class X>
 static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit,
                              void *scratch, cudaStream_t stream) {
-    double *partials = (double *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape));
+    double *partials = (double *)((char *)scratch + scratch_of(shape, sizeof(X)).partials);
     unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / POSITION_THREADS + 1;
     if (any_has(grads, PER_HEAD)) {
         launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, grads, call,
@@ -255,15 +236,13 @@ static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashS
 template <class X>
 struct Pass {
     void (*forward)(const FlashCall<X> &, cudaStream_t), (*backward)(const FlashCall<X> &, cudaStream_t);
-    size_t (*shared)(size_t HS);    // the most shared memory per block, in bytes
+    size_t (*shared)(int head_size);    // the most shared memory per block, in bytes
     float in_unit;
 };
 
 template <class X, int PHI, int POST>
-static size_t shared_of(size_t HS) {
-    if (HS <= 48) return most_shared<X, 48, PHI, POST>;
-    if (HS <= 64) return most_shared<X, 64, PHI, POST>;
-    return most_shared<X, 128, PHI, POST>;
+static size_t shared_of(int head_size) {
+    return with_head_size<48, 64, 128>(head_size, [](auto HS) { return most_shared<X, HS.value, PHI, POST>; });
 }
 
 template <class X, int instance>
@@ -299,37 +278,37 @@ static Pass<X> pass_of(const Normalizer *a) {
 
 // The limit of this rank's GPU: 163 KB per block with compute capability 8.0, 99 KB with 8.6 and 8.9, 227 KB with 9.0.
 static void check_shared(FlashShape shape, size_t element) {
-    size_t HS = shape.HS, needed = element == sizeof(bf16) ? pass_of<bf16>(shape.normalizer).shared(HS)
-                                                           : pass_of<float>(shape.normalizer).shared(HS);
+    const int HS = (int)shape.HS;
+    const size_t needed = element == sizeof(bf16) ? pass_of<bf16>(shape.normalizer).shared(HS)
+                                                  : pass_of<float>(shape.normalizer).shared(HS);
     int device, most;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     if (needed > (size_t)most)
-        fail(
-            EXIT_USAGE,
-            "attention: a head size of %zu needs %zu KB of shared memory per block, but this GPU has only %zu KB.\n  Heads of at most 64 need less (head_dim"
-            " in --model, or else channels / heads); gated units always have 128.",
-            HS, needed / 1024, (size_t)most / 1024);
+        fail(EXIT_USAGE,
+             "attention: a head size of %d needs %zu KB of shared memory per block, but this GPU has only %d KB.\n"
+             "  Heads of at most 64 need less (head_dim in --model, or else channels / heads); gated units always have "
+             "128.",
+             HS, needed / 1024, most / 1024);
 }
 
 void flash_check(FlashShape shape, size_t element) {
     size_t HS = shape.HS, VS = shape.VS;
     if (HS < 8 || HS > 128 || HS % 8)
-        fail(
-            EXIT_USAGE,
-            "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (head_dim in --model, or else channels / heads).",
-            HS);
+        fail(EXIT_USAGE,
+             "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (head_dim in --model, "
+             "or else channels / heads).",
+             HS);
     if (VS != HS && !(HS == 128 && VS % 8 == 0 && VS > 0))
-        fail(
-            EXIT_USAGE,
-            "attention: no kernel for values of size %zu with a head size of %zu; expected the same size or, in a gated unit (where it is 2 x channels), a"
-            " multiple of 8.",
-            VS, HS);
+        fail(EXIT_USAGE,
+             "attention: no kernel for values of size %zu with a head size of %zu; expected the same size or, in a "
+             "gated unit (where it is 2 x channels), a multiple of 8.",
+             VS, HS);
     if (shape.T < 1 || shape.T > 1 << 24 || shape.B < 1 || shape.NH < 1 || shape.B * shape.NH > 65535)
-        fail(
-            EXIT_USAGE,
-            "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most 65,535 heads in all sequences together.",
-            shape.B, shape.T, shape.NH);
+        fail(EXIT_USAGE,
+             "attention: %zu sequences of %zu tokens with %zu heads; expected 1 to 16,777,216 tokens, and at most "
+             "65,535 heads in all sequences together.",
+             shape.B, shape.T, shape.NH);
     if (shape.NKV < 1 || shape.NH % shape.NKV)
         fail(EXIT_USAGE, "attention: %zu heads are not divisible by %zu key-value heads (see --model).", shape.NH,
              shape.NKV);
@@ -343,10 +322,10 @@ template <class X>
 static void check_view(const char *name, FlashView<X> view) {
     size_t pack = 16 / sizeof(X);
     if ((uintptr_t)view.p % 16 || view.row % pack || view.head % pack)
-        fail(
-            EXIT_USAGE,
-            "attention: %s is at %p with strides of %zu (row) and %zu (head) elements; expected a 16-byte aligned address and multiples of %zu elements.",
-            name, (const void *)view.p, view.row, view.head, pack);
+        fail(EXIT_USAGE,
+             "attention: %s is at %p with strides of %zu (row) and %zu (head) elements; expected a 16-byte aligned "
+             "address and multiples of %zu elements.",
+             name, (const void *)view.p, view.row, view.head, pack);
 }
 
 template <class X>
@@ -360,7 +339,7 @@ void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_
     FlashCall<X> call = call_of(shape, in, stats, scratch);
     call.out = out;
     call.all_zero_rows = all_zero_rows;
-    if (call.post == POST_RECENTER) prefix_sums(call, shape, stream);
+    if (call.post == POST_RECENTER) prefix_sums(call, shape, scratch, stream);
     pass_of<X>(shape.normalizer).forward(call, stream);
 }
 
@@ -375,21 +354,22 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
     FlashCall<X> call = call_of(shape, in, const_cast<float *>(stats), scratch);
     call.out = {const_cast<X *>(out.p), out.row, out.head};
     call.dout = {dout, out.row, out.head};
+    check_view("dout", call.dout);
     call.dq = d.q;
     call.dk = d.k;
     call.dv = d.v;
     if (!any_acts(d.scalars, IN_SCALE)) call.g = NULL;
     if (!any_acts(d.scalars, IN_PHI)) call.by_number = NULL;
     if (backward_is_90(shape, sizeof(X))) {
-        call.counters = (unsigned *)((char *)scratch + flash_scratch(shape, sizeof(X)) - partials_bytes(shape) -
-                                     counters_bytes(shape, sizeof(X)));
-        call.dq_sums =
-            (float *)((char *)call.counters - dk_sums_bytes(shape, sizeof(X)) - dq_sums_bytes(shape, sizeof(X)));
-        if (call.parts > 1) call.dk_sums = (float *)((char *)call.dq_sums + dq_sums_bytes(shape, sizeof(X)));
+        const FlashScratch at = scratch_of(shape, sizeof(X));
+        char *from = (char *)scratch;
+        call.dq_sums = (float *)(from + at.dq_sums);
+        if (call.parts > 1) call.dk_sums = (float *)(from + at.dk_sums);
+        call.counters = (unsigned *)(from + at.counters);
         call.any_order = shape.any_order;
         call.rope = d.rope;
     }
-    prefix_sums(call, shape, stream);
+    prefix_sums(call, shape, scratch, stream);
     Pass<X> pass = pass_of<X>(shape.normalizer);
     launch(flash_rows_kernel<X>, dim3((call.T - 1) / ROW_THREADS + 1, call.B * call.NH, call.parts), dim3(ROW_THREADS),
            0, stream, call, pass.in_unit);

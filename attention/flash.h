@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "attention/normalizer.h"
 
 // NH query heads share NKV key-value heads: query head h reads key-value head h / (NH/NKV).
@@ -20,7 +22,7 @@ struct FlashShape {
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
     size_t from = 0;                 // see flash_forward
-    bool any_order = false;    // may dq be summed in any order? Otherwise the same input always gives the same bits
+    bool any_order = false;          // may dq be summed in any order? Otherwise the same input always gives the same bits
 };
 
 // The heads of q, k, v or out anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head,
@@ -238,6 +240,14 @@ template <int instance>
 void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
 template <int instance>
 void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
+
+// Calls act() with the first of these head sizes, which ascend, that has room for HS columns, as an integral_constant.
+template <int FIRST, int... MORE, class Act>
+auto with_head_size(int HS, Act act) {
+    if constexpr (sizeof...(MORE) > 0)
+        if (HS > FIRST) return with_head_size<MORE...>(HS, act);
+    return act(std::integral_constant<int, FIRST>());
+}
 
 // Does the instance have kernels for compute capability 9.0 too, in flash90_instance.cu?
 constexpr bool flash90_has(int instance) {

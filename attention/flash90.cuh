@@ -8,7 +8,8 @@
 // matmul reads a panel along its rows (K-major) or across them (MN-major), so no tile is ever transposed.
 //
 //   flash90_forward.cuh     the forward kernel
-//   flash90_backward.cuh    the kernels of the backward pass
+//   flash90_backward.cuh    the backward kernel, which sums dq in float32
+//   flash90_dq.cuh          the kernel that rounds dq
 //
 // HS in the kernels is 64 or 128; TMA fills smaller heads with zeros.
 //
@@ -55,13 +56,6 @@ DEVICE void load_panels(char *tile, Mbarrier *full, const TensorMap *map, int co
         tma_load(tile + panel * tile_bytes<ROWS, WIDTH>, map, full, {column + panel * WIDTH, head, row, b});
 }
 
-// The same; `full` completes when they are there.
-template <int ROWS, int HS>
-DEVICE void load_rows(char *tile, Mbarrier *full, const TensorMap *map, int column, int head, int row, int b) {
-    mbarrier_arrive_expect_tx(full, tile_bytes<ROWS, HS>);
-    load_panels<ROWS, HS>(tile, full, map, column, head, row, b);
-}
-
 // A buffer's barriers: `full` completes when its tile is there, `empty` when all have read it.
 template <int STAGES>
 struct Ring {
@@ -89,10 +83,21 @@ DEVICE void ring_wait_full(Ring<STAGES> &ring, unsigned step) {
     mbarrier_wait(&ring.full[step % STAGES], (step / STAGES) % 2);
 }
 
-// By each warp, after the matmuls that read the tile; only if `holds`.
+// Waits until the buffer of the step-th tile is free, and starts loading the tile: `ROWS` rows from `row` on, in panels
+// of WIDTH columns. By one thread.
+template <int ROWS, int HS, int WIDTH = PANEL, int STAGES>
+DEVICE void ring_load(Ring<STAGES> &ring, char (&buffers)[STAGES][tile_bytes<ROWS, HS>], unsigned step,
+                      const TensorMap *map, int column, int head, int row, int b) {
+    Mbarrier *full = &ring.full[step % STAGES];
+    ring_wait_empty(ring, step);
+    mbarrier_arrive_expect_tx(full, tile_bytes<ROWS, HS>);
+    load_panels<ROWS, HS, WIDTH>(buffers[step % STAGES], full, map, column, head, row, b);
+}
+
+// By each warp, after the matmuls that read the tile.
 template <int STAGES>
-DEVICE void ring_release(Ring<STAGES> &ring, unsigned step, bool holds = true) {
-    if (threadIdx.x % 32 == 0 && holds) mbarrier_arrive(&ring.empty[step % STAGES]);
+DEVICE void ring_release(Ring<STAGES> &ring, unsigned step) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[step % STAGES]);
 }
 
 // The number of the thread's warpgroup. After a shuffle ptxas knows that all lanes have the same, and computes what

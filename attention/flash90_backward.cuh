@@ -24,7 +24,7 @@
 //   first queries first   Sums start with the last keys that a query sees, which is the order in which the blocks of a
 //       head reach it if they start together. Numbers go head by head, so that few heads are in the L2 cache.
 //
-// flash90_dq_kernel then rounds the sums.
+// flash90_dq_kernel (flash90_dq.cuh) then rounds the sums.
 //
 // The gated unit's wide values (VS > 128) are processed in parts of HS columns, each by blocks of its own, like a
 // head: dO · v is a sum over the columns, and dz is linear in it. So a part has its own D, less and dv, and its share
@@ -38,67 +38,59 @@
 #ifndef ATTENTION_FLASH90_BACKWARD_CUH
 #define ATTENTION_FLASH90_BACKWARD_CUH
 
-#include "attention/flash90.cuh"
+#include "attention/flash90_dq.cuh"
 #include "attention/flash_backward.cuh"
 
+// How the kernel works for a head size, a phi and a class of posts. A block owns OWN keys, and the queries come in tiles
+// of STREAM rows through STAGES buffers.
+template <int HEAD_SIZE, int phi, int post>
 struct Backward90Plan {
+    static constexpr int HS = HEAD_SIZE, PHI = phi, POST = post;
+    static constexpr bool SMALL = HS <= 64;
     enum {
         CONSUMERS = 2,
+        WARPS = 4 * CONSUMERS,
         THREADS = 128 * (CONSUMERS + 1),
         OWN = FLASH90_KEYS,
         STREAM = FLASH90_QUERIES,
         NT = STREAM / 8,
         STAGES = 2,
+        // K is in panels of so many columns, of which each consumer needs one for dq.
+        KEY_PANEL = HS / 2,
+        // Of K: a second one if LOOPS. That of V is free as soon as V is in registers.
+        KEY_STAGES = SMALL ? 2 : 1,
+        // Before a consumer writes the dz of step j, it has waited for the other's of step j - 2, which the other wrote
+        // after its dq of step j - 4 was complete, the last reader of this buffer. So with four buffers, nobody has to
+        // wait until one is free; three need barriers.
+        DZ_STAGES = SMALL ? 4 : 3,
+        // A head size of 128 leaves room for one buffer of dq.
+        DQ_STAGES = SMALL ? 4 : 1,
+        // The warps that add dq. Each has buffers of its own, so it waits for every phase of a buffer, in turn.
+        DQ_ADDERS = SMALL ? 2 : 1,
+        // Blocks of keys that have been drawn. With blocks of two steps, 2 would not do: dq is handed over two steps
+        // late, and only then is its block done.
+        WORK_STAGES = 4,
         // With 168 registers for each of 384 threads at first, there are 64,512.
         PRODUCER_REGISTERS = 24,
         CONSUMER_REGISTERS = 240
     };
+    static constexpr Swizzle KEY_SWIZZLE = (int)KEY_PANEL == (int)PANEL ? SWIZZLE_128 : SWIZZLE_64;
+    static constexpr bool
+        // Does a block of the grid compute one block of keys after the other?
+        LOOPS = SMALL,
+        // Are K and V left operands in registers? Then they do not have to be read from shared memory again for each
+        // tile of queries.
+        KEEPS_OWN = SMALL,
+        // Are S and dP of the next step computed while the other matmuls run?
+        AHEAD = SMALL,
+        // Are the rows of a step's first operand read a step ahead?
+        READS_AHEAD = SMALL && POST == FLASH_PLAIN,
+        // Before others may see what a warp has stored, a fence takes some hundred clocks. Does a step share it
+        // together with the next step's dz? With several buffers of dq.
+        SHARES_LATE = SMALL,
+        // May values be wide (VS > 128), and their parts have blocks of their own?
+        WIDE = !SMALL, LAST_FIRST = flash90_last_queries_first(PHI, HS);    // the order of blocks
 };
-
-// A head size of 128 leaves room for one buffer of dq. One of 64 leaves registers for K and V as left operands, which
-// then do not have to be read from shared memory again for each tile of queries, and for S and dP of the next step
-// while the other matmuls run.
-template <int HS>
-constexpr int dq_stages = HS <= 64 ? 4 : 1;
-
-// The warps that add dq. Each has buffers of its own, so it waits for every phase of a buffer, in turn.
-template <int HS>
-constexpr int dq_adders = dq_stages<HS> > 1 ? 2 : 1;
-
-template <int HS>
-constexpr bool keeps_own = HS <= 64;
-
-// The buffers of dz. Before a consumer writes step j, it has waited for the other's dz of step j - 2, which the other
-// wrote after its dq of step j - 4 was complete, the last reader of this buffer. So with four buffers, nobody has to
-// wait until one is free; three need barriers.
-template <int HS>
-constexpr int dz_stages = HS <= 64 ? 4 : 3;
-
-template <int HS>
-constexpr bool scores_ahead = HS <= 64;
-
-// Before others may see what a warp has stored, a fence takes some hundred clocks. With several buffers for dq, a step
-// can share it together with the next step's dz.
-template <int HS>
-constexpr bool shares_late = dq_stages<HS> > 1;
-
-// Does a block of the grid compute one block of keys after the other? Where there is room for two tiles of K: that of V
-// is free as soon as V is in registers.
-template <int HS>
-constexpr bool backward90_loops = HS <= 64;
-
-template <int HS, int PHI>
-constexpr bool last_queries_first = flash90_last_queries_first(PHI, HS);
-
-template <int HS>
-constexpr int key_stages = backward90_loops<HS> ? 2 : 1;
-
-// K is in panels of HS/2 columns, of which each consumer needs one for dq.
-template <int HS>
-constexpr int key_panel = HS / 2;
-
-template <int HS>
-constexpr Swizzle key_swizzle = HS / 2 == PANEL ? SWIZZLE_128 : SWIZZLE_64;
 
 struct Backward90Maps {
     TensorMap q, k, v, dout;
@@ -106,9 +98,9 @@ struct Backward90Maps {
 };
 
 // A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
-// h_end - 1, from `first` on. In a loop over blocks, each needs two steps: the last one waits for K of the next block,
-// whose buffer is free after the first. So a single step is followed by another one, of zeros. With it, there are
-// `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
+// h_end - 1, from `first` on. In a loop over blocks, each needs two steps, because its last step waits for the next
+// block's K, whose buffer is free only after the first. So a single step is followed by another one, of zeros. With it,
+// there are `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
 //
 // With wide values, a block has a part of their columns, HS from part · HS on. call.rows has the numbers of a part's
 // heads together; those of the sequence's first head are at rows · T.
@@ -116,62 +108,45 @@ struct Backward90Work {
     int b, kv, tile, h, h_end, steps_h_end, first, count, steps, part, rows;
 };
 
-// With blocks of two steps, 2 would not do: dq is handed over two steps late, and only then is its block done.
-enum { WORK_STAGES = 4 };
+// ---------------------------------------------------------------------------------------------------------------------
+// Shared memory
 
-template <int HS>
-struct Backward90Barriers {
-    Ring<WORK_STAGES> work;
-    Ring<key_stages<HS>> k;
-    Ring<1> v;
-    Ring<Backward90Plan::STAGES> queries;    // q, dout and rows
-    Ring<dz_stages<HS>> dz;
-    Ring<dq_stages<HS>> dq;
-};
-
-// Shared memory.
-template <int HS>
+// In dynamic shared memory, from a multiple of 1,024 bytes on.
+template <class P>
 struct Backward90Tiles {
-    char *k, *v;             // key_stages of (OWN,HS), and one
-    char *q, *dout;          // STAGES of (STREAM,HS)
-    char *dz;                // dz_stages of (OWN,STREAM)
-    float4 *dq;              // dq_stages of (STREAM,HS) floats, in the order in which threads hold them
-    float4 *rows;            // STAGES of (2,STREAM): halves of FlashRow
-    Backward90Work *work;    // WORK_STAGES
-    Backward90Barriers<HS> *barriers;
+    char k[P::KEY_STAGES][tile_bytes<P::OWN, P::HS>], v[1][tile_bytes<P::OWN, P::HS>];
+    char q[P::STAGES][tile_bytes<P::STREAM, P::HS>], dout[P::STAGES][tile_bytes<P::STREAM, P::HS>];
+    char dz[P::DZ_STAGES][tile_bytes<P::OWN, P::STREAM>];
+    float4 dq[P::DQ_STAGES][dq_pieces<P::HS>];    // in the order in which threads hold it
+    float4 rows[P::STAGES][2][P::STREAM];         // halves of FlashRow
 };
 
-template <int HS>
-constexpr unsigned dq_pieces = Backward90Plan::STREAM * HS / 4;    // of a tile of dq, 16 bytes each
+template <class P>
+struct Backward90Barriers {
+    Ring<P::WORK_STAGES> work;
+    Ring<P::KEY_STAGES> k;
+    Ring<1> v;
+    Ring<P::STAGES> queries;    // q, dout and rows
+    Ring<P::DZ_STAGES> dz;
+    Ring<P::DQ_STAGES> dq;
+};
 
-enum { DZ_BYTES = Backward90Plan::OWN * PANEL_ROW, ROW_PIECES = 2 * Backward90Plan::STREAM };
+template <class P>
+struct Backward90Shared {
+    Backward90Tiles<P> &tiles;
+    Backward90Barriers<P> &barriers;
+    Backward90Work *works;    // WORK_STAGES
+};
 
-template <int HS>
-constexpr size_t backward90_shared =
-    1024 + (key_stages<HS> + 1) * tile_bytes<Backward90Plan::OWN, HS> +
-    2 * Backward90Plan::STAGES * tile_bytes<Backward90Plan::STREAM, HS> + dz_stages<HS> * DZ_BYTES +
-    (dq_stages<HS> * dq_pieces<HS> + Backward90Plan::STAGES * ROW_PIECES) * 16;
-
-template <int HS>
-DEVICE Backward90Tiles<HS> backward90_tiles(char *memory, Backward90Barriers<HS> *barriers, Backward90Work *work) {
-    typedef Backward90Plan P;
-    Backward90Tiles<HS> tiles;
-    tiles.k = aligned_tile(memory);
-    tiles.v = tiles.k + key_stages<HS> * tile_bytes<P::OWN, HS>;
-    tiles.q = tiles.v + tile_bytes<P::OWN, HS>;
-    tiles.dout = tiles.q + P::STAGES * tile_bytes<P::STREAM, HS>;
-    tiles.dz = tiles.dout + P::STAGES * tile_bytes<P::STREAM, HS>;
-    tiles.dq = (float4 *)(tiles.dz + dz_stages<HS> * DZ_BYTES);
-    tiles.rows = tiles.dq + dq_stages<HS> * dq_pieces<HS>;
-    tiles.work = work;
-    tiles.barriers = barriers;
-    return tiles;
-}
-
-// The K of the block-th block of keys.
-template <int HS>
-DEVICE char *keys_of(const Backward90Tiles<HS> &tiles, unsigned block) {
-    return tiles.k + (block % key_stages<HS>)*tile_bytes<Backward90Plan::OWN, HS>;
+template <class P>
+DEVICE void backward90_init(Backward90Barriers<P> &barriers) {
+    ring_init(barriers.work, 1, P::WARPS + 1 + P::DQ_ADDERS);    // backward90_load_rows(), backward90_add()
+    ring_init(barriers.k, 1, P::WARPS);
+    ring_init(barriers.v, 1, P::WARPS);
+    ring_init(barriers.queries, 2, P::WARPS);    // backward90_load() and backward90_load_rows()
+    ring_init(barriers.dz, P::WARPS, P::WARPS);
+    ring_init(barriers.dq, P::WARPS, 1);
+    mbarrier_init_fence();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -183,24 +158,25 @@ struct QueryTile {
 };
 
 // Stores in `work` what the block with this number is.
-template <int HS, bool LAST_FIRST, class X>
-DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int together, int number) {
-    typedef Backward90Plan P;
-    const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), parts = HS <= 64 ? 1 : anew(call.parts),
-              group = call.NH / NKV, before = number / (together * tiles * parts) * together,
-              heads = min(together, call.B * NKV - before), at = number - before * tiles * parts;
+template <class P>
+DEVICE void backward90_work(Backward90Work &work, const FlashCall<bf16> &call, int together, int number) {
+    const int tiles = anew((call.T - 1) / P::OWN + 1), NKV = anew(call.NKV), parts = P::WIDE ? anew(call.parts) : 1,
+              of_head = tiles * parts, group = call.NH / NKV;
+    // The heads of earlier ranges, and the heads and the number in this range. The last one has fewer heads.
+    const int before = (number / (together * of_head)) * together, heads = min(together, call.B * NKV - before),
+              at = number - before * of_head;
     work.steps = 0;
-    if (heads <= 0 || at >= heads * tiles * parts) return;    // the last range has fewer heads
-    const int head = before + at % heads, turn = at / heads / parts,
-              tile = LAST_FIRST || call.any_order ? turn : tiles - 1 - turn;
+    if (heads <= 0 || at >= heads * of_head) return;
+    const int head = before + at % heads, turn = at / heads;
+    const int tile = P::LAST_FIRST || call.any_order ? turn / parts : tiles - 1 - turn / parts;
     work.b = head / NKV;
     work.kv = head % NKV;
-    work.part = at / heads % parts;
+    work.part = turn % parts;
     work.rows = (work.part * call.B + work.b) * call.NH;
     work.tile = tile;
     work.h = work.kv * group;
     work.h_end = work.h + group;
-    work.first = tile * P::OWN / P::STREAM;
+    work.first = tile * (P::OWN / P::STREAM);
     // Queries that start after these keys see none of them, and neither do later ones.
     int end = (call.T - 1) / P::STREAM + 1;
     UNROLL_NOT
@@ -212,84 +188,112 @@ DEVICE void backward90_work(Backward90Work &work, const FlashCall<X> &call, int 
     work.count = end - work.first;
     work.steps = work.count * (anew(call.NH) / anew(call.NKV));    // divided again, for lack of registers
     work.steps_h_end = work.h_end;
-    if (work.steps > 1 || !backward90_loops<HS>) return;
+    if (work.steps > 1 || !P::LOOPS) return;
     work.steps++;
     work.steps_h_end++;
 }
 
 // A block's first tile of queries.
-template <bool LAST_FIRST>
+template <class P>
 DEVICE QueryTile first_tile(const Backward90Work &work) {
-    return {work.h, work.first + (LAST_FIRST ? work.count - 1 : 0)};
+    return {work.h, work.first + (P::LAST_FIRST ? work.count - 1 : 0)};
 }
 
 // The tile after `at`, of the same or the next query head.
-template <bool LAST_FIRST>
+template <class P>
 DEVICE void next_tile(QueryTile &at, const Backward90Work &work) {
-    at.tile += LAST_FIRST ? -1 : 1;
+    at.tile += P::LAST_FIRST ? -1 : 1;
     if (at.tile >= work.first && at.tile < work.first + work.count) return;
-    at.tile += LAST_FIRST ? work.count : -work.count;
+    at.tile += P::LAST_FIRST ? work.count : -work.count;
     at.h++;
+}
+
+// Which of the sums of dq a block adds to.
+template <class P>
+DEVICE int set_of(const FlashCall<bf16> &call, const Backward90Work &work) {
+    return P::WIDE ? work.part % call.dq_sets : 0;
+}
+
+// How many blocks add to this tile of queries before a block does: those of later keys that it sees (LAST_FIRST: of
+// earlier ones), and those of the same keys and earlier parts.
+template <class P>
+DEVICE int blocks_before(const FlashCall<bf16> &call, const Backward90Work &work, int tile) {
+    const int row = tile * P::STREAM,
+              others = P::LAST_FIRST ? work.tile - first_key(call, work.b, row) / P::OWN : row / P::OWN - work.tile;
+    if (!P::WIDE) return others;
+    const int sets = call.dq_sets, parts = (call.parts - 1 - set_of<P>(call, work)) / sets + 1;
+    return others * parts + work.part / sets;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The producer's warps
 
-// Waits until it is known what the block-th block of keys is. A warp that has read it for the last time releases it.
-template <int HS>
-DEVICE const Backward90Work &work_of(const Backward90Tiles<HS> &tiles, unsigned block) {
-    ring_wait_full(tiles.barriers->work, block);
-    return tiles.work[block % WORK_STAGES];
+// Waits until the block-th block of keys has been drawn.
+template <class P>
+DEVICE const Backward90Work &work_of(const Backward90Shared<P> &shared, unsigned block) {
+    ring_wait_full(shared.barriers.work, block);
+    return shared.works[block % P::WORK_STAGES];
+}
+
+// The same, afterwards. It is read from shared memory again, so that it occupies no registers.
+template <class P>
+DEVICE const Backward90Work &work_anew(const Backward90Shared<P> &shared, unsigned block) {
+    return shared.works[anew((int)block) % P::WORK_STAGES];
+}
+
+// Calls act(block) for each block of keys, and then releases it. By a warp, or by its first lane alone.
+template <class P, class Act>
+DEVICE void for_each_block(const Backward90Shared<P> &shared, int lane, Act act) {
+    UNROLL_NOT
+    for (unsigned block = 0; block == 0 || P::LOOPS; block++) {
+        if (work_of(shared, block).steps == 0) return;
+        act(block);
+        if (lane == 0) mbarrier_arrive(&shared.barriers.work.empty[anew((int)block) % P::WORK_STAGES]);
+    }
 }
 
 // By one thread: draws blocks of keys, tells the other warps, and loads K and V, then Q and dO of each step.
-template <int HS, bool LAST_FIRST>
-DEVICE void backward90_load(const Backward90Tiles<HS> &tiles, const Backward90Maps &maps, const FlashCall<bf16> &call) {
-    typedef Backward90Plan P;
-    Backward90Barriers<HS> &barriers = *tiles.barriers;
-    auto &ring = barriers.queries;
+template <class P>
+DEVICE void backward90_load(const Backward90Shared<P> &shared, const Backward90Maps &maps,
+                            const FlashCall<bf16> &call) {
+    Backward90Tiles<P> &tiles = shared.tiles;
+    Backward90Barriers<P> &barriers = shared.barriers;
     unsigned step = 0;
     UNROLL_NOT
-    for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
+    for (unsigned block = 0; block == 0 || P::LOOPS; block++) {
         ring_wait_empty(barriers.work, block);
-        Backward90Work &work = tiles.work[block % WORK_STAGES];
-        backward90_work<HS, LAST_FIRST>(work, call, maps.together, (int)atomicAdd(call.counters, 1u));
-        mbarrier_arrive(&barriers.work.full[block % WORK_STAGES]);
+        Backward90Work &work = shared.works[block % P::WORK_STAGES];
+        backward90_work<P>(work, call, maps.together, (int)atomicAdd(call.counters, 1u));
+        mbarrier_arrive(&barriers.work.full[block % P::WORK_STAGES]);
         if (work.steps == 0) return;
-        Mbarrier *k_full = &barriers.k.full[block % key_stages<HS>], *v_full = &barriers.v.full[0];
-        ring_wait_empty(barriers.k, block);
-        mbarrier_arrive_expect_tx(k_full, tile_bytes<P::OWN, HS>);
-        load_panels<P::OWN, HS, key_panel<HS>>(keys_of(tiles, block), k_full, &maps.k, 0, work.kv, work.tile * P::OWN,
-                                               work.b);
-        ring_wait_empty(barriers.v, block);
-        load_rows<P::OWN, HS>(tiles.v, v_full, &maps.v, work.part * HS, work.kv, work.tile * P::OWN, work.b);
-        QueryTile at = first_tile<LAST_FIRST>(work);
+        const int key = work.tile * P::OWN, column = work.part * P::HS;
+        ring_load<P::OWN, P::HS, P::KEY_PANEL>(barriers.k, tiles.k, block, &maps.k, 0, work.kv, key, work.b);
+        ring_load<P::OWN, P::HS>(barriers.v, tiles.v, block, &maps.v, column, work.kv, key, work.b);
+        QueryTile at = first_tile<P>(work);
         UNROLL_NOT
-        for (; at.h < work.steps_h_end; step++, next_tile<LAST_FIRST>(at, work)) {
-            Mbarrier *full = &ring.full[step % P::STAGES];
-            const int offset = (step % P::STAGES) * tile_bytes<P::STREAM, HS>;
-            ring_wait_empty(ring, step);
-            mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, HS>);
-            const int h = at.h < work.h_end ? at.h : call.NH;    // TMA fills what is outside with zeros
-            load_panels<P::STREAM, HS>(tiles.q + offset, full, &maps.q, 0, h, at.tile * P::STREAM, work.b);
-            load_panels<P::STREAM, HS>(tiles.dout + offset, full, &maps.dout, work.part * HS, h, at.tile * P::STREAM,
-                                       work.b);
+        for (; at.h < work.steps_h_end; step++, next_tile<P>(at, work)) {
+            const unsigned stage = step % P::STAGES;
+            Mbarrier *full = &barriers.queries.full[stage];
+            ring_wait_empty(barriers.queries, step);
+            mbarrier_arrive_expect_tx(full, 2 * tile_bytes<P::STREAM, P::HS>);
+            const int h = at.h < work.h_end ? at.h : call.NH, row = at.tile * P::STREAM;    // head NH: zeros, by TMA
+            load_panels<P::STREAM, P::HS>(tiles.q[stage], full, &maps.q, 0, h, row, work.b);
+            load_panels<P::STREAM, P::HS>(tiles.dout[stage], full, &maps.dout, work.part * P::HS, h, row, work.b);
         }
     }
 }
 
 // By a warp: copies the FlashRows of a block's steps, zeros for rows past T. step: the number of steps before it
-template <int HS, bool LAST_FIRST, class Work>
-DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, unsigned &step,
+template <class P>
+DEVICE void backward90_load_rows(const Backward90Shared<P> &shared, unsigned block, unsigned &step,
                                  const FlashCall<bf16> &call, int lane) {
-    typedef Backward90Plan P;
-    enum { EACH = P::STREAM / 32 };    // rows of a lane
-    auto &ring = tiles.barriers->queries;
-    QueryTile at = first_tile<LAST_FIRST>(work());
+    auto &ring = shared.barriers.queries;
+    auto work = [&]() -> const Backward90Work & { return work_anew(shared, block); };
+    QueryTile at = first_tile<P>(work());
     UNROLL_NOT
-    for (; at.h < work().steps_h_end; step++, next_tile<LAST_FIRST>(at, work())) {
+    for (; at.h < work().steps_h_end; step++, next_tile<P>(at, work())) {
         UNROLL
-        for (int i = 0; i < EACH; i++) {    // one at a time, for lack of registers
+        for (int i = 0; i < P::STREAM / 32; i++) {    // one at a time, for lack of registers
             const int mine = lane + 32 * i, row = at.tile * P::STREAM + mine;
             const float4 *from = (const float4 *)(call.rows + (size_t)(work().rows + at.h) * call.T + row);
             // The weights of rows that do not exist are 0: factor is, or with exp the bias is -infinity.
@@ -299,9 +303,9 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
                 halves[1] = from[1];
             }
             if (i == 0) ring_wait_empty(ring, step);
-            float4 *to = tiles.rows + (step % P::STAGES) * ROW_PIECES + mine;
-            to[0] = halves[0];
-            to[P::STREAM] = halves[1];
+            auto &rows = shared.tiles.rows[step % P::STAGES];
+            rows[0][mine] = halves[0];
+            rows[1][mine] = halves[1];
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&ring.full[step % P::STAGES]);
@@ -309,126 +313,109 @@ DEVICE void backward90_load_rows(const Backward90Tiles<HS> &tiles, Work work, un
     __syncwarp();    // all lanes have read `work`
 }
 
-// A step's dq.
-template <int HS>
-DEVICE float4 *dq_of(const Backward90Tiles<HS> &tiles, unsigned step) {
-    return tiles.dq + dq_pieces<HS> * (step % dq_stages<HS>);
-}
-
-// Which of the sums of dq a block adds to.
-template <int HS>
-DEVICE int set_of(const FlashCall<bf16> &call, const Backward90Work &work) {
-    return HS <= 64 ? 0 : work.part % call.dq_sets;
-}
-
-// How many blocks add to this tile of queries before a block does: those of later keys that it sees (LAST_FIRST: of
-// earlier ones), and those of the same keys and earlier parts.
-template <int HS, bool LAST_FIRST>
-DEVICE int blocks_before(const FlashCall<bf16> &call, const Backward90Work &work, int tile) {
-    typedef Backward90Plan P;
-    const int row = tile * P::STREAM,
-              others = LAST_FIRST ? work.tile - first_key(call, work.b, row) / P::OWN : row / P::OWN - work.tile;
-    if (HS <= 64) return others;
-    const int sets = call.dq_sets, parts = (call.parts - 1 - set_of<HS>(call, work)) / sets + 1;
-    return others * parts + work.part / sets;
-}
-
-// By one thread of each of dq_adders warps: adds its tiles of a block's dq to global memory. While one waits until the
+// By one thread of each of DQ_ADDERS warps: adds its tiles of a block's dq to global memory. While one waits until the
 // others see that its addition is over, the other begins with the next. step: the number of steps before the block
-template <int HS, bool LAST_FIRST>
-DEVICE void backward90_add(const Backward90Tiles<HS> &tiles, const Backward90Work &work, unsigned &step,
+template <class P>
+DEVICE void backward90_add(const Backward90Shared<P> &shared, const Backward90Work &work, unsigned &step,
                            const FlashCall<bf16> &call, int adder) {
-    typedef Backward90Plan P;
-    auto &ring = tiles.barriers->dq;
-    static_assert(dq_stages<HS> % dq_adders<HS> == 0, "a buffer belongs to one warp");
+    enum { BYTES = dq_pieces<P::HS> * sizeof(float4) };
+    auto &ring = shared.barriers.dq;
+    static_assert((int)P::DQ_STAGES % (int)P::DQ_ADDERS == 0, "a buffer belongs to one warp");
     const int row_tiles = (call.T - 1) / P::STREAM + 1;
-    QueryTile at = first_tile<LAST_FIRST>(work);
+    QueryTile at = first_tile<P>(work);
     UNROLL_NOT
-    for (; at.h < work.steps_h_end; step++, next_tile<LAST_FIRST>(at, work)) {
-        if (step % dq_adders<HS> != (unsigned)adder) continue;
+    for (; at.h < work.steps_h_end; step++, next_tile<P>(at, work)) {
+        if (step % P::DQ_ADDERS != (unsigned)adder) continue;
         if (at.h == work.h_end) {    // nothing to add
             ring_wait_full(ring, step);
-            mbarrier_arrive(&ring.empty[step % dq_stages<HS>]);
+            mbarrier_arrive(&ring.empty[step % P::DQ_STAGES]);
             continue;
         }
-        const size_t head = (set_of<HS>(call, work) * call.B + work.b) * call.NH + at.h,
+        const size_t head = (set_of<P>(call, work) * call.B + work.b) * call.NH + at.h,
                      tile = head * row_tiles + at.tile;
-        const float4 *from = dq_of(tiles, step);
-        float *to = call.dq_sums + tile * (P::STREAM * HS);
+        const float4 *from = shared.tiles.dq[step % P::DQ_STAGES];
+        float *to = call.dq_sums + tile * (P::STREAM * P::HS);
         unsigned *turn = call.counters + 1 + tile;
-        const int before = blocks_before<HS, LAST_FIRST>(call, work, at.tile);
+        const int before = blocks_before<P>(call, work, at.tile);
         if (!call.any_order) wait_for_counter(turn, before);
         ring_wait_full(ring, step);
-        if (!call.any_order && before == 0) bulk_store(to, from, dq_pieces<HS> * 16);
-        else bulk_reduce_add(to, (const float *)from, dq_pieces<HS> * 16);
+        if (!call.any_order && before == 0) bulk_store(to, from, BYTES);
+        else bulk_reduce_add(to, (const float *)from, BYTES);
         bulk_commit();
         bulk_wait_read<0>();
-        mbarrier_arrive(&ring.empty[step % dq_stages<HS>]);
+        mbarrier_arrive(&ring.empty[step % P::DQ_STAGES]);
         if (call.any_order) continue;
         bulk_wait<0>();
         add_to_counter(turn, 1);
     }
 }
 
-// Calls act(work) for each block of keys. By a warp, or by its first lane alone.
-template <int HS, class Act>
-DEVICE void for_each_block(const Backward90Tiles<HS> &tiles, int lane, Act act) {
-    UNROLL_NOT
-    for (unsigned block = 0; block == 0 || backward90_loops<HS>; block++) {
-        const Backward90Work &work = work_of(tiles, block);
-        if (work.steps == 0) return;
-        act([&]() -> const Backward90Work & { return tiles.work[anew((int)block) % WORK_STAGES]; });
-        if (lane == 0) mbarrier_arrive(&tiles.barriers->work.empty[anew((int)block) % WORK_STAGES]);
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The consumers
 
-// The cosines and sines of RoPE's angles for a lane's columns of one of its two rows (cuda/rope.cuh).
-template <int HS>
-struct LaneAngles {
-    float2 cosines[HS / 16], sines[HS / 16];
+// The rows of the lane's columns of an operand, 16 queries.
+typedef FlashRow OperandRows[2][2];
+
+// A block's sequence, its first key, and the query after those of its first head that see its keys.
+struct Backward90Span {
+    int b, key0, end;
 };
-
-// row: the position
-template <int HS>
-DEVICE LaneAngles<HS> load_angles(int row, const FlashCall<bf16> &call) {
-    const int at = (row < call.T ? row : call.T - 1) * (HS / 2) + lane_column();
-    LaneAngles<HS> angles;
-    UNROLL
-    for (int n = 0; n < HS / 16; n++) {
-        angles.cosines[n] = *(const float2 *)(call.rope.cosines + at + 8 * n);
-        angles.sines[n] = *(const float2 *)(call.rope.sines + at + 8 * n);
-    }
-    return angles;
-}
-
-// Turns the lane's r-th row of gradients, times `by`, back by RoPE's angles.
-template <int HS>
-DEVICE void undo_rope(float (&d)[1][HS / 8][4], float by, int r, const LaneAngles<HS> &angles) {
-    UNROLL
-    for (int n = 0; n < HS / 16; n++) {
-        const float2 c = angles.cosines[n], s = angles.sines[n];
-        float *a = d[0][n] + 2 * r, *b = d[0][n + HS / 16] + 2 * r;
-        const float a0 = a[0] * by, a1 = a[1] * by, b0 = b[0] * by, b1 = b[1] * by;
-        a[0] = a0 * c.x + b0 * s.x;
-        a[1] = a1 * c.y + b1 * s.y;
-        b[0] = b0 * c.x - a0 * s.x;
-        b[1] = b1 * c.y - a1 * s.y;
-    }
-}
 
 // What a consumer's thread keeps in registers.
-template <int HS>
+template <class P>
 struct Backward90Consumer {
-    enum { KEPT = keeps_own<HS> ? HS / 16 : 1, NT = Backward90Plan::NT };
-    float dk[1][HS / 8][4], dv[1][HS / 8][4];
-    float s[NT][4], d[NT][4];                // scores; dO · v
-    uint32_t w[NT / 2][4], dz[NT / 2][4];    // weights and dz as left operands
-    uint32_t k[KEPT][4], v[KEPT][4];         // left operands
-    int number;                              // the consumer's
+    enum { KEPT = P::KEEPS_OWN ? P::HS / 16 : 1 };
+    float dk[1][P::HS / 8][4], dv[1][P::HS / 8][4];
+    float dq[P::KEY_PANEL / 8][4];                 // its columns of the dq of the step before
+    float s[P::NT][4], d[P::NT][4];                // scores; dO · v
+    uint32_t w[P::NT / 2][4], dz[P::NT / 2][4];    // weights and dz as left operands
+    uint32_t k[KEPT][4], v[KEPT][4];               // left operands
+    OperandRows first;                             // of the first operand
+    unsigned block, begin, end;                    // the block of keys, its first step, and the step after its last
+    int row0;                                      // the step's first query
+    Backward90Span kept;                           // span_of()
+    int warpgroup;                                 // the consumer's
 };
+
+// Shared memory is slow to load from while matmuls read it. So what a step needs is copied if registers suffice.
+template <class P>
+DEVICE Backward90Span read_span(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
+    const Backward90Work &work = shared.works[c.block % P::WORK_STAGES];
+    const int key0 = work.tile * P::OWN;
+    return {work.b, key0, key0 + work.count * P::STREAM};
+}
+
+template <class P>
+DEVICE Backward90Span span_of(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
+    if constexpr (P::SMALL) return c.kept;
+    else return read_span(c, shared);
+}
+
+// The first query of a head's first step. The queries before a block's keys see none of them.
+template <class P>
+DEVICE int first_row(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
+    const Backward90Span span = span_of(c, shared);
+    return P::LAST_FIRST ? span.end - P::STREAM : span.key0;
+}
+
+// Begins with the block of keys c.block, whose first step this is.
+template <class P>
+DEVICE void backward90_start(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
+    set_zero(c.dk);
+    set_zero(c.dv);
+    c.kept = read_span(c, shared);
+    c.begin = step;
+    c.end = step + shared.works[c.block % P::WORK_STAGES].steps;
+    c.row0 = first_row(c, shared);
+}
+
+// Goes on to the next step's queries, of the same or the next head.
+template <class P>
+DEVICE void backward90_next_rows(Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
+    const Backward90Span span = span_of(c, shared);
+    c.row0 += P::LAST_FIRST ? -P::STREAM : P::STREAM;
+    if (P::LAST_FIRST ? c.row0 < span.key0 : c.row0 >= span.end) c.row0 = first_row(c, shared);
+}
 
 // The first of the warp's keys among the block's. Recomputed where it is needed, so that it occupies no registers.
 DEVICE int warp_row() {
@@ -444,34 +431,49 @@ DEVICE void load_left_swizzled(uint32_t (&a)[4], const char *tile, int row, int 
 }
 
 // Waits for the K and V of the block-th block of keys. They become left operands if registers keep them.
-template <int HS>
-DEVICE void backward90_begin(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned block) {
-    typedef Backward90Plan P;
+template <class P>
+DEVICE void backward90_take_keys(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned block) {
     const int row = warp_row();
-    ring_wait_full(tiles.barriers->k, block);
-    ring_wait_full(tiles.barriers->v, block);
-    UNROLL
-    for (int k = 0; keeps_own<HS> && k < HS / 16; k++) {
-        load_left_swizzled<P::OWN, key_panel<HS>>(c.k[keeps_own<HS> ? k : 0], keys_of(tiles, block), row, 16 * k,
-                                                  key_swizzle<HS>);
-        load_left_swizzled<P::OWN, PANEL>(c.v[keeps_own<HS> ? k : 0], tiles.v, row, 16 * k, SWIZZLE_128);
+    ring_wait_full(shared.barriers.k, block);
+    ring_wait_full(shared.barriers.v, block);
+    if constexpr (P::KEEPS_OWN) {
+        UNROLL
+        for (int k = 0; k < c.KEPT; k++) {
+            load_left_swizzled<P::OWN, P::KEY_PANEL>(c.k[k], shared.tiles.k[block % P::KEY_STAGES], row, 16 * k,
+                                                     P::KEY_SWIZZLE);
+            load_left_swizzled<P::OWN, PANEL>(c.v[k], shared.tiles.v[0], row, 16 * k, SWIZZLE_128);
+        }
+        __syncwarp();    // all lanes have read V
+        ring_release(shared.barriers.v, block);
     }
-    __syncwarp();    // all lanes have read V
-    ring_release(tiles.barriers->v, block, keeps_own<HS>);
+}
+
+template <class P>
+DEVICE void backward90_rows(OperandRows &rows, const Backward90Shared<P> &shared, unsigned step, int k) {
+    UNROLL
+    for (int nt = 0; nt < 2; nt++)
+        rows_of_lane(rows[nt], shared.tiles.rows[step % P::STAGES][0], 16 * k + 8 * nt, P::STREAM);
+}
+
+// Waits for a step's queries.
+template <class P>
+DEVICE void backward90_wait_queries(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
+    ring_wait_full(shared.barriers.queries, step);
+    if (P::READS_AHEAD) backward90_rows(c.first, shared, step, 0);
 }
 
 // Issues S and dO · v.
-template <int HS>
-DEVICE void backward90_issue_scores(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step) {
-    typedef Backward90Plan P;
-    const int offset = (step % P::STAGES) * tile_bytes<P::STREAM, HS>;
+template <class P>
+DEVICE void backward90_issue_scores(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
+    Backward90Tiles<P> &tiles = shared.tiles;
+    const char *q = tiles.q[step % P::STAGES], *dout = tiles.dout[step % P::STAGES];
     wgmma_fence();
-    if constexpr (keeps_own<HS>) {
-        issue_by_rows(c.s, c.k, tiles.q + offset);
-        issue_by_rows(c.d, c.v, tiles.dout + offset);
+    if constexpr (P::KEEPS_OWN) {
+        issue_by_rows(c.s, c.k, q);
+        issue_by_rows(c.d, c.v, dout);
     } else {
-        issue_by_rows<P::OWN, HS>(c.s, tiles.k + c.number * panel_bytes<64>, tiles.q + offset);
-        issue_by_rows<P::OWN, HS>(c.d, tiles.v + c.number * panel_bytes<64>, tiles.dout + offset);
+        issue_by_rows<P::OWN, P::HS>(c.s, tiles.k[0] + c.warpgroup * panel_bytes<64>, q);
+        issue_by_rows<P::OWN, P::HS>(c.d, tiles.v[0] + c.warpgroup * panel_bytes<64>, dout);
     }
     wgmma_commit();
 }
@@ -502,153 +504,115 @@ DEVICE void hide_elements(uint32_t (&a)[4], uint32_t visible) {
     }
 }
 
-// The rows of the lane's columns of an operand, 16 queries.
-typedef FlashRow OperandRows[2][2];
-
-template <int HS>
-DEVICE void backward90_rows(OperandRows &rows, const Backward90Tiles<HS> &tiles, unsigned step, int k) {
-    typedef Backward90Plan P;
-    UNROLL
-    for (int nt = 0; nt < 2; nt++)
-        rows_of_lane(rows[nt], tiles.rows + (step % P::STAGES) * ROW_PIECES, 16 * k + 8 * nt, P::STREAM);
-}
-
-// A block's sequence, its first key, and the query after those of its first head that see its keys.
-struct Backward90Span {
-    int b, key0, end;
-};
-
-// Are those of the first operand read a step ahead? In other cases there are too few registers.
-template <int HS, int POST>
-constexpr bool reads_first_ahead = HS <= 64 && POST == FLASH_PLAIN;
-
-// With exp, the sign of the weights: all of them are negated, or none.
-template <int PHI>
-DEVICE float sign_of_exp(const FlashCall<bf16> &call) {
-    return PHI == PHI_EXP && call.post == POST_NEGATE ? -1 : 1;
-}
-
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
-// backward90_share() follows. Rows are read ahead. span(): the block's Backward90Span   first: the rows of the first
-// operand
-template <int HS, int PHI, int POST, class Span>
-DEVICE void backward90_weigh(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step, Span span,
-                             int row0, OperandRows &first, const FlashCall<bf16> &call) {
-    typedef Backward90Plan P;
-    enum { PARTS = P::NT / 2 };    // of 16 queries, which is an operand's
+// backward90_share() follows. Rows are read ahead.
+template <class P>
+DEVICE void backward90_weigh(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step,
+                             const FlashCall<bf16> &call) {
+    enum { PARTS = P::NT / 2 };
+    typedef float Part[1][2][4];    // 16 queries, which are an operand's
     OperandRows rows[2];
-    if (!reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
+    if (!P::READS_AHEAD) backward90_rows(c.first, shared, step, 0);
     wgmma_wait<0>(c.s, c.d);
     UNROLL
     for (int k = 0; k < PARTS; k++) {
-        const OperandRows &now = k == 0 ? first : rows[k % 2];
-        float s[1][2][4], d[1][2][4];
-        if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], tiles, step, k + 1);
-        for_each_element(s, [&](Element at) {
-            s[0][at.nt][at.e] = c.s[2 * k + at.nt][at.e];
-            d[0][at.nt][at.e] = c.d[2 * k + at.nt][at.e];
-        });
+        const OperandRows &now = k == 0 ? c.first : rows[k % 2];
+        Part &s = *(Part *)(c.s + 2 * k), &d = *(Part *)(c.d + 2 * k);
+        if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], shared, step, k + 1);
         auto rows_of = [&](int nt) { return now[nt]; };
-        dkv_values<PHI, POST, false>(s, d, rows_of, [](Element) { return false; }, call);
-        pack_operand(c.w[k], s[0][0], s[0][1]);
-        pack_operand(c.dz[k], d[0][0], d[0][1]);
+        dkv_values<P::PHI, P::POST, false>(s, d, rows_of, [](Element) { return false; }, call);
+        pack_operand(c.w[k], c.s[2 * k], c.s[2 * k + 1]);
+        pack_operand(c.dz[k], c.d[2 * k], c.d[2 * k + 1]);
     }
-    const int warp_key = span().key0 + warp_row();
-    if (row0 < warp_key + 15 || (call.first && warp_key < first_key(call, span().b, row0 + P::STREAM - 1))) {
-        const uint32_t visible = visible_elements<P::NT>({warp_key, row0, span().b}, call);
+    const Backward90Span span = span_of(c, shared);
+    const int warp_key = span.key0 + warp_row();
+    if (c.row0 < warp_key + 15 || (call.first && warp_key < first_key(call, span.b, c.row0 + P::STREAM - 1))) {
+        const uint32_t visible = visible_elements<P::NT>({warp_key, c.row0, span.b}, call);
         UNROLL
         for (int k = 0; k < PARTS; k++) {
             hide_elements(c.w[k], visible >> 8 * k);
             hide_elements(c.dz[k], visible >> 8 * k);
         }
     }
+}
+
+// Stores dz for the other consumer, which must not see it yet.
+template <class P>
+DEVICE void backward90_store_dz(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
     const int thread = anew(threadIdx.x), key = (thread / 32) * 16 + thread % 16, query = ((thread % 32) / 16) * 8;
-    char *tile = tiles.dz + DZ_BYTES * (step % dz_stages<HS>);
-    if (dz_stages<HS> < 4) ring_wait_empty(tiles.barriers->dz, step);
+    char *tile = shared.tiles.dz[step % P::DZ_STAGES];
+    if (P::DZ_STAGES < 4) ring_wait_empty(shared.barriers.dz, step);
     UNROLL
-    for (int k = 0; k < PARTS; k++)
+    for (int k = 0; k < P::NT / 2; k++)
         stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), c.dz[k]);
+}
+
+// Stores a step's dq for backward90_add(), which must not see it yet.
+template <class P>
+DEVICE void backward90_store_dq(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
+    ring_wait_empty(shared.barriers.dq, step);
+    float4 *to = shared.tiles.dq[step % P::DQ_STAGES] + c.warpgroup * (dq_pieces<P::HS> / 2) + threadIdx.x % 128;
+    UNROLL
+    for (int nt = 0; nt < P::KEY_PANEL / 8; nt++)
+        store_shared(to + nt * 128, make_float4(c.dq[nt][0], c.dq[nt][1], c.dq[nt][2], c.dq[nt][3]));
 }
 
 // Makes visible what the warp has stored: a step's dz to the other consumer, and a step's dq to backward90_add();
 // -1: none.
-template <int HS>
-DEVICE void backward90_share(const Backward90Tiles<HS> &tiles, int dz_step, int dq_step) {
+template <class P>
+DEVICE void backward90_share(const Backward90Shared<P> &shared, int dz_step, int dq_step) {
     fence_proxy_async();
     __syncwarp();
     const bool first = threadIdx.x % 32 == 0;
-    if (first && dz_step >= 0) mbarrier_arrive(&tiles.barriers->dz.full[dz_step % dz_stages<HS>]);
-    if (first && dq_step >= 0) mbarrier_arrive(&tiles.barriers->dq.full[dq_step % dq_stages<HS>]);
+    if (first && dz_step >= 0) mbarrier_arrive(&shared.barriers.dz.full[dz_step % P::DZ_STAGES]);
+    if (first && dq_step >= 0) mbarrier_arrive(&shared.barriers.dq.full[dq_step % P::DQ_STAGES]);
 }
 
 // Issues dV and dK.
-template <int HS>
-DEVICE void backward90_issue_keys(Backward90Consumer<HS> &c, const Backward90Tiles<HS> &tiles, unsigned step) {
-    const int offset = (step % Backward90Plan::STAGES) * tile_bytes<Backward90Plan::STREAM, HS>;
+template <class P>
+DEVICE void backward90_issue_keys(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
     wgmma_fence();
-    issue_by_columns(c.dv[0], c.w, tiles.dout + offset);
-    issue_by_columns(c.dk[0], c.dz, tiles.q + offset);
+    issue_by_columns(c.dv[0], c.w, shared.tiles.dout[step % P::STAGES]);
+    issue_by_columns(c.dk[0], c.dz, shared.tiles.q[step % P::STAGES]);
     wgmma_commit();
 }
 
-// Issues the consumer's columns of dq, from `dz`, which has both consumers' rows.
-template <int HS>
-DEVICE void backward90_issue_queries(float (&dq)[key_panel<HS> / 8][4], const char *keys, const char *dz,
-                                     int consumer) {
-    typedef Backward90Plan P;
-    constexpr int ROW = key_panel<HS> * sizeof(bf16);
-    const uint64_t a = matrix_descriptor(dz, 0, 8 * PANEL_ROW, SWIZZLE_128),
-                   b = matrix_descriptor(keys + consumer * (P::OWN * ROW), 0, 8 * ROW, key_swizzle<HS>);
+// Waits for both consumers' dz of a step, and issues the consumer's columns of its dq.
+template <class P>
+DEVICE void backward90_issue_queries(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
+    constexpr int ROW = P::KEY_PANEL * sizeof(bf16);
+    ring_wait_full(shared.barriers.dz, step);
+    const unsigned block = c.block - (step < c.begin);    // the step may be the last one of the block before
+    const char *keys = shared.tiles.k[block % P::KEY_STAGES] + c.warpgroup * (P::OWN * ROW);
+    const uint64_t a = matrix_descriptor(shared.tiles.dz[step % P::DZ_STAGES], 0, 8 * PANEL_ROW, SWIZZLE_128),
+                   b = matrix_descriptor(keys, 0, 8 * ROW, P::KEY_SWIZZLE);
     wgmma_fence();
     UNROLL
     for (int k = 0; k < P::OWN / 16; k++)
-        wgmma<MN_MAJOR, MN_MAJOR>(dq, matrix_descriptor_plus(a, k * 16 * PANEL_ROW),
+        wgmma<MN_MAJOR, MN_MAJOR>(c.dq, matrix_descriptor_plus(a, k * 16 * PANEL_ROW),
                                   matrix_descriptor_plus(b, k * 16 * ROW), k > 0);
     wgmma_commit();
 }
 
-template <int HS>
-DEVICE const char *dz_of(const Backward90Tiles<HS> &tiles, unsigned step) {
-    return tiles.dz + DZ_BYTES * (step % dz_stages<HS>);
-}
-
-// Stores a step's dq for backward90_add(), which must not see it yet.
-template <int HS>
-DEVICE void backward90_store_dq(const Backward90Tiles<HS> &tiles, const float (&dq)[key_panel<HS> / 8][4],
-                                unsigned step, int consumer) {
-    ring_wait_empty(tiles.barriers->dq, step);
-    float4 *to = dq_of(tiles, step) + consumer * (dq_pieces<HS> / 2) + threadIdx.x % 128;
-    UNROLL
-    for (int nt = 0; nt < key_panel<HS> / 8; nt++)
-        store_shared(to + nt * 128, make_float4(dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]));
-}
-
 // Adds dk over the parts, in their order, by each warp for its rows: after the last part's turn, dk is the sum.
-template <int HS>
-DEVICE void add_parts(float (&dk)[1][HS / 8][4], const Backward90Work &work, const FlashCall<bf16> &call) {
-    typedef Backward90Plan P;
-    constexpr int WARPS = 4 * P::CONSUMERS;
-    static_assert(WARPS == (int)FLASH90_KEY_TURNS, "a counter for each warp");
+template <class P>
+DEVICE void add_parts(float (&dk)[1][P::HS / 8][4], const Backward90Work &work, const FlashCall<bf16> &call) {
+    static_assert((int)P::WARPS == (int)FLASH90_KEY_TURNS, "a counter for each warp");
     const int key_tiles = (call.T - 1) / P::OWN + 1, query_tiles = (call.T - 1) / P::STREAM + 1,
               lane = threadIdx.x % 32;
-    const size_t own = ((size_t)(work.b * call.NKV + work.kv) * key_tiles + work.tile) * WARPS + threadIdx.x / 32;
-    float4 *sums = (float4 *)call.dk_sums + own * (HS / 8 * 32) + lane;
+    const size_t tile = (size_t)(work.b * call.NKV + work.kv) * key_tiles + work.tile,
+                 own = tile * P::WARPS + threadIdx.x / 32;
+    float4 *sums = (float4 *)call.dk_sums + own * (P::HS / 8 * 32) + lane;
     unsigned *turn = call.counters + 1 + (size_t)call.dq_sets * call.B * call.NH * query_tiles + own;
     if (work.part > 0) {
         if (lane == 0) wait_for_counter(turn, work.part);
         __syncwarp();
         UNROLL
-        for (int c = 0; c < HS / 8; c++) {
-            const float4 x = __ldcg(sums + 32 * c);
-            dk[0][c][0] += x.x;
-            dk[0][c][1] += x.y;
-            dk[0][c][2] += x.z;
-            dk[0][c][3] += x.w;
-        }
+        for (int c = 0; c < P::HS / 8; c++) add(dk[0][c], __ldcg(sums + 32 * c));
     }
     if (work.part == call.parts - 1) return;
     UNROLL
-    for (int c = 0; c < HS / 8; c++)
+    for (int c = 0; c < P::HS / 8; c++)
         __stcg(sums + 32 * c, make_float4(dk[0][c][0], dk[0][c][1], dk[0][c][2], dk[0][c][3]));
     __threadfence();
     __syncwarp();
@@ -656,22 +620,24 @@ DEVICE void add_parts(float (&dk)[1][HS / 8][4], const Backward90Work &work, con
 }
 
 // Stores dk and dv.
-template <int PHI, int POST, int HS>
-DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work, const FlashCall<bf16> &call) {
-    const float sign = sign_of_exp<PHI>(call), in_unit = POST == FLASH_REWEIGHT ? 1 : sign * slope_unit<bf16, PHI>;
+template <class P>
+DEVICE void backward90_end(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, const FlashCall<bf16> &call) {
+    const Backward90Work &work = shared.works[c.block % P::WORK_STAGES];
+    const float sign = sign_of_exp<P::PHI>(call),
+                in_unit = P::POST == FLASH_REWEIGHT ? 1 : sign * slope_unit<bf16, P::PHI>;
     const float by[2] = {sign, sign};
     float by_dk[2] = {in_unit, in_unit};
-    const int key = work.tile * Backward90Plan::OWN + warp_row(), rows = call.T - key;
+    const int key = work.tile * P::OWN + warp_row(), rows = call.T - key;
     bf16 *dk = head_at(call, call.dk, work.b, work.kv) + key * call.dk.row;
-    bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row + work.part * HS;
-    store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS - work.part * HS}, c.dv, by);
-    if (HS > 64 && call.parts > 1) add_parts<HS>(c.dk, work, call);
+    bf16 *dv = head_at(call, call.dv, work.b, work.kv) + key * call.dv.row + work.part * P::HS;
+    store_rows(TileTarget<bf16>{dv, call.dv.row, rows, call.VS - work.part * P::HS}, c.dv, by);
+    if (P::WIDE && call.parts > 1) add_parts<P>(c.dk, work, call);
     UNROLL
     for (int r = 0; r < 2 && call.rope.cosines; r++) {
-        undo_rope(c.dk, by_dk[r], r, load_angles<HS>(key + 8 * r + lane_row(), call));
+        undo_rope(c.dk, by_dk[r], r, load_angles<P::HS>(key + 8 * r + lane_row(), call));
         by_dk[r] = 1;
     }
-    if (HS <= 64 || work.part == call.parts - 1)
+    if (!P::WIDE || work.part == call.parts - 1)
         store_rows(TileTarget<bf16>{dk, call.dk.row, rows, call.HS}, c.dk, by_dk);
     __syncwarp();    // all lanes have read `work`
 }
@@ -682,214 +648,103 @@ DEVICE void backward90_end(Backward90Consumer<HS> &c, const Backward90Work &work
 // With a condition around a matmul, ptxas would not overlap any. So the very first step computes a dq that nobody uses,
 // its own, and the very last one issues its own scores once more. And with a loop around the loop over steps, ptxas
 // would no longer see that all lanes are in the same step.
-template <int HS, int PHI, int POST>
-DEVICE void backward90_compute(const Backward90Tiles<HS> &tiles, const FlashCall<bf16> &call) {
-    typedef Backward90Plan P;
-    constexpr bool LATE = shares_late<HS>, LAST_FIRST = last_queries_first<HS, PHI>;
-    Backward90Barriers<HS> &barriers = *tiles.barriers;
-    Backward90Consumer<HS> c;
-    float dq[key_panel<HS> / 8][4];
-    OperandRows first;
-    unsigned block = 0, begin = 0, end, step = 0;    // the block, its first step, the step after its last, and the step
-    int row0;                                        // the step's first query
-    // Shared memory is slow to load from while matmuls read it. So what a step needs is copied if registers suffice.
-    auto read_span = [&] {
-        const Backward90Work &work = tiles.work[block % WORK_STAGES];
-        const int key0 = work.tile * P::OWN;
-        return Backward90Span{work.b, key0, key0 + work.count * P::STREAM};
-    };
-    Backward90Span copy;
-    auto span = [&] {
-        if constexpr (HS <= 64) return copy;
-        else return read_span();
-    };
-    // The queries before a block's keys see none of them.
-    auto first_row = [&] { return LAST_FIRST ? span().end - P::STREAM : span().key0; };
-    auto start_block = [&](unsigned step) {
-        set_zero(c.dk);
-        set_zero(c.dv);
-        copy = read_span();
-        begin = step;
-        end = step + tiles.work[block % WORK_STAGES].steps;
-        row0 = first_row();    // of the first query head
-    };
-    auto wait_queries = [&](unsigned step) {
-        ring_wait_full(barriers.queries, step);
-        if (reads_first_ahead<HS, POST>) backward90_rows(first, tiles, step, 0);
-    };
-    c.number = warpgroup();
-    if (work_of(tiles, 0).steps == 0) return;
-    start_block(0);
-    backward90_begin(c, tiles, 0);
-    if (scores_ahead<HS>) {
-        wait_queries(0);
-        backward90_issue_scores(c, tiles, 0);
-        if (c.number == 1) turn_pass(c.number);    // the first consumer goes first
+template <class P>
+DEVICE void backward90_compute(const Backward90Shared<P> &shared, const FlashCall<bf16> &call) {
+    Backward90Barriers<P> &barriers = shared.barriers;
+    Backward90Consumer<P> c;
+    unsigned step = 0;
+    c.warpgroup = warpgroup();
+    c.block = 0;
+    if (work_of(shared, 0).steps == 0) return;
+    backward90_start(c, shared, 0);
+    backward90_take_keys(c, shared, 0);
+    if (P::AHEAD) {
+        backward90_wait_queries(c, shared, 0);
+        backward90_issue_scores(c, shared, 0);
+        if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first consumer goes first
     }
     UNROLL_NOT
     for (;; step++) {
-        const bool ends = step + 1 == end;
+        const bool ends = step + 1 == c.end;
         bool more = !ends;
-        if (!scores_ahead<HS>) {
-            wait_queries(step);
-            backward90_issue_scores(c, tiles, step);
+        if (!P::AHEAD) {
+            backward90_wait_queries(c, shared, step);
+            backward90_issue_scores(c, shared, step);
         }
-        backward90_weigh<HS, PHI, POST>(c, tiles, step, span, row0, first, call);
-        if (backward90_loops<HS> && ends) more = work_of(tiles, block + 1).steps > 0;
-        if (scores_ahead<HS>) {
-            wait_queries(step + more);
+        backward90_weigh(c, shared, step, call);
+        backward90_store_dz(c, shared, step);
+        if (P::LOOPS && ends) more = work_of(shared, c.block + 1).steps > 0;
+        const int late_dq = P::SHARES_LATE ? (int)step - 2 : -1;
+        if (P::AHEAD) {
+            backward90_wait_queries(c, shared, step + more);
             // Before its turn, because the other consumer's first dq needs this one's dz.
-            backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
-            turn_wait(c.number);
+            backward90_share(shared, step, late_dq);
+            turn_wait(c.warpgroup);
         }
-        backward90_issue_keys(c, tiles, step);
-        if (!scores_ahead<HS>) backward90_share(tiles, step, LATE ? (int)step - 2 : -1);
-        const unsigned late = step - (step > 0);
-        ring_wait_full(barriers.dz, late);
-        backward90_issue_queries<HS>(dq, keys_of(tiles, block - (late < begin)), dz_of(tiles, late), c.number);
-        if constexpr (scores_ahead<HS>) {
-            if (ends && more) backward90_begin(c, tiles, block + 1);
-            backward90_issue_scores(c, tiles, step + more);
-            if (more || c.number == 0) turn_pass(c.number);
-            wgmma_wait<1>(c.dv[0], c.dk[0], dq);
+        backward90_issue_keys(c, shared, step);
+        if (!P::AHEAD) backward90_share(shared, step, late_dq);
+        backward90_issue_queries(c, shared, step - (step > 0));
+        if constexpr (P::AHEAD) {
+            if (ends && more) backward90_take_keys(c, shared, c.block + 1);
+            backward90_issue_scores(c, shared, step + more);
+            if (more || c.warpgroup == 0) turn_pass(c.warpgroup);
+            wgmma_wait<1>(c.dv[0], c.dk[0], c.dq);
         } else {
-            wgmma_wait<0>(c.dv[0], c.dk[0], dq);
+            wgmma_wait<0>(c.dv[0], c.dk[0], c.dq);
         }
-        ring_release(barriers.queries, step, more);
+        if (more) ring_release(barriers.queries, step);
         if (step > 0) {
-            if (dz_stages<HS> < 4) ring_release(barriers.dz, step - 1);
-            backward90_store_dq<HS>(tiles, dq, step - 1, c.number);
-            if (!LATE) backward90_share(tiles, -1, step - 1);
+            if (P::DZ_STAGES < 4) ring_release(barriers.dz, step - 1);
+            backward90_store_dq(c, shared, step - 1);
+            if (!P::SHARES_LATE) backward90_share(shared, -1, step - 1);
         }
-        if (step == begin) ring_release(barriers.k, block - 1, block > 0);
-        row0 += LAST_FIRST ? -P::STREAM : P::STREAM;
-        if (LAST_FIRST ? row0 < span().key0 : row0 >= span().end) row0 = first_row();    // of the next query head
+        if (step == c.begin && c.block > 0) ring_release(barriers.k, c.block - 1);
+        backward90_next_rows(c, shared);
         if (!ends) continue;
         if (!more) break;
-        backward90_end<PHI, POST>(c, tiles.work[block % WORK_STAGES], call);
-        ring_release(barriers.work, block++);
-        start_block(step + 1);
+        backward90_end(c, shared, call);
+        ring_release(barriers.work, c.block++);
+        backward90_start(c, shared, step + 1);
     }
     wgmma_wait<0>(c.s, c.d);
-    if (LATE && step > 0) backward90_share(tiles, -1, step - 1);
-    ring_wait_full(barriers.dz, step);
-    backward90_issue_queries<HS>(dq, keys_of(tiles, block), dz_of(tiles, step), c.number);
-    wgmma_wait<0>(dq);
-    backward90_store_dq<HS>(tiles, dq, step, c.number);
-    backward90_share(tiles, -1, step);
-    backward90_end<PHI, POST>(c, tiles.work[block % WORK_STAGES], call);
-}
-
-template <int HS>
-DEVICE void backward90_init(Backward90Barriers<HS> &barriers) {
-    enum { WARPS = 4 * Backward90Plan::CONSUMERS };
-    ring_init(barriers.work, 1, WARPS + 1 + dq_adders<HS>);    // backward90_load_rows(), backward90_add()
-    ring_init(barriers.k, 1, WARPS);
-    ring_init(barriers.v, 1, WARPS);
-    ring_init(barriers.queries, 2, WARPS);    // backward90_load() and backward90_load_rows()
-    ring_init(barriers.dz, WARPS, WARPS);
-    ring_init(barriers.dq, WARPS, 1);
-    mbarrier_init_fence();
+    if (P::SHARES_LATE && step > 0) backward90_share(shared, -1, step - 1);
+    backward90_issue_queries(c, shared, step);
+    wgmma_wait<0>(c.dq);
+    backward90_store_dq(c, shared, step);
+    backward90_share(shared, -1, step);
+    backward90_end(c, shared, call);
 }
 
 // registers: at most 168 (flash90_backward_kernel)
 template <int HS, int PHI, int POST>
-KERNEL void __launch_bounds__(Backward90Plan::THREADS, 1)
+KERNEL void __launch_bounds__(Backward90Plan<HS, PHI, POST>::THREADS, 1)
     flash90_backward_kernel(const FlashCall<bf16> call, GRID_CONSTANT Backward90Maps maps) {
-    typedef Backward90Plan P;
-    constexpr bool LAST_FIRST = last_queries_first<HS, PHI>;
+    typedef Backward90Plan<HS, PHI, POST> P;
+    enum { LOADS = 2, LOADS_ROWS = 3 };    // the producer's warps; those before them add dq
     if (!hopper_here()) return;
     DYNAMIC_SHARED(char, memory);
-    SHARED_ARRAY(Backward90Barriers<HS>, barriers, 1);
-    SHARED_ARRAY(Backward90Work, works, WORK_STAGES);
-    const Backward90Tiles<HS> tiles = backward90_tiles<HS>(memory, barriers, works);
+    SHARED_ARRAY(Backward90Barriers<P>, barriers, 1);
+    SHARED_ARRAY(Backward90Work, works, P::WORK_STAGES);
+    const Backward90Shared<P> shared = {*(Backward90Tiles<P> *)aligned_tile(memory), *barriers, works};
     if (threadIdx.x == 0) backward90_init(*barriers);
     __syncthreads();
     if (threadIdx.x / 128 == P::CONSUMERS) {
         unsigned step = 0;
         setmaxnreg_dec<P::PRODUCER_REGISTERS>();
         const int warp = (threadIdx.x / 32) % 4, lane = threadIdx.x % 32;
-        if (warp == 3) {
-            for_each_block(tiles, lane,
-                           [&](auto work) { backward90_load_rows<HS, LAST_FIRST>(tiles, work, step, call, lane); });
-        } else if (lane == 0 && warp == 2) {
-            backward90_load<HS, LAST_FIRST>(tiles, maps, call);
-        } else if (lane == 0 && warp < dq_adders<HS>) {
-            for_each_block(tiles, lane,
-                           [&](auto work) { backward90_add<HS, LAST_FIRST>(tiles, work(), step, call, warp); });
+        if (warp == LOADS_ROWS) {
+            for_each_block(shared, lane,
+                           [&](unsigned block) { backward90_load_rows(shared, block, step, call, lane); });
+        } else if (lane == 0 && warp == LOADS) {
+            backward90_load(shared, maps, call);
+        } else if (lane == 0 && warp < P::DQ_ADDERS) {
+            for_each_block(shared, lane,
+                           [&](unsigned block) { backward90_add(shared, work_anew(shared, block), step, call, warp); });
         }
     } else {
         setmaxnreg_inc<P::CONSUMER_REGISTERS>();
-        backward90_compute<HS, PHI, POST>(tiles, call);
+        backward90_compute(shared, call);
     }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// dq
-
-// The heads of a block, which share their positions' angles.
-template <int HS>
-constexpr int dq_heads = HS <= 64 ? 6 : 1;
-
-// dq, and g if it is needed, of a tile of queries of a head, from its sums. With a single head, loads the angles.
-template <int HS>
-DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngles<HS> (&angles)[2], float in_unit) {
-    const int warp_row = blockIdx.x * Backward90Plan::STREAM + (threadIdx.x / 32) * 16, head = b * call.NH + h;
-    const float4 *sums =
-        (const float4 *)call.dq_sums + ((size_t)head * gridDim.x + blockIdx.x) * dq_pieces<HS> + threadIdx.x;
-    float dq[1][HS / 8][4], by[2];
-    set_zero(dq);
-    UNROLL_NOT
-    for (int set = 0; set < (HS <= 64 ? 1 : call.dq_sets); set++) {
-        UNROLL
-        for (int c = 0; c < HS / 8; c++) {
-            const float4 x = sums[c * 128];
-            dq[0][c][0] += x.x;
-            dq[0][c][1] += x.y;
-            dq[0][c][2] += x.z;
-            dq[0][c][3] += x.w;
-        }
-        sums += (size_t)call.B * call.NH * gridDim.x * dq_pieces<HS>;
-    }
-    UNROLL
-    for (int r = 0; r < 2; r++) {
-        const int i = warp_row + 8 * r + lane_row(), row = i < call.T ? i : call.T - 1;
-        const size_t index = (size_t)head * call.T + row;
-        const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
-        by[r] = call.post == POST_REWEIGHT ? 1 : value_unit_of(call, in_unit) / in_unit;
-        if (call.phi == PHI_EXP) by[r] *= sign_of_exp<PHI_EXP>(call);
-        if (!call.g) continue;
-        float g = 0;    // sum_j dz s = q · sum_j dz k_j
-        UNROLL
-        for (int c = 0; c < HS / 8; c++)
-            if (8 * c < call.HS)
-                g += dq[0][c][2 * r] * to_float(q[8 * c]) + dq[0][c][2 * r + 1] * to_float(q[8 * c + 1]);
-        g = row_sum(g);
-        if (i < call.T && threadIdx.x % 4 == 0) call.g[index] = g * by[r] * (in_unit / call.rows[index].scale);
-    }
-    UNROLL
-    for (int r = 0; r < 2 && call.rope.cosines; r++) {
-        const int row = warp_row + 8 * r + lane_row();
-        undo_rope(dq, by[r], r, dq_heads<HS> == 1 ? load_angles<HS>(row, call) : angles[r]);
-        by[r] = 1;
-    }
-    bf16 *dq_rows = head_at(call, call.dq, b, h) + warp_row * call.dq.row;
-    store_rows(TileTarget<bf16>{dq_rows, call.dq.row, call.T - warp_row, call.HS}, dq, by);
-}
-
-// A block has a tile of queries of dq_heads heads; blockIdx.y goes through all heads.
-//
-// registers: at most 128 (flash90_dq_kernel)
-template <int HS>
-KERNEL void flash90_dq_kernel(const FlashCall<bf16> call, float in_unit) {
-    const int groups = (call.NH - 1) / dq_heads<HS> + 1, b = blockIdx.y / groups,
-              first = (blockIdx.y % groups) * dq_heads<HS>;
-    const int row = blockIdx.x * Backward90Plan::STREAM + (threadIdx.x / 32) * 16 + lane_row();
-    LaneAngles<HS> angles[2] = {};
-    UNROLL
-    for (int r = 0; r < 2 && dq_heads<HS> > 1 && call.rope.cosines; r++) angles[r] = load_angles<HS>(row + 8 * r, call);
-    UNROLL_NOT
-    for (int h = first; h < first + dq_heads<HS> && h < call.NH; h++) dq_of_head(call, b, h, angles, in_unit);
 }
 
 // How many heads share a range of numbers. With more, the longest blocks of all start earlier; with fewer, their q,
@@ -902,12 +757,12 @@ static inline int heads_together(int heads, int key_tiles) {
 
 template <int HS, int PHI, int POST>
 void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
-    typedef Backward90Plan P;
+    typedef Backward90Plan<HS, PHI, POST> P;
     const unsigned key_tiles = (call.T - 1) / P::OWN + 1, query_tiles = (call.T - 1) / P::STREAM + 1,
                    heads = call.B * call.NH;
     Backward90Maps maps;
     rows_map(&maps.q, call.q, call.HS, call.NH, call.T, call.B, P::STREAM);
-    rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::OWN, key_panel<HS>, key_swizzle<HS>);
+    rows_map(&maps.k, call.k, call.HS, call.NKV, call.T, call.B, P::OWN, P::KEY_PANEL, P::KEY_SWIZZLE);
     rows_map(&maps.v, call.v, call.VS, call.NKV, call.T, call.B, P::OWN);
     rows_map(&maps.dout, call.dout, call.VS, call.NH, call.T, call.B, P::STREAM);
     // The number that is drawn next, then whose turn it is.
@@ -918,12 +773,11 @@ void flash90_backward_launch(const FlashCall<bf16> &call, cudaStream_t stream) {
     if (key_turns) CUDA_CHECK(cudaMemsetAsync(call.counters + 1 + tiles, 0, key_turns * sizeof(unsigned), stream));
     if (call.any_order) CUDA_CHECK(cudaMemsetAsync(call.dq_sums, 0, tiles * dq_pieces<HS> * sizeof(float4), stream));
     const unsigned all = key_tiles * call.B * call.NKV * call.parts;
-    maps.together = last_queries_first<HS, PHI> ? heads_together(call.B * call.NKV, key_tiles) : 1;
+    maps.together = P::LAST_FIRST ? heads_together(call.B * call.NKV, key_tiles) : 1;
     const unsigned processors = (unsigned)processors_of_device(),
-                   blocks = backward90_loops<HS> && processors < all ? processors : all;
-    launch(flash90_backward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), backward90_shared<HS>, stream, call,
-           maps);
-    const unsigned groups = call.B * ((call.NH - 1) / dq_heads<HS> + 1);
-    launch(flash90_dq_kernel<HS>, dim3(query_tiles, groups), dim3(128), 0, stream, call, unit<bf16, PHI>);
+                   blocks = P::LOOPS && processors < all ? processors : all;
+    launch(flash90_backward_kernel<HS, PHI, POST>, dim3(blocks), dim3(P::THREADS), 1024 + sizeof(Backward90Tiles<P>),
+           stream, call, maps);
+    flash90_dq_launch<HS>(call, unit<bf16, PHI>, stream);
 }
 #endif

@@ -3,33 +3,26 @@
 
 #include "attention/flash90_backward.cuh"
 #include "attention/flash90_forward.cuh"
-#include "runtime/error.h"
-
-template <int instance, int HS>
-static void forward_of(const FlashCall<bf16> &call, cudaStream_t stream) {
-    constexpr FlashInstance it = flash_instances[instance];
-    if constexpr (flash90_forward_fits(it.phi, it.post, HS)) flash90_forward_launch<HS, it.phi, it.post>(call, stream);
-    else flash_instance_forward<instance>(call, stream);
-}
-
-template <int instance, int HS>
-static void backward_of(const FlashCall<bf16> &call, cudaStream_t stream) {
-    constexpr FlashInstance it = flash_instances[instance];
-    if constexpr (flash90_backward_fits(it.post, HS)) flash90_backward_launch<HS, it.phi, it.post>(call, stream);
-    else flash_instance_backward<instance>(call, stream);
-}
 
 template <int instance>
 void flash90_instance_forward(const FlashCall<bf16> &call, cudaStream_t stream) {
-    if (call.HS <= 64) forward_of<instance, 64>(call, stream);
-    else forward_of<instance, 128>(call, stream);
+    static constexpr FlashInstance it = flash_instances[instance];
+    with_head_size<64, 128>(call.HS, [&](auto HS) {
+        if constexpr (flash90_forward_fits(it.phi, it.post, HS.value))
+            flash90_forward_launch<HS.value, it.phi, it.post>(call, stream);
+        else flash_instance_forward<instance>(call, stream);
+    });
 }
 
 template <int instance>
 void flash90_instance_backward(const FlashCall<bf16> &call, cudaStream_t stream) {
-    if (!call.dq_sums) flash_instance_backward<instance>(call, stream);
-    else if (call.HS <= 64) backward_of<instance, 64>(call, stream);
-    else backward_of<instance, 128>(call, stream);
+    static constexpr FlashInstance it = flash_instances[instance];
+    if (!call.dq_sums) return flash_instance_backward<instance>(call, stream);
+    with_head_size<64, 128>(call.HS, [&](auto HS) {
+        if constexpr (flash90_backward_fits(it.post, HS.value))
+            flash90_backward_launch<HS.value, it.phi, it.post>(call, stream);
+        else flash_instance_backward<instance>(call, stream);
+    });
 }
 
 #ifndef INSTANCE

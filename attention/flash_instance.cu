@@ -4,32 +4,19 @@
 #include "cuda/gpu.cuh"
 
 #include "attention/flash.cuh"
-#include "runtime/error.h"
-
-template <int instance, int HS>
-static void forward_of(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    flash_forward_launch<FlashX<instance>, HS, flash_instances[instance].phi, flash_instances[instance].post>(call,
-                                                                                                              stream);
-}
-
-template <int instance, int HS>
-static void backward_of(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    flash_backward_launch<FlashX<instance>, HS, flash_instances[instance].phi, flash_instances[instance].post>(call,
-                                                                                                               stream);
-}
 
 template <int instance>
 void flash_instance_forward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    if (call.HS <= 48) forward_of<instance, 48>(call, stream);
-    else if (call.HS <= 64) forward_of<instance, 64>(call, stream);
-    else forward_of<instance, 128>(call, stream);
+    static constexpr FlashInstance it = flash_instances[instance];
+    with_head_size<48, 64, 128>(
+        call.HS, [&](auto HS) { flash_forward_launch<FlashX<instance>, HS.value, it.phi, it.post>(call, stream); });
 }
 
 template <int instance>
 void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream_t stream) {
-    if (call.HS <= 48) backward_of<instance, 48>(call, stream);
-    else if (call.HS <= 64) backward_of<instance, 64>(call, stream);
-    else backward_of<instance, 128>(call, stream);
+    static constexpr FlashInstance it = flash_instances[instance];
+    with_head_size<48, 64, 128>(
+        call.HS, [&](auto HS) { flash_backward_launch<FlashX<instance>, HS.value, it.phi, it.post>(call, stream); });
 }
 
 #define INSTANTIATE(instance)                                                                                          \

@@ -353,6 +353,13 @@ DEVICE void set_zero(float (&s)[TILES][NT][4]) {
     for_each_element(s, [&](Element at) { s[at.m][at.nt][at.e] = 0; });
 }
 
+DEVICE void add(float (&sum)[4], float4 x) {
+    sum[0] += x.x;
+    sum[1] += x.y;
+    sum[2] += x.z;
+    sum[3] += x.w;
+}
+
 DEVICE void store_pair(float *to, float x, float y) {
     *(float2 *)to = make_float2(x, y);
 }

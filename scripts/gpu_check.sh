@@ -890,6 +890,7 @@ bf16 relu-l1 96 64 64
 bf16 relu2-n 96 64 64
 bf16 gelu-l1 96 64 64
 bf16 relu6-l1 96 64 64
+bf16 relu6-l1 300 128 128
 bf16 mish-l1 96 64 64
 bf16 ssmax-pn 96 64 64
 bf16 softpick 96 64 64

@@ -69,11 +69,12 @@ static void print_bytes(const T &x) {
 
 template <int HS>
 static void print_work(FlashCall<bf16> call) {
+    typedef Forward90Plan<HS, PHI_EXP, FLASH_PLAIN> P;
     call.B = call.NH = call.NKV = 1;
     for (int tiles = 1; tiles <= 16; tiles++) {
-        call.from = Forward90Plan<HS>::OWN * (tiles - 1);
-        call.T = Forward90Plan<HS>::OWN * tiles;
-        print_bytes(forward90_work<HS>(call));
+        call.from = P::OWN * (tiles - 1);
+        call.T = P::OWN * tiles;
+        print_bytes(forward90_work<P>(call));
         if (tiles < 16) printf(", ");
     }
 }

@@ -8,6 +8,8 @@
 // Like blocks.cpp, this file is never compiled with -fsanitize=thread.
 #include "hopper_on_cpu.h"
 
+#include <float.h>
+#include <math.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -671,11 +673,16 @@ static void complete_load(Worker &w, Async &a, BulkCopy &c) {
     c.barrier->bytes -= (int64_t)c.bytes;
 }
 
+// As red.add.f32 does in global memory (PTX ISA), subnormal numbers and sums become 0.
+static float flush(float x) {
+    return fabsf(x) < FLT_MIN ? copysignf(0, x) : x;
+}
+
 static void add_floats(char *to, const char *from, int bytes) {
     for (int i = 0; i < bytes; i += 4) {
         float x;
         memcpy(&x, from + i, sizeof x);
-        atomic_change((float *)(to + i), [=](float old) { return old + x; });
+        atomic_change((float *)(to + i), [=](float old) { return flush(flush(old) + flush(x)); });
     }
 }
 

@@ -140,7 +140,7 @@ TESTS_OF = (
 LONG = ("STOPS", "FLASH_ALL", "SASS_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN",
         "CUDA_BUILD", "GPU_REHEARSAL", "LLAMA_CPP")
 SHORT = {name: value for name, value in os.environ.items() if name not in LONG}
-INSTANCES = ("exp exp_recenter exp_recenter_l1 sigmoid relu2 softplus softplus_reweight any_two_sweeps float "
+INSTANCES = ("exp exp_recenter exp_recenter_l1 sigmoid relu2 relu6 softplus softplus_reweight any_two_sweeps float "
              "float_recenter float_two_sweeps")
 
 

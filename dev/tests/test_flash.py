@@ -439,7 +439,7 @@ SMALL_POWER = on_both([Case("softplus-l1+post=reweight:1.5", BF16, 130, 48, B=1,
 UNITS = ("softplus-l1+scale=logn", "lssar+norm=l1+1", "lssar+norm=const:64", "ssmax+post=negate",
          "softmax-sink+post=recenter", "softmax-sink+post=recenter-l1")
 UNITS = list(on_both([*(Case(attn, BF16, 130, 64, B=1, NH=2) for attn in UNITS),
-                      Case("relu2-n", BF16, 130, 128, B=1, NH=1),
+                      Case("relu2-n", BF16, 130, 128, B=1, NH=1), Case("relu6-l1", BF16, 300, 128, B=1, NH=1),
                       *(Case(attn, BF16, 130, 128, 640, B=1, NH=1)
                         for attn in ("softmax-sink+post=recenter", "softmax-sink+post=recenter-l1", "ssmax")),
                       Case("softmax", BF16, 130, 128, 72, B=1, NH=1)]))
@@ -643,13 +643,13 @@ def test_all_zero_rows(flash, dtype, capability):
     assert (got["out"][:, 3:] == 0).all() and (got["dq"][:, 3:] == 0).all() and (got["out"][:, :3] != 0).all()
 
 
-@pytest.mark.parametrize("HS, VS", ((48, 48), (128, 256)))
+@pytest.mark.parametrize("T, HS, VS, any_order", ((33, 48, 48, False), (300, 64, 64, True), (150, 128, 640, False)))
 @pytest.mark.parametrize("attn", ("ssmax-bias", "sigmoid+scale=logn-bias", "identity+scale=logn-bias",
                                   "sigmoid-l1+scale=logn-bias"))
-def test_a_scale_of_zero(flash, attn, HS, VS):
+def test_a_scale_of_zero(flash, attn, T, HS, VS, any_order):
     """A learned scale, and its bias, may be 0, as at n = 1 in the first step. Their gradients are not, although those
-    of q and k are."""
-    case = Case(attn, BF16, 33, HS, VS, B=1)
+    of q and k are. Several blocks add to a row's dq."""
+    case = Case(attn, BF16, T, HS, VS, B=1, any_order=any_order)
     x, scalars = inputs(case)
     scalars = {name: torch.zeros_like(value) for name, value in scalars.items()}
     got = by_flash(flash, case, x, scalars)
