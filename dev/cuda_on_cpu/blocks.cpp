@@ -71,8 +71,8 @@ static const char *const kind_names[] = {
     "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync", "__shfl_up_sync",
     "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
-    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x2_transposed", "ldmatrix_x4_transposed",
-    "stmatrix_x2", "stmatrix_x4", "stmatrix_x2_transposed", "stmatrix_x4_transposed", "mma_m16n8k16"
+    "ldmatrix_x4", "ldmatrix_x4_transposed", "stmatrix_x2", "stmatrix_x4", "stmatrix_x2_transposed", "stmatrix_x4_transposed",
+    "mma_m16n8k16"
 };
 // clang-format on
 
@@ -832,17 +832,17 @@ static void take_row(const void *row, int matrices, Kind kind, const char *acces
     me.warp->row[me.lane] = row;
 }
 
-void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site) {
+void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site) {
+    enum { MATRICES = 4 };
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
-    Kind kind = matrices == 2 ? (transposed ? LDMATRIX_X2_TRANSPOSED : LDMATRIX_X2)
-                              : (transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4);
-    take_row(row, matrices, kind, "reads", site);
-    if (w.watched && (int)me.lane < matrices * 8) __tsan_read16((void *)row);
+    Kind kind = transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4;
+    take_row(row, MATRICES, kind, "reads", site);
+    if (w.watched) __tsan_read16((void *)row);
     if (last_to_arrive(me, kind, ALL_LANES, site)) {
         int conflicts = 0;
-        for (int i = 0; i < matrices; i++) {
+        for (int i = 0; i < MATRICES; i++) {
             const void *const *rows = warp.row + 8 * i;
             conflicts += conflicts_of(rows, 0xFF);
             uint16_t matrix[8][8];
@@ -860,7 +860,7 @@ void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site 
         warp_goes_on(me, ALL_LANES);
     }
     take_turns();
-    for (int i = 0; i < matrices; i++) r[i] = warp.r[i][me.lane];
+    for (int i = 0; i < MATRICES; i++) r[i] = warp.r[i][me.lane];
 }
 
 void stmatrix(const void *row, int matrices, bool transposed, const uint32_t *r, Site site) {

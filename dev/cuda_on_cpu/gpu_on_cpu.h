@@ -65,7 +65,7 @@ uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int 
 unsigned match(bool all, unsigned mask, uint64_t value, Site site);
 int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site);
 void fence();
-void ldmatrix(uint32_t *r, int matrices, bool transposed, const void *row, Site site);
+void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site);
 void stmatrix(const void *row, int matrices, bool transposed, const uint32_t *r, Site site);
 void mma(float *d, const uint32_t *a, const uint32_t *b, Site site);
 void copy_async(void *shared, const void *global, bool valid, Site site);
@@ -313,16 +313,10 @@ inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename c
 // The layout of elements over lanes is that of the PTX ISA.
 
 DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::ldmatrix(r, 4, false, row, {file, line});
+    cuda_on_cpu::ldmatrix(r, false, row, {file, line});
 }
 DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::ldmatrix(r, 4, true, row, {file, line});
-}
-DEVICE void ldmatrix_x2(uint32_t r[2], const void *row, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::ldmatrix(r, 2, false, row, {file, line});
-}
-DEVICE void ldmatrix_x2_transposed(uint32_t r[2], const void *row, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::ldmatrix(r, 2, true, row, {file, line});
+    cuda_on_cpu::ldmatrix(r, true, row, {file, line});
 }
 DEVICE void mma_m16n8k16(float d[4], const uint32_t a[4], const uint32_t b[2], CUDA_ON_CPU_SITE) {
     cuda_on_cpu::mma(d, a, b, {file, line});
@@ -355,9 +349,6 @@ DEVICE uint4 load_16_again(const void *p, CUDA_ON_CPU_SITE) {
     return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
 }
 DEVICE void store_16(void *p, uint4 x, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::store(static_cast<uint4 *>(p), x, {file, line});
-}
-DEVICE void store_16_streaming(void *p, uint4 x, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::store(static_cast<uint4 *>(p), x, {file, line});
 }
 

@@ -114,11 +114,11 @@ KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, cons
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    uint32_t fa[4], fa2[4], fb[2], fb2[2];
+    uint32_t fa[4], fa2[4], fb[4], fb2[4];
     float d[4] = {3, 3, 3, 3}, d2[4] = {3, 3, 3, 3};
     ldmatrix_x4(fa, ta + (l % 16) * 16 + (l / 16) * 8);
-    ldmatrix_x2_transposed(fb, tb + (l % 16) * 8);
-    ldmatrix_x2(fb2, tt + (l % 8) * 16 + ((l / 8) % 2) * 8);
+    ldmatrix_x4_transposed(fb, tb + (l % 16) * 8);    // b has two matrices: the last two are the first two again
+    ldmatrix_x4(fb2, tt + (l % 8) * 16 + ((l / 8) % 2) * 8);
     ldmatrix_x4_transposed(fa2, ta + (l % 16) * 16 + (l / 16) * 8);
     mma_m16n8k16(d, fa, fb);
     mma_m16n8k16(d2, fa, fb2);
