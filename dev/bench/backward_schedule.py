@@ -83,11 +83,11 @@ def block(now, queries, before, adders=ADDERS, buffers=BUFFERS, latency=None):
     return max(done[-adders:]), done
 
 
-def simulate(heads, T, order, sms=SMS):
+def simulate(heads, T, order):
     """The time until all blocks have ended, in steps."""
     numbers, neighbor, last_first = ORDERS[order]
     tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
-    free, released, end = [0.0] * sms, {}, 0.0
+    free, released, end = [0.0] * SMS, {}, 0.0
     for head, tile in numbers(heads, tiles):
         now = heapq.heappop(free)
         first = tile * KEYS // QUERIES
@@ -113,7 +113,7 @@ WIDE_ORDERS = {"any order": (True, 0, True), "fixed, part by part": (False, 1, F
                "fixed, last queries first, two sums of dq": (True, 2, True)}
 
 
-def simulate_wide(heads, T, parts, order, sms=SMS):
+def simulate_wide(heads, T, parts, order):
     """The time until all blocks of a gated unit's backward pass have ended, in steps."""
     by_keys, sums, last_first = WIDE_ORDERS[order]
     tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
@@ -123,7 +123,7 @@ def simulate_wide(heads, T, parts, order, sms=SMS):
     at_once = together(heads, tiles) if last_first else 1
     numbers = [(head, tile, part) for start in range(0, heads, at_once) for tile, part in of_head
                for head in range(start, min(start + at_once, heads))]
-    free, may_add, end = [0.0] * sms, {}, 0.0
+    free, may_add, end = [0.0] * SMS, {}, 0.0
     for head, tile, part in numbers:
         first, key = tile * KEYS // QUERIES, (head, part % max(1, sums))
         times = may_add.setdefault(key, [0.0] * row_tiles)
@@ -151,10 +151,10 @@ def wide_table(found):
     return "\n".join(lines)
 
 
-def work(heads, T, sms=SMS):
+def work(heads, T):
     """The steps of each multiprocessor if all were always busy."""
     tiles, row_tiles = -(-T // KEYS), -(-T // QUERIES)
-    return heads * sum(row_tiles - tile * KEYS // QUERIES + START + LATENCY for tile in range(tiles)) / sms
+    return heads * sum(row_tiles - tile * KEYS // QUERIES + START + LATENCY for tile in range(tiles)) / SMS
 
 
 def rows(heads, lengths):
