@@ -290,12 +290,10 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
 // The logits after the last of T tokens, whose normalized outputs the forward pass has computed.
 static const float *last_logits(Computer *c, size_t T) {
     Model *m = &model;
-    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    size_t VP = padded_vocab(&m->config);
     by_type([&](auto *a) {
-        auto *last = a->h + (T - 1) * C;
         model_final_norm(m, a, T);
-        matmul_forward(&m->matmul, a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, {1, C, VP},
-                       stream);
+        model_last_logits(m, a, T);
         rows_to_host(c, c->logits, a->logits, 1, VP, VP);
     });
     cap_logits(m, c->logits);

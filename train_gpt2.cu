@@ -224,12 +224,6 @@ const bf16 *weight<bf16>(const Model *m, size_t offset) {
     return m->params_bf16 + offset;
 }
 
-template <class X>
-static const X *weight_for(const Model *m, const X *input, size_t offset) {
-    (void)input;
-    return weight<X>(m, offset);
-}
-
 static Scalars layer_scalars(const Model *m, size_t layer) {
     Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config.attn);
     if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = m->p_n;
@@ -799,6 +793,14 @@ static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, si
     model_final_norm(m, a, B * T);
 }
 
+// Writes the logits (VP) after the last of N tokens to a->logits. Expects their normalized outputs in a->h.
+template <class X>
+static void model_last_logits(Model *m, Activations<X> *a, size_t N) {
+    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    const X *last = a->h + (N - 1) * C, *head = weight<X>(m, m->list.head);
+    matmul_forward(&m->matmul, a->logits, last, head, (const X *)NULL, {1, C, VP}, stream);
+}
+
 // Adds the losses of N rows to *sum (on the device). Unless scale is 0, also computes the gradients of scale times
 // their sum: writes a->dh (N,C), and writes the output projection's gradient, or adds to it if `add`.
 template <class X>
@@ -1362,15 +1364,13 @@ static void change_normalizers(Run *run, Model *m) {
 // The logits (V) after the last of `count` tokens. Recomputes the whole sequence for each token, which needs no cache
 // and no code of its own.
 static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
-    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    size_t VP = padded_vocab(&m->config);
     void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;
     m->first = NULL;    // a sample is a single document
     CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
     by_type([&](auto *a) {
-        auto *last = a->h + (count - 1) * C;
         model_forward(m, a, m->batch, 1, count, 1);
-        matmul_forward(&m->matmul, a->logits, last, weight_for(m, last, m->list.head), (decltype(last))NULL, {1, C, VP},
-                       stream);
+        model_last_logits(m, a, count);
         CUDA_CHECK(cudaMemcpyAsync(host, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
     });
     CUDA_CHECK(cudaStreamSynchronize(stream));
