@@ -141,10 +141,10 @@ DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, ui
 template <int W, bool STOCHASTIC>
 DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float scale, float keep) {
     float p[W], m[W], v[W], g[W];
-    load_vector_in_place<W>(p, x.params + i);
-    load_vector_in_place<W>(m, x.mean + s);
-    load_vector_in_place<W>(v, x.square + s);
-    load_vector_in_place<W>(g, x.grads + i);
+    load_vector<W, READ_LAST>(p, x.params + i);
+    load_vector<W, READ_LAST>(m, x.mean + s);
+    load_vector<W, READ_LAST>(v, x.square + s);
+    load_vector<W, READ_LAST>(g, x.grads + i);
     for (int j = 0; j < W; j++) {
         float d = g[j] * scale;
         m[j] = a.b1 * m[j] + a.one_b1 * d;

@@ -29,8 +29,8 @@ KERNEL void bias_forward_kernel(X *out, const float *bias, size_t N, size_t OC) 
     if (n >= N) return;
     for (size_t o = threadIdx.x * W; o < OC; o += blockDim.x * W) {
         float x[W], b[W];
-        load_vector_in_place<W>(x, out + n * OC + o);
-        load_vector_again<W>(b, bias + o);
+        load_vector<W, READ_LAST>(x, out + n * OC + o);
+        load_vector<W, READ_AGAIN>(b, bias + o);
         for (int i = 0; i < W; i++) x[i] += b[i];
         store_vector<W>(out + n * OC + o, x);
     }

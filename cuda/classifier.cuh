@@ -77,7 +77,7 @@ DEVICE RunningSum running_block(RunningSum s) {
 // Loads the W logits from column v on, and caps them. Columns from V on count as −inf.
 template <int W, Use USE, bool CAPPED, class X>
 DEVICE void load_logits(float x[W], const X *row, int v, int V, float c) {
-    load_vector_for<W, USE>(x, row + v);
+    load_vector<W, USE>(x, row + v);
     for (int i = 0; i < W && CAPPED; i++) x[i] = softcap(x[i], c);
     for (int i = 0; i < W && v + W > V; i++)
         if (v + i >= V) x[i] = -INFINITY;

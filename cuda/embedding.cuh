@@ -62,7 +62,7 @@ KERNEL void embedding_backward_kernel(float *dweight, float *partials, const X *
         }
         float *to = piece.slot < 0 ? dweight + (size_t)piece.token * C + c : partials + (size_t)piece.slot * C + c;
         if (piece.slot < 0) {
-            load_vector_in_place<W>(x, to);
+            load_vector<W, READ_LAST>(x, to);
             for (int j = 0; j < W; j++) sum[j] += x[j];
         }
         store_vector<W>(to, sum);

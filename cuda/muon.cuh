@@ -61,7 +61,7 @@ KERNEL void muon_momentum_kernel(double *sums, MuonMatrix x, const StepNumbers *
     if (!numbers->finite) return;
     muon_elements<W>(x.R * x.C, [&](size_t i) {
         float m[W], g[W];
-        load_vector_in_place<W>(m, x.momentum + i);
+        load_vector<W, READ_LAST>(m, x.momentum + i);
         load_vector<W>(g, x.grad + i);
         for (int j = 0; j < W; j++) {
             g[j] *= scale;
@@ -96,7 +96,7 @@ KERNEL void muon_apply_kernel(MuonMatrix x, const bf16 *X, const StepNumbers *nu
     if (!numbers->finite) return;
     muon_elements<W>(x.R * x.C, [&](size_t i) {
         float p[W], d[W];
-        load_vector_in_place<W>(p, x.param + i);
+        load_vector<W, READ_LAST>(p, x.param + i);
         load_vector<W>(d, X + i);
         for (int j = 0; j < W; j++) p[j] = keep * p[j] - rate * d[j];
         store_vector<W>(x.param + i, p);

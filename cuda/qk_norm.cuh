@@ -58,7 +58,7 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
     float sum = 0;
     for (size_t c = first; there && c < q.HS; c += step) {
         float v[W];
-        load_vector_again<W>(v, x + c);
+        load_vector<W, READ_AGAIN>(v, x + c);
         for (int j = 0; j < W; j++) sum += v[j] * v[j];
     }
     float r = 1.0f / sqrtf(group_sum(sum, group) / (float)q.HS + q.eps);    // all: group_sum() needs whole warps
@@ -66,7 +66,7 @@ KERNEL void qk_norm_forward_kernel(X *qkv, X *inputs, float *inverse, QkNorm q, 
     const float *gain = qk_is_query(q, i) ? q.q_gain : q.k_gain;
     for (size_t c = first; c < q.HS; c += step) {
         float v[W], g[W];
-        load_vector_in_place<W>(v, x + c);
+        load_vector<W, READ_LAST>(v, x + c);
         load_vector<W>(g, gain + c);
         store_vector<W>(inputs + i * q.HS + c, v);
         for (int j = 0; j < W; j++) v[j] = v[j] * r * g[j];
@@ -84,7 +84,7 @@ DEVICE float qk_norm_dot(const X *dy, const X *x, const float *gain, LanePart pa
     float sum = 0;
     for (size_t c = part.first; c < part.end; c += part.step) {
         float d[W], v[W], g[W];
-        load_vector_again<W>(d, dy + c);
+        load_vector<W, READ_AGAIN>(d, dy + c);
         load_vector<W>(v, x + c);
         load_vector<W>(g, gain + c);
         for (int j = 0; j < W; j++) sum += d[j] * g[j] * v[j];
@@ -101,7 +101,7 @@ DEVICE void qk_norm_head(X *dx, float sums[QK_NORM_LANE], const X *x, const floa
         size_t c = part.first + round * part.step;
         if (c >= part.end) continue;
         float d[W], v[W], g[W];
-        load_vector_in_place<W>(d, dx + c);
+        load_vector<W, READ_LAST>(d, dx + c);
         load_vector<W>(v, x + c);
         load_vector<W>(g, gain + c);
         UNROLL

@@ -121,7 +121,7 @@ DEVICE void rmsnorm_row(X *dx, bool add, float *sums, const X *dout, const X *in
         vector_of(d, dy, k);
         vector_of(v, x, k);
         load_vector<W>(w, weight + c);
-        if (add) load_vector_in_place<W>(y, dx + c);
+        if (add) load_vector<W, READ_LAST>(y, dx + c);
         for (int i = 0; i < W; i++) {
             y[i] += r_n * (w[i] * d[i] - v[i] * by);
             part[32 * i] += d[i] * v[i] * r_n;

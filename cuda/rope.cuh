@@ -59,8 +59,8 @@ DEVICE float rope_squares(const X *x, LanePart part) {
     float sum = 0;
     for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W];
-        load_vector_again<W>(a, x + i);
-        load_vector_again<W>(b, x + half + i);
+        load_vector<W, READ_AGAIN>(a, x + i);
+        load_vector<W, READ_AGAIN>(b, x + half + i);
         for (int j = 0; j < W; j++) sum += a[j] * a[j] + b[j] * b[j];
     }
     return sum;
@@ -71,8 +71,8 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
     size_t half = part.end;
     for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W], c[W], s[W];
-        load_vector_in_place<W>(a, x + i);
-        load_vector_in_place<W>(b, x + half + i);
+        load_vector<W, READ_LAST>(a, x + i);
+        load_vector<W, READ_LAST>(b, x + half + i);
         load_vector<W>(c, cosines + i);
         load_vector<W>(s, sines + i);
         for (int j = 0; j < W; j++) {
@@ -117,8 +117,8 @@ DEVICE float rope_dot(const X *u, const X *du, LanePart part) {
         float a[W], b[W], da[W], db[W];
         load_vector<W>(a, u + i);
         load_vector<W>(b, u + half + i);
-        load_vector_again<W>(da, du + i);
-        load_vector_again<W>(db, du + half + i);
+        load_vector<W, READ_AGAIN>(da, du + i);
+        load_vector<W, READ_AGAIN>(db, du + half + i);
         for (int j = 0; j < W; j++) sum += a[j] * da[j] + b[j] * db[j];
     }
     return sum;
@@ -130,8 +130,8 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
     size_t half = part.end;
     for (size_t i = part.first; i < half; i += part.step) {
         float a[W], b[W], c[W], s[W];
-        load_vector_in_place<W>(a, du + i);
-        load_vector_in_place<W>(b, du + half + i);
+        load_vector<W, READ_LAST>(a, du + i);
+        load_vector<W, READ_LAST>(b, du + half + i);
         if (L2) {
             float y[W], z[W];
             load_vector<W>(y, u + i);

@@ -31,8 +31,8 @@ KERNEL void query_scores_kernel(float *scores, QueryKeys<X> of, int group) {
     float sum = 0;
     for (size_t c = lane * W; j < of.T && c < of.HS; c += (size_t)group * W) {
         float x[W], y[W];
-        load_vector_again<W>(x, q + c);
-        load_vector_again<W>(y, k + c);
+        load_vector<W, READ_AGAIN>(x, q + c);
+        load_vector<W, READ_AGAIN>(y, k + c);
         for (int i = 0; i < W; i++) sum += x[i] * y[i];
     }
     sum = group_sum(sum, group);    // all: group_sum() needs whole warps

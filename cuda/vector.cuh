@@ -13,57 +13,42 @@
 
 // ---- W elements as floats; W is 1 or, for X = float, a multiple of 4, for X = bf16, 8
 
-// What happens to the memory in this kernel: nothing else; this is its last reading, and perhaps it is written
-// afterwards; it is read again.
-enum Use { READ_ONLY, READ_LAST, READ_AGAIN };
+// What else happens to the memory in this kernel.
+enum Use {
+    READ_ONLY,    // it is never written
+    READ_LAST,    // it is not read again; this thread may write it afterwards
+    READ_AGAIN    // it is read again, so it should stay in the caches, and may be written after that
+};
 
 template <Use USE>
-DEVICE uint4 load_16_for(const void *p) {
+DEVICE uint4 load_16(const void *p) {
     if constexpr (USE == READ_ONLY) return load_16(p);
     else if constexpr (USE == READ_LAST) return load_16_streaming(p);
     else return load_16_again(p);
 }
 
-template <int W, Use USE>
-DEVICE void load_vector_for(float x[W], const float *p) {
+template <int W, Use USE = READ_ONLY>
+DEVICE void load_vector(float x[W], const float *p) {
     if constexpr (W == 1) {
         x[0] = *p;
     } else {
         for (int i = 0; i < W; i += 4) {
             Pack<float> pack;
-            unpack_16(pack, load_16_for<USE>(p + i));
+            unpack_16(pack, load_16<USE>(p + i));
             for (int j = 0; j < 4; j++) x[i + j] = pack.x[j];
         }
     }
 }
 
-template <int W, Use USE>
-DEVICE void load_vector_for(float x[W], const bf16 *p) {
+template <int W, Use USE = READ_ONLY>
+DEVICE void load_vector(float x[W], const bf16 *p) {
     if constexpr (W == 1) {
         x[0] = to_float(*p);
     } else {
         Pack<bf16> pack;
-        unpack_16(pack, load_16_for<USE>(p));
+        unpack_16(pack, load_16<USE>(p));
         for (int j = 0; j < 8; j++) x[j] = pack.x[j];
     }
-}
-
-// For memory that is not written while the kernel runs.
-template <int W, class X>
-DEVICE void load_vector(float x[W], const X *p) {
-    load_vector_for<W, READ_ONLY>(x, p);
-}
-
-// Loads W elements that this thread may write afterwards, or that are read for the last time.
-template <int W, class X>
-DEVICE void load_vector_in_place(float x[W], const X *p) {
-    load_vector_for<W, READ_LAST>(x, p);
-}
-
-// Loads W elements that the kernel reads again, so that they should stay in the caches.
-template <int W, class X>
-DEVICE void load_vector_again(float x[W], const X *p) {
-    load_vector_for<W, READ_AGAIN>(x, p);
 }
 
 template <int W>
