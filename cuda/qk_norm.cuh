@@ -159,11 +159,9 @@ KERNEL void qk_norm_backward_kernel(X *dqkv, float *partials, const X *inputs, c
 
 // The number of lanes per head, where each lane processes `width` elements at a time.
 static inline size_t qk_norm_group(size_t HS, size_t width) {
-    size_t group = 1;
     if (HS > QK_NORM_MAX_HEAD)
         fail(EXIT_USAGE, "a head size of %zu: QK norms on a GPU support at most %d.", HS, (int)QK_NORM_MAX_HEAD);
-    while (group * width < HS && group < 32) group *= 2;
-    return group;
+    return lanes_for(HS, width);
 }
 
 // The number of blocks in the backward pass.

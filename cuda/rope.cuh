@@ -174,16 +174,23 @@ KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_nor
 
 // ---- launchers
 
+// How many lanes process a head: a power of two of at most 32, where each lane processes `width` of the elements at a
+// time.
+static inline size_t lanes_for(size_t elements, size_t width) {
+    size_t group = 1;
+    while (group * width < elements && group < 32) group *= 2;
+    return group;
+}
+
 typedef struct {
     dim3 grid, block;
     int group;    // lanes per head
 } RopeGrid;
 
 static inline RopeGrid rope_grid(Rope r, size_t width) {
-    size_t group = 1, threads;
     if (r.HS % 2) fail(EXIT_USAGE, "a head size of %zu: RoPE needs an even head size.", r.HS);
-    while (group < r.HS / 2 / width && group < 32) group *= 2;
-    threads = (((r.NH + r.NKV) * group + 31) / 32) * 32;
+    size_t group = lanes_for(r.HS / 2, width);    // each has the same elements of both halves
+    size_t threads = (((r.NH + r.NKV) * group + 31) / 32) * 32;
     return (RopeGrid){row_grid(r.B * r.T, dim3(1, 1)), dim3((unsigned)smaller(threads, 512)), (int)group};
 }
 

@@ -44,8 +44,7 @@ template <class X>
 void query_scores(float *scores, const QueryKeys<X> &of, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(of.HS) && fits<X>(of.k_row);
-    size_t group = 1;
-    while (group * (vectors ? (size_t)W : 1) < of.HS && group < 32) group *= 2;
+    size_t group = lanes_for(of.HS, vectors ? (size_t)W : 1);
     dim3 grid = row_grid(of.T, dim3(1, (unsigned)(SCORES_THREADS / group)));
     grid.y = (unsigned)of.NH;
     launch(vectors ? query_scores_kernel<X, W> : query_scores_kernel<X, 1>, grid, dim3(SCORES_THREADS), 0, stream,
