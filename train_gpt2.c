@@ -908,9 +908,8 @@ static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
 
 // Computes the gradients of q, k and v (in m->djoined, or in m->dq, m->dk, m->dv) and of the learned scalars from
 // m->datt.
-static void attention_layer_backward(Model *m, size_t l, size_t B, size_t T) {
+static void attention_layer_backward(Model *m, Layer of, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
-    Layer of = layer_of(m, l, B * T);
     AttentionInputGrads d = block_of(m)->views(&m->config, (Projected){m->djoined, m->dq, m->dk, m->dv, NULL});
     phase(PHASE_ATTENTION);
     ScalarGrads grads = scalar_grads_of(&m->list, m->grads, l, &m->config.attn);
@@ -970,7 +969,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
 
     phase(PHASE_PROJECTIONS);
     matmul_backward(m->datt, grads + at->o, in_f32(m->dx), in_f32(of.att), weight(m, at->o), N, E, C, add);
-    attention_layer_backward(m, l, B, T);
+    attention_layer_backward(m, of, l, B, T);
     phase(PHASE_ROPE);
     rope_backward(m->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
     phase(PHASE_NORM);
@@ -1015,7 +1014,7 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     matmul_backward(m->dact, grads + at->o, in_f32(m->dx), m->act, weight(m, at->o), N, E, C, add);
     phase(PHASE_GATE);
     gau_gate_backward(m->datt, d.joined, m->dact, of.projected.joined, of.att, N, E, W);
-    attention_layer_backward(m, l, B, T);
+    attention_layer_backward(m, of, l, B, T);
     phase(PHASE_ROPE);
     gau_backward(d, gains_in(m, grads, l), of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E);
     phase(PHASE_NORM);
