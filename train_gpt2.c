@@ -687,9 +687,17 @@ static AttentionShape attention_shape(const ModelConfig *c, size_t B, size_t T) 
                             .L = c->seq_len};
 }
 
-static size_t norm_chunks(const TensorList *list) {
+// Sums over a tensor's elements are added up from those over pieces of a fixed size, so that they do not depend on the
+// number of threads. Model.sums has room for the pieces of all tensors.
+enum { SUM_PIECE = 1 << 16 };
+
+static size_t sum_pieces(size_t elements) {
+    return (elements + SUM_PIECE - 1) / SUM_PIECE;
+}
+
+static size_t all_sum_pieces(const TensorList *list) {
     size_t count = 0;
-    for (size_t i = 0; i < list->count; i++) count += (list->tensors[i].elements + (1 << 16) - 1) >> 16;
+    for (size_t i = 0; i < list->count; i++) count += sum_pieces(list->tensors[i].elements);
     return count;
 }
 
@@ -743,7 +751,7 @@ static void plan_parameters(Model *m, bool train, bool rounded) {
     memory_add(&m->plan, "optimizer state", (void **)&m->mean, FLOATS(floats));
     memory_add(&m->plan, "optimizer state", (void **)&m->square, FLOATS(floats));
     plan_muon(m);
-    memory_add(&m->plan, "scratch", (void **)&m->sums, norm_chunks(&m->list) * sizeof(double));
+    memory_add(&m->plan, "scratch", (void **)&m->sums, all_sum_pieces(&m->list) * sizeof(double));
 }
 
 // Refreshes the bf16 copy, if there is one. Call after setting the parameters.
@@ -1115,22 +1123,20 @@ static double model_step(Model *m, const int32_t *inputs, const int32_t *targets
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// The Euclidean norm of all gradients, summed in double over blocks of a fixed size so that it does not depend on the
-// number of threads.
+// The Euclidean norm of all gradients, summed in double.
 static double gradient_norm(const Model *m) {
-    enum { PIECE = 1 << 16 };
     size_t at = 0;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         const real *g = m->grads + t->offset;
-        size_t pieces = (t->elements + PIECE - 1) / PIECE;
+        size_t pieces = sum_pieces(t->elements);
         if (!tensor_trained(t, &m->config.attn)) continue;
         #pragma omp parallel for schedule(static) if (pieces > 1)
         for (size_t p = 0; p < pieces; p++) {
-            size_t to = (p + 1) * PIECE < t->elements ? (p + 1) * PIECE : t->elements;
+            size_t to = (p + 1) * SUM_PIECE < t->elements ? (p + 1) * SUM_PIECE : t->elements;
             double sum = 0;
             #pragma omp simd reduction(+ : sum)
-            for (size_t j = p * PIECE; j < to; j++) sum += (double)g[j] * g[j];
+            for (size_t j = p * SUM_PIECE; j < to; j++) sum += (double)g[j] * g[j];
             m->sums[at + p] = sum;
         }
         at += pieces;
@@ -1170,19 +1176,17 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     }
 }
 
-// Updates the momentum and writes u to x (n). Returns |u|, summed in double over blocks of a fixed size so that it does
-// not depend on the number of threads.
-//   x, momentum (n)   grad (n)   sums: scratch, 1 number per 2^16 elements
+// Updates the momentum and writes u to x (n). Returns |u|, summed in double.
+//   x, momentum (n)   grad (n)   sums (sum_pieces(n)) scratch
 static double muon_momentum(real *x, real *momentum, const real *grad, size_t n, real scale, double *sums) {
-    enum { PIECE = 1 << 16 };
     const real rest = (real)(1 - MUON_MOMENTUM);
-    size_t pieces = (n + PIECE - 1) / PIECE;
+    size_t pieces = sum_pieces(n);
     #pragma omp parallel for schedule(static) if (pieces > 1)
     for (size_t p = 0; p < pieces; p++) {
-        size_t to = (p + 1) * PIECE < n ? (p + 1) * PIECE : n;
+        size_t to = (p + 1) * SUM_PIECE < n ? (p + 1) * SUM_PIECE : n;
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t i = p * PIECE; i < to; i++) {
+        for (size_t i = p * SUM_PIECE; i < to; i++) {
             real g = grad[i] * scale, m = momentum[i] + rest * (g - momentum[i]);
             momentum[i] = m;
             x[i] = m - rest * (m - g);
