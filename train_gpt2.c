@@ -424,10 +424,11 @@ static void gau_gains_backward(GauGains grads, Projected d, Projected x, size_t 
     enum { PART = 16 };
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < HS; from += PART) {
+        size_t to = from + PART < HS ? from + PART : HS;
         for (size_t n = 0; n < N; n++) {
             const real *z = x.joined + n * (2 * E + HS) + 2 * E, *dq = d.q + n * HS, *dk = d.k + n * HS;
             #pragma omp simd
-            for (size_t c = from; c < from + PART; c++) {
+            for (size_t c = from; c < to; c++) {
                 real silu = z[c] * real_sigmoid(z[c]);
                 grads.q_gain[c] += dq[c] * silu;
                 grads.k_gain[c] += dk[c] * silu;
