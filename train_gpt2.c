@@ -743,6 +743,9 @@ static void plan_muon(Model *m) {
     memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.step, FLOATS(square));
 }
 
+// Rows of the memory plan that several arrays share
+static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch";
+
 static void plan_parameters(Model *m, bool train, bool rounded) {
     size_t floats = m->list.floats;
     memory_add(&m->plan, "parameters", (void **)&m->params, FLOATS(floats));
@@ -752,7 +755,7 @@ static void plan_parameters(Model *m, bool train, bool rounded) {
     memory_add(&m->plan, "optimizer state", (void **)&m->mean, FLOATS(floats));
     memory_add(&m->plan, "optimizer state", (void **)&m->square, FLOATS(floats));
     plan_muon(m);
-    memory_add(&m->plan, "scratch", (void **)&m->sums, all_sum_pieces(&m->list) * sizeof(double));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sums, all_sum_pieces(&m->list) * sizeof(double));
 }
 
 // Refreshes the bf16 copy, if there is one. Call after setting the parameters.
@@ -761,8 +764,6 @@ static void round_parameters(Model *m) {
     #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < m->list.floats; i++) m->params_bf16[i] = bf16_from_float(m->params[i]);
 }
-
-static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch";
 
 static void plan_input(Model *m, MatmulInput *x, size_t n) {
     if (m->mm.bf16) memory_add(&m->plan, SCRATCH, (void **)&x->bf16, n * sizeof *x->bf16);

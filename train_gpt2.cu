@@ -371,20 +371,25 @@ static void plan_muon(Model *m) {
     memory_add(&m->plan, "Muon's scratch", (void **)&m->muon.sums, (muon_blocks(elements) + 1) * sizeof(double));
 }
 
+// Rows of the memory plan that several arrays share
+static const char *const KEPT = "activations kept for the backward pass",
+                         *const STATS = "statistics kept for the backward pass", *const SCRATCH = "scratch",
+                         *const INPUTS = "matmul inputs (no --recompute)";
+
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
     find_owners(m);
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
     if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
-    memory_add(&m->plan, "scratch", (void **)&m->sums,
+    memory_add(&m->plan, SCRATCH, (void **)&m->sums,
                (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
     if (m->forward_only) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
-    memory_add(&m->plan, "scratch", (void **)&m->numbers, sizeof *m->numbers);
+    memory_add(&m->plan, SCRATCH, (void **)&m->numbers, sizeof *m->numbers);
     memory_add(&m->plan, "optimizer state", (void **)&m->mean, m->state_floats * sizeof(float));
     memory_add(&m->plan, "optimizer state", (void **)&m->square, m->square_floats * sizeof(float));
     plan_muon(m);
-    memory_add(&m->plan, "scratch", (void **)&m->segments, m->list.count * sizeof(AdamSegment));
+    memory_add(&m->plan, SCRATCH, (void **)&m->segments, m->list.count * sizeof(AdamSegment));
 }
 
 // Plans attention's memory for the most demanding combination of normalizer (the model's own and `others`) and length
@@ -401,9 +406,8 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
         if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
         if (flash_scratch(shape, element) > scratch) scratch = flash_scratch(shape, element);
     }
-    memory_add(&m->plan, "statistics kept for the backward pass", (void **)&m->stats,
-               (size_t)m->config.layers * m->layer_stats * sizeof(float));
-    memory_add(&m->plan, "scratch", &m->scratch, scratch);
+    memory_add(&m->plan, STATS, (void **)&m->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
+    memory_add(&m->plan, SCRATCH, &m->scratch, scratch);
 }
 
 static void need_partials(Model *m, size_t floats) {
@@ -418,23 +422,19 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     need_partials(m, embedding_partials(N) * C);
     if (c->qk_norm) need_partials(m, qk_norm_partials(HS));
     if (c->qkv_bias) need_partials(m, bias_partials(N, joined_width(c)));
-    const char *kept = "statistics kept for the backward pass", *scratch = "scratch";
-    memory_add(&m->plan, kept, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
+    memory_add(&m->plan, STATS, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     if (c->qk_norm)
-        memory_add(&m->plan, kept, (void **)&m->qk_inverse, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
-    memory_add(&m->plan, kept, (void **)&m->r1, L * N * sizeof(float));
-    memory_add(&m->plan, kept, (void **)&m->r2, L * N * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->r, N * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->losses, N * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->cosines, T * (HS / 2) * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->sines, T * (HS / 2) * sizeof(float));
-    memory_add(&m->plan, scratch, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
+        memory_add(&m->plan, STATS, (void **)&m->qk_inverse, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
+    memory_add(&m->plan, STATS, (void **)&m->r1, L * N * sizeof(float));
+    memory_add(&m->plan, STATS, (void **)&m->r2, L * N * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->r, N * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->losses, N * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, T * (HS / 2) * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sines, T * (HS / 2) * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
     memory_add(&m->plan, "batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "batch", (void **)&m->mask, N);
 }
-
-static const char *const KEPT = "activations kept for the backward pass", *const SCRATCH = "scratch",
-                         *const INPUTS = "matmul inputs (no --recompute)";
 
 template <class X>
 static void add_activations(Model *m, const char *kind, X **where, size_t elements) {
@@ -443,7 +443,7 @@ static void add_activations(Model *m, const char *kind, X **where, size_t elemen
 
 template <class X>
 static void add_gradients(Model *m, X **where, size_t elements) {
-    if (!m->forward_only) add_activations(m, "scratch", where, elements);
+    if (!m->forward_only) add_activations(m, SCRATCH, where, elements);
 }
 
 template <class X>
@@ -474,21 +474,21 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers;
     size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L;
     auto add = [m](const char *kind, X **where, size_t elements) { add_activations(m, kind, where, elements); };
-    const char *kept = KEPT, *scratch = SCRATCH, *inputs = m->recompute ? SCRATCH : INPUTS;
+    const char *inputs = m->recompute ? SCRATCH : INPUTS;
     rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
-    add(kept, &a->x, (L + 1) * N * C);
-    add(kept, &a->joined, L * N * W);
+    add(KEPT, &a->x, (L + 1) * N * C);
+    add(KEPT, &a->joined, L * N * W);
     if (c->qk_norm) {
         qk_norm_group(head_size(c), 1);    // ends the program if there is no kernel for this head size
-        add(kept, &a->qk_inputs, L * N * (K + key_width(c)));
+        add(KEPT, &a->qk_inputs, L * N * (K + key_width(c)));
     }
-    add(kept, &a->att, L * N * E);
+    add(KEPT, &a->att, L * N * E);
     add_gradients(m, &a->djoined, N * W);
     add(inputs, &a->h1, kept_layers * N * C);
     add(inputs, &a->act, kept_layers * N * F);
     block_of<X>(m)->plan(m, a, N, kept_layers);
     add("logits of one block of rows", &a->logits, m->loss_rows * VP);
-    add(scratch, &a->h, N * C);
+    add(SCRATCH, &a->h, N * C);
     add_gradients(m, &a->dx, N * C);
     add_gradients(m, &a->dh, N * C);
     add_gradients(m, &a->datt, N * E);
@@ -515,7 +515,7 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     plan_parameters(m);
     plan_floats(m, B, T);
     by_type([=](auto *a) { plan_activations(m, a, B, T); });
-    memory_add(&m->plan, "scratch", (void **)&m->partials, m->partials_size * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->partials, m->partials_size * sizeof(float));
     memory_add(&m->plan, "matmul scratch", &m->workspace, MATMUL_WORKSPACE);
     size_t largest = 0;
     for (size_t i = 0; i < bucket_count(m); i++) {
@@ -1094,7 +1094,7 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
     memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.mean, bytes);
     memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.square, bytes);
-    memory_add(&m->host_plan, "scratch", (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
+    memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
                padded_vocab(&m->config) * sizeof(float));
     if (m->in_bf16)
