@@ -162,10 +162,10 @@ struct Async {
 };
 
 static void clear_memory(Async &a, size_t from, size_t end) {
-    from = from / PIECE * PIECE;
+    from = (from / PIECE) * PIECE;
     fill(a.shadow + from, end - from, POISON);
-    memset(a.stores + from / 2, 0, (end - from) / 2 * sizeof(GenericStore));
-    memset(a.loaded + from / PIECE, 0, (end - from) / PIECE * sizeof(Loaded));
+    memset(a.stores + from / 2, 0, ((end - from) / 2) * sizeof(GenericStore));
+    memset(a.loaded + from / PIECE, 0, ((end - from) / PIECE) * sizeof(Loaded));
 }
 
 static Async *new_async() {
@@ -197,7 +197,7 @@ static Async &async_of(Worker &w) {
     a.sites.assign(1, Site{"", 0});
     a.counter_waiters = 0;
     a.rarely = 16;
-    int registers = std::min<int>(REGISTERS / w.threads / 8 * 8, MOST_REGISTERS);
+    int registers = std::min<int>(((REGISTERS / w.threads) / 8) * 8, MOST_REGISTERS);
     for (int i = 0; i < (w.threads + WARPGROUP - 1) / WARPGROUP; i++) a.warpgroups[i].registers = registers;
     a.pool = 0;
     clear_memory(a, shared_offset(w, w.dynamic), ROOM);
@@ -863,7 +863,7 @@ static bool warpgroup_meets(Worker &w, Warpgroup &g, Fiber &me, Kind kind, const
             site.file, site.line, w.threads);
     wait_as(w, me, kind, site);
     if (g.waiting == 0) g.first = me.wait;
-    int first = (int)me.number / WARPGROUP * WARPGROUP;
+    int first = ((int)me.number / WARPGROUP) * WARPGROUP;
     if (g.first.kind != kind || !same_site(g.first.site, site))
         die("MISMATCH: threads of a warpgroup meet in different operations: %s",
             who_waits_where(first, first + WARPGROUP).c_str());
@@ -872,7 +872,7 @@ static bool warpgroup_meets(Worker &w, Warpgroup &g, Fiber &me, Kind kind, const
 
 static void warpgroup_goes_on(Worker &w, Warpgroup &g, const Fiber &me) {
     g.waiting = 0;
-    for (unsigned i = 0; i < WARPGROUP; i++) set_ready(w, me.number / WARPGROUP * WARPGROUP + i);
+    for (unsigned i = 0; i < WARPGROUP; i++) set_ready(w, (me.number / WARPGROUP) * WARPGROUP + i);
 }
 
 // The open accumulator in whose registers, as this thread has them, p lies.
@@ -984,13 +984,13 @@ static void list_operand(std::vector<uint32_t> &pieces, const Descriptor &d, Maj
     if (major == K_MAJOR)
         for (uint32_t i = 0; i < (uint32_t)extent; i++)
             for (uint32_t j = 0; j < 2; j++)
-                pieces.push_back(d.start + i % 8 * row + i / 8 * d.stride + j * (d.swizzle ? 16 : d.leading));
+                pieces.push_back(d.start + (i % 8) * row + (i / 8) * d.stride + j * (d.swizzle ? 16 : d.leading));
     else
         for (uint32_t k = 0; k < 16; k++)
             for (uint32_t i = 0; i < (uint32_t)extent / 8; i++)
-                pieces.push_back(d.start + i % row_pieces * PIECE + k % 8 * row +
-                                 i / row_pieces * (d.swizzle ? d.leading : d.stride) +
-                                 k / 8 * (d.swizzle ? d.stride : d.leading));
+                pieces.push_back(d.start + (i % row_pieces) * PIECE + (k % 8) * row +
+                                 (i / row_pieces) * (d.swizzle ? d.leading : d.stride) +
+                                 (k / 8) * (d.swizzle ? d.stride : d.leading));
     for (uint32_t &p : pieces) p = swizzled(p, d.swizzle);
 }
 
@@ -1031,8 +1031,8 @@ static float element(const std::vector<char> &bytes, Major major, int extent, in
 // Calls function(index, row, column) for the elements of a thread's part of D.
 template <class Function>
 static void for_each_result(int thread, int columns, Function function) {
-    int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
-    for (int i = 0; i < columns / 2; i++) function(i, row + i % 4 / 2 * 8, i / 4 * 8 + column + i % 2);
+    int warp = thread / 32, lane = thread % 32, row = warp * 16 + lane / 4, column = (lane % 4) * 2;
+    for (int i = 0; i < columns / 2; i++) function(i, row + ((i % 4) / 2) * 8, (i / 4) * 8 + column + i % 2);
 }
 
 static void execute(Worker &w, Async &a, WgmmaOperation &op) {
@@ -1043,12 +1043,14 @@ static void execute(Worker &w, Async &a, WgmmaOperation &op) {
     for (size_t i = 0; i < op.b_pieces.size(); i++)
         check_unchanged(w, a, op.b_pieces[i], &op.b_bytes[i * PIECE], PIECE, "wgmma", op.site);
     if (m.a_registers) {    // pairs (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), as in mma_m16n8k16
-        for (int t = 0; t < WARPGROUP; t++)
+        for (int t = 0; t < WARPGROUP; t++) {
+            int warp = t / 32, lane = t % 32, row = warp * 16 + lane / 4, column = (lane % 4) * 2;
             for (int i = 0; i < 4; i++) {
-                float *to = &left[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * 2 + i / 2 * 8];
+                float *to = &left[row + (i % 2) * 8][column + (i / 2) * 8];
                 to[0] = bits<float>(op.a[t][i] << 16);
                 to[1] = bits<float>(op.a[t][i] & 0xFFFF0000u);
             }
+        }
     } else {
         for (int i = 0; i < 64; i++)
             for (int k = 0; k < 16; k++) left[i][k] = element(op.a_bytes, m.a_major, 64, i, k);
@@ -1251,7 +1253,7 @@ void async_turn(Worker &w) {
     uint64_t random = next_random(w.random);
     if (random % w.async->rarely == 0) async_step(w, false);
     if (random >> 32 & 0xFF) return;
-    w.async->rarely = 1u << (random >> 40) % 4 * 4;    // for a while, soon, or only when somebody waits
+    w.async->rarely = 1u << (((random >> 40) % 4) * 4);    // for a while, soon, or only when somebody waits
 }
 
 void async_end_block(Worker &w) {
