@@ -400,7 +400,7 @@ static void plan_attention(Model *m, const Normalizer *const *others, size_t cou
     m->layer_stats = 0;
     for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
         size_t length = (size_t)lengths->values[i / (count + 1)], which = i % (count + 1);
-        FlashShape shape = flash_shape(m, B * T / length, length);
+        FlashShape shape = flash_shape(m, (B * T) / length, length);
         if (which < count) shape.normalizer = others[which];
         flash_check(shape, element);
         if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
@@ -496,7 +496,7 @@ static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
 }
 
 static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
-    size_t HS = head_size(&m->config), n = T * HS / 2;
+    size_t HS = head_size(&m->config), n = T * (HS / 2);
     float *table = (float *)malloc(2 * n * sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
     rope_table(table, table + n, T, angles);
@@ -590,7 +590,7 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    size_t angles = m->from * head_size(c) / 2;
+    size_t angles = m->from * (head_size(c) / 2);
     return {B,
             T - m->from,
             (size_t)c->heads,
@@ -1066,7 +1066,7 @@ static DeviceMemory device_memory(void) {
 // resumed on the same GPU adds in the same order.
 static void plan_more_logits(Model *m, size_t memory) {
     size_t N = m->B * m->T, row = padded_vocab(&m->config) * (m->in_bf16 ? sizeof(bf16) : sizeof(float));
-    size_t most = (memory / 16 / row / 128) * 128, blocks = most ? (N + most - 1) / most : 0;
+    size_t fitting = (memory / 16) / row, most = (fitting / 128) * 128, blocks = most ? (N + most - 1) / most : 0;
     size_t rows = blocks ? smaller(N, (((N + blocks - 1) / blocks + 127) / 128) * 128) : 0;
     void **logits = by_type([](auto *a) { return (void **)&a->logits; });
     if (rows <= m->loss_rows || m->plan.total + (rows - m->loss_rows) * row > (memory / 10) * 9) return;

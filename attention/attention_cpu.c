@@ -452,7 +452,7 @@ static ChunkPart chunk_part_of(AttentionShape shape, real *scratch, int thread) 
 enum { ROW_GRADS = SCALAR_STAGES };
 
 static size_t row_grads_size(AttentionShape shape) {
-    return (shape.B * shape.NH * shape.T * ROW_GRADS + 15) / 16 * 16;
+    return ((shape.B * shape.NH * shape.T * ROW_GRADS + 15) / 16) * 16;
 }
 
 // The keys and values of the group being processed, in up to three forms, and their gradients.
@@ -576,7 +576,7 @@ typedef struct {
 static RowBlock block_at(const Head *head, size_t from, size_t rows, AttentionShape shape) {
     size_t low = first_key(head, from);
     if (rows > shape.T - from) rows = shape.T - from;
-    if (head->group->packed_k) low = low / TILE * TILE;
+    if (head->group->packed_k) low = (low / TILE) * TILE;
     size_t keys = shape.past + from + rows - low;
     return (RowBlock){from, rows, low, keys, 0, keys};
 }
@@ -1094,7 +1094,7 @@ static void head_backward(const Backward *pass, const Head *head, Scalars scalar
         memset(group->dk, 0, (tiles ? packed_scratch(keys, shape.HS) : keys * shape.HS) * sizeof(real));
         memset(group->dv, 0, (tiles ? packed_scratch(keys, shape.VS) : keys * shape.VS) * sizeof(real));
     }
-    size_t last = (shape.T - 1) / BLOCK * BLOCK;
+    size_t last = ((shape.T - 1) / BLOCK) * BLOCK;
     for (size_t from = last;; from -= BLOCK) {
         RowBlock at = block_at(head, from, BLOCK, shape);
         block_scores(head, pass->in, shape, part, at, share);

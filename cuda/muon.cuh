@@ -112,7 +112,7 @@ static inline size_t muon_blocks(size_t n) {
 
 // Can the kernels read 16 bytes at a time?
 static inline bool muon_fits(const MuonMatrix &x) {
-    return x.R * x.C % MUON_WIDTH == 0 && x.from % MUON_WIDTH == 0 && (uintptr_t)x.momentum % 16 == 0;
+    return (x.R * x.C) % MUON_WIDTH == 0 && x.from % MUON_WIDTH == 0 && (uintptr_t)x.momentum % 16 == 0;
 }
 
 // The momentum, and X = u/max(|u|, eps).
