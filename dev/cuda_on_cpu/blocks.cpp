@@ -32,7 +32,7 @@ const Position &position_of_this_thread() {
 }
 
 // ---- the switch from one fiber to another: saves the call-preserved registers on the old stack and restores them from
-// the new one It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so the return address
+// the new one. It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so the return address
 // that the processor predicts from one fiber is also right for the next (with a jump, a shuffle took 70 ns per lane
 // instead of 35).
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
