@@ -1021,7 +1021,8 @@ static void model_update(Model *m, AdamW a) {
 
 static const RunProgram PROGRAM = {
     "train_gpt2cu",
-    "Usage: train_gpt2cu --train-data GLOB [flags]\n\nTrains a GPT on GPUs, one per rank. To run N ranks: scripts/launch.sh N ./train_gpt2cu ...",
+    "Usage: train_gpt2cu --train-data GLOB [flags]\n\n"
+    "Trains a GPT on GPUs, one per rank. To run N ranks: scripts/launch.sh N ./train_gpt2cu ...",
     true,
 };
 
@@ -1105,11 +1106,11 @@ static void plan_training(Model *m, const Run *run) {
 static void check_device_memory(const Model *m, const Device *device) {
     size_t left = device_memory().free;
     if (m->plan.total > left)
-        fail(
-            EXIT_RESOURCE,
-            "rank %d: this run needs %s of device memory, but only %s of %s is free.\n"
-            "  Reduce --batch or --seq-len, or use --recompute, to save memory for activations; --zero 1 saves memory for the optimizer's state.",
-            process.rank, human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
+        fail(EXIT_RESOURCE,
+             "rank %d: this run needs %s of device memory, but only %s of %s is free.\n"
+             "  Reduce --batch or --seq-len, or use --recompute, to save memory for activations; "
+             "--zero 1 saves memory for the optimizer's state.",
+             process.rank, human_bytes((double)m->plan.total).text, human_bytes((double)left).text, device->name);
 }
 
 static Weights take_training(Model *m) {

@@ -2,12 +2,14 @@
 // reads it needs no measurements, and its bits depend on this file, the GPU, the library and the shapes alone.
 //
 //   attn.c matmuls 1
-//   "NVIDIA H100 80GB HBM3" 130100 m=8192 n=768 k=2048 NT bf16 to bf16, aligned 256 256 256 256, workspace 33554432: 0.0421 ms, algorithm 43 0 14 2 1 0 0 0; 8f3c21aa
+//   "NVIDIA H100 80GB HBM3" 130100 m=8192 n=768 k=2048 NT bf16 to bf16, aligned 256 256 256 256, workspace 33554432:
+//     0.0421 ms, algorithm 43 0 14 2 1 0 0 0; 8f3c21aa
 //   end
 //
-// An entry has the GPU's name, the library's version, a MatmulShape, the bytes of workspace, the measured time, the
-// cublasLtMatmulAlgo_t, which only that version of the library can read, and the XXH32 of its line up to the semicolon.
-// Because of this and of the last line, no damaged or truncated file is taken for a whole one. Lines may be deleted.
+// An entry is one line: the GPU's name, the library's version, a MatmulShape, the bytes of workspace, the measured
+// time, the cublasLtMatmulAlgo_t, which only that version of the library can read, and the XXH32 of the line up to the
+// semicolon. Because of this and of the last line, no damaged or truncated file is taken for a whole one. Lines may be
+// deleted.
 //
 // An entry never changes: a run adds those that are missing and keeps all others. Tests: dev/tests/test_matmul.cu,
 // dev/tests/test_cuda.py.

@@ -68,11 +68,13 @@ cuda_on_cpu_start:
 
 // clang-format off
 static const char *const kind_names[] = {
-    "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync", "__shfl_up_sync",
-    "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
-    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
-    "ldmatrix_x4", "ldmatrix_x4_transposed", "stmatrix_x2", "stmatrix_x4", "stmatrix_x2_transposed", "stmatrix_x4_transposed",
-    "mma_m16n8k16"
+    "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp",
+    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
+    "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
+    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
+    "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
+    "ldmatrix_x4", "ldmatrix_x4_transposed",
+    "stmatrix_x2", "stmatrix_x4", "stmatrix_x2_transposed", "stmatrix_x4_transposed", "mma_m16n8k16"
 };
 // clang-format on
 
@@ -543,13 +545,15 @@ static void check_shared_arrays(Worker &w) {
         const ArrayInBlock &a = w.arrays[i];
         const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
         if (!is_filled(end, (size_t)(room_end - end), FENCE))
-            die("OUT OF BOUNDS: something was written past the end of the shared array %s (%s:%d), %zu bytes, in block (%u,%u,%u) of %s",
+            die("OUT OF BOUNDS: something was written past the end of the shared array %s (%s:%d), %zu bytes, "
+                "in block (%u,%u,%u) of %s",
                 a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
                 kernel_name(w.launch->kernel).c_str());
     }
     if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes,
                    FENCE))
-        die("OUT OF BOUNDS: something was written past the end of the dynamic shared memory, %zu bytes, in block (%u,%u,%u) of %s",
+        die("OUT OF BOUNDS: something was written past the end of the dynamic shared memory, %zu bytes, "
+            "in block (%u,%u,%u) of %s",
             w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
 }
 
@@ -658,7 +662,8 @@ static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind
         die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", me.lane, kind_names[kind],
             site.file, site.line, mask);
     if (mask & warp.absent)
-        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or never existed",
+        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or "
+            "never existed",
             kind_names[kind], site.file, site.line, me.number, mask & warp.absent);
     if (!warp.waiting) {
         warp.first = me.wait;
