@@ -154,9 +154,10 @@ DEVICE void phi_at(float z, float number, float *f, float *slope, bool divide) {
     } else if (KIND == PHI_GELU) {    // max(z, 0) - |z| tail; the slopes at z and -z add up to 1
         float a = fabsf(z), tail = normal_tail(a);
         *f = WANTED != SLOPE ? fmaxf(z, 0) - a * tail : z;
-        float below = WANTED == SLOPE ? (a - GELU_ZERO) * gelu_slope_over_distance(a)
-                      : divide        ? a * normal_density(a) - tail
-                                      : tail * gelu_slope_over_tail(a);
+        float below;
+        if (WANTED == SLOPE) below = (a - GELU_ZERO) * gelu_slope_over_distance(a);
+        else if (divide) below = a * normal_density(a) - tail;
+        else below = tail * gelu_slope_over_tail(a);
         *slope = z < 0 ? -below : 1 + below;
     } else if (KIND == PHI_MISH) {    // z tanh(ln(1 + e)) = z w/(1 + w), w = e + e²/2
         float e = exp_of<X, PHI>(fminf(z, 40)), w = (0.5f * e + 1) * e;
