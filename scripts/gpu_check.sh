@@ -53,7 +53,8 @@ FAILED=1 UNFINISHED=75 NO_GPU=77
 KILL_AFTER=5 RESERVE=$((KILL_AFTER + 2)) SMOKE_LIMIT=30 ASK_LIMIT=10
 # How many checks that time nothing run side by side: 8, or as many as there are cores if that is fewer, but at least 2.
 AT_ONCE=$(nproc)
-AT_ONCE=$((AT_ONCE > 8 ? 8 : AT_ONCE < 2 ? 2 : AT_ONCE))
+[ "$AT_ONCE" -le 8 ] || AT_ONCE=8
+[ "$AT_ONCE" -ge 2 ] || AT_ONCE=2
 out=${OUT:-build/gpu_check} earlier=${REPORT:-build/gpu_check} budget=${BUDGET:-570}
 deps=$(realpath -m "${DEPS:-build/deps}")
 LOG_BYTES=8000000

@@ -344,8 +344,11 @@ def way_names(name):
     normalizer = reference.parse_normalizer(name)
     if not is_softmax(normalizer):
         return ["compile"]
-    sdpa_ways = ["sdpa-flash", "sdpa-cudnn"] if name == "softmax" else [] if needs_sum(normalizer) else ["sdpa"]
-    return [*sdpa_ways, "flex", "compile"]
+    if name == "softmax":
+        return ["sdpa-flash", "sdpa-cudnn", "flex", "compile"]
+    if needs_sum(normalizer):
+        return ["flex", "compile"]
+    return ["sdpa", "flex", "compile"]
 
 
 def function_of(case, way):
@@ -957,7 +960,7 @@ def main():
     print(f"attention_gpu: {len(report.part(options.part)['records'])} records"
           + (f"; ours wrong: {', '.join(wrong)}" if wrong else "")
           + (f"; left: {', '.join(left_out)}" if left_out else ""))
-    return gpu_report.FAILED if wrong else gpu_report.UNFINISHED if left_out else 0
+    return gpu_report.exit_code_of(wrong, left_out)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def main():
     failed = [f"{r['case']} {r['dtype']} ({r['failed']})" for r in records if "failed" in r]
     print(f"gpu_eval: {len(records)} records" + (f"; failed: {', '.join(failed)}" if failed else "")
           + (f"; left: {', '.join(left)}" if left else ""))
-    return gpu_report.FAILED if failed else gpu_report.UNFINISHED if left else 0
+    return gpu_report.exit_code_of(failed, left)
 
 
 if __name__ == "__main__":

@@ -462,6 +462,13 @@ def exit_code(report, names):
     return 0
 
 
+def exit_code_of(failed, left):
+    """The exit code of a program that measures: what has failed, and what there was no time for."""
+    if failed:
+        return FAILED
+    return UNFINISHED if left else 0
+
+
 def verdict_of(compare, *words):
     """Prints what a comparison of runs found; the exit code is its verdict."""
     try:

@@ -573,7 +573,7 @@ def main():
     print(f"gpu_step: {len(report.part(options.part)['records'])} records"
           + (f"; ours failed: {', '.join(failed)}" if failed else "")
           + (f"; left: {', '.join(left_out)}" if left_out else ""))
-    return gpu_report.FAILED if failed else gpu_report.UNFINISHED if left_out else 0
+    return gpu_report.exit_code_of(failed, left_out)
 
 
 if __name__ == "__main__":
