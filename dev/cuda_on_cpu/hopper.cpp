@@ -53,6 +53,7 @@ struct Piece {          // 16 bytes of a copy
 
 struct BulkCopy {
     TmaKind kind;
+    const char *name;    // of the function that issued it
     Site site;
     unsigned thread, group;    // issued by this thread, after so many commits
     Barrier *barrier;          // of a load
@@ -636,12 +637,12 @@ static void issue_load(Worker &w, Async &a, BulkCopy &c, int swizzle) {
     c.barrier->has_bytes = true;
 }
 
-static void issue_store(Worker &w, Async &a, BulkCopy &c, const char *name, int swizzle) {
+static void issue_store(Worker &w, Async &a, BulkCopy &c, int swizzle) {
     for (const Piece &p : c.pieces) {
         const Loaded &loaded = a.loaded[p.offset / PIECE];
-        check_read(w, a, p.offset, name, c.site);
+        check_read(w, a, p.offset, c.name, c.site);
         if (loaded.site && loaded.swizzle != swizzle)
-            die("WRONG SWIZZLE: %s at %s:%d reads what the TMA load at %s:%d wrote with another swizzle", name,
+            die("WRONG SWIZZLE: %s at %s:%d reads what the TMA load at %s:%d wrote with another swizzle", c.name,
                 c.site.file, c.site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
         const char *from = shared_pointer(w, p.offset);
         c.source.insert(c.source.end(), from, from + PIECE);
@@ -650,12 +651,12 @@ static void issue_store(Worker &w, Async &a, BulkCopy &c, const char *name, int 
 
 // PTX allows a load to be announced after its issue, in the same phase. That is an error here, because the phase may
 // complete before.
-static void check_announced(const Async &a, const BulkCopy &c, const char *name) {
+static void check_announced(const Async &a, const BulkCopy &c) {
     int64_t announced = c.barrier->bytes;
     for (const auto &other : a.copies)
         if (other->barrier == c.barrier) announced -= (int64_t)other->bytes;
     if (announced < (int64_t)c.bytes)
-        die("WRONG EXPECT_TX: %s at %s:%d loads %zu bytes, of which the phase expects %lld: %s", name, c.site.file,
+        die("WRONG EXPECT_TX: %s at %s:%d loads %zu bytes, of which the phase expects %lld: %s", c.name, c.site.file,
             c.site.line, c.bytes, (long long)announced, describe(*c.barrier).c_str());
 }
 
@@ -686,9 +687,9 @@ static void add_floats(char *to, const char *from, int bytes) {
     }
 }
 
-static void read_source(Worker &w, Async &a, BulkCopy &c, const char *name) {
+static void read_source(Worker &w, Async &a, BulkCopy &c) {
     for (size_t i = 0; i < c.pieces.size(); i++)
-        check_unchanged(w, a, c.pieces[i].offset, &c.source[i * PIECE], PIECE, name, c.site);
+        check_unchanged(w, a, c.pieces[i].offset, &c.source[i * PIECE], PIECE, c.name, c.site);
     c.read = true;
 }
 
@@ -703,7 +704,7 @@ static void write_target(BulkCopy &c) {
 // The next step of a copy; a store first reads, and later writes.
 static void step_copy(Worker &w, Async &a, size_t index) {
     BulkCopy &c = *a.copies[index];
-    if (c.kind != TMA_LOAD && !c.read) return read_source(w, a, c, tma_names[c.kind]);
+    if (c.kind != TMA_LOAD && !c.read) return read_source(w, a, c);
     std::unique_ptr<BulkCopy> done = std::move(a.copies[index]);
     a.copies.erase(a.copies.begin() + (ptrdiff_t)index);
     if (c.kind != TMA_LOAD) return write_target(c);
@@ -711,18 +712,18 @@ static void step_copy(Worker &w, Async &a, size_t index) {
     complete_phase_if_done(w, a, *c.barrier);
 }
 
-static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const char *name, Mbarrier *b, int swizzle) {
+static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, Mbarrier *b, int swizzle) {
     BulkCopy &c = *copy;
     AsyncThread &me = thread_of(a, self());
     c.thread = self().number;
     c.group = me.bulk_commits;
     if (c.kind == TMA_LOAD) {
-        c.barrier = &find_barrier(w, a, b, true, name, c.site);
+        c.barrier = &find_barrier(w, a, b, true, c.name, c.site);
         c.phase = c.barrier->phase;
-        check_announced(a, c, name);
+        check_announced(a, c);
         issue_load(w, a, c, swizzle);
     } else {
-        issue_store(w, a, c, name, swizzle);
+        issue_store(w, a, c, swizzle);
         me.bulk_uncommitted = true;
         me.bulk_site = c.site;
         me.unfinished.push_back({c.group, me.counter, c.site});
@@ -736,20 +737,20 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, const cha
 }
 
 // Hardware loads a box that begins before the tensor's start, but neither stores nor adds one.
-static void check_start(const BulkCopy &c, const int *at, int rank, const char *name) {
+static void check_start(const BulkCopy &c, const int *at, int rank) {
     for (int i = 0; i < rank; i++)
         if (at[i] < 0)
             die("NEGATIVE COORDINATE: %s at %s:%d: the coordinate of dimension %d is %d; only loads may begin before the tensor's start",
-                name, c.site.file, c.site.line, i, at[i]);
+                c.name, c.site.file, c.site.line, i, at[i]);
 }
 
 // Hardware writes whole pieces: what is left of a row's last one, beyond the tensor's end, is overwritten or added to
 // as well.
-static void check_row_end(const BulkCopy &c, const TensorMapBits &m, const char *name) {
+static void check_row_end(const BulkCopy &c, const TensorMapBits &m) {
     for (const Piece &p : c.pieces)
         if (p.inside % PIECE != 0)
             die("STORE PAST THE ROW'S END: %s at %s:%d writes whole pieces of 16 bytes, and so %d bytes past the end of rows of %lld bytes",
-                name, c.site.file, c.site.line, PIECE - p.inside, (long long)row_bytes(m));
+                c.name, c.site.file, c.site.line, PIECE - p.inside, (long long)row_bytes(m));
 }
 
 void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, const int *at, int rank, Site site) {
@@ -771,6 +772,7 @@ void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, co
         die("OUT OF BOUNDS: %s at %s:%d: the tensor is no longer device memory", name, site.file, site.line);
     std::unique_ptr<BulkCopy> c(new BulkCopy());
     c->kind = kind;
+    c->name = name;
     c->site = site;
     size_t offset = shared_offset(w, shared), bytes = m.element_bytes;
     for (uint32_t i = 0; i < m.rank; i++) bytes *= m.box[i];
@@ -785,10 +787,10 @@ void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, co
             name, site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
     list_pieces(*c, m, at, (uint32_t)offset);
     if (kind != TMA_LOAD) {
-        check_start(*c, at, rank, name);
-        check_row_end(*c, m, name);
+        check_start(*c, at, rank);
+        check_row_end(*c, m);
     }
-    issue(w, a, std::move(c), name, b, (int)m.swizzle);
+    issue(w, a, std::move(c), b, (int)m.swizzle);
 }
 
 void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, Mbarrier *b, Site site) {
@@ -807,11 +809,12 @@ void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, 
             bytes, global);
     std::unique_ptr<BulkCopy> c(new BulkCopy());
     c->kind = kind;
+    c->name = name;
     c->site = site;
     c->bytes = bytes;
     for (uint32_t i = 0; i < bytes; i += PIECE)
         c->pieces.push_back({(uint32_t)shared_offset(w, shared) + i, (char *)global + i, PIECE});
-    issue(w, a, std::move(c), name, b, SWIZZLE_NONE);
+    issue(w, a, std::move(c), b, SWIZZLE_NONE);
 }
 
 // After a commit, other blocks may run: what was committed has not been written yet for them.

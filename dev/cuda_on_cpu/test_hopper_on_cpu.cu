@@ -576,7 +576,7 @@ static void wrong_block(bool defect) {
 // ---- bulk copies without a tensor map
 
 enum { BULK_FLOATS = 64 };
-enum BulkDefect { BULK, BULK_MISALIGNED, BULK_PAST_SHARED, BULK_PAST_ALLOCATION };
+enum BulkDefect { BULK, BULK_MISALIGNED, BULK_PAST_SHARED, BULK_PAST_ALLOCATION, BULK_SOURCE_REUSED };
 
 KERNEL void bulk_kernel(float *to, const float *from, int defect) {
     SHARED_ARRAY(Mbarrier, full, 1);
@@ -589,6 +589,7 @@ KERNEL void bulk_kernel(float *to, const float *from, int defect) {
     mbarrier_wait(full, 0);
     bulk_store(defect == BULK_PAST_ALLOCATION ? to + 8 : to, tile, bytes);
     bulk_commit();
+    if (defect == BULK_SOURCE_REUSED) store_shared(tile, 3.0f);
     bulk_wait<0>();
 }
 
@@ -606,6 +607,9 @@ static void bulk_past_shared(bool defect) {
 }
 static void bulk_past_allocation(bool defect) {
     bulk_copies(defect ? BULK_PAST_ALLOCATION : BULK);
+}
+static void bulk_source_reused(bool defect) {
+    bulk_copies(defect ? BULK_SOURCE_REUSED : BULK);
 }
 
 // ---- defects between blocks: sum (64) += x of each block, in the order of the blocks
@@ -836,7 +840,7 @@ PIPELINE_DEFECTS(X)
 #define CASES(X) \
     PIPELINE_DEFECTS(X) \
     X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(wrong_block) X(bulk_misaligned) \
-    X(bulk_past_shared) X(bulk_past_allocation) X(missing_counter_wait) X(counter_not_advanced) \
+    X(bulk_past_shared) X(bulk_past_allocation) X(bulk_source_reused) X(missing_counter_wait) X(counter_not_advanced) \
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
     X(tickets_before_writes) X(last_turn_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
     X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation) X(load_at_misaligned_coordinate) \

@@ -125,6 +125,7 @@ FOUND = {
     "bulk_past_shared": (r"OUT OF BOUNDS: bulk_load at .*, 256 bytes outside the block's shared memory", "plain",
                          [DEFAULT]),
     "bulk_past_allocation": (r"OUT OF BOUNDS: bulk_store at .* are not all device memory", "plain", [DEFAULT]),
+    "bulk_source_reused": (r"BUFFER REUSED: thread 0's store at .* while bulk_store, issued at", "plain", [LATE]),
     "missing_counter_wait": (WRONG, "plain", ["ORDER=reverse"]),
     "counter_not_advanced": (r"DEADLOCK of blocks: 8 wait for counters of others, 0 of 8 have not started", "plain",
                              ANY),
