@@ -22,7 +22,7 @@ struct FlashShape {
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
     size_t from = 0;                 // see flash_forward
-    bool any_order = false;          // may dq be summed in any order? Otherwise the same input always gives the same bits
+    bool any_order = false;    // may dq be summed in any order? Otherwise the same input always gives the same bits
 };
 
 // The heads of q, k, v or out anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head,

@@ -41,8 +41,8 @@
 #include "attention/flash90_dq.cuh"
 #include "attention/flash_backward.cuh"
 
-// How the kernel works for a head size, a phi and a class of posts. A block owns OWN keys, and the queries come in tiles
-// of STREAM rows through STAGES buffers.
+// How the kernel works for a head size, a phi and a class of posts. A block owns OWN keys, and the queries come in
+// tiles of STREAM rows through STAGES buffers.
 template <int HEAD_SIZE, int phi, int post>
 struct Backward90Plan {
     static constexpr int HS = HEAD_SIZE, PHI = phi, POST = post;
