@@ -110,7 +110,7 @@ static size_t dq_sets_of(FlashShape shape, size_t element) {
 
 // The first byte of each array in scratch, and how many bytes there are in all.
 struct FlashScratch {
-    size_t rows, g, by_number;            // FlashCall's, of each row
+    size_t rows, g, by_number;            // FlashCall's, of each row (rows: for each part of v)
     size_t prefix, segments;              // prefix sums of v and sums of their segments, for the posts that recenter
     size_t dq_sums, dk_sums, counters;    // FlashCall's, for flash90_backward.cuh
     size_t partials;                      // partials_of()

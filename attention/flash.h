@@ -94,7 +94,7 @@ void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_
 
 // The gradients, from the input and output of flash_forward. Recomputes the scores. Deterministic, unless
 // shape.any_order.
-//   dout, out (B,T,NH,VS), both with the same layout
+//   dout, out (B,T,NH,VS), both with the same layout, and 16-byte aligned
 template <class X>
 void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out, const float *stats, FlashInput<X> in,
                     FlashShape shape, void *scratch, cudaStream_t stream);

@@ -57,7 +57,7 @@ struct Backward90Plan {
         STAGES = 2,
         // K is in panels of so many columns, of which each consumer needs one for dq.
         KEY_PANEL = HS / 2,
-        // Of K: a second one if LOOPS. That of V is free as soon as V is in registers.
+        // Buffers of K: two if LOOPS. V needs only one, which is free as soon as V is in registers.
         KEY_STAGES = SMALL ? 2 : 1,
         // Before a consumer writes the dz of step j, it has waited for the other's of step j - 2, which the other wrote
         // after its dq of step j - 4 was complete, the last reader of this buffer. So with four buffers, nobody has to
@@ -85,11 +85,14 @@ struct Backward90Plan {
         AHEAD = SMALL,
         // Are the rows of a step's first operand read a step ahead?
         READS_AHEAD = SMALL && POST == FLASH_PLAIN,
-        // Before others may see what a warp has stored, a fence takes some hundred clocks. Does a step share it
-        // together with the next step's dz? With several buffers of dq.
+        // Others see what a warp has stored only after a fence, which takes some hundred clocks. Does a step's dq wait
+        // for the fence of a later step's dz? That takes several buffers of dq.
         SHARES_LATE = SMALL,
-        // May values be wide (VS > 128), and their parts have blocks of their own?
-        WIDE = !SMALL, LAST_FIRST = flash90_last_queries_first(PHI, HS);    // the order of blocks
+        // May values be wide (VS > 128)? Then each part of their columns has blocks of its own.
+        WIDE = !SMALL,
+        // Do blocks start with the last queries?
+        LAST_FIRST = flash90_last_queries_first(PHI, HS);
+    static_assert(!LOOPS || (AHEAD && KEEPS_OWN), "the next block's keys are taken, and V is released, only then");
 };
 
 struct Backward90Maps {
@@ -99,8 +102,8 @@ struct Backward90Maps {
 
 // A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
 // h_end - 1, from `first` on. In a loop over blocks, each needs two steps, because its last step waits for the next
-// block's K, whose buffer is free only after the first. So a single step is followed by another one, of zeros. With it,
-// there are `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
+// block's K, whose buffer is free only after this block's first step. So a single step is followed by another one, of
+// zeros. With it, there are `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
 //
 // With wide values, a block has a part of their columns, HS from part · HS on. call.rows has the numbers of a part's
 // heads together; those of the sequence's first head are at rows · T.
@@ -235,7 +238,7 @@ DEVICE const Backward90Work &work_of(const Backward90Shared<P> &shared, unsigned
     return shared.works[block % P::WORK_STAGES];
 }
 
-// The same, afterwards. It is read from shared memory again, so that it occupies no registers.
+// The same, once it has been drawn: read from shared memory again, so that it occupies no registers.
 template <class P>
 DEVICE const Backward90Work &work_anew(const Backward90Shared<P> &shared, unsigned block) {
     return shared.works[anew((int)block) % P::WORK_STAGES];
@@ -370,14 +373,14 @@ struct Backward90Consumer {
     float s[P::NT][4], d[P::NT][4];                // scores; dO · v
     uint32_t w[P::NT / 2][4], dz[P::NT / 2][4];    // weights and dz as left operands
     uint32_t k[KEPT][4], v[KEPT][4];               // left operands
-    OperandRows first;                             // of the first operand
+    OperandRows first;                             // the rows of a step's first operand
     unsigned block, begin, end;                    // the block of keys, its first step, and the step after its last
     int row0;                                      // the step's first query
-    Backward90Span kept;                           // span_of()
+    Backward90Span kept;                           // a copy for span_of()
     int warpgroup;                                 // the consumer's
 };
 
-// Shared memory is slow to load from while matmuls read it. So what a step needs is copied if registers suffice.
+// The span of the block of keys c.block, from shared memory.
 template <class P>
 DEVICE Backward90Span read_span(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
     const Backward90Work &work = shared.works[c.block % P::WORK_STAGES];
@@ -385,6 +388,8 @@ DEVICE Backward90Span read_span(const Backward90Consumer<P> &c, const Backward90
     return {work.b, key0, key0 + work.count * P::STREAM};
 }
 
+// The same for each step: shared memory is slow to load from while matmuls read it, so the span is copied if registers
+// suffice.
 template <class P>
 DEVICE Backward90Span span_of(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
     if constexpr (P::SMALL) return c.kept;
@@ -393,8 +398,7 @@ DEVICE Backward90Span span_of(const Backward90Consumer<P> &c, const Backward90Sh
 
 // The first query of a head's first step. The queries before a block's keys see none of them.
 template <class P>
-DEVICE int first_row(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
-    const Backward90Span span = span_of(c, shared);
+DEVICE int first_row(const Backward90Span &span) {
     return P::LAST_FIRST ? span.end - P::STREAM : span.key0;
 }
 
@@ -406,7 +410,7 @@ DEVICE void backward90_start(Backward90Consumer<P> &c, const Backward90Shared<P>
     c.kept = read_span(c, shared);
     c.begin = step;
     c.end = step + shared.works[c.block % P::WORK_STAGES].steps;
-    c.row0 = first_row(c, shared);
+    c.row0 = first_row<P>(c.kept);
 }
 
 // Goes on to the next step's queries, of the same or the next head.
@@ -414,7 +418,7 @@ template <class P>
 DEVICE void backward90_next_rows(Backward90Consumer<P> &c, const Backward90Shared<P> &shared) {
     const Backward90Span span = span_of(c, shared);
     c.row0 += P::LAST_FIRST ? -P::STREAM : P::STREAM;
-    if (P::LAST_FIRST ? c.row0 < span.key0 : c.row0 >= span.end) c.row0 = first_row(c, shared);
+    if (P::LAST_FIRST ? c.row0 < span.key0 : c.row0 >= span.end) c.row0 = first_row<P>(span);
 }
 
 // The first of the warp's keys among the block's. Recomputed where it is needed, so that it occupies no registers.
@@ -505,7 +509,7 @@ DEVICE void hide_elements(uint32_t (&a)[4], uint32_t visible) {
 }
 
 // Waits for the scores. They become weights, and dO · v becomes dz, which both consumers need for dq:
-// backward90_share() follows. Rows are read ahead.
+// backward90_store_dz() and backward90_share() follow. Rows are read ahead.
 template <class P>
 DEVICE void backward90_weigh(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step,
                              const FlashCall<bf16> &call) {
@@ -536,7 +540,7 @@ DEVICE void backward90_weigh(Backward90Consumer<P> &c, const Backward90Shared<P>
     }
 }
 
-// Stores dz for the other consumer, which must not see it yet.
+// Stores dz for both consumers' dq, which read it only after backward90_share().
 template <class P>
 DEVICE void backward90_store_dz(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
     const int thread = anew(threadIdx.x), key = (thread / 32) * 16 + thread % 16, query = ((thread % 32) / 16) * 8;
@@ -547,7 +551,7 @@ DEVICE void backward90_store_dz(const Backward90Consumer<P> &c, const Backward90
         stmatrix_x4(tile + swizzled_byte(key * PANEL_ROW + (16 * k + query) * sizeof(bf16), SWIZZLE_128), c.dz[k]);
 }
 
-// Stores a step's dq for backward90_add(), which must not see it yet.
+// Stores a step's dq for backward90_add(), which reads it only after backward90_share().
 template <class P>
 DEVICE void backward90_store_dq(const Backward90Consumer<P> &c, const Backward90Shared<P> &shared, unsigned step) {
     ring_wait_empty(shared.barriers.dq, step);

@@ -1,5 +1,6 @@
-// The last kernel of flash90.cuh's backward pass: rounds dq, which flash90_backward.cuh has summed in float32. Before,
-// it undoes RoPE, which flash90_backward.cuh does for dk, and computes the gradients of the rows' scales, g.
+// The last kernel of flash90.cuh's backward pass: rounds dq, which flash90_backward.cuh has summed in float32. First it
+// computes g, from which the gradients of learned scales follow, and undoes RoPE. flash90_backward.cuh uses
+// load_angles(), undo_rope() and sign_of_exp() too, for dk and dv.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_DQ_CUH

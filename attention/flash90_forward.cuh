@@ -35,15 +35,16 @@ struct Forward90Plan {
     static constexpr bool
         // Are there two sweeps over the keys, of which the first needs no values?
         TWICE = POST >= FLASH_RECENTER_L1,
-        // Does the matmul sum the weights that it multiplies with v? They must not be negative. exp issues so little
-        // else that the tensor cores' time counts: with it, this is 5 to 8 % slower (H200, T = 4,096 and 16,384).
+        // Does the matmul with v also sum its weights? Only those that are never negative, and not those of exp: it
+        // issues so little else that the tensor cores' time counts, and this made it 5 to 8 % slower (H200, T = 4,096
+        // and 16,384).
         SUMS = HS <= 64 && (TWICE ? POST == FLASH_REWEIGHT : !phi_signed(PHI) && PHI != PHI_EXP),
-        // Does the matmul also sum r^(P-1) (1 - r) times v, for the backward pass?
+        // Does a second matmul sum r^(P-1) (1 - r) times v, for the backward pass?
         ALONG = flash90_keeps_along(POST, HS),
         // Does a block of the grid, of which there are then at most as many as SMs, compute several blocks of rows? It
         // loads the next while it finishes the one before. Otherwise, for lack of registers, it computes one.
         LOOPS = HS <= 64 && POST < FLASH_REWEIGHT,
-        // Are the first scores of a block of rows issued before the one before it is stored? If registers suffice.
+        // Are a block's first scores issued before the block before it is stored? Where registers suffice.
         AHEAD = LOOPS && !TWICE && PHI != PHI_EXPM1;
     static constexpr int ONES = SUMS ? 8 : 0;    // the columns of ones after those of v
     // mish issues so many other instructions that its special functions have time for all divisions.
@@ -74,13 +75,14 @@ DEVICE int divided(int x, Divisor d) {
 // `parts` parts of HS columns of values.
 struct Forward90Work {
     int heads, first, blocks;
-    Divisor pairs;    // of a head, or `blocks` if there are SMs for all blocks of rows: then none has a second one
+    Divisor pairs;    // of a head; or `blocks`, where a block of the grid computes a single block of rows: without
+                      // LOOPS, or with an SM for each
     Divisor parts, NH, group;
 };
 
 // Which block of rows: those of a head come in pairs, the longest with the shortest and so on, so that without
 // documents all pairs take nearly the same time. A block of the grid takes every gridDim.x-th pair, and neighbors share
-// a head's keys and values.
+// a head's keys and values. Without pairs, the longest block of each head comes first.
 struct Forward90Place {
     int pair;
     bool second;
@@ -137,7 +139,7 @@ template <class P>
 struct Forward90Tiles {
     char q[P::OWN_STAGES][tile_bytes<P::OWN, P::HS>];
     char k[P::STAGES][tile_bytes<P::STREAM, P::HS>], v[P::STAGES][tile_bytes<P::STREAM, P::HS>];
-    char ones[P::HS <= 64 ? panel_bytes<P::STREAM> : 16];    // a panel, of which matmuls read the first columns
+    char ones[P::SUMS ? panel_bytes<P::STREAM> : 16];    // a panel, of which matmuls read the first columns
 };
 
 template <class P>
@@ -241,10 +243,11 @@ DEVICE void forward90_wait_output(Forward90Consumer<P> &c) {
     else wgmma_wait<later>(c.own.sum[0]);
 }
 
-// Waits for the queries of a block of rows. relative: see forward_negates()
+// Waits for the queries of a block of rows.
 template <class P>
 DEVICE void forward90_queries(Forward90Consumer<P> &c, const Forward90Shared<P> &shared, const FlashCall<bf16> &call,
-                              const QueryBlock &at, unsigned step, bool relative) {
+                              const QueryBlock &at, unsigned step) {
+    const bool relative = forward_sweep<bf16, P::PHI, P::POST>(call, true).relative;
     char *q = shared.tiles.q[step % P::OWN_STAGES];
     c.q = q + c.warpgroup * panel_bytes<64>;
     ring_wait_full(shared.barriers.q, step);
@@ -322,7 +325,8 @@ DEVICE void forward90_take_sums(Forward90Consumer<P> &c) {
     UNROLL
     for (int r = 0; r < 2; r++) {
         const float sum = threadIdx.x % 4 == 0 ? c.own.sum[0][P::HS / 8][2 * r] : 0;
-        (P::TWICE ? c.own.row[r].left : c.own.row[r].sum) = sum;
+        float &to = P::TWICE ? c.own.row[r].left : c.own.row[r].sum;
+        to = sum;
     }
 }
 
@@ -357,7 +361,7 @@ DEVICE void forward90_compute(Forward90Consumer<P> &c, const Forward90Shared<P> 
     c.by[0] = c.by[1] = 1;
     forward_begin<P::PHI, P::POST>(c.own, call, at, last.relative);
     if (P::ALONG) set_zero(c.along_sum);
-    if constexpr (!P::AHEAD) forward90_queries(c, shared, call, at, passed.q, last.relative);
+    if constexpr (!P::AHEAD) forward90_queries(c, shared, call, at, passed.q);
 
     if constexpr (P::TWICE) {
         const ForwardSweep first = forward_sweep<bf16, P::PHI, P::POST>(call, false);
@@ -392,7 +396,7 @@ DEVICE void forward90_compute(Forward90Consumer<P> &c, const Forward90Shared<P> 
         ring_release(shared.barriers.k, k);
     }
     ring_release(shared.barriers.q, passed.q++);
-    if (P::AHEAD && more) forward90_queries(c, shared, call, next, passed.q, last.relative);
+    if (P::AHEAD && more) forward90_queries(c, shared, call, next, passed.q);
     forward90_weights(c, shared, at, keys, tile, v, last, call);
     if (P::AHEAD && more) ring_wait_full(shared.barriers.k, k);
     turn_wait(c.warpgroup);
@@ -441,7 +445,7 @@ KERNEL void __launch_bounds__(Forward90Plan<HS, PHI, POST>::THREADS, 1)
         if (c.warpgroup == 1) turn_pass(c.warpgroup);    // the first warpgroup goes first
         QueryBlock next = forward90_block<P>(work, place);
         if constexpr (P::AHEAD) {
-            forward90_queries(c, shared, call, next, 0, forward_sweep<bf16, PHI, POST>(call, true).relative);
+            forward90_queries(c, shared, call, next, 0);
             forward90_start_scores(c, shared, 0);
         }
         for (bool more = true; more;) {

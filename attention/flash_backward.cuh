@@ -80,7 +80,7 @@ DEVICE void backward90_values(float (&d)[N], float (&w)[N], const float (&f)[N],
 }
 
 // d and w of backward_values under reweight.
-template <class X, int PHI, bool BY_COLUMN, int KNOWN, bool ON_90, int N>
+template <class X, int PHI, bool BY_COLUMN, int KNOWN, bool FOR_90, int N>
 DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
                               const FlashCall<X> &call) {
     const bool is_signed = phi_signed(phi_of<PHI>(call));
@@ -90,18 +90,18 @@ DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N],
     for (int e = 0; e < N; e++) {
         const FlashRow &at = row[row_of<BY_COLUMN>(e)];
         const float by_r = q[e] * at.inverse_sum, scale = at.scale * slope_unit<X, PHI>,
-                    less = ON_90 ? at.less : at.less * scale;
+                    less = FOR_90 ? at.less : at.less * scale;
         w[e] = by_r * r[e];
         d[e] = by_r * (d[e] - at.D);
-        if (!ON_90) d[e] *= reweight_slope(at, call) * scale;
+        if (!FOR_90) d[e] *= reweight_slope(at, call) * scale;
         d[e] -= is_signed ? signed_as<X>(less, f[e]) : less;
     }
 }
 
 // From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale under reweight and, BY_COLUMN,
-// under plain posts. Also writes f, its slope and the weights w. row: see phi_values. ON_90: for flash90_backward.cuh,
-// whose df has another factor (by_dz())
-template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool ON_90 = false, int N>
+// under plain posts. Also writes f, its slope and the weights w. row: see phi_values. FOR_90: for flash90_backward.cuh,
+// where dz is multiplied by by_dz() instead, here or, unless scales_D, by dkv_values()
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool FOR_90 = false, int N>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const FlashRow *row, const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
@@ -109,13 +109,13 @@ DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], flo
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[row_of<BY_COLUMN>(e)].scale + row[row_of<BY_COLUMN>(e)].bias;
     constexpr Wanted wanted = BY_COLUMN || POST >= FLASH_RECENTER_L1 ? BOTH : SLOPE;
-    phi_values<X, PHI, BY_COLUMN, wanted, ON_90 ? ALWAYS : NEVER>(phi, f, slope, row);
-    if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN, ON_90>(d, w, f, row, call);
+    phi_values<X, PHI, BY_COLUMN, wanted, FOR_90 ? ALWAYS : NEVER>(phi, f, slope, row);
+    if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN, FOR_90>(d, w, f, row, call);
 
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
     if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
-    if constexpr (ON_90 && POST != FLASH_REWEIGHT) return backward90_values<PHI, POST, BY_COLUMN>(d, w, f, row, call);
+    if constexpr (FOR_90 && POST != FLASH_REWEIGHT) return backward90_values<PHI, POST, BY_COLUMN>(d, w, f, row, call);
 
     const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
     UNROLL
@@ -511,8 +511,8 @@ DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, i
 }
 
 // Scores s become weights, and d = dO · v becomes dz times the row's scale. Both are 0 where hides(Element).
-// rows(nt): the lane's two rows, as by rows_of_lane   ON_90: see backward_values
-template <int PHI, int POST, bool ON_90, class X, int TILES, int NT, class Rows, class Hides>
+// rows(nt): the lane's two rows, as by rows_of_lane   FOR_90: see backward_values
+template <int PHI, int POST, bool FOR_90, class X, int TILES, int NT, class Rows, class Hides>
 DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides,
                        const FlashCall<X> &call) {
     with_power<POST>(call.power, [&](auto power) {
@@ -522,14 +522,14 @@ DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows 
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
-                backward_values<X, PHI, POST, true, power.value, ON_90>(d[m][nt], f, slope, w, s[m][nt], row, call);
+                backward_values<X, PHI, POST, true, power.value, FOR_90>(d[m][nt], f, slope, w, s[m][nt], row, call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
                     bool hidden = hides(Element{m, nt, e});
                     float dz = d[m][nt][e] * slope[e];
-                    if (!ON_90 && POST != FLASH_PLAIN && !is_reweight<X, POST>(call))
+                    if (!FOR_90 && POST != FLASH_PLAIN && !is_reweight<X, POST>(call))
                         dz *= row[e % 2].scale * slope_unit<X, PHI>;
-                    if (ON_90 && !scales_D<PHI, POST>) dz *= by_dz<PHI, POST>(row[e % 2]);
+                    if (FOR_90 && !scales_D<PHI, POST>) dz *= by_dz<PHI, POST>(row[e % 2]);
                     s[m][nt][e] = hidden ? 0 : w[e];
                     d[m][nt][e] = hidden ? 0 : dz;
                 }

@@ -128,7 +128,8 @@ DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats
     FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, {stats.y}, is_sum ? D : 0, {stats.z}, {0}, 0,
                     {phi_number(call.phi, at, shift)}};
     // dq_of_head() divides by it, and sums of dq that small are still normal numbers. As a factor of anything else,
-    // this is as good as 0, with one exception: if all z of a row are 0, the slope of relu becomes that of z beside 0.
+    // this is as good as 0, with one exception: where z would be 0, relu's slope is that of a z beside 0, on the side
+    // of the score's sign.
     if (call.dq_sums && call.g && fabsf(row.scale) < 0x1p-40f) row.scale = copysignf(0x1p-40f, row.scale);
     if (call.post == POST_NEGATE) row.D = -row.D;
     if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {

@@ -8,8 +8,6 @@
 // Like blocks.cpp, this file is never compiled with -fsanitize=thread.
 #include "hopper_on_cpu.h"
 
-#include <float.h>
-#include <math.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -674,16 +672,13 @@ static void complete_load(Worker &w, Async &a, BulkCopy &c) {
     c.barrier->bytes -= (int64_t)c.bytes;
 }
 
-// As red.add.f32 does in global memory (PTX ISA), subnormal numbers and sums become 0.
-static float flush(float x) {
-    return fabsf(x) < FLT_MIN ? copysignf(0, x) : x;
-}
-
+// Subnormal numbers and sums become 0, as red.add.f32 has it in global memory (PTX ISA).
 static void add_floats(char *to, const char *from, int bytes) {
     for (int i = 0; i < bytes; i += 4) {
         float x;
         memcpy(&x, from + i, sizeof x);
-        atomic_change((float *)(to + i), [=](float old) { return flush(flush(old) + flush(x)); });
+        atomic_change((float *)(to + i),
+                      [=](float old) { return flush_subnormal(flush_subnormal(old) + flush_subnormal(x)); });
     }
 }
 
