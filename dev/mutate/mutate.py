@@ -33,8 +33,8 @@ TESTS = [("test_gpt2", ["./test_gpt2", "attention"]),
          *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
 PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
 # The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
-FLASH_WORDS = ("kinds or before_rope or (nan and float) or truncate or last_bit or future or order or conflicts "
-               "or all_zero_rows or (scale_of_zero and not identity) or last_rows")
+FLASH_WORDS = ("kinds or before_rope or (nan and (float or sigmoid)) or truncate or last_bit or future or order "
+               "or conflicts or all_zero_rows or (scale_of_zero and not identity) or last_rows")
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", FLASH_WORDS])]
 # Which of them run, and in which order they add.
 SELECTION_TESTS = [("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "any_order or flash90"])]
