@@ -414,7 +414,8 @@ static void test_wgmmas(void) {
 
 enum { BARRIER_ROUNDS = 3, LATE = 1000 };
 
-// Takes a while: each addition to global memory waits for the result of the one before it.
+// Takes a while: adds 0 to a counter in global memory, again and again. Each addition waits for the result of the one
+// before it, whose highest bit, 0, it adds.
 DEVICE void be_late(unsigned *counter, int additions) {
     unsigned nothing = 0;
     UNROLL_NOT
