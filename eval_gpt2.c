@@ -11,7 +11,6 @@
 #include "eval/eval.h"
 #include "eval/needle.h"
 #include "eval/observe.h"
-#include "runtime/human.h"
 
 static const char PROGRAM[] = "eval_gpt2";
 
@@ -49,12 +48,9 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
 }
 
 // Allocates it. Ends the program if it does not fit.
-static void take_computer(Computer *c, size_t B, size_t T) {
-    const MemoryPlan *plan = &c->model.plan;
-    if ((double)plan->total > (double)memory_available())
-        fail(EXIT_RESOURCE,
-             "%zu tokens at a time need %s of memory, but only %s is available.\n  Use smaller --seq-lens.", B * T,
-             human_bytes((double)plan->total).text, human_bytes((double)memory_available()).text);
+static void take_computer(Computer *c) {
+    c->model.plan.remedy = "Use smaller --seq-lens.";
+    memory_check(&c->model.plan, 1);
     memory_take(&c->model.plan);
 }
 

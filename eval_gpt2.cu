@@ -89,15 +89,15 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
 }
 
 // Allocates it. Ends the program if it does not fit.
-static void take_computer(Computer *c, size_t B, size_t T) {
+static void take_computer(Computer *c) {
     Model *m = &model;
     size_t left, all;
     (void)c;
     CUDA_CHECK(cudaMemGetInfo(&left, &all));
+    m->host_plan.remedy = "Use smaller --seq-lens.";
     if (m->plan.total > left)
-        fail(EXIT_RESOURCE,
-             "%zu tokens at a time need %s of device memory, but only %s is free.\n  Use smaller --seq-lens.", B * T,
-             human_bytes((double)m->plan.total).text, human_bytes((double)left).text);
+        fail(EXIT_RESOURCE, "this run needs %s of device memory, but only %s is free.\n  %s",
+             human_bytes((double)m->plan.total).text, human_bytes((double)left).text, m->host_plan.remedy);
     memory_check(&m->host_plan, 1);
     memory_take(&m->host_plan);
     take_model(m);

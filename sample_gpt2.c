@@ -318,12 +318,8 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
     memory_add(&m->plan, "scratch", (void **)&s->candidates, (size_t)m->config.vocab * sizeof *s->candidates);
-    if ((double)m->plan.total > (double)memory_available())
-        fail(EXIT_RESOURCE,
-             "this needs %s of memory, but only %s is available: %zu text%s at a time, of up to %zu tokens.\n"
-             "  Use a smaller --max-new-tokens.",
-             human_bytes((double)m->plan.total).text, human_bytes((double)memory_available()).text, sequences,
-             sequences == 1 ? "" : "s", longest + new_tokens);
+    m->plan.remedy = s->o.interactive ? "Use a smaller --context." : "Use a smaller --max-new-tokens.";
+    memory_check(&m->plan, 1);
     memory_take(&m->plan);
     Weights weights = weights_of(m);
     if (!weights_load(&weights, folder, &s->saved, error)) return false;

@@ -229,7 +229,7 @@ static void open_model(Evaluator *v) {
             if (!e->longest) task_of(v)->settle(v);
             eval_check(e);
             plan_computer(&v->c, e, batch_size(v), e->longest);
-            take_computer(&v->c, batch_size(v), e->longest);
+            take_computer(&v->c);
             Weights weights = computer_weights(&v->c);
             if (weights_load(&weights, e->folder, &e->own, &error)) break;
         }

@@ -87,13 +87,13 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"rank-timeout", OPT_INT, &o->rank_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "end the run after this many seconds without a heartbeat from a rank; 0: never", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything and print the plan; write nothing", .on_resume = true},
 
-        {"zero",        OPT_INT, &o->zero, 0, 1, .arg = "0|1", .group = "GPUs", .help = "1: shard the optimizer's state over the ranks (ZeRO-1)", .on_resume = true},
+        {"zero",        OPT_SWITCH, &o->zero, .group = "GPUs", .help = "shard the optimizer's state over the ranks (ZeRO-1)", .on_resume = true},
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "recompute some activations in the backward pass to save memory", .on_resume = true},
-        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "data type of gradients during the all-reduce", .on_resume = true},
-        {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement, and sum attention's gradients in any order", .on_resume = true},
+        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "data type of gradients during the all-reduce"},
+        {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement, and sum attention's gradients in any order"},
         {"matmuls",     OPT_TEXT, &o->matmuls, .arg = "FILE", .group = "GPUs", .help = "use the matmul algorithms stored in this file; with --deterministic 0, measure those that it lacks and add the fastest", .on_resume = true},
         {"graphs",      OPT_SWITCH, &o->graphs, .group = "GPUs", .help = "queue a micro-batch as CUDA graphs (never with --profile); 0: kernel by kernel", .on_resume = true},
-        {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "round the weights' bf16 copy stochastically", .on_resume = true},
+        {"stochastic-rounding", OPT_SWITCH, &o->stochastic_rounding, .group = "GPUs", .help = "round the weights' bf16 copy stochastically"},
     };
     // clang-format on
     o->count = sizeof table / sizeof *table;

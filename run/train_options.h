@@ -23,7 +23,7 @@ typedef struct {
     double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta, z_loss, logit_softcap;
     int schedule, pack, dtype, optimizer;
     bool shuffle, doc_mask, resume, keep_best, profile, dry_run;
-    int64_t zero;    // this and the following flags are for GPU trainers
+    bool zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding, graphs;
     const char *matmuls;

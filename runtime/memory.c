@@ -142,21 +142,19 @@ uint64_t memory_available(void) {
     return memory_available_under("");
 }
 
-void memory_check(const MemoryPlan *plan, int processes) {
-    uint64_t available = memory_available();
-    if ((double)plan->total * processes > (double)available)
-        fail(EXIT_RESOURCE,
-             "this run needs %s of memory%s, but only %s is available.\n"
-             "  Reduce --batch or --seq-len (fewer activations), or choose a smaller --model.",
-             human_bytes((double)plan->total * processes).text, processes > 1 ? " for its ranks on this machine" : "",
-             human_bytes((double)available).text);
+void memory_check(const MemoryPlan *plan, int ranks) {
+    double needed = (double)plan->total * ranks, available = (double)memory_available();
+    if (needed > available)
+        fail(EXIT_RESOURCE, "this run needs %s of memory%s, but only %s is available.%s%s", human_bytes(needed).text,
+             ranks > 1 ? " for the ranks on this machine" : "", human_bytes(available).text,
+             plan->remedy ? "\n  " : "", plan->remedy ? plan->remedy : "");
 }
 
 void memory_take(MemoryPlan *plan) {
     plan->block = mmap(NULL, plan->total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (plan->block == MAP_FAILED)
-        fail(EXIT_RESOURCE, "cannot allocate %s of memory. Reduce --batch or --seq-len, or choose a smaller --model.",
-             human_bytes((double)plan->total).text);
+        fail(EXIT_RESOURCE, "cannot allocate %s of memory.%s%s", human_bytes((double)plan->total).text,
+             plan->remedy ? "\n  " : "", plan->remedy ? plan->remedy : "");
     madvise(plan->block, plan->total, MADV_HUGEPAGE);    // only an optimization, so failure does not matter
     size_t at = 0;
     for (size_t i = 0; i < plan->count; i++) {

@@ -3,7 +3,7 @@
 //
 //     MemoryPlan plan = {0};
 //     memory_add(&plan, "gradients", (void **)&model->grads, floats * sizeof(float));
-//     memory_print(&plan);
+//     memory_print(&plan, "memory", memory_available());
 //     memory_take(&plan);
 #ifndef RUNTIME_MEMORY_H
 #define RUNTIME_MEMORY_H
@@ -24,6 +24,7 @@ typedef struct {
         size_t bytes;
     } rows[MEMORY_ROWS];
     size_t count, total;
+    const char *remedy;    // how the program's user can need less: the end of an error, or NULL
     void *block;
 } MemoryPlan;
 
@@ -36,8 +37,8 @@ void memory_resize(MemoryPlan *plan, void **where, size_t bytes);
 // Prints the title, one line per kind, and the total next to the free memory.
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes);
 
-// Fails with EXIT_RESOURCE unless `processes` plans of this size fit into this machine's available memory together.
-void memory_check(const MemoryPlan *plan, int processes);
+// Fails with EXIT_RESOURCE unless plans of this size for so many ranks fit into this machine's available memory together.
+void memory_check(const MemoryPlan *plan, int ranks);
 
 // Allocates all buffers in a single mapping. Fails with EXIT_RESOURCE if the system refuses it.
 void memory_take(MemoryPlan *plan);

@@ -565,9 +565,9 @@ static bool value_from_json(const Option *o, const cJSON *item, Value *v) {
     }
     if (o->type == OPT_TEXT || o->type == OPT_CHOICE)
         return cJSON_IsString(item) && value_read(o, item->valuestring, v);
-    if (o->type == OPT_SWITCH) {
+    if (o->type == OPT_SWITCH && cJSON_IsBool(item)) {
         v->on = cJSON_IsTrue(item);
-        return cJSON_IsBool(item);
+        return true;
     }
     if (o->type != OPT_INT_LIST) {
         number_text(item->valuedouble, text, sizeof text);

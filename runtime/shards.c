@@ -208,7 +208,7 @@ static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t o
         if (got == 0)
             return error_set(error, EXIT_INPUT,
                              "%s: the file now ends at offset %s, but had %s more bytes when it was opened.\n"
-                             "  It was truncated while in use. Restore it, then resume with --resume.",
+                             "  It was truncated while in use. Restore it, then rerun the command.",
                              path, human_grouped(offset + done).text, human_grouped(n - done).text);
         done += (size_t)got;
     }
@@ -229,7 +229,7 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     if (bytes != want) {
         error_set(error, EXIT_INPUT,
                   "%s: had %s bytes when it was first opened, but now has %s.\n"
-                  "  It was changed while in use. Restore it, then resume with --resume.",
+                  "  It was changed while in use. Restore it, then rerun the command.",
                   path, human_grouped(want).text, human_grouped(bytes).text);
         close(fd);
         return -1;

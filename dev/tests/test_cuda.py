@@ -5,6 +5,7 @@ TRAIN_GPT2CU names another build to test, which may be one for a GPU.
 """
 import ctypes
 import ctypes.util
+import json
 import os
 import re
 import resource
@@ -245,6 +246,17 @@ def test_graphs_across_a_resume(cuda, data, tmp_path, processes):
     train(data, *flags, "--steps", 3, "--out", parts, program=cuda, processes=processes)
     train(data, *flags, "--steps", 6, "--out", parts, "--resume", "--graphs", 0, program=cuda, processes=processes)
     assert_same_run(whole, parts, 6)
+
+
+def test_a_resume_keeps_what_determines_the_numbers(cuda, data, tmp_path):
+    flags = [*SMALL, "--batch", 1, "--out", tmp_path / "out"]
+    train(data, *flags, "--steps", 1, program=cuda)
+    for flag, value in (("--reduce-dtype", "bf16"), ("--stochastic-rounding", 1), ("--deterministic", 0)):
+        text = train(data, *flags, "--steps", 2, "--resume", flag, value, program=cuda, code=2)
+        assert f"--resume: {flag} is {value}, but the run started with" in text, text
+    train(data, *flags, "--steps", 2, "--resume", "--zero", "--recompute", "--graphs", 0, program=cuda)
+    arguments = json.loads((tmp_path / "out/run.json").read_text())["arguments"]
+    assert arguments["zero"] is True and arguments["recompute"] is True
 
 
 def test_measured_matmuls_in_graphs(cuda, data, tmp_path):

@@ -290,13 +290,15 @@ static void test_resume(void) {
     parse("");
     CHECK(options_resume(table, ROWS, "{\"other\": 1}", &error) && v.batch == 4,
           "flags that did not exist when the run began");
+    CHECK(options_resume(table, ROWS, "{\"shuffle\": 0}", &error) && !v.shuffle, "a switch that was a number: %s",
+          error.text);
     const char *damaged[] = {"{\"batch\": \"x\"}",
                              "{\"batch\": 0}",
                              "{\"batch\": 1.5}",
                              "{\"dtype\": \"fp8\"}",
                              "{\"seq-len\": [0]}",
                              "{\"seq-len\": 4}",
-                             "{\"shuffle\": 1}",
+                             "{\"shuffle\": 2}",
                              "{\"out\": 3}",
                              "[1]",
                              "{",
