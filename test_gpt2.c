@@ -86,10 +86,10 @@ static void test_rmsnorm(void) {
 // The trainer's rope rotates q and k in place in the joint projection. x serves as q, k and v; q and k must come out
 // equal.
 static void test_rope(void) {
-    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS, N = B * T;
+    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS,
+           row = (NH + 2 * NH) * HS, N = B * T;
     int before = failed;
-    float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * 3 * C),
-          *dqkv = floats(N * 3 * C);
+    float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * row), *dqkv = floats(N * row);
     Rope rope = {B, T, NH, NH, HS, floats(T * HS / 2), floats(T * HS / 2), false};
     rope_table((float *)rope.cosines, (float *)rope.sines, T, (RopeAngles){.theta = 10000, .HS = HS});
     for (size_t i = 0; i < 3 * N; i++) {
@@ -102,7 +102,7 @@ static void test_rope(void) {
     float *part = floats(N * C);
     for (size_t which = 0; which < 6; which++) {
         const float *from = (which < 3 ? qkv : dqkv) + (which % 3) * C;
-        for (size_t n = 0; n < N; n++) memcpy(part + n * C, from + n * 3 * C, FLOATS(C));
+        for (size_t n = 0; n < N; n++) memcpy(part + n * C, from + n * row, FLOATS(C));
         if (which % 3 < 2) worst = largest(worst, compare(which < 3 ? "out" : "dx", part, N * C, 0, 1e-6));
         else check("v is not rotated", memcmp(part, which < 3 ? x : dout, FLOATS(N * C)) ? 1 : 0, 0);
     }
@@ -407,7 +407,9 @@ static void test_bf16_matmuls(Tiles tiles) {
     Gemm mm;
     gemm_start(&mm, true);
     mm.tiles = tiles;
-    snprintf(name, sizeof name, "bfloat16 matmuls, %s", tiles ? tiles_name(tiles) : mm.native ? "native" : "widened");
+    const char *how = mm.native ? "native" : "widened";
+    if (tiles) how = tiles_name(tiles);
+    snprintf(name, sizeof name, "bfloat16 matmuls, %s", how);
     case_name = name;
     void *memory = malloc(gemm_scratch(&mm, 64 * 130, 65 * 130));
     gemm_use(&mm, memory, 64 * 130);
@@ -542,7 +544,7 @@ static void test_large_bf16_matmuls(void) {
             }
         }
         worst = largest(worst, sqrt(difference / norm));
-        check("the sum of two products", sqrt(difference / norm), 1e-6);
+        check("the sum of two matmuls", sqrt(difference / norm), 1e-6);
     }
     case_done(before, worst);
     gemm_end(&mm);
@@ -572,7 +574,7 @@ static void test_colliding_rows(void) {
             norm += sum * sum;
         }
     }
-    check("the product", sqrt(difference / norm), 1e-6);
+    check("the matmul", sqrt(difference / norm), 1e-6);
     case_done(before, sqrt(difference / norm));
     gemm_end(&mm);
     free(a);

@@ -1159,10 +1159,10 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     real rate = (real)(a.lr / (1 - pow(a.beta1, (double)a.step)));
     real square_scale = (real)(1 / (1 - pow(a.beta2, (double)a.step)));
     real keep = (real)(1 - a.lr * a.weight_decay);
-    enum { PIECE = 4096 };    // rounded while they are still in the cache
-    #pragma omp parallel for schedule(static) if (n > 2 * PIECE)
-    for (size_t from = 0; from < n; from += PIECE) {
-        size_t to = from + PIECE < n ? from + PIECE : n;
+    enum { CHUNK = 4096 };    // rounded while they are still in the cache
+    #pragma omp parallel for schedule(static) if (n > 2 * CHUNK)
+    for (size_t from = 0; from < n; from += CHUNK) {
+        size_t to = from + CHUNK < n ? from + CHUNK : n;
         #pragma omp simd
         for (size_t i = from; i < to; i++) {
             real g = grad[i] * scale;
@@ -1466,8 +1466,8 @@ typedef uint16_t EightRounded __attribute__((vector_size(16), aligned(2)));
 typedef uint32_t EightBits __attribute__((vector_size(32)));
 
 // An element is the sum of 4 vectors of partial sums, which hide the latency of the FMA units. Two rows at a time fill
-// AVX2's registers. bfloat16 weights are fetched this many bytes ahead, which makes them 1.2 times as fast; in float32
-// the processor's own prefetching is enough.
+// AVX2's registers. bfloat16 weights are fetched this many bytes ahead, because their rows are too short for the
+// processor's own prefetching, which is enough in float32.
 enum { VECTORS = 4, LANES = 8, DECODE_ROWS = 2, AHEAD = 2048 };
 
 // The first n <= 8 numbers at x, and zeros.

@@ -1252,8 +1252,8 @@ static void step_end(Model *m) {
 }
 
 // Waits until the device has finished the newest step, including its update. Ends the program if the step's numbers are
-// not finite. Unless the next batch's forward pass waits for the parameters that arrive, the host does: what follows
-// may be work of one rank alone, which the others would not wait for.
+// not finite. If parameters are still arriving from other ranks, waits for those as well, because what follows may be
+// work of one rank alone, such as a sample.
 static void read_step(Run *run, Model *m) {
     bool arriving = m->arriving > 0;
     await_parameters(m, bucket_count(m));
@@ -1281,7 +1281,7 @@ static void unpause_step(Run *run) {
 
 static double phase_seconds[PHASE_COUNT], first_step_seconds[PHASE_COUNT];
 
-// Adds up the times between the first `count` marks, which the device has reached or is waited for. The last of them
+// Waits until the device has reached the first `count` marks, and adds up the times between them. The last of them
 // becomes the first mark.
 static void phase_collect(size_t count) {
     if (count == 0) return;

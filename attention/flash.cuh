@@ -51,7 +51,8 @@
 // HS in the kernels is the size that they are built for: 48, 64 or 128. A smaller head (call.HS) is padded with zeros,
 // which do not affect a matmul.
 //
-// Limits: FlashShape. Tested by dev/tests/test_flash.py.
+// Source: FlashAttention-2 (arXiv 2307.08691) for exp over its sum; the other formulas are [SSMax], [LSSA] and [GAU] of
+// attention/normalizer.h. Limits: FlashShape. Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH_CUH
 #define ATTENTION_FLASH_CUH
 

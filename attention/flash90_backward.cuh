@@ -606,7 +606,7 @@ DEVICE void add_parts(float (&dk)[1][P::HS / 8][4], const Backward90Work &work, 
               lane = threadIdx.x % 32;
     const size_t tile = (size_t)(work.b * call.NKV + work.kv) * key_tiles + work.tile,
                  own = tile * P::WARPS + threadIdx.x / 32;
-    float4 *sums = (float4 *)call.dk_sums + own * (P::HS / 8 * 32) + lane;
+    float4 *sums = (float4 *)call.dk_sums + own * ((P::HS / 8) * 32) + lane;
     unsigned *turn = call.counters + 1 + (size_t)call.dq_sets * call.B * call.NH * query_tiles + own;
     if (work.part > 0) {
         if (lane == 0) wait_for_counter(turn, work.part);

@@ -52,15 +52,15 @@ struct TileCopies {
     enum {
         PACK = 16 / sizeof(X),
         A_ROW = C / PACK,
-        COPIES = R * A_ROW / THREADS,
+        COPIES = (R * A_ROW) / THREADS,
         BY_ROWS = A_ROW % 8 == 0,
         ACROSS = BY_ROWS ? 8 : sizeof(X) / 2,
         DOWN = 8 / ACROSS,
         GROUPS = A_ROW / ACROSS,
-        ROW_STEP = BY_ROWS ? THREADS / 8 / GROUPS : 0,
+        ROW_STEP = BY_ROWS ? (THREADS / 8) / GROUPS : 0,
         COLUMN_STEP = BY_ROWS ? 0 : (THREADS / ACROSS / R) * (ACROSS * PACK)
     };
-    static_assert(R * A_ROW % THREADS == 0, "each thread copies the same number of pieces");
+    static_assert((R * A_ROW) % THREADS == 0, "each thread copies the same number of pieces");
     static_assert(BY_ROWS ? (THREADS / 8) % GROUPS == 0 : (THREADS / ACROSS) % R == 0,
                   "steps go by rows or by columns");
     int row, column;
@@ -136,7 +136,7 @@ DEVICE void tile_wait() {
 // lane_column() + e%2. In a left operand (16,16), the pairs i = 0 to 3 start at row lane_row() + i%2·8 and column
 // lane_column() + i/2·8.
 DEVICE int lane_row() {
-    return threadIdx.x % 32 / 4;
+    return (threadIdx.x % 32) / 4;
 }
 
 DEVICE int lane_column() {

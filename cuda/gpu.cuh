@@ -70,7 +70,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
     launch_check(error, (const void *)kernel, grid, block, shared_bytes);
 }
 
-// ---- 8×8 matrices of 16-bit elements from shared memory to registers, and their product (PTX ISA: ldmatrix,
+// ---- 8×8 matrices of 16-bit elements from shared memory to registers, and their matmul (PTX ISA: ldmatrix,
 // mma.m16n8k16)
 // Lane l of the warp passes the address of row l % 8 of matrix l / 8: 16 bytes, aligned to 16. Lanes beyond the last
 // matrix are ignored. r[i] of lane l receives elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i, the first

@@ -42,6 +42,7 @@ Graph *graphs_find(Graphs *graphs, const GraphKey &key);
 // Destroys all graphs; call it when anything changes that is not in the key. None may be in progress.
 void graphs_drop(Graphs *graphs);
 
+// Between these two, work queued in the stream is recorded in the graph instead of being carried out.
 void graph_begin(cudaStream_t stream);
 void graph_end(Graph *graph, cudaStream_t stream);
 

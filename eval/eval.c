@@ -115,11 +115,10 @@ static void check_flags(const Eval *e) {
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
     bool has_prompts = has_prompt_file(e);
-    if (!o->data && o->task != TASK_SCORES && !has_prompts)
-        fail(EXIT_USAGE, "--data is missing: name the %s.",
-             o->task == TASK_CHOICE      ? "JSONL file of questions"
-             : o->task == TASK_ATTENTION ? "shards to draw sequences from, or pass --prompt-file"
-                                         : "shards to evaluate on");
+    const char *data = "shards to evaluate on";
+    if (o->task == TASK_CHOICE) data = "JSONL file of questions";
+    if (o->task == TASK_ATTENTION) data = "shards to draw sequences from, or pass --prompt-file";
+    if (!o->data && o->task != TASK_SCORES && !has_prompts) fail(EXIT_USAGE, "--data is missing: name the %s.", data);
     if (o->data && o->task != TASK_CHOICE && mixture_has_weights(o->data))
         fail(EXIT_USAGE,
              "--data %s: weights are for --train-data of the trainers. Remove them to evaluate on all files as one "

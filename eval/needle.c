@@ -474,7 +474,7 @@ static void place_trial(Needle *n) {
     size_t samples = (size_t)o->samples, each = samples * n->depth_count;
     NeedleTrial *t = &n->trial;
     *t = (NeedleTrial){.length_at = n->at / each,
-                       .sample = n->at / n->depth_count % samples,
+                       .sample = (n->at / n->depth_count) % samples,
                        .depth_at = n->at % n->depth_count,
                        .tokens = n->tokens};
     t->length = n->lengths[t->length_at];
@@ -491,7 +491,7 @@ static void place_trial(Needle *n) {
 static size_t shared_tokens(const Needle *n) {
     size_t shared = 0, most = n->trial.count < n->previous_count ? n->trial.count : n->previous_count;
     while (shared + 1 < most && n->tokens[shared] == n->previous[shared]) shared++;
-    return shared / SHARED_BLOCK * SHARED_BLOCK;
+    return (shared / SHARED_BLOCK) * SHARED_BLOCK;
 }
 
 bool needle_next(Needle *n) {

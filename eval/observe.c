@@ -139,7 +139,7 @@ static void begin_maps(Observer *o) {
 static void write_map(Observer *o, size_t T) {
     size_t cells = o->side * o->side;
     for (size_t i = 0; i < o->heads * cells; i++) {
-        size_t row = i % cells / o->side * o->cell, column = i % o->side * o->cell, visible = 0;
+        size_t row = ((i % cells) / o->side) * o->cell, column = (i % o->side) * o->cell, visible = 0;
         for (size_t r = row; r < row + o->cell && r < T; r++) {
             size_t end = column + o->cell < r + 1 ? column + o->cell : r + 1;
             if (end > column) visible += end - column;

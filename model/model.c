@@ -428,7 +428,7 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
 }
 
 size_t padded_vocab(const ModelConfig *config) {
-    return ((size_t)config->vocab + 127) / 128 * 128;
+    return (((size_t)config->vocab + 127) / 128) * 128;
 }
 
 // The mean and standard deviation of a tensor's initial values.
@@ -461,7 +461,7 @@ static void add(const Listing *to, const Row *row, Scalar scalar, const char *pr
     t->update = row->update;
     t->hidden = row->cols != NONE && row->rows != VOCAB;
     set_start(t, to->config, row->start);
-    if (!row->joined) list->floats = (list->floats + 15) / 16 * 16;    // 64 bytes
+    if (!row->joined) list->floats = ((list->floats + 15) / 16) * 16;    // 64 bytes
     t->offset = list->floats;
     *(size_t *)((char *)offsets + row->field) = t->offset;
     list->floats += (row->rows == VOCAB ? padded_vocab(to->config) : t->shape[0]) * t->shape[1];

@@ -169,7 +169,7 @@ bool run_json_write(const char *out, const TrainOptions *options, const char *tr
     char *arguments = options_json(options->table, options->count);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
     folder_add_program(json);
-    cJSON_AddNumberToObject(json, "processes", process.size);
+    cJSON_AddNumberToObject(json, "ranks", process.size);
     cJSON *data = cJSON_AddObjectToObject(json, "data");
     add_data(data, "train", train);
     add_data(data, "val", val);

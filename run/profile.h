@@ -12,10 +12,19 @@ extern "C" {
 
 // A phase and its name in the table. For example, PHASES(PHASE_KIND) expands to PHASE_OTHER, PHASE_EMBEDDING, ...
 #define PHASES(X) \
-    X(OTHER, "data, metrics and the rest") X(EMBEDDING, "embedding") X(NORM, "rmsnorm") X(PROJECTIONS, "q, k, v and o matmuls") \
-    X(ROPE, "rope") X(ATTENTION, "attention") X(FEED_FORWARD, "feed-forward matmuls") X(SWIGLU, "swiglu") \
-    X(GATE, "gate of gated attention units") X(CLASSIFIER, "logits and loss") X(REDUCE, "gradient all-reduce") \
-    X(UPDATE, "gradient norm and AdamW") X(ASIDE, "validation, samples, checkpoints")
+    X(OTHER,        "data, metrics and the rest") \
+    X(EMBEDDING,    "embedding") \
+    X(NORM,         "rmsnorm") \
+    X(PROJECTIONS,  "q, k, v and o matmuls") \
+    X(ROPE,         "rope") \
+    X(ATTENTION,    "attention") \
+    X(FEED_FORWARD, "feed-forward matmuls") \
+    X(SWIGLU,       "swiglu") \
+    X(GATE,         "gate of gated attention units") \
+    X(CLASSIFIER,   "logits and loss") \
+    X(REDUCE,       "gradient all-reduce") \
+    X(UPDATE,       "gradient norm and AdamW") \
+    X(ASIDE,        "validation, samples, checkpoints")
 #define PHASE_KIND(kind, name) PHASE_##kind,
 typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
 #undef PHASE_KIND

@@ -80,7 +80,7 @@ static char *state_json(const Run *run) {
     random = cJSON_AddObjectToObject(json, "random");
     cJSON_AddStringToObject(random, "generator", "philox4x32-10, by counter");
     cJSON_AddNumberToObject(random, "seed", (double)run->o.seed);
-    cJSON_AddNumberToObject(json, "processes", process.size);
+    cJSON_AddNumberToObject(json, "ranks", process.size);
     cJSON_AddNumberToObject(json, "rewarm", (double)run->schedule.rewarm);
     if (run->best_step >= 0) {
         cJSON_AddNumberToObject(json, "best_val_loss", run->best_loss);

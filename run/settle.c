@@ -303,7 +303,7 @@ static void settle_batches(Run *run) {
     int64_t together = o->batch * T * process.size;
     if (!o->total_batch_tokens) o->total_batch_tokens = together;
     if (o->total_batch_tokens % together) {
-        int64_t nearest = (o->total_batch_tokens + together / 2) / together * together;
+        int64_t nearest = ((o->total_batch_tokens + together / 2) / together) * together;
         fail(
             EXIT_USAGE,
             "--total-batch-tokens %lld is not a multiple of batch x T x ranks = %lld x %lld x %d = %lld.\n  Nearest: %lld.",

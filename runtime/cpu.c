@@ -27,7 +27,7 @@ static void check_processor(void) {
 
 // By default, libgomp's threads spin for about 6 ms before they sleep. When another program occupies one core, the
 // threads that wait for that core's thread keep spinning on the other cores, and the other program cannot use them
-// either: a step took 4 times as long instead of 1.5 times. A shorter spin (0.2 ms) costs nothing on an idle machine.
+// either: a step takes several times as long. A shorter spin (0.2 ms) costs nothing on an idle machine.
 // libgomp reads the environment before any of our code runs and offers no call for this, so the program re-executes
 // itself once, unless the environment already sets a wait policy. (AT_BASE is 0 when the dynamic linker was started by
 // name; /proc/self/exe would then be the linker.)

@@ -147,7 +147,7 @@ void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, floa
         return;
     }
     bool by_row = m >= n;
-    size_t side = by_row ? m : n, part = ((side + threads - 1) / threads + 31) / 32 * 32;
+    size_t side = by_row ? m : n, part = (((side + threads - 1) / threads + 31) / 32) * 32;
     #pragma omp parallel for schedule(static, 1)
     for (size_t first = 0; first < side; first += part) {
         size_t here = MIN(part, side - first);
@@ -357,7 +357,7 @@ static bool bf16_works(const Gemm *mm) {
 enum { CHUNK = 4 << 20 };    // elements of B that are widened at a time if bfloat16 is not native
 
 static size_t padded(size_t elements) {
-    return (elements + 63) / 64 * 64;
+    return ((elements + 63) / 64) * 64;
 }
 
 size_t gemm_scratch(const Gemm *mm, size_t largest_a, size_t largest_b) {

@@ -12,7 +12,7 @@
 #include "runtime/human.h"
 
 static size_t rounded(size_t bytes) {
-    return (bytes + 255) / 256 * 256;
+    return ((bytes + 255) / 256) * 256;
 }
 
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) {
@@ -146,8 +146,8 @@ void memory_check(const MemoryPlan *plan, int ranks) {
     double needed = (double)plan->total * ranks, available = (double)memory_available();
     if (needed > available)
         fail(EXIT_RESOURCE, "this run needs %s of memory%s, but only %s is available.%s%s", human_bytes(needed).text,
-             ranks > 1 ? " for the ranks on this machine" : "", human_bytes(available).text,
-             plan->remedy ? "\n  " : "", plan->remedy ? plan->remedy : "");
+             ranks > 1 ? " for the ranks on this machine" : "", human_bytes(available).text, plan->remedy ? "\n  " : "",
+             plan->remedy ? plan->remedy : "");
 }
 
 void memory_take(MemoryPlan *plan) {

@@ -95,7 +95,7 @@ static void fill_turns(Mixture *m) {
 const Source *mixture_find(const Mixture *m, uint64_t *g) {
     Turn turn = m->turns[*g % m->period];
     const Source *source = &m->sources[turn.source];
-    *g = *g / m->period * source->weight + turn.before;
+    *g = (*g / m->period) * source->weight + turn.before;
     return source;
 }
 

@@ -321,7 +321,10 @@ static void print_entry(const Option *o) {
         printf("%s", v.on ? "true" : "false");
     } else {
         const char *open = o->type == OPT_CHOICE ? "\"" : "", *close = open;
-        if (o->type == OPT_INT_LIST) open = "[", close = "]";
+        if (o->type == OPT_INT_LIST) {
+            open = "[";
+            close = "]";
+        }
         value_text(o, v, text, sizeof text);
         printf("%s%s%s", open, text, close);
     }

@@ -154,10 +154,10 @@ static void left_as_stored(Tiles tiles, char *out, Matrix a, size_t rows, size_t
 static void pairs_of_columns(uint32_t *words, Matrix x, size_t rows, size_t columns) {
     size_t last = least(rows, TILE) - 1, n = least(columns, LANES);
     if (rows < TILE || columns < LANES) memset(words, 0, LANES * LANES * sizeof *words);
-    for (size_t row = 0; row < last; row += 2) take_pairs(words + row / 2 * LANES, rest(x, row, 0), x.ld, n);
+    for (size_t row = 0; row < last; row += 2) take_pairs(words + (row / 2) * LANES, rest(x, row, 0), x.ld, n);
     if (last % 2) return;
-    take_pairs(words + last / 2 * LANES, rest(x, last, 0), 0, n);
-    for (size_t i = 0; i < n; i++) words[last / 2 * LANES + i] &= 0xFFFF;
+    take_pairs(words + (last / 2) * LANES, rest(x, last, 0), 0, n);
+    for (size_t i = 0; i < n; i++) words[(last / 2) * LANES + i] &= 0xFFFF;
 }
 
 static void left_transposed(Tiles tiles, uint32_t *out, Matrix a, size_t rows, size_t k) {
@@ -205,19 +205,19 @@ static void fetch_row(Matrix x, size_t row, size_t n) {
 // The last row of an odd number is its own partner, since that meets zeros of A.
 static void pack_pairs(uint32_t *packed, Matrix b, size_t k, size_t n) {
     enum { AHEAD = 32 };    // rows
-    if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) / 2 * sizeof *packed);
+    if (k % TILE || n % TILE) memset(packed, 0, (tiled(k) * tiled(n) / 2) * sizeof *packed);
     for (size_t row = 0; row < k; row += 2) {
         for (size_t i = row + AHEAD; i < least(row + AHEAD + 2, k); i++) fetch_row(b, i, n);
         for (size_t column = 0; column < n; column += TILE) {
             uint32_t *strip = packed + column * tiled(k) / 2;
-            take_pairs(strip + row / 2 * TILE, rest(b, row, column), row + 1 < k ? b.ld : 0, least(n - column, TILE));
+            take_pairs(strip + (row / 2) * TILE, rest(b, row, column), row + 1 < k ? b.ld : 0, least(n - column, TILE));
         }
     }
 }
 
 static void pack_floats_transposed(float *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < tiled(n); column += LANES) {
-        uint32_t *strip = (uint32_t *)packed + column / TILE * TILE * tiled(k) + column % TILE;
+        uint32_t *strip = (uint32_t *)packed + (column / TILE) * TILE * tiled(k) + column % TILE;
         size_t columns = column < n ? n - column : 0;
         for (size_t row = 0; row < tiled(k); row += LANES) {
             size_t rows = row < k ? k - row : 0;
@@ -229,7 +229,7 @@ static void pack_floats_transposed(float *packed, Matrix b, size_t k, size_t n) 
 
 static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < tiled(n); column += LANES) {
-        uint32_t *strip = packed + column / TILE * TILE * tiled(k) / 2 + column % TILE;
+        uint32_t *strip = packed + (column / TILE) * TILE * (tiled(k) / 2) + column % TILE;
         size_t columns = column < n ? least(n - column, LANES) : 0;
         for (size_t row = 0; row < k; row += TILE) {
             uint16_t rows[LANES][TILE];
@@ -237,7 +237,7 @@ static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n
             for (size_t i = column + LANES; i < least(column + 2 * LANES, n); i++)
                 fetch_row(rest(b, 0, row), i, least(k - row, TILE));
             for (size_t i = 0; i < columns; i++) take_row(rows[i], rest(b, column + i, row), least(k - row, TILE));
-            transpose(strip + row / 2 * TILE, TILE, (const uint32_t *)rows, LANES);
+            transpose(strip + (row / 2) * TILE, TILE, (const uint32_t *)rows, LANES);
         }
     }
 }
@@ -319,7 +319,7 @@ static void multiply_loops(float *c, size_t ldc, const uint16_t *a, size_t lda, 
             const uint16_t *left = a + row * lda;
             float sum = add ? c[row * ldc + column] : 0;
             for (size_t p = 0; p < k; p += 2, left += pair_step(lda)) {
-                uint32_t pair = b[p / 2 * ldb + column];
+                uint32_t pair = b[(p / 2) * ldb + column];
                 sum += bf16_to_float(left[0]) * bf16_to_float((uint16_t)pair);
                 sum += bf16_to_float(left[1]) * bf16_to_float((uint16_t)(pair >> 16));
             }
@@ -342,7 +342,7 @@ static void multiply_avx512(float *c, size_t ldc, const uint16_t *a, size_t lda,
             sum[r][1] = add ? _mm512_loadu_ps(c + r * ldc + LANES) : _mm512_setzero_ps();
         }
         for (size_t p = 0; p < k; p += 2, pairs += pair_step(lda)) {
-            const uint32_t *at = b + p / 2 * ldb;
+            const uint32_t *at = b + (p / 2) * ldb;
             __m512bh left = (__m512bh)_mm512_loadu_si512(at), right = (__m512bh)_mm512_loadu_si512(at + LANES);
             #pragma GCC unroll 8
             for (size_t r = 0; r < ROWS; r++) {

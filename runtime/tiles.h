@@ -51,7 +51,7 @@ static inline bool tiles_are_bf16(Tiles tiles) {
 
 // n, rounded up to whole blocks
 static inline size_t tiled(size_t n) {
-    return (n + TILE - 1) / TILE * TILE;
+    return ((n + TILE - 1) / TILE) * TILE;
 }
 
 // The bytes of a row of tiled(n) numbers

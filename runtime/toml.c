@@ -24,10 +24,12 @@ static bool is_control(char c) {
 // Describes what is at `at`: a word, or a character.
 static const char *found_at(const char *at, char *out, size_t size) {
     size_t length = strcspn(at, " \t\r\n,=#[]{}\"'");
+    if (length == 0) length = 1;
+    if (length > 40) length = 40;
     if (*at == 0) snprintf(out, size, "the end of the file");
     else if (*at == '\n' || (*at == '\r' && at[1] == '\n')) snprintf(out, size, "the end of the line");
     else if (is_control(*at)) snprintf(out, size, "the control character %d", *at);
-    else snprintf(out, size, "%.*s", length > 40 ? 40 : length ? (int)length : 1, at);
+    else snprintf(out, size, "%.*s", (int)length, at);
     return out;
 }
 
@@ -106,7 +108,9 @@ static bool read_escape(TomlReader *r, char **out) {
         r->at++;
         return true;
     }
-    size_t digits = *r->at == 'u' ? 4 : *r->at == 'U' ? 8 : 0;
+    size_t digits = 0;
+    if (*r->at == 'u') digits = 4;
+    if (*r->at == 'U') digits = 8;
     uint32_t c = 0;
     if (digits) {
         r->at++;

@@ -110,7 +110,7 @@ def configuration(names, runs):
             flags["model"] = None
     made = [["version, commit", *(f"{run.get('version', '?')}, {run.get('commit', '?')}" for run in runs)],
             ["program", *(str(run.get("program", "?")) for run in runs)],
-            ["ranks", *(str(run.get("processes", "?")) for run in runs)]]
+            ["ranks", *(str(run.get("ranks", run.get("processes", "?"))) for run in runs)]]
     for which in "train", "val":
         texts = [run.get("data", {}).get(which) for run in runs]
         made.append([f"{which} data", *(f"{data.get('tokens', 0):,} tokens in {data.get('files', 0):,} file"

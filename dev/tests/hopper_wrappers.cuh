@@ -73,9 +73,12 @@ KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap 
 
 // The byte of a tile after swizzling, from PTX's tables: row r of 128 bytes permutes its 16-byte pieces by XOR.
 static size_t swizzle_table(size_t byte, Swizzle swizzle) {
-    const size_t row = byte / 128, piece = byte / 16 % 8;
-    if (swizzle == SWIZZLE_NONE) return byte;
-    const size_t change = swizzle == SWIZZLE_128 ? row % 8 : swizzle == SWIZZLE_64 ? row % 4 : row % 2;
+    const size_t row = byte / 128, piece = (byte / 16) % 8;
+    size_t rows = 1;    // until the permutation repeats
+    if (swizzle == SWIZZLE_32) rows = 2;
+    if (swizzle == SWIZZLE_64) rows = 4;
+    if (swizzle == SWIZZLE_128) rows = 8;
+    const size_t change = row % rows;
     return row * 128 + (piece ^ change) * 16 + byte % 16;
 }
 

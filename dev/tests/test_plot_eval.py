@@ -786,7 +786,7 @@ def make_run(folder, attn="softmax", steps=30, **flags):
     lineage = [{"step": 0, "event": "start", "attn": attn},
                {"step": 20, "event": "attn-switch", "from": attn, "attn": "ssmax"}]
     (folder / "run.json").write_text(json.dumps({
-        "arguments": arguments, "version": "0.2.0", "commit": "abc1234", "processes": 1,
+        "arguments": arguments, "version": "0.2.0", "commit": "abc1234", "ranks": 1,
         "data": {"train": {"files": 1, "tokens": 1000}}, "lineage": lineage}))
     return folder
 

@@ -205,7 +205,7 @@ def test_other_numbers_of_ranks(data, tmp_path):
         train(data, *flags, "--steps", total, "--batch", 12 // processes, "--out", parts,
               "--resume", processes=processes)
         state = json.loads((checkpoint(parts, total) / "state.json").read_text())
-        assert state["processes"] == processes and state["data_position"] == 12 * total
+        assert state["ranks"] == processes and state["data_position"] == 12 * total
     a, b = metrics(whole), metrics(parts)
     assert len(a) == len(b) == 15
     for x, y in zip(a, b):
