@@ -37,7 +37,7 @@ void memory_resize(MemoryPlan *plan, void **where, size_t bytes);
 // Prints the title, one line per kind, and the total next to the free memory.
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes);
 
-// Fails with EXIT_RESOURCE unless the plans of so many ranks, all of this size, fit into this machine's available memory.
+// Fails with EXIT_RESOURCE unless the plans of this machine's ranks, all of this size, fit into its available memory.
 void memory_check(const MemoryPlan *plan, int ranks);
 
 // Allocates all buffers in a single mapping. Fails with EXIT_RESOURCE if the system refuses it.
