@@ -154,6 +154,7 @@ struct Model {
     size_t adam_count, adam_blocks;    // the first of them, which AdamW updates
     MuonScratch muon;                  // with Muon
     Matmul muon_matmul;
+    Matmul sample_matmul;    // for samples, whose shapes are too many to measure and store
 
     size_t B, T, layer_stats;
     // The first row that a forward pass computes, of its only sequence. The rows before it keep what an earlier pass
@@ -397,17 +398,22 @@ static void plan_parameters(Model *m) {
 static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
                            size_t T) {
     size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);
+    bool l2 = false;
     m->layer_stats = 0;
     for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
         size_t length = (size_t)lengths->values[i / (count + 1)], which = i % (count + 1);
         FlashShape shape = flash_shape(m, (B * T) / length, length);
         if (which < count) shape.normalizer = others[which];
         flash_check(shape, element);
+        l2 = l2 || shape.normalizer->qk.kind == QK_L2;
         if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
         if (flash_scratch(shape, element) > scratch) scratch = flash_scratch(shape, element);
     }
     memory_add(&m->plan, STATS, (void **)&m->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
     memory_add(&m->plan, SCRATCH, &m->scratch, scratch);
+    if (l2)
+        memory_add(&m->plan, STATS, (void **)&m->inverse_norms,
+                   (size_t)m->config.layers * B * T * (size_t)(m->config.heads + m->config.kv_heads) * sizeof(float));
 }
 
 static void need_partials(Model *m, size_t floats) {
@@ -422,7 +428,6 @@ static void plan_floats(Model *m, size_t B, size_t T) {
     need_partials(m, embedding_partials(N) * C);
     if (c->qk_norm) need_partials(m, qk_norm_partials(HS));
     if (c->qkv_bias) need_partials(m, bias_partials(N, joined_width(c)));
-    memory_add(&m->plan, STATS, (void **)&m->inverse_norms, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     if (c->qk_norm)
         memory_add(&m->plan, STATS, (void **)&m->qk_inverse, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
     memory_add(&m->plan, STATS, (void **)&m->r1, L * N * sizeof(float));
@@ -536,6 +541,7 @@ static void take_model(Model *m) {
     upload_rope_table(m, m->T, model_rope(&m->config));
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->deterministic);
     if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
+    matmul_start(&m->sample_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
 }
@@ -572,7 +578,7 @@ static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size
     of.h2 = in(a->h2, again, C);
     of.gate_up = in(a->gate_up, l, 2 * F);
     of.projected = {in(a->joined, l, joined_width(c)), in(a->q, l, K), in(a->k, l, K), in(a->v, l, E),
-                    m->inverse_norms + row * heads};
+                    m->inverse_norms ? m->inverse_norms + row * heads : NULL};
     of.qk_inputs = in(a->qk_inputs, l, K + key_width(c));
     of.qk_inverse = c->qk_norm ? m->qk_inverse + row * heads : NULL;
     of.stats = m->stats + l * m->layer_stats;
@@ -1166,10 +1172,11 @@ static void upload(Model *m, int64_t step) {
     round_parameters(m, 0, m->list.floats, step);
 }
 
-// Copies parameters and moments to the host. Collective: rank 0 then has all moments.
-static void download(Model *m) {
+// Copies parameters and moments to the host. Collective: rank 0 then has all moments.   everywhere: not only there
+static void download(Model *m, bool everywhere) {
     size_t bytes = m->list.floats * sizeof(float);
     collective_synchronize(m->collective, stream);
+    if (!everywhere && !m->zero && process.rank > 0) return;
     CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
     if (m->zero) {
         memset(m->host.mean, 0, bytes);
@@ -1194,8 +1201,9 @@ static void download_scalars(Model *m) {
 
 // ---- a step
 
-// Copies a batch to the device. A slot's pinned memory is free again once its copy of two batches ago has finished.
-static BatchTokens upload_batch(Model *m, const Batch *batch) {
+// Copies a batch to the device; the plan of the embedding's gradient only if it trains. A slot's pinned memory is free
+// again once its copy of two batches ago has finished.
+static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
     auto *slot = &m->slots[m->slot++ % 2];
     size_t N = batch->B * batch->T;
     BatchTokens there = {};
@@ -1208,8 +1216,9 @@ static BatchTokens upload_batch(Model *m, const Batch *batch) {
     collective_wait(m->collective, slot->copied);
     memcpy(slot->ints, batch->inputs, N * sizeof(int32_t));
     memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
-    there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N, m->starts,
-                                (size_t)m->config.vocab);
+    if (trains)
+        there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N,
+                                    m->starts, (size_t)m->config.vocab);
     if (m->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config.end_of_text);
     size_t ints = 4 * N + 4 * (there.plan.pieces + there.plan.sums);
     CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
@@ -1223,7 +1232,7 @@ static BatchTokens upload_batch(Model *m, const Batch *batch) {
 }
 
 static void micro_batch(Model *m, const Batch *batch) {
-    BatchTokens there = upload_batch(m, batch);
+    BatchTokens there = upload_batch(m, batch, true);
     by_type([&](auto *a) { model_step(m, a, there, batch->B, batch->T, batch->scale, batch->first, batch->last); });
     m->rows += (size_t)m->config.layers * batch->B * batch->T * (size_t)m->config.heads;
 }
@@ -1259,6 +1268,10 @@ static void read_step(Run *run, Model *m) {
     await_parameters(m, bucket_count(m));
     collective_wait(m->collective, m->reported);
     m->unread = false;
+    if (!m->report->numbers.finite) {    // all ranks end here: no sum of the next step may wait for one that has ended
+        collective_join(m->collective, stream);
+        collective_synchronize(m->collective, stream);
+    }
     run_check_step(run, m->report->numbers.loss, m->report->numbers.norm);
     if (arriving) collective_synchronize(m->collective, stream);
     run_step_done(run, m->reported_rows, m->report->all_zero_rows);
@@ -1322,29 +1335,29 @@ static void finish_late(Run *run, Model *m) {
     run_finish_step(run);
 }
 
-// The sum of the losses of a batch, without gradients.
-static double model_evaluate(Model *m, const Batch *batch) {
-    if (batch->B == 0) return 0;
-    BatchTokens there = upload_batch(m, batch);
-    CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_VALIDATION, 0, sizeof(double), stream));
+// Adds the losses of a batch to SUM_VALIDATION.
+static void model_evaluate(Model *m, const Batch *batch) {
+    if (batch->B == 0) return;
+    BatchTokens there = upload_batch(m, batch, false);
     by_type([&](auto *a) {
         model_forward(m, a, there.inputs, batch->B, batch->T, 1);
         model_loss(m, a, m->sums + SUM_VALIDATION, there.targets, there.mask, batch->B * batch->T, 0.0f, false);
     });
-    return read_sum(m, SUM_VALIDATION);
 }
 
 // Returns false if a stop was requested during the validation.
 static bool validate(Run *run, Model *m, double *loss) {
     Batch batch;
     run_validation_start(run);
-    while (run_validation_batch(run, &batch)) run_validation_add(run, model_evaluate(m, &batch));
+    CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_VALIDATION, 0, sizeof(double), stream));
+    while (run_validation_batch(run, &batch)) model_evaluate(m, &batch);
+    run_validation_add(run, read_sum(m, SUM_VALIDATION));
     return run_validation_end(run, loss);
 }
 
 static void change_normalizer(Run *run, Model *m, Change *change) {
     if (run->val && !validate(run, m, &change->before)) return;
-    download(m);
+    download(m, true);
     run_change_apply(run, change);
     upload(m, run->step);
     if (!run->val || validate(run, m, &change->after)) {
@@ -1383,15 +1396,18 @@ static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
 static void draw_sample(Run *run, Model *m) {
     Sample sample;
     run_sample_start(run, &sample);
+    std::swap(m->matmul, m->sample_matmul);
     while (run_sample_add(run, &sample, logits_after(m, sample.ids, sample.count))) {}
+    std::swap(m->matmul, m->sample_matmul);
     run_sample_end(run, &sample);
 }
 
 static int end(Run *run, Model *m) {
     graphs_drop(&m->graphs);
     for (const Mark &mark : marks) CUDA_CHECK(cudaEventDestroy(mark.event));
-    matmul_file_save(&m->matmul_file);    // what a validation or a sample at the end has measured
+    matmul_file_save(&m->matmul_file);    // what a validation at the end has measured
     if (m->params) matmul_end(&m->matmul);
+    if (m->params) matmul_end(&m->sample_matmul);
     if (m->muon.x) matmul_end(&m->muon_matmul);
     collective_end(m->collective);
     return run_end(run);
@@ -1444,7 +1460,7 @@ int main(int argc, char **argv) {
         pause_step(&run);
         if (run_sample_due(&run)) draw_sample(&run, &model);
         if (run_finish_step(&run)) {
-            download(&model);
+            download(&model, false);
             run_save(&run);
         }
         unpause_step(&run);
@@ -1453,7 +1469,7 @@ int main(int argc, char **argv) {
 
     finish_late(&run, &model);    // after a stop
     if (run_save_due_at_end(&run)) {
-        download(&model);
+        download(&model, false);
         run_save(&run);
     }
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);

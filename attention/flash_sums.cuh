@@ -320,20 +320,25 @@ KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, 
 }
 
 // partials (gridDim.y,T): for a per-position scalar, the sum of row_slope row_grad over POSITION_HEADS of the batch's
-// heads and over the rows with n visible keys. One thread per n.
+// heads and over the rows with n visible keys. One thread per n. From one row to the next, the visible keys grow by at
+// most one. (Without `first`, only row n - 1 has n of them.)
 template <class X>
 KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall<X> call, float in_unit) {
     int n = blockIdx.x * POSITION_THREADS + threadIdx.x + 1, from = blockIdx.y * POSITION_HEADS,
         heads = call.B * call.NH;
     if (n > call.T) return;
     double sum = 0;
-    for (int i = from; i < from + POSITION_HEADS && i < heads; i++) {
-        // Without `first`, that is only row n - 1.
-        for (int t = n - 1; t < (call.first ? call.T : n); t++) {
-            if (t + 1 - first_key(call, i / call.NH, t) != n) continue;
-            RowPlace place = place_of(call, i / call.NH, i % call.NH, t);
-            float grad = row_grad(call, scalar_stage(scalar), place, (size_t)i * call.T + t, in_unit);
-            sum += row_slope(scalar, call.scale, place) * grad;
+    for (int i = from, next; i < from + POSITION_HEADS && i < heads; i = next) {    // the heads of a sequence together
+        const int b = i / call.NH, last = min(from + POSITION_HEADS, heads);
+        next = min((b + 1) * call.NH, last);
+        for (int t = n - 1, step; t < (call.first ? call.T : n); t += step) {
+            const int visible = t + 1 - first_key(call, b, t);
+            step = visible < n ? n - visible : 1;
+            for (int head = i; head < next && visible == n; head++) {
+                RowPlace place = place_of(call, b, head % call.NH, t);
+                float grad = row_grad(call, scalar_stage(scalar), place, (size_t)head * call.T + t, in_unit);
+                sum += row_slope(scalar, call.scale, place) * grad;
+            }
         }
     }
     partials[(size_t)blockIdx.y * call.T + n - 1] = sum;

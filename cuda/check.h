@@ -20,7 +20,7 @@ static inline void launch_check(cudaError_t error, const void *kernel, dim3 grid
     const char *name = "a kernel";
     if (error == cudaSuccess) return;
     cudaFuncGetName(&name, kernel);
-    fail(EXIT_PEER,
+    fail(error == cudaErrorMemoryAllocation ? EXIT_RESOURCE : EXIT_PEER,
          "rank %d: launching %s with grid (%u,%u,%u), block (%u,%u,%u) and %zu bytes of shared memory failed: %s.",
          process.rank, name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes,
          cudaGetErrorString(error));

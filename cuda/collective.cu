@@ -138,8 +138,8 @@ static void meet(Collective *c) {
     free(all);
 }
 
-static void end_run(Collective *c, const char *what) {
-    ncclCommAbort(c->comm);    // otherwise its kernel would keep waiting
+// Without ncclCommAbort(), which may itself wait for the other ranks.
+static void end_run(const char *what) {
     fail(EXIT_PEER, "rank %d: %s\n  See that rank's message above, if there is one, then resume with --resume.",
          process.rank, what);
 }
@@ -163,17 +163,17 @@ static void watch(Collective *c, double t) {
         const Peer *peer = &c->peers[r];
         if (!peer->pid || started(peer->pid) == peer->started) continue;
         snprintf(text, sizeof text, "rank %d (pid %d, on this machine) has died.", r, peer->pid);
-        end_run(c, text);
+        end_run(text);
     }
     NCCL_CHECK(ncclCommGetAsyncError(c->comm, &error));
     if (error != ncclSuccess && error != ncclInProgress) {
         snprintf(text, sizeof text, "NCCL lost another rank: %s.", ncclGetErrorString(error));
-        end_run(c, text);
+        end_run(text);
     }
     if (!waits_for_others(c)) c->since = t;
     if (t - c->since > COLLECTIVE_PATIENCE) {
         snprintf(text, sizeof text, "timed out after %d s waiting for the other ranks.", COLLECTIVE_PATIENCE);
-        end_run(c, text);
+        end_run(text);
     }
 }
 
@@ -188,6 +188,9 @@ Collective *collective_start(bool in_bf16) {
     memset(&id, 0, sizeof id);
     if (process.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     process_broadcast(&id, sizeof id);
+    // NCCL would otherwise connect in the first sums, and take device memory after the plan was compared with what is
+    // free.
+    setenv("NCCL_RUNTIME_CONNECT", "0", 0);
     NCCL_CHECK(ncclCommInitRank(&c->comm, process.size, id, process.rank));
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, greatest));

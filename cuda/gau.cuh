@@ -264,8 +264,9 @@ void gau_backward(Projected<X> d, GauGains grads, bool add, float *partials, Pro
            row_grid(N, block), block, 0, stream, d.joined + E, d.v, x.joined + E, row, N, E);
     launch(gau_qk_backward_kernel<X>, dim3((unsigned)blocks), dim3(32 * GAU_WARPS), 0, stream, d, partials, x, gains, r,
            E);
-    float *const sums[] = {grads.q_gain, grads.q_offset, grads.k_gain, grads.k_offset};
-    for (size_t i = 0; i < 4; i++) columns_sum({sums[i], add}, partials + i * HS, blocks, 4 * HS, HS, stream);
+    const Gradient<float> sums[] = {
+        {grads.q_gain, add}, {grads.q_offset, add}, {grads.k_gain, add}, {grads.k_offset, add}};
+    columns_sums(sums, 4, partials, blocks, HS, stream);
 }
 
 //   out (N,E) written   uvz (N,width), whose first E columns are u   att (N,E)

@@ -198,7 +198,7 @@ void qk_norm_backward(X *dqkv, Gradient<float> dq_gain, Gradient<float> dk_gain,
     auto kernel = vectors ? qk_norm_backward_kernel<X, W> : qk_norm_backward_kernel<X, 1>;
     launch(kernel, dim3((unsigned)blocks), dim3(QK_NORM_THREADS), shared, stream, dqkv, partials, inputs, inverse, q,
            (int)group);
-    columns_sum(dq_gain, partials, blocks, 2 * q.HS, q.HS, stream);
-    columns_sum(dk_gain, partials + q.HS, blocks, 2 * q.HS, q.HS, stream);
+    const Gradient<float> gains[] = {dq_gain, dk_gain};
+    columns_sums(gains, 2, partials, blocks, q.HS, stream);
 }
 #endif

@@ -169,4 +169,14 @@ static inline void columns_sum(Gradient<float> out, const float *partials, size_
     launch(columns_sum_kernel<float>, dim3((unsigned)((C + COLUMNS - 1) / COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
            stream, out, partials, R, row, C);
 }
+
+// The same for `count` outputs of C columns each, side by side in partials (R,count·C). Those that follow each other in
+// memory, too, take a single launch.
+static inline void columns_sums(const Gradient<float> *outs, size_t count, const float *partials, size_t R, size_t C,
+                                cudaStream_t stream) {
+    for (size_t i = 0, next; i < count; i = next) {
+        for (next = i + 1; next < count && outs[next].p == outs[i].p + (next - i) * C; next++) {}
+        columns_sum(outs[i], partials + i * C, R, count * C, (next - i) * C, stream);
+    }
+}
 #endif

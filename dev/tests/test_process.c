@@ -76,6 +76,17 @@ static void work_die(void) {
     printf("rank %d came through\n", process.rank);
 }
 
+static void hang(void) {
+    for (;;) pause();
+}
+
+// All ranks fail, and something that runs at exit never returns.
+static void work_hang(void) {
+    process_catch_signals();
+    atexit(hang);
+    fail(EXIT_DIVERGED, "all ranks failed");
+}
+
 // Says what a progress line would look like.
 static void work_show(void) {
     Progress progress = {0};
@@ -109,6 +120,7 @@ static int work(const char *what, int argc, char **argv) {
     if (!strcmp(what, "sums")) work_sums();
     else if (!strcmp(what, "fail")) work_fail();
     else if (!strcmp(what, "die")) work_die();
+    else if (!strcmp(what, "hang")) work_hang();
     else if (!strcmp(what, "stop")) work_stop();
     else if (!strcmp(what, "show")) work_show();
     process_end();
@@ -233,6 +245,9 @@ static void test_death(void) {
               output);
         CHECK(kill || code == EXIT_RESOURCE, "code %d, expected that of the failed rank", code);
     }
+    double start = now();
+    int code = check_fork(launch, &(Job){"2", "hang"}, output, sizeof output);
+    CHECK(code == EXIT_DIVERGED && now() - start < 30, "exit that hangs: code %d after %.1f s", code, now() - start);
 }
 
 // Starts two ranks, sends the signals (the first number is the milliseconds between them), and returns the output and
