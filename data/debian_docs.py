@@ -63,9 +63,9 @@ OTHER = "shakespeare"    # data/shakespeare.py's works
 # ---- packages
 
 def run(*command, **options):
-    """The output of a Debian program."""
+    """The output of a Debian program, in English."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, **options)
+        result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, **options)
     except FileNotFoundError:
         raise DataError(INPUT, f"{command[0]}: not found. This script needs apt-get and dpkg-deb, so run it on Debian "
                                "or Ubuntu.\n  dpkg-deb alone suffices with --debs.") from None

@@ -392,7 +392,8 @@ def test_newest_version(tmp_path):
 APT = """#!/bin/sh
 echo "$0 $*" >> {folder}/called
 case "$*" in
-    "depends linux-doc") printf 'linux-doc\\n  Depends: linux-doc-6.1\\n  Suggests: other\\n' ;;
+    "depends linux-doc") [ "$LC_ALL" = C ] && depends=Depends || depends="Hängt ab von"
+        printf "linux-doc\\n  $depends: linux-doc-6.1\\n  Suggests: other\\n" ;;
     "depends perl-doc") echo perl-doc ;;
     "download -q linux-doc-6.1" | "download -q perl-doc") shift 2; : > "$1_2.0_all.deb" ;;
     *) echo "E: Unable to locate package" >&2; exit 100 ;;
@@ -401,7 +402,8 @@ esac
 
 
 def test_download(tmp_path, monkeypatch):
-    """Commands that stand in for APT's: an empty package's dependency is downloaded, once."""
+    """Commands that stand in for APT's: an empty package's dependency is downloaded, once, whatever the
+    user's language is."""
     (tmp_path / "bin").mkdir()
     for name in ("apt-get", "apt-cache"):
         (tmp_path / "bin" / name).write_text(APT.format(folder=tmp_path))
