@@ -29,7 +29,7 @@ def main():
     parser.add_argument("--input", nargs="+", help="Parquet files, or folders with them, to read instead of the hub")
     parser.add_argument("--column", default="text", help="the column with the text")
     args = parser.parse_args()
-    files = sources.local_files(args.input) if args.input else sources.hub_files(repo, [pattern])
+    files = sources.local_files(args.input, args.out) if args.input else sources.hub_files(repo, [pattern])
     shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),
                  sources.settings(files, args.column))
 

@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -95,7 +96,7 @@ def write_shard(path, tokens):
 def read_shard(path):
     """The token ids of a complete shard."""
     data = Path(path).read_bytes()
-    magic, version, count = np.frombuffer(data[:12], "<i4") if len(data) >= HEADER_BYTES else (0, 0, 0)
+    magic, version, count = np.frombuffer(data[:12], "<i4").tolist() if len(data) >= HEADER_BYTES else (0, 0, 0)
     form = next((form for form in (TOKENS, WIDE_TOKENS) if form[:2] == (magic, version)), None)
     if not form or len(data) != HEADER_BYTES + form.dtype.itemsize * count:
         raise DataError(INPUT, f"{path}: expected a complete shard. Make the dataset again.")
@@ -134,10 +135,21 @@ class Writer:
         self.lock_file = lock(self.out, name)
         self.state_path = self.out / f"{name}.json"
         self.load_state()
+        self.check_tokenizer()
         self.resume()
         for file, content in tokenizer.files.items():
             if not (self.out / file).exists() or (self.out / file).read_bytes() != content:
                 write_atomically(self.out / file, content)
+
+    def check_tokenizer(self):
+        """The folder's datasets share its tokenizer.json."""
+        found = self.out / "tokenizer.json"
+        names = {match[1] for path in self.out.iterdir()
+                 if (match := re.fullmatch(r"(.+)_(train|val)_\d{6}\.bin(\.part)?", path.name))}
+        if others := names - {self.name}:
+            if found.exists() and found.read_bytes() != self.tokenizer.files["tokenizer.json"]:
+                raise DataError(USAGE, f"{found}: the {min(others)} shards in this folder have another tokenizer.\n"
+                                       "  Pass another --out, or the --tokenizer of those shards.")
 
     # ---- state
 
@@ -428,7 +440,7 @@ def count(text):
     """A positive whole number, with k, M or B for 10^3, 10^6, 10^9."""
     scale = {"k": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:], 1)
     number = float(text[:-1] if scale > 1 else text) * scale
-    if number < 1 or number != int(number) or number > 2**31 - 1:
+    if not 1 <= number <= 2**31 - 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1 to 2147483647")
     return int(number)
 

@@ -30,7 +30,7 @@ def main():
     parser.add_argument("--column", default="text", help="the key with the text")
     args = parser.parse_args()
     patterns = [f"train/chunk{n}/*.jsonl.zst" for n in args.chunks]
-    files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, patterns)
+    files = sources.local_files(args.input, args.out) if args.input else sources.hub_files(REPO, patterns)
     shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),
                  sources.settings(files, args.column))
 

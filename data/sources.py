@@ -4,10 +4,12 @@ A file's name, without .zst or .gz, determines its format: .jsonl (one object pe
 .parquet (one row per document), anything else plain text (one document, or several between separators). Invalid UTF-8
 becomes U+FFFD.
 """
+import codecs
 import hashlib
 import http.client
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from shards import DATA, INPUT, USAGE, DataError
+from shards import DATA, INPUT, USAGE, DataError, sync_folder
 
 CHUNK = 1 << 20
 
@@ -38,14 +40,22 @@ class File:
         return Path(self.name.removesuffix(self.compression())).suffix
 
 
-def local_files(paths):
-    """The given files and all files in the given folders, sorted by name, without hidden and binary ones."""
-    found = []
+def local_files(paths, out=None):
+    """The given files and all files in the given folders, sorted by name, without hidden and binary ones and without
+    the folder `out`, to which the shards are written."""
+    found, out = [], out and out.resolve()
     for path in map(Path, paths):
         if not path.exists():
             raise DataError(INPUT, f"{path}: no such file or folder.")
-        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        found += [p for p in inside if p == path or not (is_hidden(p.relative_to(path)) or is_binary(p))]
+        if path.is_dir():
+            if path.resolve() == out:
+                raise DataError(USAGE, f"--out {path}: the texts are read from this folder. Pass another --out.")
+            found += [p for p in sorted(path.rglob("*")) if p.is_file() and not (
+                is_hidden(p.relative_to(path)) or out and p.resolve().is_relative_to(out) or is_binary(p))]
+        elif kind := path.is_file() and not_text(path):
+            raise DataError(INPUT, f"{path}: expected text in UTF-8, found {kind}.\n  Convert it first.")
+        else:
+            found.append(path)
     if not found:
         raise DataError(INPUT, f"{', '.join(map(str, paths))}: no text files found.")
     return [File(str(p), p.stat().st_size) for p in found]
@@ -55,14 +65,21 @@ def is_hidden(path):
     return any(part.startswith(".") for part in path.parts)
 
 
-def is_binary(path):
+def not_text(path):
+    """What a file has in place of text that can be read, or None."""
     if path.suffix in (".zst", ".gz", ".parquet"):
-        return False
+        return None
     with open(path, "rb") as file:
-        binary = b"\0" in file.read(4096)
-    if binary:
-        print(f"skipped, because it is not text: {path}", file=sys.stderr)
-    return binary
+        start = file.read(4096)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    return "binary data" if b"\0" in start or start.startswith(b"%PDF-") else None
+
+
+def is_binary(path):
+    if kind := not_text(path):
+        print(f"skipped, because it is {kind}: {path}", file=sys.stderr)
+    return bool(kind)
 
 
 def library(name, use):
@@ -144,6 +161,11 @@ def decode(data):
     return data.decode("utf-8", errors="replace")
 
 
+def parse(data):
+    """A JSON value in bytes, with or without a byte order mark."""
+    return json.loads(decode(data).removeprefix("\ufeff"))
+
+
 def without_surrogates(text):
     """Replaces lone surrogates, which JSON can hold but UTF-8 cannot, with U+FFFD."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -171,7 +193,7 @@ def read_jsonl(file, column, separator):
         if line.strip():
             where = f"{file.name}: line at byte {offset:,}" + " of the uncompressed text" * bool(file.compression())
             try:
-                value = json.loads(decode(line))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(INPUT, f"{where}: not valid JSON: {first_line(error)}.") from None
             yield text_of(value, column, where)
@@ -179,7 +201,7 @@ def read_jsonl(file, column, separator):
 
 def read_json(file, column, separator):
     try:
-        values = json.loads(decode(b"".join(chunks(file))))
+        values = parse(b"".join(chunks(file)))
     except (ValueError, RecursionError) as error:
         raise DataError(INPUT, f"{file.name}: not valid JSON: {first_line(error)}.") from None
     if not isinstance(values, list):
@@ -278,6 +300,8 @@ def download(url, flag):
                 print(f"downloading {url}")
                 while data := source.read(CHUNK):
                     file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             expected = int(source.headers.get("Content-Length") or part.stat().st_size)
             if part.stat().st_size != expected:
                 raise OSError(f"expected {expected:,} bytes, received {part.stat().st_size:,}")
@@ -285,6 +309,7 @@ def download(url, flag):
             raise DataError(INPUT, f"{url}: cannot download it: {first_line(error)}.\n  Without a network, copy the "
                                    f"file to this machine and pass it with {flag}.") from None
         part.replace(path)
+    sync_folder(path.parent)
     return path
 
 

@@ -73,9 +73,10 @@ def first_answer(question, where):
 def questions(file):
     """(context, question, answer) of every question in a file, in order."""
     try:
-        whole = json.loads(sources.decode(b"".join(sources.chunks(file))).removeprefix("\ufeff"))
+        whole = sources.parse(b"".join(sources.chunks(file)))
     except (ValueError, RecursionError) as error:
-        raise DataError(INPUT, f"{file.name}: not valid JSON: {sources.first_line(error)}.") from None
+        raise DataError(INPUT, f"{file.name}: not valid JSON: {sources.first_line(error)}.\n"
+                               "  If squad.py downloaded it, remove it and rerun the command.") from None
     for a, article in enumerate(member(whole, "data", list, file.name)):
         for p, paragraph in enumerate(member(article, "paragraphs", list, f"{file.name}: article {a}")):
             where = f"{file.name}: article {a}, paragraph {p}"

@@ -16,7 +16,7 @@ def main():
     sources.add_flags(parser)
     parser.add_argument("inputs", nargs="+", help="files and folders")
     args = parser.parse_args()
-    files = sources.local_files(args.inputs)
+    files = sources.local_files(args.inputs, args.out)
     if sources.one_each(files, args.separator):
         shards.check_count(args, len(files))
     shards.write(args, lambda skip: sources.documents(files, args.column, args.separator, skip),

@@ -37,7 +37,7 @@ def main():
                         help="Parquet, JSON or text files, or folders with them, to read instead of the hub")
     args = parser.parse_args()
     vocabulary.check_own(parser, args.vocab)
-    files = sources.local_files(args.input) if args.input else sources.hub_files(REPO, [PATTERN])
+    files = sources.local_files(args.input, args.out) if args.input else sources.hub_files(REPO, [PATTERN])
     settings = sources.settings(files)
     if args.tokenizer == "own":
         settings |= {"vocab": args.vocab, "vocab_documents": args.vocab_documents}

@@ -1,6 +1,7 @@
 """The scripts in data/: the format of shards, every reader, resuming after a kill, and wrong usage."""
 import gzip
 import json
+import lzma
 import os
 import random
 import resource
@@ -8,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -326,6 +328,24 @@ def test_a_shard_that_cannot_be_read(tmp_path):
     (tmp_path / "x.bin").write_bytes(shards.header(3, shards.WIDE_TOKENS) + bytes(11))
     with pytest.raises(shards.DataError, match="x.bin: expected a complete shard"):
         shards.read_shard(tmp_path / "x.bin")
+    (tmp_path / "x.bin").write_bytes(shards.header(1 << 30, shards.WIDE_TOKENS))       # 4 GiB of tokens
+    with pytest.raises(shards.DataError, match="x.bin: expected a complete shard"):
+        shards.read_shard(tmp_path / "x.bin")
+
+
+def test_datasets_in_one_folder_have_one_tokenizer(tmp_path):
+    def write(name, content):
+        tokenizer = vocabulary.Tokenizer(small_tokenizer().encode_batch, 257, 256, {"tokenizer.json": content})
+        args = small_args(tmp_path)
+        args.name = name
+        shards.write(args, small_documents, tokenizer, {})
+
+    write("small", b"{}")
+    write("small_train", b"{}")
+    with pytest.raises(shards.DataError, match="tokenizer.json: the small shards in this folder have another") as caught:
+        write("other", b"{ }")
+    assert caught.value.code == 2 and (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+    assert not list(tmp_path.glob("other*"))
 
 
 def test_broken_state(tmp_path):
@@ -378,6 +398,33 @@ def test_text_files(tmp_path):
     (tmp_path / "d.bin").write_bytes(b"\0\1\2")
     assert read(tmp_path) == ["one<|endoftext|>two\r\n<|endoftext|>", "bad \ufffd end", ""]
     assert read(tmp_path / "a.txt", "text", "<|endoftext|>") == ["one", "two\r\n", ""]
+
+
+@pytest.mark.parametrize("name, content, kind", [
+    ("notes.txt", "naïve".encode("utf-16"), "UTF-16"), ("世界.txt", "世界".encode("utf-16"), "UTF-16"),
+    ("book.pdf", b"%PDF-1.7\n", "binary data"), ("book.xz", lzma.compress(b"text"), "binary data")],
+    ids=["UTF-16", "UTF-16 without a NUL", "PDF", "xz"])
+def test_what_is_not_text(tmp_path, capsys, name, content, kind):
+    """It is skipped in a folder, and rejected where it is named."""
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "a.txt").write_text("text")
+    assert read(tmp_path) == ["text"] and f"skipped, because it is {kind}: {tmp_path}" in capsys.readouterr().err
+    with pytest.raises(shards.DataError, match=f"{name}: expected text in UTF-8, found {kind}"):
+        read(tmp_path / name)
+
+
+def test_a_byte_order_mark_before_json(tmp_path):
+    for name, content in (("a.jsonl", jsonl(TEXTS)), ("b.json", json.dumps([{"text": t} for t in TEXTS]).encode())):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        assert read(tmp_path / name) == TEXTS
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=["text"])
+    writer.start()
+    assert read(tmp_path / "pipe") == ["text"]
+    writer.join()
 
 
 def test_pieces_across_chunks(tmp_path, monkeypatch):
@@ -456,6 +503,15 @@ def test_text(tmp_path):
     assert "made with files = 1, but now it is 2" in script("text", *arguments, code=2)
 
 
+def test_shards_among_the_texts(tmp_path):
+    """What the first run writes is no text of the second one."""
+    (tmp_path / "a.txt").write_text("text")
+    words = [tmp_path, "--val-fraction", 0, "--out"]
+    assert script("text", *words, tmp_path / "out") == script("text", *words, tmp_path / "out")
+    assert documents_of(tmp_path / "out", "train") == ["text"]
+    assert "the texts are read from this folder" in script("text", *words, f"{tmp_path}/out/..", code=2)
+
+
 def test_text_is_ordinary(tmp_path):
     """The name of the end-of-text token in a document is ordinary text."""
     (tmp_path / "a.txt").write_text("a<|endoftext|>b")
@@ -496,7 +552,7 @@ def test_wrong_usage(tmp_path):
     assert "no such file. Expected gpt2 or a tokenizer.json" in script("text", *good, "--tokenizer", "gpt3", code=2)
     assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
     for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"],
-                 ["--workers", "-1"]):
+                 ["--shard-tokens", "inf"], ["--workers", "-1"]):
         script("text", *good, *flag, code=2)
     script("slimpajama", "--chunks", "11", code=2)
     script("tinystories", "--vocab", "100", "--input", tmp_path, code=2)
