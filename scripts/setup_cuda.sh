@@ -34,7 +34,13 @@ find_pip() {
     stop "pip is missing: run scripts/setup.sh first, or install python3-pip"
 }
 
-# Downloads into a separate folder first, so that what is in .cuda is always complete.
+# Moves a complete download into place. If this is interrupted, the next call finishes it.
+install() {
+    cp -a --link --force .cuda/complete/. .cuda/
+    rm -rf .cuda/complete
+}
+
+# Downloads into a separate folder first, whose name says when it is complete.
 fetch() {
     local what=$1 packages=$2 python
     python=$(find_pip)
@@ -44,12 +50,13 @@ fetch() {
     "$python" -m pip install -q --disable-pip-version-check --no-deps --only-binary :all: --target .cuda/new $packages ||
         stop "pip could not download $packages (its message is above).
   The network or the package index may be down. Rerun this script to continue."
-    cp -a --link .cuda/new/. .cuda/
-    rm -rf .cuda/new
+    mv .cuda/new .cuda/complete
+    install
 }
 
 free_kb() { df --output=avail -k . | tail -1; }
 
+[ ! -d .cuda/complete ] || install
 for name in $(make -s lacking); do
     IFS='|' read -r _ what packages < <(wheels | grep "^$name ")
     [ "$(free_kb)" -ge 1500000 ] ||

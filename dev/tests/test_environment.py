@@ -1,12 +1,15 @@
-"""What programs inherit from a shell or batch system: limits, closed descriptors, nohup, the number of threads."""
+"""What programs inherit from a shell or batch system: limits, closed descriptors, nohup, the number of threads.
+Also what a killed scripts/setup_cuda.sh leaves behind."""
+import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 
 import pytest
 
-from trainer import SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
+from trainer import ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
 
 USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
 PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
@@ -200,3 +203,24 @@ def test_threads_may_change_on_resume(data, tmp_path):
 
 def test_threads_of_ranks(data):
     assert "2 threads on 2 ranks" in train(data, "--steps", 1, "--threads", 2, processes=2)
+
+
+def test_an_interrupted_setup_goes_on(tmp_path):
+    """scripts/setup_cuda.sh, killed while it copies what it has downloaded, finishes the copy in its next call."""
+    def program(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/setup_cuda.sh", tmp_path / "scripts")
+    (tmp_path / "Makefile").write_text("lacking:\n\t@test -e .cuda/nvidia/nvcc || echo toolkit\n")
+    program(".venv/bin/python", """[ "$3" = --version ] || { echo pip >> log; mkdir -p .cuda/new/nvidia
+                                echo a > .cuda/new/nvidia/header; echo b > .cuda/new/nvidia/nvcc; }""")
+    program("bin/cp", "mkdir .cuda/nvidia; : > .cuda/nvidia/header; kill -9 $PPID")
+    for path, code in ((f"{tmp_path}/bin:", -9), ("", 0), ("", 0)):
+        done = subprocess.run([tmp_path / "scripts/setup_cuda.sh"], env=os.environ | {"PATH": path + os.environ["PATH"]},
+                              capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    assert [(tmp_path / ".cuda/nvidia" / name).read_text() for name in ("header", "nvcc")] == ["a\n", "b\n"]
+    assert (tmp_path / "log").read_text() == "pip\n" and [x.name for x in (tmp_path / ".cuda").iterdir()] == ["nvidia"]
