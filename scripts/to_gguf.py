@@ -22,10 +22,12 @@ import shards  # noqa: E402     (first, because it says what to do if packages a
 import numpy as np  # noqa: E402
 import vocabulary  # noqa: E402
 from get_smollm2 import CONTROL, LAYER, NORMAL, SPECIAL  # noqa: E402
-from shards import INPUT, USAGE, DataError  # noqa: E402
+from shards import INPUT, RESOURCE, USAGE, DataError  # noqa: E402
 from sources import library  # noqa: E402
 
 UNKNOWN, USER_DEFINED, UNUSED, BYTE = 2, 4, 5, 6             # more of llama.cpp's kinds of tokens
+# transformers' defaults of max_position_embeddings, as in model/config.c.
+LENGTHS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}     # llama.cpp's names
 TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 PARTS = {name: part for part, name in (LAYER | {"attn_q_norm": "self_attn.q_norm",
@@ -96,7 +98,7 @@ def check(config, folder):
 
 def check_by_trainer(folder, ignored):
     """What train_gpt2 would reject: keys of config.json, other than `ignored`, that change what a model computes;
-    missing or other tensors."""
+    missing or other tensors. Rejects the model, too, if train_gpt2 did not get to the end of these checks."""
     program = ROOT / "train_gpt2"
     if not program.exists():
         raise DataError(USAGE, f"{program}: not found, and it checks the model. Build it with make.")
@@ -104,10 +106,15 @@ def check_by_trainer(folder, ignored):
         shards.write_shard(Path(temporary) / "zeros_train_000001.bin", np.zeros(16, np.int64))
         result = subprocess.run([program, "--init-from", folder, "--train-data", f"{temporary}/*.bin", "--seq-len", "1",
                                  "--batch", "1", "--dry-run", "--ignore-config-key", ignored],
-                                capture_output=True, text=True)
+                                capture_output=True, text=True, errors="replace")
+    said = result.stderr.strip().removeprefix("train_gpt2: ")
     if result.returncode == INPUT:
-        raise DataError(INPUT, f"{folder}: this model cannot be written as GGUF: "
-                               + result.stderr.strip().removeprefix("train_gpt2: "))
+        raise DataError(INPUT, f"{folder}: this model cannot be written as GGUF: {said}")
+    # The plan comes after the checks. A model that is too large to be trained here may still be written.
+    too_large = result.returncode == RESOURCE and "\nmemory\n" in result.stdout
+    if result.returncode and not too_large:
+        raise DataError(INPUT, f"{folder}: {program} could not check this model (exit code {result.returncode}).\n"
+                               f"  {said or 'It printed no message.'}")
 
 
 # ---------------------------------------------------------------- the weights
@@ -205,8 +212,9 @@ def add_rope(writer, rope, head_dim):
 
 def context_length(config):
     """The training length; in a Mistral at most the window, up to which attention is full."""
-    length, window = config.get("max_position_embeddings", 1024), config.get("sliding_window", 4096)
-    return min(length, window) if config["model_type"] == "mistral" and window else length
+    family, window = config["model_type"], config.get("sliding_window", 4096)
+    length = config.get("max_position_embeddings") or LENGTHS[family]
+    return min(length, window) if family == "mistral" and window else length
 
 
 def add_shape(writer, config):

@@ -2,6 +2,7 @@
 would compute differently is rejected."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,10 @@ from eval_models import write_model
 from safetensors.torch import load_file, save_file
 from test_chat import SMOLLM2
 from tiny import ROOT, build, sentences
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import shards  # noqa: E402
+import to_gguf  # noqa: E402
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=259, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=258)
@@ -130,6 +135,28 @@ def test_a_mistral_with_a_short_window(data, tmp_path):
     convert(folder, tmp_path / "out.gguf", "--ignore-config-key", "sliding_window")
     length = gguf.GGUFReader(tmp_path / "out.gguf").fields["llama.context_length"]
     assert length.contents() == 16
+
+
+@pytest.mark.parametrize("family, length", [("llama", 2048), ("mistral", 4096), ("qwen2", 32768), ("qwen3", 32768)])
+def test_the_length_that_a_config_leaves_out(family, length):
+    assert re.search(rf'"{family}", .* {to_gguf.LENGTHS[family]}}},', (ROOT / "model/config.c").read_text())
+    for config in {}, {"max_position_embeddings": None}:
+        assert to_gguf.context_length(config | {"model_type": family}) == length
+
+
+@pytest.mark.parametrize("words, message", [
+    ("exit 0", None), ("printf 'model\\nmemory\\n'; exit 4", None),
+    ("echo train_gpt2: out of memory >&2; exit 4", "4).\n  out of"),
+    ("echo train_gpt2: unknown flag >&2; exit 2", "2).\n  unknown flag"), ("kill -SEGV $$", "-11).\n  It printed no")])
+def test_a_check_that_did_not_end(tmp_path, monkeypatch, words, message):
+    """The model is written if the checker says that it is right, or that it is too large for this machine."""
+    (tmp_path / "train_gpt2").write_text(f"#!/bin/sh\n{words}\n")
+    (tmp_path / "train_gpt2").chmod(0o755)
+    monkeypatch.setattr(to_gguf, "ROOT", tmp_path)
+    if not message:
+        return to_gguf.check_by_trainer(tmp_path, "")
+    with pytest.raises(shards.DataError, match=re.escape(f"could not check this model (exit code {message}")):
+        to_gguf.check_by_trainer(tmp_path, "")
 
 
 def rope_metadata(path):
