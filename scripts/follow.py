@@ -18,6 +18,7 @@ import uuid
 from pathlib import Path
 
 import events
+import files
 import plot
 
 SAME = ("loss", "grad_norm", "lr", "val_loss")      # what a repeated step has to the last bit
@@ -119,9 +120,7 @@ class Wandb:
         print(f"follow.py: the run differs from step {step} on; wandb shows both", file=sys.stderr)
 
     def save(self, step):
-        partial = self.state.with_suffix(".json.tmp")
-        partial.write_text(json.dumps({"id": self.id, "step": step}))
-        os.replace(partial, self.state)
+        files.replace(self.state, json.dumps({"id": self.id, "step": step}).encode())
 
     def flush(self):
         pass      # wandb writes when it likes

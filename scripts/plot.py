@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 import events
+import files
 
 TOKEN_UNITS = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "))
 TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
@@ -85,9 +86,13 @@ def began(run, lines):
 
 
 def names(runs):
-    """The folders' names if they are distinct, otherwise the full paths."""
-    short = [Path(run).resolve().name for run in runs]
-    return short if len(set(short)) == len(short) else [str(run) for run in runs]
+    """The folders' names if they are distinct, otherwise their paths below the folder that has all of them."""
+    paths = [Path(run).resolve() for run in runs]
+    short = [path.name for path in paths]
+    if len(set(short)) == len(short):
+        return short
+    above = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(above)) for path in paths]
 
 
 def triples(lines, key, path):
@@ -401,8 +406,7 @@ def read_scalars(run):
         found["p"] = p
     if not found:
         raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer "
-                      "learns none (ssmax, ssmax-bias, ssmax-pn and softmax-sink do), or the run has not yet had a "
-                      "validation (--val-every) or a checkpoint with them.")
+                      "learns none, or the run has not yet had a validation (--val-every) or a checkpoint with them.")
     return found
 
 
@@ -464,20 +468,9 @@ def scalars_picture(runs):
 # ---------------------------------------------------------------- output
 
 def replace(path, content):
-    """Replaces a file's contents, bytes, atomically: `path` is either unchanged or complete. What is not a regular
-    file, such as /dev/stdout, is written in place."""
-    path = Path(path)
-    in_place = path.exists() and not path.is_file()
-    target = path if in_place else path.resolve()
-    part = path if in_place else target.with_name(f".{target.name}.tmp")
+    """As files.replace()."""
     try:
-        try:
-            part.write_bytes(content)
-            if not in_place:
-                os.replace(part, target)
-        finally:
-            if not in_place:
-                part.unlink(missing_ok=True)
+        files.replace(path, content)
     except OSError as error:
         raise Refused(f"{path}: it could not be written ({error.strerror}), and what was there is unchanged.\n"
                       "  Make room for it, or pass another --out.") from None
@@ -555,7 +548,7 @@ def main():
     try:
         if options.tensorboard:
             for run, name in zip(options.runs, names(options.runs)):
-                print(write_events(run, options.tensorboard / name.strip("/")))
+                print(write_events(run, options.tensorboard / name))
         else:
             figure, name = chosen(options)
             out = options.out or str(Path(options.runs[0]) / name)

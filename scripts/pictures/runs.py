@@ -215,8 +215,8 @@ def head_values(run):
             layers = found.setdefault(plot.symbol(name.rpartition(".")[2]), {}).setdefault(tokens, [])
             layers.append(x)
     if not found:
-        raise plot.Refused(f"{run}: no learned scalars in its checkpoints. The normalizers ssmax, ssmax-bias, ssmax-pn "
-                           "and softmax-sink learn them; --keep 0 keeps all checkpoints.")
+        raise plot.Refused(f"{run}: no learned scalars in its checkpoints. Either its normalizer learns none, or the "
+                           "run has no checkpoint with them yet; --keep 0 keeps all checkpoints.")
     return {name: (list(steps), [np.array(layer) for layer in zip(*steps.values())]) for name, steps in found.items()}
 
 
