@@ -10,6 +10,7 @@ Rerun it to resume: finished parts are kept, and interrupted runs continue. Resu
 end, so that a fresh clone continues too. doc/grids.md explains the grid files.
 """
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -24,7 +25,7 @@ import grid_run
 from grid_run import count, duration, many
 from grid_store import ROOT, Results, make_folder, nearest_folder, step_tokens
 
-FAILED, USAGE, INPUT, STOPPED = 1, 2, 3, 75
+FAILED, USAGE, INPUT, RESOURCE, STOPPED = 1, 2, 3, 4, 75
 
 
 def parse():
@@ -172,6 +173,10 @@ def main():
     except grid_file.Refused as error:
         print(f"grid.py: {error}", file=sys.stderr)
         return USAGE if str(error).startswith("--") else INPUT
+    except OSError as error:
+        print(f"grid.py: {error.filename or 'writing'}: {error.strerror or error}.\n"
+              "  Finished parts are kept. Fix the cause, and rerun the same command to resume.", file=sys.stderr)
+        return RESOURCE if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else INPUT
     except KeyboardInterrupt:
         print("grid.py: stopped. Rerun the same command to resume.", file=sys.stderr)
         return STOPPED

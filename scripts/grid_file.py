@@ -607,7 +607,7 @@ def columns_of(e):
     """The columns of an evaluation's numbers (None: training)."""
     if not e:
         return [""]
-    lengths = [*map(str, e.lengths), LONGEST]
+    lengths = [*map(str, e.lengths), *[LONGEST] * bool(e.lengths)]
     if e.task in ("loss", "positions"):
         return lengths
     depths = [f"{T} at {depth} %" for T in e.lengths for depth in e.flags.get("depths", (10, 30, 50, 70, 90))]

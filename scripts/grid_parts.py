@@ -11,10 +11,10 @@ from pathlib import Path
 
 import plot
 from grid_file import Refused, Run, base_of
-from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, model_of,
-                        shards_of, sources_of, step_tokens)
+from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, matches,
+                        model_of, patterns_of, shards_of, sources_of, step_tokens)
 
-DIVERGED, STOPPED = 5, 75        # exit codes of the trainer
+DIVERGED = 5                     # exit code of the trainer
 POINTS = 64                      # of a curve in results.json
 FORWARD = 1 / 3                  # the cost of a token in an evaluation, in tokens of training
 
@@ -36,6 +36,10 @@ class Part:
 
     def log(self):
         return self.folder.with_name(self.folder.name + ".log")
+
+    def output(self):
+        """The log's text. The trainer prints samples as the bytes of their tokens, which may be invalid UTF-8."""
+        return self.log().read_text("utf-8", "replace") if self.log().exists() else ""
 
 
 def slug(text):
@@ -78,13 +82,17 @@ def find(variable, name):
 
 def presets(program):
     """The names in the table that `--attn help` prints: its indented lines from the header to the first empty line."""
-    text = subprocess.run([program, "--attn", "help"], check=True, capture_output=True, text=True).stdout
-    return re.findall(r"^  (\S+)", re.search(r"^  name .*\n((?:  .*\n)+)", text, re.M)[1], re.M)
+    done = subprocess.run([program, "--attn", "help"], capture_output=True, text=True, errors="replace")
+    table = re.search(r"^  name .*\n((?:  .*\n)+)", done.stdout, re.M)
+    if done.returncode or not table:
+        raise Refused(f"{program} --attn help: expected a table of normalizers, found exit code {done.returncode}: "
+                      f"{said(done.stderr)}")
+    return re.findall(r"^  (\S+)", table[1], re.M)
 
 
 def check_words(words, needed, where):
     """Rejects flags that a program rejects. It checks them before it asks for its input, the flag `needed`."""
-    found = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
+    found = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL).stderr
     if f"{needed} is missing" not in found:
         raise Refused(f"{where}: {said(found)}")
 
@@ -123,8 +131,9 @@ def texts_of(grid, results):
 
 def missing(data):
     """Must this text be prepared?"""
-    patterns = [pattern for text in (data.train, data.val) for pattern, _ in sources_of(text)]
-    return any(shards_of(pattern + ".part") or not shards_of(pattern) for pattern in patterns)
+    texts = [text for part in (data.train, data.val) for text, _ in sources_of(part)]
+    return any(not shards_of(text) or any(matches(pattern + ".part") for pattern in patterns_of(text))
+               for text in texts)
 
 
 # ---------------------------------------------------------------- parts
@@ -299,7 +308,6 @@ def thinned(x, y):
 
 def train_values(grid, part, diverged):
     """(values, curves) of a training run from its folder and its log."""
-    log = part.log().read_text() if part.log().exists() else ""
     try:
         lines = plot.read_metrics(part.folder)
     except plot.Refused:
@@ -309,7 +317,7 @@ def train_values(grid, part, diverged):
     clip = grid.rows[part.run.row].flags.get("grad-clip", 1)
     norms = [x for x in plot.column(lines, "grad_norm") if x == x]
     empty = {int(step): float(share) / 100
-             for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", log, re.M)}
+             for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", part.output(), re.M)}
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     val = [[line["tokens"], line["val_loss"]] for line in lines if line.get("val_loss") is not None]
     clipped = sum(x > clip for x in norms) / len(norms) if clip and norms else 0.0

@@ -144,7 +144,9 @@ def number(x, sign=False):
     if math.isinf(x):
         return "diverged"
     x = 0.0 if abs(x) < 5e-5 else x     # no -0.0000
-    return f"{x:+.4f}" if sign else f"{x:.4f}" if abs(x) < 1e4 else f"{x:.5g}"
+    if sign:
+        return f"{x:+.4f}"
+    return f"{x:.4f}" if abs(x) < 1e4 else f"{x:.5g}"
 
 
 def spread_text(numbers, every=None):
@@ -370,17 +372,23 @@ def eval_groups(plan):
     return found
 
 
+def line_label(plan, label, run, e, alone):
+    """The label of a row's line: with the evaluation's name or its normalizer, where they tell lines apart."""
+    attn, own = eval_attn(plan.grid, run, e), attn_of(plan.grid, run)
+    if attn.startswith(own + "+"):
+        return label + attn.removeprefix(own)
+    if attn:
+        return f"{label}, under {attn}"
+    return label if alone or e.name == e.group else f"{label}, {e.name}"
+
+
 def lines_of(plan, evals, most=12):
     """{title: its Lines}: by the rows' groups, or by rows if a group would have too many lines for a picture."""
     by_group, by_row = {}, {}
     for label, row, size in members(plan):
         for e in evals:
             if any(e in plan.grid.evals_of(Run(row.name, size, seed)) for seed in row.seeds):
-                run = Run(row.name, size, row.seeds[0])
-                attn, own = eval_attn(plan.grid, run, e), attn_of(plan.grid, run)
-                name = (label if not attn and (len(evals) == 1 or e.name == e.group) else f"{label}, {e.name}"
-                        if not attn else label + attn.removeprefix(own) if attn.startswith(own + "+")
-                        else f"{label}, under {attn}")
+                name = line_label(plan, label, Run(row.name, size, row.seeds[0]), e, len(evals) == 1)
                 by_group.setdefault(row.group, []).append(Line(name, row, size, e))
                 by_row.setdefault(label, []).append(Line(e.name, row, size, e))
     return by_group if len(evals) == 1 or max(map(len, by_group.values()), default=0) <= most else by_row

@@ -118,10 +118,11 @@ def measured(plan, programs, threads, limit=60):
     if "batch" in flags:
         words += ["--total-batch-tokens", str(flags["batch"] * max(flags["seq-len"]))]
     try:
-        text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        text = subprocess.run(words, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL,
                               preexec_fn=die_with_parent, timeout=limit).stdout
     except subprocess.TimeoutExpired as ended:
-        text = (ended.stdout or b"").decode()
+        text = ended.stdout or b""
+    text = text.decode(errors="replace")
     speeds = re.findall(r"([\d.]+) ?([kM]?) tok/s", text)
     parameters = re.search(r"^model +([\d,]+) parameters", text, re.M)
     speed = float(speeds[-1][0]) * {"": 1, "k": 1e3, "M": 1e6}[speeds[-1][1]] if speeds else None
@@ -150,7 +151,10 @@ def size(number):
 
 
 def count(number):
-    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,.0f}"
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,.0f}"
 
 
 def many(number, word):
@@ -233,7 +237,7 @@ class Work:
             elif code in (0, DIVERGED) and not (code and part.eval):
                 self.finish(part, code, time.monotonic() - began)
             else:
-                self.fail(part, f"exit {code}: {grid_parts.said(part.log().read_text())}")
+                self.fail(part, f"exit {code}: {grid_parts.said(part.output())}")
 
     def finish(self, part, code, seconds):
         """Records a part that ended well, or a run that diverged."""

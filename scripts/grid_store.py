@@ -2,6 +2,7 @@
 its numbers."""
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
+import files
 from grid_file import Refused, base_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +79,7 @@ class Results:
             self.entries = self.read() | {key: entry}
             rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(self.entries[key], allow_nan=False, sort_keys=True)}"
                               for key in sorted(self.entries))
-            replace_text(self.path, f'{{"format": {FORMAT}, "results": {{\n{rows}\n}}}}\n')
+            files.replace(self.path, f'{{"format": {FORMAT}, "results": {{\n{rows}\n}}}}\n'.encode())
 
 
 @contextlib.contextmanager
@@ -89,16 +91,6 @@ def locked(folder):
         yield
     finally:
         os.close(handle)
-
-
-def replace_text(path, text):
-    """Replaces a file's contents atomically: `path` is either unchanged or complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 # ---------------------------------------------------------------- keys
@@ -113,12 +105,25 @@ def sources_of(text):
     return [(match[1], Fraction(match[2])) for match in found] if all(found) else [(text, None)]
 
 
-def shards_of(pattern):
-    """The shards that a glob relative to the repository's root matches, each followed by its mask if it has one."""
-    base = Path(pattern)
-    folder = base.parent if base.is_absolute() else ROOT / base.parent
-    found = sorted(folder.glob(base.name))
-    return [path for shard in found for path in (shard, shard.with_suffix(".mask")) if path.exists()]
+def matches(pattern):
+    """The files other than masks that a glob, relative to the repository's root, matches."""
+    found = glob.glob(os.path.expanduser(pattern), root_dir=ROOT)
+    return {path for path in found if not path.endswith(".mask")}
+
+
+def patterns_of(text):
+    """The patterns in a text, as find_files() in runtime/shards.c splits it: one that contains spaces or commas and
+    matches, otherwise a list."""
+    if os.path.exists(ROOT / text):
+        return [glob.escape(text)]
+    return [text] if matches(text) else re.split("[ ,]+", text.strip(" ,"))
+
+
+def shards_of(text):
+    """The shards of a text, each followed by its mask if it has one; [] if one of its patterns matches nothing."""
+    found = [matches(pattern) for pattern in patterns_of(text)]
+    shards = [ROOT / path for path in sorted(set.union(*found))] if all(found) else []
+    return [path for shard in shards for path in (shard, shard.with_suffix(".mask")) if path.exists()]
 
 
 def fingerprint(text):

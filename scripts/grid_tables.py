@@ -11,6 +11,7 @@ A marker is a comment that names the grid, a section of its report and, where th
 The table that follows it is replaced.
 """
 import argparse
+import functools
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from grid_store import ROOT, Results
 MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n+(?P<table>(?:\|.*\n)*)\n*")
 
 
+@functools.cache
 def report(name):
     """{name of a table: its Markdown} of a grid's report at the small scale."""
     path = ROOT / f"grids/{name}.toml"
@@ -40,11 +42,11 @@ def main():
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table differs")
     options = parser.parse_args()
-    reports, stale = {}, []
+    stale = []
 
     def fresh(match):
         grid, table = match["name"].split(" / ", 1)
-        known = reports.setdefault(grid, report(grid))
+        known = report(grid)
         if table not in known:
             raise grid_file.Refused(f"{options.page}: the report of {grid} has no table {table}. It has "
                                     f"{'; '.join(known)}.")

@@ -32,8 +32,11 @@ def text(value, digits=4):
 
 def short(value):
     """Five significant digits."""
-    return ("–" if not math.isfinite(value) else f"{value:#,.5g}".rstrip(".") if value < 99999.5
-            else f"{value:,.0f}" if value < 1e9 else f"{value:.3e}")
+    if not math.isfinite(value):
+        return "–"
+    if value < 99999.5:
+        return f"{value:#,.5g}".rstrip(".")
+    return f"{value:,.0f}" if value < 1e9 else f"{value:.3e}"
 
 
 def duration(seconds):

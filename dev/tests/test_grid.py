@@ -1,5 +1,6 @@
 """scripts/grid.py: what it reads from a grid file, the runs that it starts, stops and resumes, what it keeps of them,
 its verdicts on claims, and its report."""
+import errno
 import json
 import math
 import os
@@ -19,10 +20,13 @@ import jobs
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import grid  # noqa: E402
 import grid_file  # noqa: E402
 import grid_parts  # noqa: E402
 import grid_report  # noqa: E402
+import grid_run  # noqa: E402
 import grid_store  # noqa: E402
+import grid_tables  # noqa: E402
 from grid_file import Refused, Run  # noqa: E402
 
 EVAL = Path(os.environ.get("EVAL_GPT2", ROOT / "eval_gpt2"))
@@ -168,6 +172,8 @@ BAD = {    # what is appended to a correct file, and what the message says
     "claimed column": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
                        'ours = "ssmax < softmax"\nof = "e.loss@8L"\n',
                        "of: e.loss has no number @64. Its columns are 8, longest."),
+    "longest of none": ('[[eval]]\nname = "e"\ntask = "needle"\n[[claim]]\nname = "c"\npaper = ""\n'
+                        'ours = "ssmax < softmax"\nof = "e.right@longest"\n', "of: e.right has no number @longest."),
     "no column": ('[[eval]]\nname = "e"\ntask = "loss"\n[[claim]]\nname = "c"\npaper = ""\n'
                   'ours = "ssmax < softmax"\nof-right = "e.loss"\n', "of-right: e.loss has no number without @COLUMN"),
     "row not evaluated": ('[[eval]]\nname = "e"\ntask = "loss"\nruns = ["ssmax"]\n[[claim]]\nname = "c"\npaper = ""\n'
@@ -312,6 +318,28 @@ def test_weighted_texts(tmp_path):
     assert not lacks("/a.bin:0.7,/b.bin:0.3") and lacks("/a.bin:0.7,/none.bin:0.3")
 
 
+def test_texts_are_those_of_the_trainer(tmp_path, monkeypatch):
+    """Lists without weights, patterns with spaces, folders that match and ~, as the trainer reads them."""
+    for name in ("a/x_1", "b/x_2", "with a space/x_3", "[1]/x_4"):
+        (tmp_path / name).parent.mkdir()
+        write_shard(tmp_path / f"{name}.bin", [1] * 300)
+        write_shard(tmp_path / f"{name}.mask", [1] * 300, 20240521)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text, expected in (("/a/*.bin,/b/*.bin", 2), ("/b/x_2.bin /a/x_1.bin,/a/*.bin", 2), ("/?/x_*.bin", 2),
+                           ("/?/x_*", 2), ("~/b/*.bin", 1), ("/with a space/x*.bin", 1), ("/[1]/x_4.bin", 1),
+                           ("/a/*.bin,/none.bin", 0), ("/none.bin", 0)):
+        text = re.sub("(^|[ ,])/", rf"\1{tmp_path}/", text)
+        shards = grid_store.shards_of(text)
+        assert [path.suffix for path in shards] == [".bin", ".mask"] * expected
+        said = subprocess.run([TRAIN, "--train-data", text, "--model", MODEL, "--seq-len", "8", "--batch", "1",
+                               "--dry-run"], capture_output=True, text=True, env=environment())
+        files = re.search(r"tokens in (\d+) shard", said.stdout)
+        assert (int(files[1]) if files else 0) == expected, (text, said.stdout + said.stderr)
+    (tmp_path / "a/x_2.bin.part").touch()
+    for train in f"{tmp_path}/a/*.bin,{tmp_path}/b/*.bin", f"{tmp_path}/none.bin":
+        assert grid_parts.missing(grid_file.Data("text", train, f"{tmp_path}/b/*.bin", []))
+
+
 def test_a_grid_on_a_weighted_text(data, tmp_path):
     path = write(tmp_path, ROWS, data=data)
     glob = f"{data}/*_train_*.bin"
@@ -339,6 +367,12 @@ def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
     monkeypatch.undo()
     one.add("c", {"x": 3})
     assert list(grid_store.Results(path).entries) == ["a", "b", "c"]
+
+
+def test_results_behind_a_link_stay_there(tmp_path):
+    (tmp_path / "link.json").symlink_to("results.json")
+    grid_store.Results(tmp_path / "link.json").add("a", {})
+    assert (tmp_path / "link.json").is_symlink() and grid_store.Results(tmp_path / "results.json").entries == {"a": {}}
 
 
 @pytest.mark.parametrize("text, message", [("{", "expected the results of grids"),
@@ -909,6 +943,22 @@ def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
     assert "FAILED: bad" in (tmp_path / "out/tiny-small/report.md").read_text()
 
 
+def test_logs_have_the_bytes_of_samples(tmp_path):
+    """Of a run that ended well, and of one that failed."""
+    part = grid_parts.Part("key", Run("softmax", "4k", 1), None, tmp_path / "run", 1.0)
+    assert part.output() == ""
+    part.log().write_bytes(b"sample \xe2\x82 end\nstep 1/2 | 5 % all-zero rows\ntrain_gpt2: out of memory\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 1.0}\n')
+    grid = type("Grid", (), {"rows": {"softmax": type("Row", (), {"flags": {}})}})
+    assert grid_parts.train_values(grid, part, False)[0]["zero_rows"] == 0.05
+    part.tries, process = 0, type("Process", (), {"returncode": 4, "poll": lambda self: 4})()
+    work = grid_run.Work(type("Plan", (), {"todo": []}), None, 1, 1)
+    work.running.append((part, process, 0.0))
+    work.reap()
+    assert work.failed[""].startswith("exit 4: out of memory")
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("row, message", [
     ('attn = "ssmx"', "[[run]] 2 (x): --attn ssmx: unknown normalizer. Did you mean ssmax?"),
@@ -954,6 +1004,29 @@ def test_a_plan_for_a_gpu_needs_no_gpu(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     programs = grid_parts.Programs(scale, plan_only=True)
     assert (programs.train, programs.stand_in) == (str(tmp_path / "train_gpt2cu"), False)
+
+
+def test_programs_that_cannot_be_used_are_named(data, tmp_path):
+    path, program = write(tmp_path, ROWS, data=data), tmp_path / "program"
+    program.write_text("#!/bin/sh\necho train_gpt2: broken >&2\nexit 9\n")
+    text = run(path, tmp_path / "out", code=3, TRAIN_GPT2=str(program))
+    assert text.startswith(f"grid.py: {program}: Permission denied.\n  Finished parts are kept.")
+    program.chmod(0o755)
+    path.write_text(path.read_text().replace('["softmax", "ssmax"]', '"presets"'))
+    assert (f"{program} --attn help: expected a table of normalizers, found exit code 9: broken"
+            in run(path, tmp_path / "out", code=3, TRAIN_GPT2=str(program)))
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    results = grid_store.Results(tmp_path / "results.json")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(grid, "run_grid", lambda *_: results.add("a", {}))
+    monkeypatch.setattr(sys, "argv", ["grid.py", str(write(tmp_path, ROWS)), "--report"])
+    assert grid.main() == 4
+    assert f"grid.py: {tmp_path}/results.json: No space left on device." in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.tmp")) and not results.path.exists()
 
 
 def test_at_least_one_seed(tmp_path):
@@ -1144,3 +1217,15 @@ def test_the_pages_tables_are_those_of_the_results(tmp_path):
     assert tables(wrong).returncode == 0 and wrong.read_text() == page.read_text()
     wrong.write_text("<!-- table: lssa / Clams -->\n")
     assert "the report of lssa has no table Clams. It has Claims;" in tables(wrong).stderr
+
+
+def test_a_report_is_made_once(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(grid_report, "sections", lambda *_: made.append(1) or [("A", [grid_report.Table("", ["x"], [])],
+                                                                               [])])
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: lssa / A -->\n\n" * 3)
+    monkeypatch.setattr(sys, "argv", ["grid_tables.py", str(page), "--check"])
+    grid_tables.report.cache_clear() if hasattr(grid_tables.report, "cache_clear") else None
+    grid_tables.main()
+    assert len(made) == 1
