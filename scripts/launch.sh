@@ -31,33 +31,35 @@ fi
 [[ ! ${1:-} =~ ^[0-9]+$ || ${2:-} != --* ]] || usage "$2: expected a program after the number of ranks; --restart R comes before that number."
 # Do the flags have --out, or a file of flags that has it?
 names_out() {
-    local words=" $* " file
-    [[ $words != *' --out'[\ =]* ]] || return 0
-    while [[ $words =~ \ --config[\ =]([^ ]+) ]]; do
-        file=${BASH_REMATCH[1]} words=${words/"${BASH_REMATCH[0]}"/}
-        ! grep -qE '^[[:space:]]*out[[:space:]]*=' "$file" 2> /dev/null || return 0
+    local word file last=
+    for word; do
+        file=
+        case $word in --out | --out=*) return 0 ;; --config=*) file=${word#*=} ;; esac
+        [ "$last" != --config ] || file=$word
+        if [ -n "$file" ] && grep -qE '^[[:space:]]*out[[:space:]]*=' "$file" 2> /dev/null; then return 0; fi
+        last=$word
     done
     return 1
 }
 [[ ${PAUSE:-5} =~ ^[0-9]+(\.[0-9]+)?$ ]] || usage "PAUSE=$PAUSE: expected a number of seconds."
 [ $# -ge 2 ] || usage "expected a number of ranks and a program, found $# arguments."
-processes=$1
+ranks=$1
 shift
-[[ $processes =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$processes\": expected a number of ranks, 1 or more."
+[[ $ranks =~ ^[1-9][0-9]{0,5}$ ]] || usage "\"$ranks\": expected a number of ranks, 1 or more."
 command -v "$1" > /dev/null || usage "$1: not found or not executable. Build it with make or make train_gpt2cu."
 [[ $restarts == 0 ]] || names_out "$@" || usage "--restart needs --out, the run folder from which a restart resumes."
 
-[ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ] || exec "$@"    # one rank needs no MPI
+[ "$ranks" -gt 1 ] || [ "$restarts" -gt 0 ] || exec "$@"    # one rank needs no MPI
 
 read -ra mpirun <<< "${MPIRUN:-mpirun}"
-if [ "$processes" -gt 1 ] && ! command -v "${mpirun[0]}" > /dev/null; then
-    echo "launch.sh: ${mpirun[0]} is not installed, but $processes ranks need it." >&2
+if [ "$ranks" -gt 1 ] && ! command -v "${mpirun[0]}" > /dev/null; then
+    echo "launch.sh: ${mpirun[0]} is not installed, but $ranks ranks need it." >&2
     echo "  On Debian: apt install openmpi-bin libopenmpi-dev, then run make again. A single rank works without it." >&2
     exit 2
 fi
 
 machines=1
-flags=(-np "$processes" --oversubscribe --bind-to none)
+flags=(-np "$ranks" --oversubscribe --bind-to none)
 if [ -n "${HOSTFILE:-}" ]; then
     [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: cannot be read."
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
@@ -72,7 +74,7 @@ fi
 # By default, Open MPI binds a rank with all its threads to one core, and threads that wait for work and ranks that
 # wait for a message spin. With more of these than free cores, each spin costs a time slice, hundreds of times as long
 # as a parallel region takes with these settings.
-here=$(((processes + machines - 1) / machines))
+here=$(((ranks + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
 flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
@@ -150,7 +152,7 @@ stop() {
     kill "-$signal" "$job" 2> /dev/null || true
     # mpirun drops a signal for ranks that it has not started yet, so a young job gets it again; but not once its ranks
     # have ended, because it would die of it instead of returning their exit code.
-    if [ "$processes" -gt 1 ] && [ $((SECONDS - began)) -lt 3 ]; then
+    if [ "$ranks" -gt 1 ] && [ $((SECONDS - began)) -lt 3 ]; then
         {
             for pause in 1 2; do
                 sleep $pause
@@ -195,7 +197,7 @@ run_job() {
     [ -z "$stopped" ] || stop    # it was asked for before there was a job
     local guard=
     deadlock=
-    if [ "$processes" -gt 1 ] && [ "$machines" -eq 1 ]; then
+    if [ "$ranks" -gt 1 ] && [ "$machines" -eq 1 ]; then
         watch_children "$job" > /dev/null 2>&1 &
         guard=$!
     fi
@@ -222,7 +224,7 @@ run_job() {
 can_help() { case $1 in 0 | 2 | 3 | 4 | 5 | 7 | 75) return 1 ;; esac; }
 
 command=("$@")
-[ "$processes" -eq 1 ] || command=("${mpirun[@]}" "${flags[@]}" "$@")
+[ "$ranks" -eq 1 ] || command=("${mpirun[@]}" "${flags[@]}" "$@")
 run_job "${command[@]}"
 for ((restart = 1; restart <= restarts; restart++)); do
     [ -z "$stopped" ] && can_help "$status" || break

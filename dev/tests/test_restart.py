@@ -159,9 +159,10 @@ def test_wrong_usage(words, message):
 
 @pytest.mark.parametrize("text, code", [("lr = 1e-3\n", 2), ("lr = 1e-3\nout = \"x\"\n", 0)])
 def test_a_restart_needs_out(tmp_path, text, code):
-    """On the command line or in a file of flags."""
-    (tmp_path / "flags.toml").write_text(text)
-    for words in (["--config", tmp_path / "flags.toml"], [f"--config={tmp_path}/flags.toml"]):
+    """On the command line or in a file of flags, whose name may have spaces."""
+    (tmp_path / "my flags.toml").write_text(text)
+    for words in (["--config", tmp_path / "my flags.toml"], [f"--config={tmp_path}/my flags.toml"],
+                  ["--prompt", "no --out x", "--config", tmp_path / "my flags.toml"]):
         done = subprocess.run([str(LAUNCH), "--restart", "1", "1", "true", *map(str, words)], capture_output=True,
                               text=True)
         assert done.returncode == code and ("--restart needs --out" in done.stderr) == (code == 2)
