@@ -938,6 +938,18 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch, script, name
     assert [path.name for path in out.parent.iterdir()] == [name] and out.read_text() == "earlier"
 
 
+def test_the_pages_own_panel(tmp_path):
+    """The code in doc/reports.md runs as the page says."""
+    text = (ROOT / "doc/reports.md").read_text()
+    path, code = re.search(r"PYTHONPATH=(\S+) \S+python`.*?```python\n(.*?)```", text, re.S).groups()
+    for folder in "books/eval", "ssmax/eval":
+        write(tmp_path / "out" / folder, "loss", loss_rows())
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "lengths.png").exists(), done.stderr
+
+
 def test_links_and_pipes_stay(tmp_path):
     (tmp_path / "page.html").write_text("earlier")
     (tmp_path / "link.html").symlink_to("page.html")
