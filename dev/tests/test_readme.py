@@ -201,3 +201,17 @@ def test_links(page):
         if not path.exists() or (anchor and anchor not in anchors(path)):
             wrong.append("".join(target))
     assert not wrong, f"{page.relative_to(ROOT)}: broken links: {wrong}"
+
+
+OTHERS = {"attn.c", "llm.c", "llama.cpp", "cublasLt.h"}     # projects, and a header of CUDA
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if path.name != "CHANGELOG.md"],
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_sources(page):
+    """Every source file that a page names exists. The name may lack the folder."""
+    every = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    ends = {path[i:] for path in every for i in range(len(path)) if i == 0 or path[i - 1] == "/"}
+    named = re.findall(r"`(?:\.\./)*([\w/-][\w./-]*\.(?:c|h|cu|cuh|cpp|py|sh|sbatch))`", page.read_text())
+    lost = {name for name in named if "NAME" not in name} - ends - OTHERS
+    assert not lost, f"{page.relative_to(ROOT)}: no such files: {lost}"
