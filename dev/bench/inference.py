@@ -108,7 +108,8 @@ class Bench:
         return self.stored if dtype == STORED else self.model
 
     def run(self, *words):
-        result = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(self.threads))
+        result = subprocess.run(list(map(str, words)), capture_output=True, text=True, errors="replace",
+                                env=environment(self.threads))
         if result.returncode:
             sys.exit(f"inference.py: {' '.join(map(str, words))[:200]} ended with {result.returncode}:\n"
                      f"{result.stderr[-2000:]}")
