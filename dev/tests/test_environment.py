@@ -219,8 +219,8 @@ def test_an_interrupted_setup_goes_on(tmp_path):
                                 echo a > .cuda/new/nvidia/header; echo b > .cuda/new/nvidia/nvcc; }""")
     program("bin/cp", "mkdir .cuda/nvidia; : > .cuda/nvidia/header; kill -9 $PPID")
     for path, code in ((f"{tmp_path}/bin:", -9), ("", 0), ("", 0)):
-        done = subprocess.run([tmp_path / "scripts/setup_cuda.sh"], env=os.environ | {"PATH": path + os.environ["PATH"]},
-                              capture_output=True, text=True)
+        done = subprocess.run([tmp_path / "scripts/setup_cuda.sh"], capture_output=True, text=True,
+                              env=os.environ | {"PATH": path + os.environ["PATH"]})
         assert done.returncode == code, done.stderr
     assert [(tmp_path / ".cuda/nvidia" / name).read_text() for name in ("header", "nvcc")] == ["a\n", "b\n"]
     assert (tmp_path / "log").read_text() == "pip\n" and [x.name for x in (tmp_path / ".cuda").iterdir()] == ["nvidia"]

@@ -175,7 +175,8 @@ def test_a_byte_order_mark_is_ignored(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("content, message", [
-    ("{", "not valid JSON"), ("", "If squad.py downloaded it, remove it and rerun the command."), ("[1]", "expected an object with 'data', an array, found [1]."),
+    ("{", "not valid JSON"), ("", "If squad.py downloaded it, remove it and rerun the command."),
+    ("[1]", "expected an object with 'data', an array, found [1]."),
     ('{"data": [{"title": "x"}]}', "article 0: expected 'paragraphs', an array"),
     ('{"data": [{"paragraphs": [{"context": 5}]}]}', "article 0, paragraph 0: expected 'context', a string, found 5"),
     ('{"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q"}]}]}]}',
@@ -261,10 +262,10 @@ def test_download(tmp_path, monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         at = f"http://127.0.0.1:{server.server_port}/"
-        synced, fsync = [], os.fsync
-        monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+        synced = []
+        monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").resolve().name))
         path = sources.download(at + "file.json", "--json")
-        assert [Path(name).name for name in synced] == ["file.json", "cache"]
+        assert synced == ["file.json", "cache"]
         assert path.read_bytes() == b"content" and path == tmp_path / "data/cache/file.json"
         for name, reason in (("short.json", "expected 100 bytes, received 9"), ("none.json", "404")):
             message = f"{name}: cannot download it: .*{reason}.*\n.* pass it with --json"
