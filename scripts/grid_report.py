@@ -424,7 +424,9 @@ def column_title(plan, column):
     if not column.isdigit() or column == str(L):
         return f"L = {L}" if column == str(L) else column
     T = int(column)
-    return f"{T // L} L" if T % L == 0 else f"L/{L // T}" if L % T == 0 else column
+    if T % L == 0:
+        return f"{T // L} L"
+    return f"L/{L // T}" if L % T == 0 else column
 
 
 def published(plan, line, metric, column):

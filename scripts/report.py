@@ -302,7 +302,8 @@ def settings(series):
     """What all series of a section have in common, where they are from, and how they were made."""
     common, flags = results.label(series), results.flags_of(series)
     folders = ", ".join(f"<code>{escape(str(folder))}</code>" for folder in flags)
-    about = f"{escape(common)}. " if common else f"{escape(series[0].full_name)}. " if len(series) == 1 else ""
+    name = common or (series[0].full_name if len(series) == 1 else "")
+    about = f"{escape(name)}. " if name else ""
     return (f'<p class="muted">{about}From {folders}.</p>\n'
             + flag_tables(plot.names(flags), flags.values(), results.SHOWN_ANYWAY, "flags"))
 

@@ -134,7 +134,9 @@ def shown(value):
     """A flag's value as it is typed."""
     if isinstance(value, bool):
         return str(int(value))
-    return "–" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "–" if value is None else str(value)
 
 
 def flags_of(series):
