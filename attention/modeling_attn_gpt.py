@@ -24,7 +24,6 @@ feed-forward layer.
 [SSMax] Nakanishi, "Scalable-Softmax Is Superior for Attention"; [LSSA] Gao and Spratling, "Softplus Attention with
 Re-weighting Boosts Length Extrapolation in Large Language Models"; [GAU] Su, kexue.fm 9019; [Softer-Max] "Softer-Max,
 not Softmax"; l1+sink gpt-oss, arXiv 2508.10925; floorlog Llama 4; expm1 with rectify softpick, arXiv 2504.20966."""
-import functools
 import math
 import re
 
@@ -251,17 +250,15 @@ def is_fused(config, x):
     return attn_c is not None and attn_c.supports(x, config.head_dim, width)
 
 
-def attention_for(config, x, past, attention_mask, weights):
-    """attention() or fused_attention(), as a function of q, k, v, normalizer and scalars, for x (B, T, C) after `past`
-    other tokens."""
+def attention_for(config, x, past, attention_mask, with_weights):
+    """attention() or fused_attention() for x (B, T, C) after `past` other tokens, and the function's `visible` or
+    `start`: a layer gets both as arguments, of which accelerate moves tensors to the layer's device."""
     start = None if attention_mask is None or torch.compiler.is_compiling() else padding_before(attention_mask)
-    if is_fused(config, x) and weights is None and (attention_mask is None) == (start is None):
-        return functools.partial(fused_attention, start=start)
+    if is_fused(config, x) and not with_weights and (attention_mask is None) == (start is None):
+        return fused_attention, start
     at, keys = (torch.arange(first, past + x.shape[1], device=x.device) for first in (past, 0))
     visible = (keys <= at[:, None])[None, None]
-    if attention_mask is not None:
-        visible = visible & attention_mask[:, None, None].bool()
-    return functools.partial(attention, visible=visible)
+    return attention, visible if attention_mask is None else visible & attention_mask[:, None, None].bool()
 
 
 # ---- The layers
@@ -335,16 +332,14 @@ class Normalized(nn.Module):
         self.layer, self.normalizer, self.rope_parameters = layer, config.attention_normalizer, config.rope_parameters
         add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
-    def attend(self, q, k, v, positions, lengths, compute, cache, weights, of_model):
+    def attend(self, q, k, v, positions, lengths, compute, seen, cache, of_model):
+        """compute(), seen: attention_for()."""
         angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], lengths)
         q, k = rope(q, positions, *angles), rope(k, positions, *angles)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
-        out, A = compute(q, k, v, normalizer=self.normalizer, scalars=of_model | of_heads)
-        if weights is not None:
-            weights.append(A)
-        return out
+        return compute(q, k, v, seen, self.normalizer, of_model | of_heads)
 
 
 class Attention(Normalized):
@@ -361,7 +356,8 @@ class Attention(Normalized):
         B, T, _ = x.shape
         q, k, v = (f(x).view(B, T, -1, self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
-        return self.o_proj(self.attend(q, k, v, *where).transpose(1, 2).reshape(B, T, -1))
+        out, A = self.attend(q, k, v, *where)
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)), A
 
 
 class GatedUnit(Normalized):
@@ -379,7 +375,8 @@ class GatedUnit(Normalized):
     def forward(self, x, *where):
         U, V, Z = (F.silu(f(x)) for f in (self.u_proj, self.v_proj, self.z_proj))
         q, k = Z * self.q_gain + self.q_offset, Z * self.k_gain + self.k_offset
-        return self.o_proj(U * self.attend(q[:, None], k[:, None], V[:, None], *where)[:, 0])
+        out, A = self.attend(q[:, None], k[:, None], V[:, None], *where)
+        return self.o_proj(U * out[:, 0]), A
 
 
 class SwiGLU(nn.Module):
@@ -400,8 +397,9 @@ class Layer(GradientCheckpointingLayer):
         self.self_attn, self.mlp = Attention(config, layer), SwiGLU(config)
 
     def forward(self, x, *where):
-        x = x + self.self_attn(self.input_layernorm(x), *where)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out, A = self.self_attn(self.input_layernorm(x), *where)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x)), A
 
 
 class GatedLayer(GradientCheckpointingLayer):
@@ -410,7 +408,8 @@ class GatedLayer(GradientCheckpointingLayer):
         self.input_layernorm, self.gau = RMSNorm(config), GatedUnit(config, layer)
 
     def forward(self, x, *where):
-        return x + self.gau(self.input_layernorm(x), *where)
+        out, A = self.gau(self.input_layernorm(x), *where)
+        return x + out, A
 
 
 class Decoder(nn.Module):
@@ -423,18 +422,18 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config)
         add_scalars(self, normalizer, "n", normalizer["seq_len"])
 
-    def forward(self, x, states, *where):
-        """states: None, or a list to which the input and each layer's output are added; of the last layer, the output
-        after the final RMSNorm."""
-        scalars = dict(self.named_parameters(recurse=False))
+    def forward(self, x, with_states, with_weights, *where):
+        """Returns the output; the states, which are the input and each layer's output, of the last layer after the
+        final RMSNorm; and each layer's A. Both are None unless asked for."""
+        scalars, states, weights = dict(self.named_parameters(recurse=False)), [], []
         for layer in self.layers:
-            if states is not None:
+            if with_states:
                 states.append(x)
-            x = layer(x, *where, scalars)
+            x, A = layer(x, *where, scalars)
+            if with_weights:
+                weights.append(A)
         x = self.norm(x)
-        if states is not None:
-            states.append(x)
-        return x
+        return x, (*states, x) if with_states else None, tuple(weights) if with_weights else None
 
 
 # ---- The model
@@ -560,10 +559,10 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"attention_mask: expected one number for each of {B} x {past + T} keys, found "
                                  f"{tuple(attention_mask.shape)}")
             lengths = attention_mask.bool().sum(-1)
-        weights = [] if default(output_attentions, "output_attentions") else None
-        states = [] if default(output_hidden_states, "output_hidden_states") else None
-        compute = attention_for(self.config, x, past, attention_mask, weights)
-        x = self.model(x, states, positions, lengths, compute, cache, weights)
+        with_weights = default(output_attentions, "output_attentions")
+        with_states = default(output_hidden_states, "output_hidden_states")
+        compute, seen = attention_for(self.config, x, past, attention_mask, with_weights)
+        x, states, weights = self.model(x, with_states, with_weights, positions, lengths, compute, seen, cache)
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         logits = self.lm_head(x[:, logits_to_keep])
@@ -572,7 +571,6 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=None if states is None else tuple(states),
-                                     attentions=None if weights is None else tuple(weights),
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, attentions=weights,
                                      **{CACHE: cache if use_cache else None})
         return out if default(return_dict, "return_dict") else out.to_tuple()

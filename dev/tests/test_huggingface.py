@@ -11,6 +11,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample,
                   sentences, train, write_data)
@@ -509,6 +511,28 @@ def test_hidden_states_are_those_of_transformers(modeling):
     ours.config.output_hidden_states = True
     loss, logits, states = ours(ids, labels=ids, use_cache=False, return_dict=False)
     assert loss.ndim == 0 and logits.shape == (2, 9, 31) and len(states) == 3
+
+
+@pytest.mark.parametrize("name, block", [("ssmax-pn", "llama"), ("relu2-n", "gau")])
+def test_layers_that_accelerate_dispatches(modeling, name, block):
+    """Its hooks replace lists by copies, and move the tensors among a layer's arguments to the layer's device."""
+    model, _ = pair(modeling, name, L=24, block=block)
+    how = dict(attention_mask=torch.ones_like(IDS).index_fill_(1, torch.arange(3), 0), output_attentions=True,
+               output_hidden_states=True)
+    with torch.no_grad():
+        expected, found = model(IDS, **how), cpu_offload(model, "cpu")(IDS, **how)
+    for key in "logits", "attentions", "hidden_states":
+        assert len(found[key]) == len(expected[key]) and all(map(torch.equal, found[key], expected[key]))
+
+
+def test_layers_on_several_devices(modeling):
+    """meta is the only other device on every machine."""
+    model, _ = pair(modeling, "relu2-n", L=24, tied=False)
+    for module in model.model.layers[1], model.model.norm, model.lm_head:
+        add_hook_to_module(module, AlignDevicesHook("meta", place_submodules=True))
+    out = model(IDS, output_attentions=True, output_hidden_states=True)
+    assert [x.device.type for x in out.attentions] == ["cpu", "meta"] and out.logits.is_meta
+    assert [x.device.type for x in out.hidden_states] == ["cpu", "cpu", "meta"]
 
 
 def test_wrong_inputs_and_caches(modeling):

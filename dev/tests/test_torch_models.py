@@ -368,14 +368,16 @@ def test_the_modeling_file_gives_the_same_numbers(modeling, attn_c, monkeypatch,
         assert (a - b).norm() <= 1e-10 * max(b.norm(), 0.1)
 
 
-def test_other_padding_falls_back(modeling, attn_c, monkeypatch):      # noqa: F811
+def test_which_attention_the_modeling_file_uses(modeling, attn_c, monkeypatch):      # noqa: F811
     monkeypatch.setattr(modeling, "attn_c", attn_c)
-    config, x = pair(modeling, "softmax", L=24)[0].config, torch.zeros(2, 5, 8)
-    name = lambda *arguments: modeling.attention_for(config, x, 0, *arguments).func.__name__
-    ones = torch.ones(2, 5)
-    assert name(None, None) == name(ones, None) == "fused_attention"
-    assert name(None, []) == name(ones.index_fill(1, torch.tensor(4), 0), None) == "attention"
-    assert name(ones.index_fill(1, torch.tensor(2), 0), None) == "attention"
+    config, x, ones = pair(modeling, "relu2-T", L=24)[0].config, torch.zeros(2, 5, 8), torch.ones(2, 5)
+    choose = lambda *arguments: modeling.attention_for(config, x, 0, *arguments)
+    assert choose(None, False) == (modeling.fused_attention, None)
+    compute, start = choose(ones.index_fill(1, torch.tensor(0), 0), False)
+    assert compute is modeling.fused_attention and start.tolist() == [1, 1]
+    for mask, with_weights in (None, True), (ones.index_fill(1, torch.tensor(4), 0), False), (
+            ones.index_fill(1, torch.tensor(2), 0), False):
+        assert choose(mask, with_weights)[0] is modeling.attention
 
 
 # ---- the trainer
