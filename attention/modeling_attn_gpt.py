@@ -244,17 +244,24 @@ def fused_attention(q, k, v, start, normalizer, scalars):
     return attn_c.attention(q, k, v, text, seq_len=normalizer["seq_len"], scalars=scalars or None, start=start), None
 
 
-def is_fused(config, x):
-    """Can attn_c compute attention for x?"""
-    width = config.intermediate_size if config.attention_normalizer.get("block") else config.head_dim
+def is_fused(config, x, start):
+    """Can attn_c compute attention for x? On GPUs, the T of its kernels includes padding."""
+    normalizer = config.attention_normalizer
+    if start is not None and x.device.type == "cuda" and (
+            normalizer["offset"] == "-logT" or normalizer["norm"] in ("T", "T2")):
+        return False
+    width = config.intermediate_size if normalizer.get("block") else config.head_dim
     return attn_c is not None and attn_c.supports(x, config.head_dim, width)
 
 
 def attention_for(config, x, past, attention_mask, with_weights):
     """attention() or fused_attention() for x (B, T, C) after `past` other tokens, and the function's `visible` or
     `start`: a layer gets both as arguments, of which accelerate moves tensors to the layer's device."""
-    start = None if attention_mask is None or torch.compiler.is_compiling() else padding_before(attention_mask)
-    if is_fused(config, x) and not with_weights and (attention_mask is None) == (start is None):
+    branches = not torch.compiler.is_compiling()        # may code depend on the numbers in the mask?
+    if attention_mask is not None and branches and attention_mask.all():
+        attention_mask = None
+    start = padding_before(attention_mask) if attention_mask is not None and branches else None
+    if not with_weights and (attention_mask is None) == (start is None) and is_fused(config, x, start):
         return fused_attention, start
     at, keys = (torch.arange(first, past + x.shape[1], device=x.device) for first in (past, 0))
     visible = (keys <= at[:, None])[None, None]

@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,12 +373,23 @@ def test_which_attention_the_modeling_file_uses(modeling, attn_c, monkeypatch): 
     monkeypatch.setattr(modeling, "attn_c", attn_c)
     config, x, ones = pair(modeling, "relu2-T", L=24)[0].config, torch.zeros(2, 5, 8), torch.ones(2, 5)
     choose = lambda *arguments: modeling.attention_for(config, x, 0, *arguments)
-    assert choose(None, False) == (modeling.fused_attention, None)
+    assert choose(None, False) == choose(ones, False) == (modeling.fused_attention, None)
     compute, start = choose(ones.index_fill(1, torch.tensor(0), 0), False)
     assert compute is modeling.fused_attention and start.tolist() == [1, 1]
     for mask, with_weights in (None, True), (ones.index_fill(1, torch.tensor(4), 0), False), (
             ones.index_fill(1, torch.tensor(2), 0), False):
         assert choose(mask, with_weights)[0] is modeling.attention
+
+
+@pytest.mark.parametrize("name, with_padding", [("relu2-T", False), ("relu2-T+norm=T2", False),
+                                                ("sigmoid+offset=-logT", False), ("relu2-n", True)])
+def test_padding_under_the_kernels_of_gpus(modeling, monkeypatch, name, with_padding):      # noqa: F811
+    """attn_c rejects it for normalizers that depend on the length of each text."""
+    monkeypatch.setattr(modeling, "attn_c", SimpleNamespace(supports=lambda *_: True))
+    config, start = pair(modeling, name, L=24)[0].config, torch.tensor([0, 1])
+    on = lambda device: SimpleNamespace(device=torch.device(device))
+    assert modeling.is_fused(config, on("cuda"), None) and modeling.is_fused(config, on("cpu"), start)
+    assert modeling.is_fused(config, on("cuda"), start) == with_padding
 
 
 # ---- the trainer
