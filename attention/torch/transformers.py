@@ -5,6 +5,8 @@
     model.set_attn_implementation("attn_c:softmax1")
 
 register() adds normalizers with overrides, attach() gives a model learned scalars."""
+import functools
+
 import torch
 import transformers
 
@@ -16,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from . import PRESETS, Normalizer, attention
-from .library import scalar_names
+from .cuda import traits
 
 # What models pass to their attention that would change the result, unless it has one of these values; and the tensors
 # that do not. Other tensors, such as the indices of sparse attention, are rejected.
@@ -24,6 +26,7 @@ NEUTRAL = {"dropout": (0, 0.0, None), "output_attentions": (False, None)}
 UNSUPPORTED = ("softcap",)
 HARMLESS = ("position_ids", "cache_position", "num_items_in_batch", "token_type_ids", "input_ids")
 OTHER = "use another attn_implementation for this model"
+AT_THE_END = "padding at the end under a normalizer that depends on the length of each text"
 COMPILED = ". Under torch.compile, transformers takes sequences for packed unless attention_mask or a cache is passed"
 
 
@@ -57,11 +60,12 @@ def describe(value):
 # ---- the mask
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
-         attention_mask=None, local_size=None, config=None, **_):
+         attention_mask=None, local_size=None, config=None, reads_length=False, **_):
     """The number of padding tokens at the beginning of each sequence (B), or None if there are none. local_size is the
     length of a sliding window, which hides nothing from a text that is not longer. kv_offset is how many tokens a cache
     has dropped because of its window. Gemma 3 also builds a mask for full attention, without local_size; if every layer
-    has a window, it is sized by such a cache, and the window's length is in the config."""
+    has a window, it is sized by such a cache, and the window's length is in the config. reads_length: does the
+    normalizer depend on the length of each text?"""
     parts = mask_names(mask_function)
     local_size = local_size or getattr(config, "sliding_window", None)
     if local_size and ("sliding_window_overlay" in parts or kv_offset != 0):
@@ -82,10 +86,12 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     if torch.compiler.is_compiling():
         torch._assert_async((texts_in(seen) <= 1).all(), "attn_c: expected an attention_mask with padding at the "
                             "beginning or the end, found padding between tokens")
+        if reads_length:
+            torch._assert_async(seen[:, -1].all(), f"attn_c: {AT_THE_END} is not supported; pad at the beginning")
     elif seen.all():
         return None
     else:
-        check_padding(seen)
+        check_padding(seen, reads_length)
     # A sequence with padding at its end sees it only from there, so only padding at the beginning counts.
     return seen.int().argmax(-1).int()
 
@@ -111,12 +117,16 @@ def texts_in(seen):
     return (torch.diff(seen.int(), dim=-1) == 1).sum(-1) + seen[:, 0]
 
 
-def check_padding(seen):
-    """Each sequence must be padding, then tokens, then padding."""
+def check_padding(seen, reads_length):
+    """Each sequence must be padding, then tokens, then padding. T in the normalizers that read it would include padding
+    at the end."""
     holes = (texts_in(seen) > 1).nonzero().flatten().tolist()
     if holes:
         reject("an attention_mask with padding between tokens", f"it in sequences {holes}",
                "pad at the beginning or the end")
+    ends = (~seen[:, -1]).nonzero().flatten().tolist()
+    if reads_length and ends:
+        reject(AT_THE_END, f"it in sequences {ends}", "pad at the beginning")
 
 
 # ---- attention
@@ -149,10 +159,10 @@ def trained_length(module):
 
 def register(normalizer):
     """Registers a normalizer, such as "softmax+post=reweight:3", and returns the name of its implementation."""
-    scalar_names(normalizer)        # or an error for a name that is not one
+    reads_length = traits(normalizer, 1)[2]      # or an error for a name that is not one
     attention_name = f"attn_c:{normalizer}"
     AttentionInterface.register(attention_name, registered(normalizer))
-    AttentionMaskInterface.register(attention_name, mask)
+    AttentionMaskInterface.register(attention_name, functools.partial(mask, reads_length=reads_length))
     return attention_name
 
 

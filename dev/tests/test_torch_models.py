@@ -155,6 +155,20 @@ def test_padding_at_the_end(interface):
     assert (found - own)[mask.bool()].abs().max() < 1e-5 * own.abs().max()
 
 
+@pytest.mark.parametrize("name", ["relu2-T", "relu2-T+norm=T2", "sigmoid+offset=-logT"])
+def test_padding_at_the_end_under_normalizers_that_read_T(interface, name):
+    """It would count in T."""
+    model = make_llama()
+    model.set_attn_implementation(interface.register(name))
+    message = "padding at the end under a normalizer that depends on the length of each text is not supported"
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=rf"{message}, found it in sequences \[1\]; pad at the beginning"):
+            model(TOKENS, attention_mask=PADDED.flip(1))
+        if name == "relu2-T":
+            with pytest.raises(RuntimeError, match=message):
+                torch.compile(model)(TOKENS, attention_mask=PADDED.flip(1), use_cache=False)
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_scaling_is_honored(interface, attached):
     model = make_llama()
