@@ -294,11 +294,11 @@ ROPE_NUMBERS = {
 def rope_frequencies(parameters, d, L, T):
     """The rotation of each pair per position (B or 1, d/2), in radians, and the factor of cos and sin. parameters:
     rope_parameters, which mean what they mean in transformers; L the training length; T (B) the length of each text so
-    far."""
+    far. Computed in float64; in float32 on Apple's GPUs, which have no float64."""
     kind, theta, factor = parameters["rope_type"], parameters["rope_theta"], parameters.get("factor", 1.0)
-    i = torch.arange(d // 2, dtype=torch.float64, device=T.device)
+    i = torch.arange(d // 2, dtype=torch.float32 if T.device.type == "mps" else torch.float64, device=T.device)
     if kind == "dynamic":
-        theta = theta * ((T / L).clamp(min=1).to(torch.float64) ** (d / (d - 2)))[:, None]
+        theta = theta * ((T / L).clamp(min=1).to(i.dtype) ** (d / (d - 2)))[:, None]
         return theta ** (-i / (d // 2)), 1.0
     frequency = (theta ** (-i / (d // 2)))[None]
     if kind == "default":
@@ -321,7 +321,7 @@ def rope(x, positions, frequency, factor):
     """x (B, heads, T, d): the pair (x_i, x_(i + d/2)) turns by the angle position . frequency_i and grows by the
     factor."""
     half = x.shape[-1] // 2
-    angle = positions[:, None, :, None].to(torch.float64) * frequency[:, None, None]
+    angle = positions[:, None, :, None].to(frequency.dtype) * frequency[:, None, None]
     cos, sin = ((factor * f(angle)).to(x.dtype) for f in (torch.cos, torch.sin))
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -21,6 +21,7 @@ from trainer import checkpoint, losses, metrics
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
@@ -461,6 +462,27 @@ def test_rope_scalings_of_the_modeling_file(modeling, scaling, block, L):
     with torch.no_grad():
         same = (plain(IDS).logits - logits).abs().max() < 1e-6 * logits.abs().max()
     assert same == (scaling == "none" or scaling == "ntk" and L == 24)
+
+
+class AppleGPU(TorchFunctionMode):
+    """Tensors of the CPU that claim to be on such a GPU, which has no float64."""
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        if function == torch.Tensor.device.__get__:
+            return torch.device("mps")
+        out = function(*arguments, **{key: value for key, value in (named or {}).items() if key != "device"})
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            raise TypeError(f"{function}: float64")
+        return out
+
+
+@pytest.mark.parametrize("scaling", ROPE)
+def test_rope_on_apples_gpus(modeling, scaling):
+    model, _ = pair(modeling, "ssmax", L=5, rope_scaling=scaling)
+    with torch.no_grad():
+        expected = model.float()(IDS).logits
+        with AppleGPU():
+            found = model(IDS).logits
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("change, word", [
