@@ -549,7 +549,8 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         B, T, _ = x.shape
         use_cache = default(use_cache, "use_cache")
         cache = past_key_values if cache is None else cache
-        if self.training and self.is_gradient_checkpointing:        # layers run twice, and would fill a cache twice
+        if self.training and self.is_gradient_checkpointing and torch.is_grad_enabled():
+            # Layers run twice, and would fill a cache twice.
             if cache is not None:
                 raise ValueError("past_key_values: expected None with gradient checkpointing")
             use_cache = False

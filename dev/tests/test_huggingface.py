@@ -586,6 +586,8 @@ def test_gradient_checkpointing(modeling, block, name, reentrant):
     assert all(torch.equal(x, gradients[1][name]) for name, x in gradients[0].items())
     with pytest.raises(ValueError, match="past_key_values"):
         model(ids, past_key_values=DynamicCache())
+    how = dict(max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(ids, **how), model.eval().generate(ids, **how))       # without gradients
 
 
 def test_unknown_arguments_are_rejected(modeling):
