@@ -32,7 +32,8 @@ class Call(Structure):
 
 def level():
     """The best of LEVELS for this processor."""
-    flags = set(re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    found = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)       # None on other architectures
+    flags = set(found[1].split() if found else ())
     for name, needed in LEVELS.items():
         if flags.issuperset(needed.split()):
             return name
@@ -88,8 +89,12 @@ def all_names(function):
     return tuple(names)
 
 
-SCALARS = all_names(load(level_here()).attn_c_scalar_name)      # the learned scalars, in the order in which C has them
-PRESETS = all_names(load(level_here()).attn_c_preset)
+try:
+    SCALARS = all_names(load(level_here()).attn_c_scalar_name)      # the learned scalars, in C's order
+    PRESETS = all_names(load(level_here()).attn_c_preset)
+except OSError as error:        # callers that can do without the package expect an ImportError
+    raise ImportError("attn_c: expected Linux with /proc, and a libc that can load the package's libraries; found "
+                      f"{error}") from error
 
 
 # ---- normalizers

@@ -638,6 +638,30 @@ def python(code, arguments=(), **how):
                             env=dict(os.environ, PYTHONPATH=str(ROOT / "build/python")), **how)
 
 
+ELSEWHERE = """
+import ctypes, pathlib, torch
+def missing(*_, **__): raise OSError("no such file")
+for of, name, replacement in [(pathlib.Path, "read_text", lambda _: "Features : fp asimd"),
+                              (pathlib.Path, "read_text", missing), (ctypes, "CDLL", missing)]:
+    kept = getattr(of, name)
+    setattr(of, name, replacement)
+    try:
+        import attn_c
+    except ImportError as error:
+        print(error)
+    setattr(of, name, kept)
+import attn_c
+"""
+
+
+def test_systems_that_the_package_is_not_built_for(attn_c):
+    """Other architectures, no /proc, another libc: an ImportError, which the modeling file takes for no attn_c."""
+    process = python(ELSEWHERE)
+    found = process.communicate(timeout=120)[0].splitlines()
+    assert process.returncode == 0 and len(found) == 3 and "at least those of x86-64-v3" in found[0]
+    assert all(re.fullmatch("attn_c: expected Linux .*; found no such file", line) for line in found[1:])
+
+
 def test_one_openmp_runtime_and_pytorchs_number_of_threads(attn_c):
     """With 1 thread no other starts, and with 3 two more do: libgomp's are those of /proc/self/task. A call leaves
     PyTorch's number as it was."""
