@@ -1,8 +1,9 @@
 """Builds the PyTorch package attn_c (doc/pytorch.md) with the Makefile: pyproject.toml has everything else.
 
     pip install .
-    TORCH_CUDA=0 pip install .      without the library for GPUs, which is otherwise built where nvcc is found, even
-                                    for a PyTorch that cannot use it: 141 MB, 8 minutes on two cores"""
+    TORCH_CUDA=0 pip install .      without the library for GPUs, which is otherwise built where `make help` finds the
+                                    CUDA Toolkit and cuBLASLt, even for a PyTorch that cannot use it: 141 MB, 8 minutes
+                                    on two cores"""
 import os
 import re
 import shutil
@@ -20,9 +21,10 @@ def version():
     return re.search(r'ATTN_C_VERSION "(.*)"', (ROOT / "runtime/version.h").read_text())[1]
 
 
-def has_nvcc():
-    """Where the Makefile looks for it."""
-    return shutil.which("nvcc") is not None or Path("/usr/local/cuda/bin/nvcc").exists()
+def finds_cuda():
+    """Does the Makefile find what it needs for the library for GPUs?"""
+    lacking = subprocess.run(["make", "-s", "lacking"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return not {"toolkit", "cublas"} & set(lacking.split())
 
 
 class Make(build_py):
@@ -34,7 +36,7 @@ class Make(build_py):
                              "libraries; to edit the package, run `make attn_c` and set PYTHONPATH=build/python")
         package = Path(self.build_lib).absolute() / "attn_c"
         shutil.rmtree(package, ignore_errors=True)
-        environment = {"TORCH_CUDA": str(int(has_nvcc())), **os.environ}
+        environment = {"TORCH_CUDA": str(int(finds_cuda())), **os.environ}
         subprocess.run(["make", f"-j{os.cpu_count()}", "attn_c", f"PACKAGE={package}"], cwd=ROOT, env=environment,
                        check=True)
 

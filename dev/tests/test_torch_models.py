@@ -456,6 +456,20 @@ def test_wheel(attn_c, tmp_path):
     assert printed.startswith(f"{tmp_path}/site/attn_c/__init__.py tensor([[[[1.")
 
 
+def test_when_the_library_for_gpus_is_built(monkeypatch, tmp_path):
+    """Where the Makefile finds a whole CUDA Toolkit; an nvcc alone, as conda installs it, is not one."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    finds_cuda = runpy.run_path(ROOT / "setup.py")["finds_cuda"]
+    for name in "bin/nvcc", "include/cuda_runtime.h", "include/cublasLt.h":
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(0o755)
+    monkeypatch.delenv("CUDA", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+    assert finds_cuda()
+    monkeypatch.setenv("CUDA", "")
+    assert not finds_cuda()
+
+
 def test_editable_installations_are_refused(tmp_path):
     run = subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target",
                           tmp_path, "-e", ROOT], capture_output=True, text=True)
