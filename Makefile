@@ -199,12 +199,12 @@ EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(filter-out $(if $(NCCL:0=),
 
 comma      := ,
 architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(call exact,$(n)),code=sm_$(call exact,$(n))) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
-library_in  = $(abspath $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)/lib $(2)/lib/x86_64-linux-gnu))))
+library_in  = $(firstword $(wildcard $(addsuffix /$(1),$(2)/lib64 $(2)/lib $(2)/lib/x86_64-linux-gnu)))
 # cuda/hopper.cuh needs sm_90a, which no other GPU can run; later ones use the PTX.
 exact       = $(1)
 $(BUILD)/cuda/dev/tests/test_kernels.o: private exact = $(patsubst 90,90a,$(1))
 $(FLASH90:%=$(BUILD)/cuda/%): private architectures = -gencode arch=compute_90a,code=sm_90a
-GPU_SHARED  = $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL)))
+GPU_SHARED  = $(abspath $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_NCCL),$(call library_in,libnccl.so*,$(NCCL))))
 CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
 CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(HOPPER),-DUSE_HOPPER) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))

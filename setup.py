@@ -37,7 +37,8 @@ class Make(build_py):
         package = Path(self.build_lib).absolute() / "attn_c"
         shutil.rmtree(package, ignore_errors=True)
         environment = {"TORCH_CUDA": str(int(finds_cuda())), **os.environ}
-        subprocess.run(["make", f"-j{os.cpu_count()}", "attn_c", f"PACKAGE={package}"], cwd=ROOT, env=environment,
+        relative = os.path.relpath(package, ROOT)       # make has no targets with spaces, which ROOT may have
+        subprocess.run(["make", f"-j{os.cpu_count()}", "attn_c", f"PACKAGE={relative}"], cwd=ROOT, env=environment,
                        check=True)
 
 
