@@ -3,7 +3,8 @@ units.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-The checkpoints that need this file contain it; it needs nothing else of the project. "attention_normalizer" in
+The checkpoints that need this file contain it; it needs nothing else of the project, so it repeats the formulas and the
+table of learned scalars in attention/normalizer.h, with which the project's tests compare it. "attention_normalizer" in
 config.json defines the normalizer as a sequence of five choices. For the query at position i, n = i + 1 keys are
 visible; d is the head size, L the length with which the model was trained ("seq_len"), and T the length of the text so
 far:
@@ -63,7 +64,7 @@ def softplus(x):
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
-# Functions of z and the learned scalars.
+# Functions of z and the learned scalars, which none of these reads; doc/normalizers.md has one that does.
 PHI = {
     "exp": lambda z, _: torch.exp(z),
     "expm1": lambda z, _: torch.expm1(z),
@@ -80,7 +81,8 @@ PHI = {
 
 def start_of_s(normalizer):
     """The initial value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which
-    makes the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n."""
+    makes the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n. config.json has no other trace of
+    the 1 at which ssmax-fixed fixes s."""
     name, L = normalizer["name"], normalizer["seq_len"]
     said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
     if said:

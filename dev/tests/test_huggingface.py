@@ -166,14 +166,14 @@ def test_the_tokenizers_agree(data, tmp_path):
 
 # ---------------------------------------------------------------- the whole family
 
-def test_the_whole_family_is_tested(data):
-    """These tests cover the presets of --attn help and every value of each stage."""
+def test_the_whole_family_is_tested(data, modeling):
+    """These tests cover the presets of --attn help and every value of each stage. The modeling file has each phi."""
     table, values = run(BIN / "train_gpt2", "--attn", "help")[0].split("\n\n")[1:3]
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(reference.PRESETS)
     there = set(re.findall(r"^  (\w+)=([-\w]+)", values, re.M)) - {("s", "X")}
     used = {(stage, re.split("[:+]", getattr(reference.parse_normalizer(name), stage))[0])
             for name in NORMALIZERS for stage in ("qk", "scale", "offset", "phi", "norm", "post")}
-    assert used == there
+    assert used == there and {phi for stage, phi in there if stage == "phi"} == set(modeling.PHI)
 
 
 @pytest.fixture(scope="session")

@@ -384,6 +384,17 @@ def test_the_modeling_file_gives_the_same_numbers(modeling, attn_c, monkeypatch,
         assert (a - b).norm() <= 1e-10 * max(b.norm(), 0.1)
 
 
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_the_modeling_file_has_the_scalars_of_normalizer_h(modeling, attn_c, name):      # noqa: F811
+    """Their sizes, initial values, and whether they are trained."""
+    model, found = pair(modeling, name, L=24)[0], {}
+    for path, x in model.named_parameters():
+        if (scalar := path.split(".")[-1]) in modeling.SCALARS:
+            start = modeling.SCALARS[scalar][2](model.config.attention_normalizer)
+            found[scalar] = (x.numel(), pytest.approx(start, rel=1e-12), x.requires_grad)
+    assert found == attn_c.library.scalars_of(name, 2, 24)
+
+
 def test_which_attention_the_modeling_file_uses(modeling, attn_c, monkeypatch):      # noqa: F811
     monkeypatch.setattr(modeling, "attn_c", attn_c)
     config, x, ones = pair(modeling, "relu2-T", L=24)[0].config, torch.zeros(2, 5, 8), torch.ones(2, 5)
