@@ -110,7 +110,7 @@ enum { COPY_GROUPS = 16 };
 struct Meetings {
     char barrier[2], warps[WARPS][32][2];    // of a warp: by the lowest lane of the mask
     char named[16][2], wgmma_issued[WARPS / 4], wgmma_done[WARPS / 4][16];
-    char bulk_issued[BLOCK_THREADS], bulk_done[BLOCK_THREADS][16];
+    char bulk_issued[BLOCK_THREADS], bulk_read[BLOCK_THREADS][16], bulk_written[BLOCK_THREADS][16];
     char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
 };
 

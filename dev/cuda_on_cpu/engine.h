@@ -71,6 +71,7 @@ WEAK void __tsan_read16(void *address);
 WEAK void __tsan_write16(void *address);
 WEAK void __tsan_read_range(void *address, unsigned long bytes);
 WEAK void __tsan_write_range(void *address, unsigned long bytes);
+WEAK unsigned __tsan_atomic32_fetch_add(volatile void *address, unsigned x, int order);
 WEAK void __tsan_ignore_thread_begin();
 WEAK void __tsan_ignore_thread_end();
 WEAK void __sanitizer_start_switch_fiber(void **save, const void *bottom, size_t bytes);

@@ -130,7 +130,9 @@ struct AsyncThread {
     int named;
     const unsigned *counter;
     unsigned counter_value;
-    void *copier;    // of its bulk copies, in the race check
+    // Of its bulk copies, in the race check: one for shared memory and the sources of loads, for which bulk_wait_read()
+    // waits, and one for what stores write.
+    void *copier, *writer;
 };
 
 struct GenericStore {    // to 2 bytes, of which the asynchronous proxy does not know yet
@@ -223,6 +225,16 @@ static void wake(Worker &w, std::vector<unsigned> &threads) {
 static void wait_as(Worker &w, Fiber &me, Kind kind, Site site) {
     me.wait = {kind, 0, site};
     set_waiting(w, me.number);
+}
+
+// In the race check, calls function() as another of its threads, which is made at its first use.
+template <class Function>
+static void as_thread(void *&fiber, Function function) {
+    void *me = __tsan_get_current_fiber();
+    if (!fiber) fiber = __tsan_create_fiber(0);
+    __tsan_switch_to_fiber(fiber, 1);
+    function();
+    __tsan_switch_to_fiber(me, 1);
 }
 
 uint32_t shared_address(const void *p, Site site) {
@@ -593,27 +605,28 @@ static void list_pieces(BulkCopy &c, const TensorMapBits &m, const int *at, uint
     }
 }
 
-// In the race check, a thread of its own makes a thread's bulk copies.
+// In the race check, threads of their own make a thread's bulk copies.
 static void announce_copy(Worker &w, AsyncThread &t, const BulkCopy &c) {
     if (!w.watched) return;
     char *issued = &w.meetings->bulk_issued[c.thread];
-    void *context = self().context;
-    if (!t.copier) t.copier = __tsan_create_fiber(0);
     __tsan_release(issued);
-    __tsan_ignore_thread_end();
-    __tsan_switch_to_fiber(t.copier, 1);
-    __tsan_acquire(issued);
-    for (const Piece &p : c.pieces) {
-        char *shared = shared_pointer(w, p.offset);
-        if (c.kind == TMA_LOAD) __tsan_write_range(shared, PIECE);
-        else __tsan_read_range(shared, PIECE);
-        if (p.inside == 0) continue;
-        if (c.kind == TMA_LOAD) __tsan_read_range(p.global, p.inside);
-        if (c.kind == TMA_STORE) __tsan_write_range(p.global, p.inside);
-    }
-    if (c.barrier) __tsan_release(sync_of(*c.barrier, c.phase));
-    __tsan_switch_to_fiber(context, 1);
-    __tsan_ignore_thread_begin();
+    as_thread(t.copier, [&] {
+        __tsan_acquire(issued);
+        for (const Piece &p : c.pieces)
+            if (c.kind == TMA_LOAD) {
+                __tsan_write_range(shared_pointer(w, p.offset), PIECE);
+                __tsan_read_range(p.global, p.inside);
+            } else __tsan_read_range(shared_pointer(w, p.offset), PIECE);
+        if (c.barrier) __tsan_release(sync_of(*c.barrier, c.phase));
+    });
+    if (c.kind == TMA_LOAD) return;
+    as_thread(t.writer, [&] {
+        __tsan_acquire(issued);
+        for (const Piece &p : c.pieces)
+            if (c.kind == TMA_STORE) __tsan_write_range(p.global, p.inside);
+            else
+                for (int i = 0; i < p.inside; i += 4) __tsan_atomic32_fetch_add(p.global + i, 0, __ATOMIC_RELAXED);
+    });
 }
 
 static void issue_load(Worker &w, Async &a, BulkCopy &c, int swizzle) {
@@ -818,12 +831,9 @@ void bulk_commit() {
         Unseen unseen;
         Worker &w = *worker;
         AsyncThread &me = thread_of(async_of(w), self());
-        if (me.copier) {
-            void *context = self().context;
-            __tsan_switch_to_fiber(me.copier, 1);
-            __tsan_release(&w.meetings->bulk_done[self().number][me.bulk_commits % 16]);
-            __tsan_switch_to_fiber(context, 1);
-        }
+        const unsigned thread = self().number, group = me.bulk_commits % 16;
+        if (me.copier) as_thread(me.copier, [&] { __tsan_release(&w.meetings->bulk_read[thread][group]); });
+        if (me.writer) as_thread(me.writer, [&] { __tsan_release(&w.meetings->bulk_written[thread][group]); });
         me.bulk_commits++;
         me.bulk_uncommitted = false;
     }
@@ -849,7 +859,9 @@ void bulk_wait(unsigned groups, bool read_only, Site site) {
     while (!read_only && !me.unfinished.empty() && covers(me.unfinished.front().group)) me.unfinished.pop_front();
     if (me.bulk_commits <= groups) return;
     me.bulk_waited = std::max(me.bulk_waited, me.bulk_commits - groups);
-    if (me.copier) __tsan_acquire(&w.meetings->bulk_done[self().number][(me.bulk_commits - groups - 1) % 16]);
+    const unsigned thread = self().number, group = (me.bulk_commits - groups - 1) % 16;
+    if (me.copier) __tsan_acquire(&w.meetings->bulk_read[thread][group]);
+    if (me.writer && !read_only) __tsan_acquire(&w.meetings->bulk_written[thread][group]);
 }
 
 // ---- wgmma
@@ -1099,16 +1111,12 @@ static void open_accumulator(Warpgroup &g, WgmmaOperation &op) {
 // In the race check, the warpgroup's tensor core is a thread that reads the operands.
 static void announce_wgmma(Worker &w, Warpgroup &g, const WgmmaOperation &op, unsigned number) {
     if (!w.watched) return;
-    void *context = self().context;
-    if (!g.unit) g.unit = __tsan_create_fiber(0);
-    __tsan_ignore_thread_end();
-    __tsan_switch_to_fiber(g.unit, 1);
-    __tsan_acquire(&w.meetings->wgmma_issued[number]);
-    for (uint32_t p : op.a_pieces) __tsan_read16(shared_pointer(w, p));
-    for (uint32_t p : op.b_pieces) __tsan_read16(shared_pointer(w, p));
-    __tsan_release(&w.meetings->wgmma_done[number][op.group % 16]);
-    __tsan_switch_to_fiber(context, 1);
-    __tsan_ignore_thread_begin();
+    as_thread(g.unit, [&] {
+        __tsan_acquire(&w.meetings->wgmma_issued[number]);
+        for (uint32_t p : op.a_pieces) __tsan_read16(shared_pointer(w, p));
+        for (uint32_t p : op.b_pieces) __tsan_read16(shared_pointer(w, p));
+        __tsan_release(&w.meetings->wgmma_done[number][op.group % 16]);
+    });
 }
 
 static void issue_wgmma(Worker &w, Async &a, Warpgroup &g, const Fiber &me, Site site) {
@@ -1280,8 +1288,11 @@ void async_end_block(Worker &w) {
                 a.copies[0]->site.line, block.c_str());
         step_copy(w, a, 0);
     }
-    for (const AsyncThread &t : a.threads)
-        if (t.copier) __tsan_destroy_fiber(t.copier);
+    for (AsyncThread &t : a.threads) {
+        if (t.writer) as_thread(t.writer, [&] { __tsan_release((void *)w.launch); });    // before the kernel's end
+        for (void *fiber : {t.copier, t.writer})
+            if (fiber) __tsan_destroy_fiber(fiber);
+    }
     for (const Warpgroup &g : a.warpgroups)
         if (g.unit) __tsan_destroy_fiber(g.unit);
     w.async = NULL;

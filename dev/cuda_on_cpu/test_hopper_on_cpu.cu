@@ -720,6 +720,44 @@ static void last_turn_before_writes(bool defect) {
     for (float got : sums.host()) CHECK(got == expected, "%g, not %g", got, expected);
 }
 
+// Each block in its turn writes one more than the block before. One thread copies, and another passes the turn on.
+KERNEL void relay_kernel(float4 *numbers, unsigned *turn, unsigned *ticket, bool addition, bool defect) {
+    SHARED_ARRAY(float4, memory, 1);
+    SHARED_ARRAY(unsigned, drawn, 1);
+    if (threadIdx.x == 32) {
+        *drawn = atomicAdd(ticket, 1u);
+        wait_for_counter(turn, *drawn);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned block = *drawn;
+        const float x = block ? numbers[block - 1].x + 1 : 1.0f;
+        store_shared(memory, make_float4(x, x, x, x));
+        fence_proxy_async();
+        if (addition) bulk_reduce_add((float *)&numbers[block], (const float *)memory, sizeof *memory);
+        else bulk_store(&numbers[block], memory, sizeof *memory);
+        bulk_commit();
+        if (defect) bulk_wait_read<0>();
+        else bulk_wait<0>();
+    }
+    __syncthreads();
+    if (threadIdx.x == 32) add_to_counter(turn, 1);
+}
+
+static void relay(bool addition, bool defect) {
+    Device<float4> numbers(std::vector<float4>(ORDERED_BLOCKS, make_float4(0, 0, 0, 0)));
+    Device<unsigned> counters(std::vector<unsigned>(2, 0u));
+    launch(relay_kernel, dim3(ORDERED_BLOCKS), 64, 0, NULL, numbers.p, counters.p, counters.p + 1, addition, defect);
+    std::vector<float4> got = numbers.host();
+    for (size_t i = 0; i < got.size(); i++) CHECK(got[i].w == (float)(i + 1), "%zu is %g", i, got[i].w);
+}
+static void turn_passed_on_before_store(bool defect) {
+    relay(false, defect);
+}
+static void turn_passed_on_before_addition(bool defect) {
+    relay(true, defect);
+}
+
 // ---- a warp hands rows over to another: one lane arrives for all
 
 enum { HANDOVERS = 20 };
@@ -842,7 +880,8 @@ PIPELINE_DEFECTS(X)
     X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(wrong_block) X(bulk_misaligned) \
     X(bulk_past_shared) X(bulk_past_allocation) X(bulk_source_reused) X(missing_counter_wait) X(counter_not_advanced) \
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
-    X(tickets_before_writes) X(last_turn_before_writes) X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
+    X(tickets_before_writes) X(last_turn_before_writes) X(turn_passed_on_before_store) X(turn_passed_on_before_addition) \
+    X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
     X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation) X(load_at_misaligned_coordinate) \
     X(store_at_misaligned_coordinate) X(reduction_at_misaligned_coordinate) X(store_before_row_start) \
     X(store_before_first_row) X(reduction_before_row_start) X(reduction_before_first_row) X(store_past_row_end) \

@@ -18,6 +18,11 @@ def programs(tmp_path_factory):
     return build_programs(tmp_path_factory.mktemp("hopper_on_cpu"), "test_hopper_on_cpu.cu")
 
 
+def race(*words):
+    """A report of a race that has these words, in this order."""
+    return RACE + "".join(r"[\s\S]*?" + word for word in words)
+
+
 DEADLOCK = r"DEADLOCK in block"
 IN_USE = "REGISTERS IN USE: "
 # A wait is missing, or comes too early: what shows depends on when asynchronous work takes place.
@@ -136,6 +141,8 @@ FOUND = {
     "tickets_without_wait": (WRONG, "plain", ["SUSPEND=often THREADS=1"]),
     "tickets_before_writes": (TURN_TOO_EARLY, "plain", ANY),
     "last_turn_before_writes": (TURN_TOO_EARLY, "plain", ANY),
+    "turn_passed_on_before_store": (race("Read of size", "relay_kernel", "Previous write"), "race", ANY),
+    "turn_passed_on_before_addition": (race("Read of size", "relay_kernel", "Previous atomic write"), "race", ANY),
     "missing_syncwarp_before_arrival": (WRONG + "|" + DEADLOCK, "plain", ["ORDER=straggler ASYNC=issue"]),
     "map_stride": (r"cuTensorMapEncodeTiled: the stride of dimension 1, 130 bytes", "plain", [DEFAULT]),
     "map_address": (r"cuTensorMapEncodeTiled: the global address .* is not aligned to 16", "plain", [DEFAULT]),
