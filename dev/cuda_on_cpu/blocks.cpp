@@ -33,8 +33,7 @@ const Position &position_of_this_thread() {
 
 // ---- the switch from one fiber to another: saves the call-preserved registers on the old stack and restores them from
 // the new one. It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so the return address
-// that the processor predicts from one fiber is also right for the next (with a jump, a shuffle took 70 ns per lane
-// instead of 35).
+// that the processor predicts from one fiber is also right for the next (README.md, "What it costs").
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
 extern "C" void cuda_on_cpu_start();
 asm(R"(
@@ -457,7 +456,7 @@ static void prepare_memory(Worker &w, uint64_t block) {
     // On a GPU, shared arrays come first. Every second block's memory is aligned to 128 bytes and no more; the others'
     // always ends at a guard page.
     if (block % 2 == 0 && (uintptr_t)w.dynamic % 256 == 0) w.dynamic -= 128;
-    if (w.settings.poison) fill(w.dynamic, w.launch->shared_bytes, POISON);
+    fill(w.dynamic, w.launch->shared_bytes, POISON);
     fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
     for (int i = 0; i < w.array_count; i++) w.array_memory[w.arrays[i].array->number] = NULL;
     w.array_count = 0;
@@ -507,7 +506,7 @@ void *shared_array(SharedArray &array, size_t bytes) {
     memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
     w.statics_used += room;
-    if (w.settings.poison) fill(memory, bytes, POISON);
+    fill(memory, bytes, POISON);
     fill(memory + bytes, room - bytes, FENCE);
     w.arrays[w.array_count++] = {memory, bytes, &array};
     return memory;

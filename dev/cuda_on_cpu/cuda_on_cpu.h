@@ -52,7 +52,6 @@ struct Settings {
     Suspend suspend;    // CUDA_ON_CPU_SUSPEND   waiting | often
     Streams streams;    // CUDA_ON_CPU_STREAMS   once | late | any
     MmaSums mma;        // CUDA_ON_CPU_MMA       nearest | hopper
-    bool poison;        // CUDA_ON_CPU_POISON    1: shared memory and new device memory are NaNs
     // CUDA_ON_CPU_HIDE      1: only kernels and copies can touch device memory; slow.
     bool hide;
     // CUDA_ON_CPU_THREADS   CPU threads over which blocks are spread; default: all.

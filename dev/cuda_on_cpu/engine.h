@@ -1,4 +1,4 @@
-// Shared by blocks.cpp and runtime.cpp, and included nowhere else.
+// Shared by blocks.cpp, hopper.cpp and runtime.cpp, and included nowhere else.
 #ifndef CUDA_ON_CPU_ENGINE_H
 #define CUDA_ON_CPU_ENGINE_H
 

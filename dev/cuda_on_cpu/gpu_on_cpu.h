@@ -226,15 +226,9 @@ CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
 #undef CUDA_ON_CPU_REDUCE
 
 // ---- memory
-// The fences order nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, a fence
-// is an acquire and a release.)
+// The fence orders nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, it is an
+// acquire and a release.)
 static inline void __threadfence() {
-    cuda_on_cpu::fence();
-}
-static inline void __threadfence_block() {
-    cuda_on_cpu::fence();
-}
-static inline void __threadfence_system() {
     cuda_on_cpu::fence();
 }
 
@@ -261,10 +255,6 @@ inline T __ldcs(const T *p, CUDA_ON_CPU_SITE) {
 template <class T>
 inline T __ldcg(const T *p, CUDA_ON_CPU_SITE) {
     return cuda_on_cpu::load(p, {file, line});
-}
-template <class T>
-inline void __stcs(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::store(p, x, {file, line});
 }
 template <class T>
 inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) {
@@ -383,12 +373,6 @@ DEVICE float __uint_as_float(unsigned x) {
 DEVICE float __int_as_float(int x) {
     return cuda_on_cpu::bits<float>(x);
 }
-DEVICE long long __double_as_longlong(double x) {
-    return cuda_on_cpu::bits<long long>(x);
-}
-DEVICE double __longlong_as_double(long long x) {
-    return cuda_on_cpu::bits<double>(x);
-}
 
 DEVICE float rsqrtf(float x) {
     return 1.0f / sqrtf(x);
@@ -399,14 +383,8 @@ DEVICE double rsqrt(double x) {
 DEVICE float normcdff(float x) {
     return 0.5f * erfcf(-x * 0.707106781186547524f);
 }
-DEVICE double normcdf(double x) {
-    return 0.5 * erfc(-x * 0.707106781186547524);
-}
 DEVICE float sinpif(float x) {
     return (float)sin(3.14159265358979323846 * x);
-}
-DEVICE float cospif(float x) {
-    return (float)cos(3.14159265358979323846 * x);
 }
 DEVICE float __saturatef(float x) {
     return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
@@ -414,43 +392,6 @@ DEVICE float __saturatef(float x) {
 DEVICE float __fdividef(float x, float y) {
     return x / y;
 }
-DEVICE float __fadd_rn(float x, float y) {
-    volatile float sum = x + y;
-    return sum;
-}
-DEVICE float __fsub_rn(float x, float y) {
-    volatile float difference = x - y;
-    return difference;
-}
-DEVICE float __fmul_rn(float x, float y) {
-    volatile float product = x * y;
-    return product;
-}
-DEVICE float __fdiv_rn(float x, float y) {
-    return x / y;
-}
-DEVICE float __fmaf_rn(float x, float y, float z) {
-    return fmaf(x, y, z);
-}
-DEVICE float __frcp_rn(float x) {
-    return 1.0f / x;
-}
-DEVICE float __fsqrt_rn(float x) {
-    return sqrtf(x);
-}
-DEVICE float __frsqrt_rn(float x) {
-    return (float)(1.0 / sqrt((double)x));
-}
-#define __expf(x) expf(x)           // macros, because glibc declares functions with these names
-#define __exp10f(x) exp10f(x)
-#define __logf(x) logf(x)
-#define __log2f(x) log2f(x)
-#define __log10f(x) log10f(x)
-#define __powf(x, y) powf(x, y)
-#define __sinf(x) sinf(x)
-#define __cosf(x) cosf(x)
-#define __tanf(x) tanf(x)
-#define __sincosf(x, s, c) sincosf(x, s, c)
 
 // As on the GPU, conversions saturate, and a NaN becomes 0.
 DEVICE int __float2int_rn(float x) {
@@ -468,15 +409,6 @@ DEVICE int __float2int_ru(float x) {
 DEVICE unsigned __float2uint_rn(float x) {
     return isnan(x) ? 0 : (unsigned)fmin(fmax(rint(x), 0.0), 4294967295.0);
 }
-DEVICE unsigned __float2uint_rz(float x) {
-    return isnan(x) ? 0 : (unsigned)fmin(fmax(trunc(x), 0.0), 4294967295.0);
-}
-DEVICE float __int2float_rn(int x) {
-    return (float)x;
-}
-DEVICE float __uint2float_rn(unsigned x) {
-    return (float)x;
-}
 
 DEVICE int __popc(unsigned x) {
     return __builtin_popcount(x);
@@ -487,14 +419,8 @@ DEVICE int __popcll(unsigned long long x) {
 DEVICE int __ffs(int x) {
     return __builtin_ffs(x);
 }
-DEVICE int __ffsll(long long x) {
-    return __builtin_ffsll(x);
-}
 DEVICE int __clz(int x) {
     return x ? __builtin_clz((unsigned)x) : 32;
-}
-DEVICE int __clzll(long long x) {
-    return x ? __builtin_clzll((unsigned long long)x) : 64;
 }
 DEVICE unsigned __brev(unsigned x) {
     unsigned reversed = 0;

@@ -90,7 +90,6 @@ static Settings from_environment() {
     s.suspend = (Suspend)choice("CUDA_ON_CPU_SUSPEND", {"waiting", "often"});
     s.streams = (Streams)choice("CUDA_ON_CPU_STREAMS", {"once", "late", "any"});
     s.mma = (MmaSums)choice("CUDA_ON_CPU_MMA", {"nearest", "hopper"});
-    s.poison = number("CUDA_ON_CPU_POISON", 1) != 0;
     s.hide = number("CUDA_ON_CPU_HIDE", 0) != 0;
     s.threads = (int)std::max<uint64_t>(number("CUDA_ON_CPU_THREADS", processors()), 1);
     s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
@@ -268,7 +267,7 @@ static cudaError_t allocate(void **p, size_t bytes, Place place) {
     if (mapping == MAP_FAILED) return result(cudaErrorMemoryAllocation);
     mprotect(mapping + PAGE, pages, PROT_READ | PROT_WRITE);
     char *start = mapping + PAGE + pages - room;
-    if (settings().poison) fill(start, bytes, POISON);
+    fill(start, bytes, POISON);
     fill(start + bytes, room - bytes, FENCE);
     if (settings().hide && place == DEVICE_MEMORY) mprotect(mapping + PAGE, pages, PROT_NONE);
     allocations[start] = {bytes, place, ++allocation_number, mapping, pages + 2 * PAGE};
