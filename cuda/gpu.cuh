@@ -2,7 +2,7 @@
 //
 // This file has two halves. nvcc uses the one below, which is written in PTX. A C++ compiler for the CPU uses
 // dev/cuda_on_cpu/gpu_on_cpu.h, which defines the same names with the same meaning, so that the kernels' own source can
-// be run and tested without a GPU. No other file distinguishes the two.
+// be run and tested without a GPU. hopper.cuh has the same two halves.
 //
 //   KERNEL, DEVICE                 before a kernel, before a device function
 //   UNROLL, UNROLL_NOT             before a loop

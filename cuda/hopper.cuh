@@ -6,8 +6,8 @@
 //
 //   Mbarrier, mbarrier_*      barriers in shared memory, which count arrivals and bytes
 //   TensorMap, tma_*, bulk_*  copies between global and shared memory by one thread
-//   fence_proxy_async         between ordinary stores to shared memory and asynchronous reads of them
-//   wgmma*                    matmuls of a warpgroup, 128 threads, with operands in shared memory
+//   fence_proxy_async         between ordinary stores to shared memory and asynchronous reads or writes of those bytes
+//   wgmma*                    matmuls of a warpgroup, 128 threads: B in shared memory, A there or in registers
 //   named_barrier_*           barriers for some of a block's warps
 //   setmaxnreg_*              registers move from one warpgroup to another
 //   stmatrix_*, store_shared  stores to shared memory that asynchronous instructions read

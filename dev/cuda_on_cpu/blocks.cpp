@@ -1435,11 +1435,13 @@ void counts_print(FILE *file) {
     fprintf(
         file,
         "cuda_on_cpu: %llu launches, %llu blocks, %llu barriers, %llu operations of warps, %llu mma; ldmatrix %llu, bank conflicts %llu; "
-        "cp.async %llu, bank conflicts %llu; %llu waits of the host, %llu of them until no work was left; %llu launches of graphs\n",
+        "stmatrix %llu, bank conflicts %llu; cp.async %llu, bank conflicts %llu; %llu wgmma, %llu bulk copies; %llu waits of the host, %llu of them until no work was left; %llu launches of graphs\n",
         (unsigned long long)c.launches, (unsigned long long)c.blocks, (unsigned long long)c.barriers,
         (unsigned long long)c.collectives, (unsigned long long)c.mmas, (unsigned long long)c.ldmatrix,
-        (unsigned long long)c.ldmatrix_conflicts, (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts,
-        (unsigned long long)c.waits, (unsigned long long)c.idle_waits, (unsigned long long)c.graphs);
+        (unsigned long long)c.ldmatrix_conflicts, (unsigned long long)c.stmatrix,
+        (unsigned long long)c.stmatrix_conflicts, (unsigned long long)c.copies, (unsigned long long)c.copy_conflicts,
+        (unsigned long long)c.wgmmas, (unsigned long long)c.bulk_copies, (unsigned long long)c.waits,
+        (unsigned long long)c.idle_waits, (unsigned long long)c.graphs);
     for (const auto &l : all_conflicts)
         fprintf(file, "  %s:%d: %llu bank conflicts\n", l.first.first.c_str(), l.first.second,
                 (unsigned long long)l.second);
