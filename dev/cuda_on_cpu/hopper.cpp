@@ -21,7 +21,7 @@
 
 namespace cuda_on_cpu {
 
-enum { PIECE = 16, NAMED_BARRIERS = 16, REGISTERS = 64 * 1024, MOST_REGISTERS = 256 };
+enum { PIECE = 16, NAMED_BARRIERS = 16, MOST_REGISTERS = 256 };
 static const size_t ROOM = DYNAMIC_ROOM + STATICS_ROOM;
 static const int64_t MOST_TRANSACTION_BYTES = (1 << 20) - 1;
 static const unsigned MOST_ARRIVALS = (1 << 20) - 1;
@@ -31,16 +31,16 @@ static const unsigned MOST_ARRIVALS = (1 << 20) - 1;
 struct Barrier {    // an mbarrier
     Mbarrier *address;
     unsigned arrivals, pending;    // of each phase; missing in this one
-    int64_t bytes;                 // of transactions: expected and not complete
-    unsigned phase;
-    unsigned initializer;    // the thread
-    bool fenced;             // its initialization
-    bool observed;           // somebody has waited for the last complete phase
-    bool had_bytes;          // of transactions, in the last complete phase
-    bool has_bytes;          // in this one
-    Site site;               // of the initialization
-    std::vector<unsigned> waiting;
-    std::bitset<BLOCK_THREADS> arrived;    // in this phase
+    unsigned initializer;          // the thread
+    Site site;                     // of the initialization
+    int64_t bytes = 0;             // of transactions: expected and not complete
+    unsigned phase = 0;
+    bool fenced = false;       // its initialization
+    bool observed = true;      // somebody has waited for the last complete phase
+    bool had_bytes = false;    // of transactions, in the last complete phase
+    bool has_bytes = false;    // in this one
+    std::vector<unsigned> waiting = {};
+    std::bitset<BLOCK_THREADS> arrived = {};    // in this phase
 };
 
 struct Piece {          // 16 bytes of a copy
@@ -90,7 +90,6 @@ struct Warpgroup {
     int waiting;    // threads that have arrived at the operation below
     Wait first;
     Matmul matmul;
-    int argument;
     unsigned commits;
     float *d[WARPGROUP];
     const uint32_t *a[WARPGROUP];
@@ -108,17 +107,31 @@ struct NamedBarrier {
     std::vector<unsigned> waiting;
 };
 
+struct Run {    // of bytes in global memory
+    char *start, *end;
+};
+
 struct UnfinishedStore {    // a bulk store, or addition, that no bulk_wait has covered yet
     unsigned group;
+    TmaKind kind;
+    std::vector<Run> runs;
     const unsigned *counter;    // for which its thread waited last
     Site site;
 };
 
+struct Aligned {    // an instruction that all lanes of a warp have to execute
+    const char *name;
+    int argument;
+    Site site;
+};
+
 struct AsyncThread {
+    size_t aligned;             // number of such instructions so far
     unsigned commits;           // of wgmma groups
     bool fenced;                // by wgmma_fence(), since the last commit
     std::vector<char> stack;    // at that fence, up to the stack's top
     unsigned bulk_commits;
+    unsigned bulk_needed;    // commits up to the latest copy's
     unsigned bulk_waited;    // groups of which the sources have been waited for
     Site bulk_site;          // of the latest copy
     bool bulk_uncommitted;
@@ -152,6 +165,7 @@ struct Async {
     Warpgroup warpgroups[WARPS / 4];
     NamedBarrier named[NAMED_BARRIERS];
     std::vector<AsyncThread> threads;
+    std::vector<Aligned> aligned[WARPS];    // what the first lane to come has executed
     std::vector<Site> sites;
     int pool;    // registers that no warpgroup has
     int counter_waiters;
@@ -185,6 +199,10 @@ static Async *new_async() {
     return a;
 }
 
+static int registers_of_thread(const Worker &w) {    // at the start
+    return std::min<int>(((64 * 1024 / w.threads) / 8) * 8, MOST_REGISTERS);
+}
+
 // The block's state, which is made anew at its first asynchronous instruction. Call under Unseen.
 static Async &async_of(Worker &w) {
     if (w.async) return *w.async;
@@ -195,11 +213,12 @@ static Async &async_of(Worker &w) {
     for (Warpgroup &g : a.warpgroups) g = Warpgroup();
     for (NamedBarrier &n : a.named) n = NamedBarrier();
     a.threads.assign((size_t)w.threads, AsyncThread());
+    for (auto &warp : a.aligned) warp.clear();
     a.sites.assign(1, Site{"", 0});
     a.counter_waiters = 0;
     a.rarely = 16;
-    int registers = std::min<int>(((REGISTERS / w.threads) / 8) * 8, MOST_REGISTERS);
-    for (int i = 0; i < (w.threads + WARPGROUP - 1) / WARPGROUP; i++) a.warpgroups[i].registers = registers;
+    for (int i = 0; i < (w.threads + WARPGROUP - 1) / WARPGROUP; i++)
+        a.warpgroups[i].registers = registers_of_thread(w);
     a.pool = 0;
     clear_memory(a, shared_offset(w, w.dynamic), ROOM);
     return a;
@@ -225,6 +244,29 @@ static void wake(Worker &w, std::vector<unsigned> &threads) {
 static void wait_as(Worker &w, Fiber &me, Kind kind, Site site) {
     me.wait = {kind, 0, site};
     set_waiting(w, me.number);
+}
+
+// PTX's .aligned: the other lanes of a warp have to execute what the first one to come has. wgmma and setmaxnreg, for
+// which a whole warpgroup meets, do not need this.
+static void execute_aligned(Async &a, const Fiber &me, const char *name, int argument, Site site) {
+    std::vector<Aligned> &warp = a.aligned[me.number / LANES];
+    const size_t number = thread_of(a, me).aligned++;
+    if (number == warp.size()) warp.push_back({name, argument, site});
+    const Aligned &first = warp[number];
+    if (first.name != name || first.argument != argument || !same_site(first.site, site))
+        die("MISMATCH: thread %u executes %s(%d) at %s:%d, and another lane of its warp %s(%d) at %s:%d; all lanes have to execute the same instruction",
+            me.number, name, argument, site.file, site.line, first.name, first.argument, first.site.file,
+            first.site.line);
+}
+
+static void check_all_lanes_executed(const Worker &w, const Async &a, const char *block) {
+    for (int i = 0; i < w.threads; i++) {
+        const std::vector<Aligned> &warp = a.aligned[i / LANES];
+        const size_t number = a.threads[(size_t)i].aligned;
+        if (number < warp.size())
+            die("MISMATCH: thread %d has not executed %s(%d) at %s:%d, and another lane of its warp has, %s", i,
+                warp[number].name, warp[number].argument, warp[number].site.file, warp[number].site.line, block);
+    }
 }
 
 // In the race check, calls function() as another of its threads, which is made at its first use.
@@ -284,7 +326,19 @@ void fence_proxy_async() {
     me.stores.clear();
 }
 
-// An asynchronous instruction reads 16 bytes.
+// An asynchronous instruction reads or writes ("reads", "writes") 16 bytes.
+static void check_seen(Worker &w, Async &a, uint32_t offset, const char *name, const char *accesses, Site site) {
+    const char *p = shared_pointer(w, offset);
+    for (size_t i = offset / 2; i < (offset + PIECE) / 2; i++)
+        if (a.stores[i].thread)
+            die("MISSING PROXY FENCE: %s at %s:%d %s what thread %d stored at %s:%d, and that thread has not called fence_proxy_async() since",
+                name, site.file, site.line, accesses, a.stores[i].thread - 1, a.sites[a.stores[i].site].file,
+                a.sites[a.stores[i].site].line);
+    if (memcmp(p, a.shadow + offset, PIECE) != 0)
+        die("UNSEEN STORE: %s at %s:%d %s shared memory that an ordinary store has changed (byte %td of dynamic shared memory); use store_shared() or stmatrix, then fence_proxy_async()",
+            name, site.file, site.line, accesses, p - w.dynamic);
+}
+
 static void check_read(Worker &w, Async &a, uint32_t offset, const char *reader, Site site) {
     const Loaded &loaded = a.loaded[offset / PIECE];
     const char *p = shared_pointer(w, offset);
@@ -294,14 +348,7 @@ static void check_read(Worker &w, Async &a, uint32_t offset, const char *reader,
     if (loaded.in_flight)
         die("NOT LOADED YET: %s at %s:%d reads shared memory that the TMA load at %s:%d is still writing", reader,
             site.file, site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
-    for (size_t i = offset / 2; i < (offset + PIECE) / 2; i++)
-        if (a.stores[i].thread)
-            die("MISSING PROXY FENCE: %s at %s:%d reads what thread %d stored at %s:%d, and that thread has not called fence_proxy_async() since",
-                reader, site.file, site.line, a.stores[i].thread - 1, a.sites[a.stores[i].site].file,
-                a.sites[a.stores[i].site].line);
-    if (memcmp(p, a.shadow + offset, PIECE) != 0)
-        die("UNSEEN STORE: %s at %s:%d reads shared memory that an ordinary store has changed (byte %td of dynamic shared memory); use store_shared() or stmatrix, then fence_proxy_async()",
-            reader, site.file, site.line, p - w.dynamic);
+    check_seen(w, a, offset, reader, "reads", site);
 }
 
 // The same when the instruction is executed: nothing may have changed since its issue.
@@ -378,7 +425,7 @@ void mbarrier_init(Mbarrier *address, unsigned arrivals, Site site) {
     }
     address->state = cookie(address);
     memcpy(a.shadow + offset, address, sizeof *address);
-    a.barriers.push_back({address, arrivals, arrivals, 0, 0, self().number, false, true, false, false, site, {}, {}});
+    a.barriers.push_back({address, arrivals, arrivals, self().number, site});
     thread_of(a, self()).inits.push_back(&a.barriers.back());
 }
 
@@ -389,12 +436,8 @@ void mbarrier_init_fence() {
     me.inits.clear();
 }
 
-static void complete_phase_if_done(Worker &w, Async &a, Barrier &b) {
+static void complete_phase_if_done(Worker &w, Barrier &b) {
     if (b.pending > 0 || b.bytes != 0) return;
-    for (const auto &c : a.copies)
-        if (c->barrier == &b)
-            die("WRONG EXPECT_TX: %s completes a phase while the TMA load issued at %s:%d, %zu bytes, is in flight: arrivals announced too few bytes",
-                describe(b).c_str(), c->site.file, c->site.line, c->bytes);
     if (!b.observed)
         die("UNOBSERVED PHASE: %s completes it, and nobody has waited for the previous phase", describe(b).c_str());
     b.observed = false;
@@ -431,7 +474,7 @@ static void arrive(Worker &w, Mbarrier *address, unsigned expected_bytes, Site s
         die("OVERFLOW: %s at %s:%d: %s; at most %lld bytes can be pending", what, site.file, site.line,
             describe(b).c_str(), (long long)MOST_TRANSACTION_BYTES);
     b.pending--;
-    complete_phase_if_done(w, a, b);
+    complete_phase_if_done(w, b);
 }
 
 // After an arrival, others may run: what the thread does next has not happened yet for them.
@@ -479,6 +522,10 @@ struct TensorMapBits {    // a CUtensorMap of the emulation
 static_assert(sizeof(TensorMapBits) <= sizeof(CUtensorMap), "the emulated tensor map fits into CUDA's");
 static const uint64_t TENSOR_MAP = 0x70616d726f736e74;
 
+static uint32_t span(unsigned swizzle) {    // of bytes within which pieces are permuted: a row of the swizzle's pattern
+    return 16u << swizzle;
+}
+
 static int64_t row_bytes(const TensorMapBits &m) {
     return (int64_t)(m.dims[0] * m.element_bytes);
 }
@@ -492,7 +539,6 @@ static uint64_t extent(const TensorMapBits &m) {    // in bytes
 // An empty string if the map is possible.
 static std::string refuse_map(const TensorMapBits &m, const uint32_t *element_strides, int interleave,
                               const void *map) {
-    static const unsigned SPAN[] = {0, 32, 64, 128};
     if ((uintptr_t)map % 64 != 0) return "the tensor map is not aligned to 64 bytes";
     if (m.rank < 1 || m.rank > 5) return print("the rank %u is not from 1 to 5", m.rank);
     if (m.element_bytes == 0) return "the element type is not emulated: bfloat16 and float32 are";
@@ -512,8 +558,8 @@ static std::string refuse_map(const TensorMapBits &m, const uint32_t *element_st
     uint32_t inner = m.box[0] * m.element_bytes;
     if (inner % 16 != 0) return print("the box's rows have %u bytes, which is not a multiple of 16", inner);
     // CUDA allows shorter rows, but does not document where they lie.
-    if (m.swizzle && inner != SPAN[m.swizzle])
-        return print("the box's rows have %u bytes, and a swizzle of %u bytes needs as many", inner, SPAN[m.swizzle]);
+    if (m.swizzle && inner != span(m.swizzle))
+        return print("the box's rows have %u bytes, and a swizzle of %u bytes needs as many", inner, span(m.swizzle));
     if (!is_device(m.base, extent(m)))
         return print("the tensor's %llu bytes at %p are not all device memory", (unsigned long long)extent(m),
                      (void *)m.base);
@@ -571,14 +617,12 @@ static const char *const tma_names[] = {"tma_load", "tma_store", "tma_reduce_add
 
 // Swizzling exchanges address bits 4 to 6 depending on bits 7 to 9 (128 bytes), 4 and 5 on 7 and 8 (64), 4 on 7 (32):
 // of the address in shared memory, wherever the tile starts.
-static uint32_t swizzled(uint32_t address, int swizzle) {
-    static const uint32_t BITS[] = {0, 0x10, 0x30, 0x70};
-    return address ^ (address >> 3 & BITS[swizzle]);
+static uint32_t swizzled(uint32_t address, unsigned swizzle) {
+    return address ^ (address >> 3 & (span(swizzle) - PIECE));
 }
 
-static unsigned alignment_of(int swizzle) {    // of a tile: its swizzle pattern repeats after so many bytes
-    static const unsigned BYTES[] = {128, 256, 512, 1024};
-    return BYTES[swizzle];
+static unsigned alignment_of(unsigned swizzle) {    // of a tile: its swizzle pattern has 8 rows
+    return 8 * span(swizzle);
 }
 
 // The pieces of a box in the order of shared memory, without swizzle.
@@ -599,7 +643,7 @@ static void list_pieces(BulkCopy &c, const TensorMapBits &m, const int *at, uint
         for (uint32_t p = 0; p < row_pieces; p++) {
             const int64_t first = (int64_t)at[0] * m.element_bytes + p * PIECE, left = row_bytes(m) - first;
             const bool some = inside && first >= 0 && left > 0;
-            c.pieces.push_back({swizzled(to + (row * row_pieces + p) * PIECE, (int)m.swizzle), m.base + from + first,
+            c.pieces.push_back({swizzled(to + (row * row_pieces + p) * PIECE, m.swizzle), m.base + from + first,
                                 (uint8_t)(some ? std::min<int64_t>(left, PIECE) : 0)});
         }
     }
@@ -629,18 +673,14 @@ static void announce_copy(Worker &w, AsyncThread &t, const BulkCopy &c) {
     });
 }
 
-static void issue_load(Worker &w, Async &a, BulkCopy &c, int swizzle) {
+static void issue_load(Worker &w, Async &a, BulkCopy &c, unsigned swizzle) {
     uint16_t site = number_of_site(a, c.site);
     for (const Piece &p : c.pieces) {
         Loaded &loaded = a.loaded[p.offset / PIECE];
         if (loaded.in_flight)
             die("BUFFER IN USE: the TMA load at %s:%d writes shared memory that the one at %s:%d is still writing",
                 c.site.file, c.site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
-        for (size_t i = p.offset / 2; i < (p.offset + PIECE) / 2; i++)
-            if (a.stores[i].thread)
-                die("MISSING PROXY FENCE: the TMA load at %s:%d writes what thread %d stored at %s:%d, and that thread has not called fence_proxy_async() since",
-                    c.site.file, c.site.line, a.stores[i].thread - 1, a.sites[a.stores[i].site].file,
-                    a.sites[a.stores[i].site].line);
+        check_seen(w, a, p.offset, c.name, "writes", c.site);
         loaded = {site, (uint8_t)swizzle, true};
         fill(shared_pointer(w, p.offset), PIECE, POISON);
         fill(a.shadow + p.offset, PIECE, POISON);
@@ -648,7 +688,7 @@ static void issue_load(Worker &w, Async &a, BulkCopy &c, int swizzle) {
     c.barrier->has_bytes = true;
 }
 
-static void issue_store(Worker &w, Async &a, BulkCopy &c, int swizzle) {
+static void issue_store(Worker &w, Async &a, BulkCopy &c, unsigned swizzle) {
     for (const Piece &p : c.pieces) {
         const Loaded &loaded = a.loaded[p.offset / PIECE];
         check_read(w, a, p.offset, c.name, c.site);
@@ -717,14 +757,39 @@ static void step_copy(Worker &w, Async &a, size_t index) {
     a.copies.erase(a.copies.begin() + (ptrdiff_t)index);
     if (c.kind != TMA_LOAD) return write_target(c);
     complete_load(w, a, c);
-    complete_phase_if_done(w, a, *c.barrier);
+    complete_phase_if_done(w, *c.barrier);
 }
 
-static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, Mbarrier *b, int swizzle) {
+static std::vector<Run> runs_of(const BulkCopy &c) {
+    std::vector<Run> runs;
+    for (const Piece &p : c.pieces) {
+        if (p.inside == 0) continue;
+        if (runs.empty() || runs.back().end != p.global) runs.push_back({p.global, p.global});
+        runs.back().end += p.inside;
+    }
+    return runs;
+}
+
+// Bulk copies of a thread that only bulk_wait would order must not touch the same bytes, unless both add.
+static void check_order(const AsyncThread &t, const BulkCopy &c, const std::vector<Run> &runs) {
+    for (const UnfinishedStore &s : t.unfinished) {
+        if (c.kind == TMA_REDUCE_ADD && s.kind == TMA_REDUCE_ADD) continue;
+        for (const Run &x : runs)
+            for (const Run &y : s.runs)
+                if (x.start < y.end && y.start < x.end)
+                    die("MISSING WAIT: %s at %s:%d %s global memory that the copy issued at %s:%d writes, and no bulk_wait has covered that",
+                        c.name, c.site.file, c.site.line, c.kind == TMA_LOAD ? "reads" : "writes", s.site.file,
+                        s.site.line);
+    }
+}
+
+static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, Mbarrier *b, unsigned swizzle) {
     BulkCopy &c = *copy;
     AsyncThread &me = thread_of(a, self());
     c.thread = self().number;
     c.group = me.bulk_commits;
+    std::vector<Run> runs = runs_of(c);
+    check_order(me, c, runs);
     if (c.kind == TMA_LOAD) {
         c.barrier = &find_barrier(w, a, b, true, c.name, c.site);
         c.phase = c.barrier->phase;
@@ -734,7 +799,8 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, Mbarrier 
         issue_store(w, a, c, swizzle);
         me.bulk_uncommitted = true;
         me.bulk_site = c.site;
-        me.unfinished.push_back({c.group, me.counter, c.site});
+        me.bulk_needed = c.group + 1;
+        me.unfinished.push_back({c.group, c.kind, std::move(runs), me.counter, c.site});
     }
     announce_copy(w, me, c);
     w.counts.bulk_copies++;
@@ -787,9 +853,9 @@ void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, co
     if (!is_shared(w, shared, bytes))
         die("OUT OF BOUNDS: the box of %s at %s:%d, %zu bytes, is outside the block's shared memory: %s", name,
             site.file, site.line, bytes, describe_shared(w, shared).c_str());
-    if (offset % alignment_of((int)m.swizzle) != 0)
+    if (offset % alignment_of(m.swizzle) != 0)
         die("MISALIGNED: the box of %s at %s:%d is at byte %zu of shared memory, which is not a multiple of %u", name,
-            site.file, site.line, offset, alignment_of((int)m.swizzle));
+            site.file, site.line, offset, alignment_of(m.swizzle));
     if ((int64_t)at[0] * m.element_bytes % PIECE != 0)
         die("MISALIGNED COORDINATE: %s at %s:%d: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
             name, site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
@@ -798,7 +864,7 @@ void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, co
         check_start(*c, at, rank);
         check_row_end(*c, m);
     }
-    issue(w, a, std::move(c), b, (int)m.swizzle);
+    issue(w, a, std::move(c), b, m.swizzle);
 }
 
 void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, Mbarrier *b, Site site) {
@@ -932,18 +998,22 @@ __attribute__((no_sanitize("address"))) static void copy_stack(char *to, const c
     for (; i < bytes; i++) to[i] = from[i];
 }
 
-void wgmma_fence() {
+void wgmma_fence(Site site) {
     Unseen unseen;
-    AsyncThread &t = thread_of(async_of(*worker), self());
+    Async &a = async_of(*worker);
+    AsyncThread &t = thread_of(a, self());
+    execute_aligned(a, self(), "wgmma_fence", 0, site);
     const char *top = stack_top(*worker, self().number), *from = (const char *)__builtin_frame_address(0);
     t.stack.resize((size_t)(top - from));
     copy_stack(&t.stack[0], from, t.stack.size());
     t.fenced = true;
 }
 
-void wgmma_commit() {
+void wgmma_commit(Site site) {
     Unseen unseen;
-    AsyncThread &t = thread_of(async_of(*worker), self());
+    Async &a = async_of(*worker);
+    AsyncThread &t = thread_of(a, self());
+    execute_aligned(a, self(), "wgmma_commit", 0, site);
     t.commits++;
     t.fenced = false;
 }
@@ -951,11 +1021,11 @@ void wgmma_commit() {
 // A descriptor of PTX: start address, leading and stride byte offsets, base offset, swizzle.
 struct Descriptor {
     uint32_t start, leading, stride, base_offset;
-    int swizzle;
+    unsigned swizzle;
 };
 
 static Descriptor decode(uint64_t bits) {
-    static const int SWIZZLES[] = {SWIZZLE_NONE, SWIZZLE_128, SWIZZLE_64, SWIZZLE_32};
+    static const Swizzle SWIZZLES[] = {SWIZZLE_NONE, SWIZZLE_128, SWIZZLE_64, SWIZZLE_32};
     Descriptor d;
     d.start = (uint32_t)(bits & 0x3FFF) * 16;
     d.leading = (uint32_t)(bits >> 16 & 0x3FFF) * 16;
@@ -977,7 +1047,7 @@ static void check_descriptor(uint64_t bits, const Descriptor &d, Major major, co
     if (d.swizzle && d.start % alignment_of(d.swizzle) >= 128)
         die("MISALIGNED: wgmma at %s:%d: the start address of %s, byte %u of shared memory, is not in the first row of a swizzle pattern, which starts at multiples of %u",
             site.file, site.line, which, d.start, alignment_of(d.swizzle));
-    unsigned row = 16u << d.swizzle;
+    unsigned row = span(d.swizzle);
     if (d.swizzle && major == K_MAJOR && d.start % row + 32 > row)
         die("WRONG DESCRIPTOR: wgmma at %s:%d: 32 bytes from byte %u of a row of %s reach beyond the %u bytes of the row",
             site.file, site.line, d.start % row, which, row);
@@ -990,7 +1060,7 @@ static void check_descriptor(uint64_t bits, const Descriptor &d, Major major, co
 //   MN-major    8 k are a pattern's row apart; groups of 8 k the stride offset, and pattern rows, of 8 to 64 elements,
 //               the leading offset; without swizzle, the other way around
 static void list_operand(std::vector<uint32_t> &pieces, const Descriptor &d, Major major, int extent) {
-    const uint32_t row = 16u << d.swizzle, row_pieces = row / PIECE;
+    const uint32_t row = span(d.swizzle), row_pieces = row / PIECE;
     if (major == K_MAJOR)
         for (uint32_t i = 0; i < (uint32_t)extent; i++)
             for (uint32_t j = 0; j < 2; j++)
@@ -1018,14 +1088,14 @@ static void read_operand(Worker &w, Async &a, uint64_t bits, Major major, int ex
     bytes.resize(pieces.size() * PIECE);
     for (size_t i = 0; i < pieces.size(); i++) {
         if (pieces[i] >= DYNAMIC_ROOM)
-            die("OUT OF BOUNDS: wgmma at %s:%d reads %s beyond the end of dynamic shared memory", site.file, site.line,
-                which);
+            die("OUT OF BOUNDS: wgmma at %s:%d reads %s beyond the end of dynamic shared memory, in which operands must be here",
+                site.file, site.line, which);
         check_read(w, a, pieces[i], "wgmma", site);
         const Loaded &loaded = a.loaded[pieces[i] / PIECE];
         if (loaded.site && loaded.swizzle != d.swizzle)
-            die("WRONG SWIZZLE: wgmma at %s:%d reads %s with a swizzle of %d bytes, and the TMA load at %s:%d wrote it with %d",
-                site.file, site.line, which, d.swizzle ? 16 << d.swizzle : 0, a.sites[loaded.site].file,
-                a.sites[loaded.site].line, loaded.swizzle ? 16 << loaded.swizzle : 0);
+            die("WRONG SWIZZLE: wgmma at %s:%d reads %s with a swizzle of %u bytes, and the TMA load at %s:%d wrote it with %u",
+                site.file, site.line, which, d.swizzle ? span(d.swizzle) : 0, a.sites[loaded.site].file,
+                a.sites[loaded.site].line, loaded.swizzle ? span(loaded.swizzle) : 0);
         memcpy(&bytes[i * PIECE], shared_pointer(w, pieces[i]), PIECE);
     }
 }
@@ -1138,6 +1208,18 @@ static void issue_wgmma(Worker &w, Async &a, Warpgroup &g, const Fiber &me, Site
     if (w.settings.async == EARLY) execute_until(w, a, g, *g.operations.back());
 }
 
+static bool same_but_registers(const Matmul &x, const Matmul &y) {    // `a` is 0 if A is in registers
+    return x.columns == y.columns && x.a == y.a && x.b == y.b && x.a_major == y.a_major && x.b_major == y.b_major &&
+           x.accumulate == y.accumulate;
+}
+
+static std::string describe(const Matmul &m) {
+    static const char *const MAJORS[] = {"K-major", "MN-major"};
+    return print("N %d, A %s %016llx, B %s %016llx, scale-d %d", m.columns,
+                 m.a_registers ? "in registers" : MAJORS[m.a_major], (unsigned long long)m.a, MAJORS[m.b_major],
+                 (unsigned long long)m.b, m.accumulate);
+}
+
 void wgmma(const Matmul &m, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
@@ -1153,10 +1235,9 @@ void wgmma(const Matmul &m, Site site) {
             g.matmul = m;
             g.commits = t.commits;
         }
-        if (g.matmul.a != m.a || g.matmul.b != m.b || g.matmul.accumulate != m.accumulate)
-            die("MISMATCH: threads of a warpgroup call wgmma at %s:%d with different descriptors or scale-d: %016llx %016llx %d, %016llx %016llx %d",
-                site.file, site.line, (unsigned long long)m.a, (unsigned long long)m.b, m.accumulate,
-                (unsigned long long)g.matmul.a, (unsigned long long)g.matmul.b, g.matmul.accumulate);
+        if (!same_but_registers(g.matmul, m))
+            die("MISMATCH: threads of a warpgroup call wgmma at %s:%d with different operands: %s; %s", site.file,
+                site.line, describe(g.matmul).c_str(), describe(m).c_str());
         if (g.commits != t.commits)
             die("MISMATCH: thread %u has committed %u groups of wgmma, and another of its warpgroup %u", me.number,
                 t.commits, g.commits);
@@ -1189,6 +1270,7 @@ void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site s
     AsyncThread &t = thread_of(a, me);
     Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
     const unsigned thread = me.number % WARPGROUP;
+    execute_aligned(a, me, "wgmma_wait", (int)groups, site);
     for (auto &op : g.operations) {
         if (op->group >= t.commits)
             die("MISSING COMMIT: wgmma_wait at %s:%d does not cover the wgmma at %s:%d, which no wgmma_commit() follows",
@@ -1275,10 +1357,11 @@ void async_end_block(Worker &w) {
         if (t.bulk_uncommitted)
             die("MISSING COMMIT: no bulk_commit() follows the copy at %s:%d %s", t.bulk_site.file, t.bulk_site.line,
                 block.c_str());
-        if (t.bulk_waited < t.bulk_commits)
+        if (t.bulk_waited < t.bulk_needed)
             die("MISSING WAIT: a block ends, and with it its shared memory, without a bulk_wait for the copy at %s:%d %s",
                 t.bulk_site.file, t.bulk_site.line, block.c_str());
     }
+    check_all_lanes_executed(w, a, block.c_str());
     for (const Barrier &b : a.barriers)
         if (b.had_bytes && !b.observed)
             die("MISSING WAIT: nobody has waited for the last loads of %s, %s", describe(b).c_str(), block.c_str());
@@ -1300,6 +1383,43 @@ void async_end_block(Worker &w) {
 
 // ---- named barriers
 
+static NamedBarrier &find_named_barrier(const Worker &w, Async &a, int id, int threads, const char *name, Site site) {
+    const unsigned me = self().number;
+    if (id < 1 || id >= NAMED_BARRIERS)
+        die("WRONG BARRIER: %s at %s:%d names barrier %d; 1 to 15 exist, and 0 is __syncthreads()'s", name, site.file,
+            site.line, id);
+    if (threads < 32 || threads % 32 != 0 || threads > w.threads)
+        die("WRONG COUNT: %s at %s:%d for %d threads, in a block of %d", name, site.file, site.line, threads,
+            w.threads);
+    NamedBarrier &b = a.named[id];
+    if (b.count == 0) {
+        b.threads = threads;
+        b.site = site;
+    }
+    if (b.threads != threads)
+        die("MISMATCH: %s at %s:%d expects %d threads at barrier %d, and %s:%d expects %d", name, site.file, site.line,
+            threads, id, b.site.file, b.site.line, b.threads);
+    if (b.arrived[me])
+        die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived at barrier %d, which still lacks %d threads",
+            name, site.file, site.line, me, id, b.threads - b.count);
+    return b;
+}
+
+static void complete_named_barrier(Worker &w, NamedBarrier &b, int id, const char *name, Site site) {
+    for (int warp = 0; warp < (w.threads + 31) / 32; warp++) {
+        unsigned lanes = 0;
+        for (int l = 0; l < LANES; l++) lanes += b.arrived[(size_t)(warp * 32 + l)];
+        if (lanes != 0 && lanes != 32)
+            die("MISMATCH: %s at %s:%d completes barrier %d with %u of the 32 threads of warp %d", name, site.file,
+                site.line, id, lanes, warp);
+    }
+    wake(w, b.waiting);
+    b.arrived.reset();
+    b.count = 0;
+    b.phase++;
+    w.counts.barriers++;
+}
+
 void named_barrier(int id, int threads, bool wait, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
@@ -1308,23 +1428,8 @@ void named_barrier(int id, int threads, bool wait, Site site) {
     {
         Unseen unseen;
         Async &a = async_of(w);
-        if (id < 1 || id >= NAMED_BARRIERS)
-            die("WRONG BARRIER: %s at %s:%d names barrier %d; 1 to 15 exist, and 0 is __syncthreads()'s", name,
-                site.file, site.line, id);
-        NamedBarrier &b = a.named[id];
-        if (threads < 32 || threads % 32 != 0 || threads > w.threads)
-            die("WRONG COUNT: %s at %s:%d for %d threads, in a block of %d", name, site.file, site.line, threads,
-                w.threads);
-        if (b.count == 0) {
-            b.threads = threads;
-            b.site = site;
-        }
-        if (b.threads != threads)
-            die("MISMATCH: %s at %s:%d expects %d threads at barrier %d, and %s:%d expects %d", name, site.file,
-                site.line, threads, id, b.site.file, b.site.line, b.threads);
-        if (b.arrived[me.number])
-            die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived at barrier %d, which still lacks %d threads",
-                name, site.file, site.line, me.number, id, b.threads - b.count);
+        NamedBarrier &b = find_named_barrier(w, a, id, threads, name, site);
+        execute_aligned(a, me, name, id, site);
         met = &w.meetings->named[id][b.phase % 2];
         if (w.watched) __tsan_release(met);
         b.arrived[me.number] = true;
@@ -1333,20 +1438,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
             b.waiting.push_back(me.number);
             wait_as(w, me, NAMED_BARRIER_SYNC, site);
         }
-        if (++b.count == b.threads) {
-            for (int warp = 0; warp < (w.threads + 31) / 32; warp++) {
-                unsigned lanes = 0;
-                for (int l = 0; l < LANES; l++) lanes += b.arrived[(size_t)(warp * 32 + l)];
-                if (lanes != 0 && lanes != 32)
-                    die("MISMATCH: %s at %s:%d completes barrier %d with %u of the 32 threads of warp %d", name,
-                        site.file, site.line, id, lanes, warp);
-            }
-            wake(w, b.waiting);
-            b.arrived.reset();
-            b.count = 0;
-            b.phase++;
-            w.counts.barriers++;
-        }
+        if (++b.count == b.threads) complete_named_barrier(w, b, id, name, site);
     }
     if (!wait) return;
     take_turns();
@@ -1418,13 +1510,17 @@ void async_wake_counters(Worker &w) {
         if (waits_for_counter(w, i) && reached(w.async->threads[i])) set_ready(w, (unsigned)i);
 }
 
+static void check_counter(const unsigned *counter, const char *name, Site site) {
+    if ((uintptr_t)counter % sizeof *counter != 0) misaligned(name, counter, site);
+    if (!is_device(counter, sizeof *counter))
+        die("OUT OF BOUNDS: %s at %s:%d: the counter at %p is not in device memory", name, site.file, site.line,
+            (const void *)counter);
+}
+
 void wait_for_counter(const unsigned *counter, unsigned value, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    if ((uintptr_t)counter % sizeof *counter != 0) misaligned("wait_for_counter", counter, site);
-    if (!is_device(counter, sizeof *counter))
-        die("OUT OF BOUNDS: wait_for_counter at %s:%d: the counter at %p is not in device memory", site.file, site.line,
-            (const void *)counter);
+    check_counter(counter, "wait_for_counter", site);
     Async *a;
     {
         Unseen unseen;
@@ -1453,6 +1549,7 @@ static void check_finished(const Worker &w, const unsigned *counter, Site site) 
 }
 
 void add_to_counter(unsigned *counter, unsigned n, Site site) {
+    check_counter(counter, "add_to_counter", site);
     check_finished(*worker, counter, site);
     if (worker->watched) __tsan_release(counter);
     __atomic_fetch_add(counter, n, __ATOMIC_ACQ_REL);
@@ -1478,7 +1575,8 @@ std::string async_describe(const Worker &w, const Fiber &f) {
         if (!g.wanted) return print("wait in setmaxnreg at %s:%d (%d of 128 have arrived)", s.file, s.line, g.waiting);
         return print(
             "wait in setmaxnreg_inc<%d> at %s:%d (over the budget: it needs %d registers, and %d of the block's %d are free)",
-            g.wanted, s.file, s.line, (g.wanted - g.registers) * WARPGROUP, w.async->pool, (int)REGISTERS);
+            g.wanted, s.file, s.line, (g.wanted - g.registers) * WARPGROUP, w.async->pool,
+            registers_of_thread(w) * w.threads);
     default:
         return print("wait in wait_for_counter(%p, %u) at %s:%d (it is %u)", (const void *)t.counter, t.counter_value,
                      s.file, s.line, *t.counter);

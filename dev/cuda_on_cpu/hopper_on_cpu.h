@@ -47,8 +47,8 @@ void wgmma(const Matmul &matmul, Site site);
 // Where wgmma reads the 16-byte pieces of an operand of `extent` rows or columns, for tests: K-major, two for each of
 // them; MN-major, extent / 8 for each of the 16 k.
 std::vector<uint32_t> wgmma_pieces(uint64_t descriptor, Major major, int extent);
-void wgmma_fence();
-void wgmma_commit();
+void wgmma_fence(Site site);
+void wgmma_commit(Site site);
 void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site site);
 void named_barrier(int id, int threads, bool wait, Site site);
 void setmaxnreg(int registers, bool increase, Site site);
@@ -151,11 +151,11 @@ DEVICE void wgmma(float (&d)[NT][4], const uint32_t (&a)[4], uint64_t b, bool ac
     static_assert(NT >= 1 && NT <= 32, "N is a multiple of 8 from 8 to 256");
     cuda_on_cpu::wgmma({8 * NT, d[0], a, 0, b, K_MAJOR, B, accumulate}, {file, line});
 }
-DEVICE void wgmma_fence() {
-    cuda_on_cpu::wgmma_fence();
+DEVICE void wgmma_fence(CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::wgmma_fence({file, line});
 }
-DEVICE void wgmma_commit() {
-    cuda_on_cpu::wgmma_commit();
+DEVICE void wgmma_commit(CUDA_ON_CPU_SITE) {
+    cuda_on_cpu::wgmma_commit({file, line});
 }
 
 // A wait names the results that it makes readable.

@@ -106,10 +106,9 @@ KERNEL void tma_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap out, 
     bulk_wait<0>();
 }
 
-static size_t swizzled_byte(size_t byte, Swizzle swizzle) {    // in a tile that starts a pattern
-    size_t row = byte / 128, piece = byte / 16 % 8;
-    size_t change = swizzle == SWIZZLE_128 ? row % 8 : swizzle == SWIZZLE_64 ? row % 4 : row % 2;
-    return swizzle ? row * 128 + (piece ^ change) * 16 + byte % 16 : byte;
+DEVICE unsigned swizzle_bits(unsigned address, Swizzle swizzle) {
+    static const unsigned BITS[] = {0, 16, 48, 112};
+    return address ^ ((address >> 3) & BITS[swizzle]);
 }
 
 struct TmaTensor {
@@ -157,7 +156,7 @@ static void tma_numbers(std::vector<cuuint64_t> dims, std::vector<cuuint32_t> bo
            (int)(boxed * sizeof(T)), then);
     std::vector<T> got = tile.host(), stored = out.host(), added = sums.host();
     for (size_t i = 0; i < boxed; i++) {
-        size_t byte = swizzled_byte(i * sizeof(T), swizzle), index;
+        size_t byte = swizzle_bits((unsigned)(i * sizeof(T)), swizzle), index;
         float expected = tensor.find(&index, i, box, at.data()) ? to_float(x[index]) : 0.0f;
         CHECK(to_float(got[byte / sizeof(T)]) == expected, "rank %d swizzle %d element %zu: %g, not %g", RANK, swizzle,
               i, to_float(got[byte / sizeof(T)]), expected);
@@ -208,7 +207,9 @@ struct WgmmaCase {
     bool from_registers;
 };
 
-// Tiles are stored as the canonical layouts say, element by element, through store_shared().
+// Tiles are stored as the canonical layouts say, element by element, through store_shared(). The formulas are the
+// emulation's, so they do not show whether it reads the layouts right: dev/tests/test_descriptors.py, which compares it
+// with CUTLASS, and GPUs do.
 //   K-major     (rows, 16) of a matrix of rows of 16 << swizzle bytes; groups of 8 rows `stride` apart
 DEVICE unsigned k_major_byte(int i, int k, Swizzle swizzle, unsigned leading, unsigned stride) {
     unsigned row = 16u << swizzle;
@@ -219,10 +220,6 @@ DEVICE unsigned mn_major_byte(int i, int k, Swizzle swizzle, unsigned leading, u
     unsigned row = 16u << swizzle, inner = row / 2;    // elements
     return (unsigned)i % inner * 2 + (unsigned)i / inner * (swizzle ? leading : stride) + (unsigned)k % 8 * row +
            (unsigned)k / 8 * (swizzle ? stride : leading);
-}
-DEVICE unsigned swizzle_bits(unsigned address, Swizzle swizzle) {
-    static const unsigned BITS[] = {0, 16, 48, 112};
-    return address ^ ((address >> 3) & BITS[swizzle]);
 }
 template <Major M>
 DEVICE void store_operand(char *tile, const bf16 *x, int rows, Swizzle swizzle, unsigned leading, unsigned stride) {
@@ -425,7 +422,8 @@ DEVICE uint64_t b_descriptor(const char *b, int k, int defect) {
     uint64_t stride = defect == wrong_stride_offset_ ? 512 : 1024;
     Swizzle swizzle = defect == wrong_swizzle_ ? SWIZZLE_64 : SWIZZLE_128;
     const char *start = b + k * 2048;    // 16 rows of 128 bytes
-    if (defect == wrong_start_) start += 16 * (k + 1);
+    if (defect == wrong_start_) start = b + (k ^ 1) * 2048;
+    if (defect == wrong_major_) start = b + 32 * k;    // K-major
     if (defect == start_not_aligned_) start += 128;
     if (defect == descriptor_past_shared_) stride = 192 * 1024;
     uint64_t bits = descriptor(start, 0, stride, swizzle);    // one pattern is as wide as B
@@ -560,6 +558,139 @@ static void pipeline(int defect) {
                 CHECK(x == to_float(expected), "(%d, %d) is %g, not %g", i, n, x, to_float(expected));
             }
         }
+}
+
+// ---- defects in one line each: d (64, 64) = 2 t (64, 16) · tᵀ by a warpgroup, t the first columns of a tile
+
+#define RULE_DEFECTS(X) \
+    X(phase_not_observed) X(too_many_bytes_expected) X(no_arrivals_expected) X(mbarrier_not_shared) \
+    X(ordinary_store_into_load) X(load_over_ordinary_store) X(operand_not_fenced) X(operand_not_shared) \
+    X(operand_in_shared_array) X(different_columns) X(different_majors) X(registers_in_some_warps) \
+    X(different_commits) X(different_accumulators) X(accumulators_overlap) X(half_a_warp_arrives) \
+    X(half_a_warp_waits) X(half_a_warp_fences) X(wgmma_without_wait) X(barrier_of_half_a_warp) X(address_not_shared) \
+    X(store_not_shared) X(store_with_another_swizzle) X(addition_of_bf16) X(store_over_store) X(load_of_what_is_stored) \
+    X(copy_without_commit) X(waits_for_shared_counter) X(adds_to_shared_counter) X(misaligned_counter)
+
+enum Rule {
+    NO_RULE,
+#define X(name) name##_,
+    RULE_DEFECTS(X)
+#undef X
+};
+
+struct Rules {
+    TensorMap in, out, unswizzled;
+    float *product, *sums;
+    unsigned *counter;
+};
+
+template <Major B, int NT>
+DEVICE void multiply(float (&d)[NT][4], bool in_registers, uint64_t a, uint64_t b, bool accumulate) {
+    uint32_t r[4] = {0, 0, 0, 0};
+    in_registers ? wgmma<B>(d, r, b, accumulate) : wgmma<K_MAJOR, B>(d, a, b, accumulate);
+}
+
+DEVICE void rules_of_loads(const Rules &r, char *tile, Mbarrier *full, int defect) {
+    Mbarrier local;
+    mbarrier_init(defect == mbarrier_not_shared_ ? &local : full, defect == no_arrivals_expected_ ? 0 : 1);
+    mbarrier_init_fence();
+    for (int i = 0; i < 2 && defect == phase_not_observed_; i++) mbarrier_arrive(full);
+    mbarrier_arrive_expect_tx(full, defect == too_many_bytes_expected_ ? 1 << 20 : 8192);
+    if (defect == load_over_ordinary_store_) *(bf16 *)tile = __float2bfloat16_rn(3.0f);
+    tma_load(tile, &r.in, full, {0, 0});
+    if (defect == ordinary_store_into_load_) *(bf16 *)tile = __float2bfloat16_rn(3.0f);
+}
+
+DEVICE void rules_of_wgmma(float (&d)[8][4], const char *left, const char *right, const void *array, int defect) {
+    const bool first_warp = threadIdx.x < 32, half = threadIdx.x % 32 < 16;
+    float other[8][4] = {};
+    uint64_t a = descriptor(left, 0, 1024, SWIZZLE_128), b = descriptor(right, 0, 1024, SWIZZLE_128);
+    if (defect == operand_not_shared_) b &= ~0x3FFFull;
+    if (defect == operand_in_shared_array_) b = descriptor(array, 0, 0, SWIZZLE_NONE);
+    wgmma_fence();
+    if (defect == different_columns_ && first_warp) multiply<K_MAJOR>(*(float (*)[4][4])d, false, a, b, true);
+    else if (defect == different_majors_ && first_warp) multiply<MN_MAJOR>(d, false, a, b, true);
+    else multiply<K_MAJOR>(d, defect == registers_in_some_warps_ && first_warp, a, b, true);
+    if (defect == different_commits_ && first_warp) {
+        wgmma_commit();
+        wgmma_fence();
+    }
+    if (defect == accumulators_overlap_) multiply<K_MAJOR>(*(float (*)[4][4])d[2], false, a, b, true);
+    multiply<K_MAJOR>(defect == different_accumulators_ && first_warp ? other : d, false, a, b, true);
+    wgmma_commit();
+    if (defect == half_a_warp_waits_ && half) wgmma_wait<1>();
+    if (defect != wgmma_without_wait_) wgmma_wait<0>(d);
+    if (defect == half_a_warp_arrives_ && first_warp && half) named_barrier_arrive(1, 128);
+    else named_barrier_sync(1, defect == barrier_of_half_a_warp_ ? 16 : 128);
+    if (!(defect == half_a_warp_fences_ && half)) wgmma_fence();
+}
+
+DEVICE void rules_of_copies(const Rules &r, char *tile, const float *ones, Mbarrier *full, int defect) {
+    float local = 0;
+    if (defect == address_not_shared_) shared_address(&local);
+    if (defect == store_not_shared_) store_shared(&local, 1.0f);
+    tma_store(defect == store_with_another_swizzle_ ? &r.unswizzled : &r.out, tile, {0, 0});
+    if (defect == addition_of_bf16_) tma_reduce_add(&r.out, tile, {0, 0});
+    for (int i = 0; i < 2; i++) bulk_reduce_add(r.sums, ones, 64);    // in any order
+    if (defect == store_over_store_) bulk_store(r.sums, ones, 64);
+    bulk_commit();
+    if (defect == load_of_what_is_stored_) {
+        mbarrier_arrive_expect_tx(full, 64);
+        bulk_load(tile, r.sums, 64, full);
+        mbarrier_wait(full, 1);
+    }
+    bulk_wait<0>();
+    wait_for_counter(defect == waits_for_shared_counter_ ? (const unsigned *)tile : r.counter, 0);
+    unsigned *counter = defect == adds_to_shared_counter_ ? (unsigned *)tile : r.counter;
+    add_to_counter(defect == misaligned_counter_ ? (unsigned *)((char *)counter + 2) : counter, 1);
+    if (defect == copy_without_commit_) bulk_store(r.sums, ones, 64);
+    else bulk_commit();    // of nothing, for which no wait is needed
+}
+
+KERNEL void rules_kernel(GRID_CONSTANT Rules r, int defect) {
+    DYNAMIC_SHARED(char, memory);
+    SHARED_ARRAY(Mbarrier, full, 1);
+    SHARED_ARRAY(float4, ones, 4);
+    char *tile = aligned(memory), *left = tile + 8192;
+    const int thread = (int)threadIdx.x, row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    float d[8][4] = {};
+    if (thread == 0) rules_of_loads(r, tile, full, defect);
+    __syncthreads();
+    mbarrier_wait(full, 0);
+    for (int i = thread; i < 512; i += 128) store_shared((uint4 *)left + i, ((const uint4 *)tile)[i]);
+    if (thread < 4) store_shared(&ones[thread], make_float4(1, 1, 1, 1));
+    if (defect != operand_not_fenced_) fence_proxy_async();
+    __syncthreads();
+    rules_of_wgmma(d, left, tile, ones, defect);
+    for (int j = 0; j < 8; j++)
+        for (int e = 0; e < 4; e++) r.product[(row + e / 2 * 8) * 64 + 8 * j + column + e % 2] = d[j][e];
+    if (thread == 0) rules_of_copies(r, tile, &ones[0].x, full, defect);
+}
+
+static void rules(int defect) {
+    std::vector<bf16> x = small_numbers<bf16>(64 * 64, 9);
+    Device<bf16> in(x), out(x.size());
+    Device<float> product(64 * 64), sums(std::vector<float>(16, 0.0f));
+    Device<unsigned> counter(std::vector<unsigned>(2, 0u));
+    Rules r = {};
+    r.in = matrix_map(in.p, 64, 64, 64, 64, SWIZZLE_128);
+    r.out = matrix_map(out.p, 64, 64, 64, 64, SWIZZLE_128);
+    r.unswizzled = matrix_map(out.p, 64, 64, 64, 64, SWIZZLE_NONE);
+    r.product = product.p;
+    r.sums = sums.p;
+    r.counter = counter.p;
+    launch(rules_kernel, 1, 128, 2 * 8192 + 1024, NULL, r, defect);
+    std::vector<bf16> copied = out.host();
+    std::vector<float> got = product.host();
+    for (size_t i = 0; i < 64; i++)
+        for (size_t j = 0; j < 64; j++) {
+            float sum = 0;
+            for (size_t k = 0; k < 16; k++) sum += 2 * to_float(x[64 * i + k]) * to_float(x[64 * j + k]);
+            CHECK(got[64 * i + j] == sum, "(%zu, %zu) is %g, not %g", i, j, got[64 * i + j], sum);
+            CHECK(to_float(copied[64 * i + j]) == to_float(x[64 * i + j]), "the copy of (%zu, %zu)", i, j);
+        }
+    for (float sum : sums.host()) CHECK(sum == 2, "a sum is %g", sum);
+    CHECK(counter.host()[0] == 1, "the counter");
 }
 
 static void wrong_leading_offset(bool defect) {    // B is two swizzle patterns wide
@@ -866,6 +997,7 @@ static void numbers() {
     registers_numbers();
     ordered(ORDERED);
     pipeline(NO_DEFECT);
+    rules(NO_RULE);
 }
 
 #define X(name)                       \
@@ -874,9 +1006,15 @@ static void numbers() {
     }
 PIPELINE_DEFECTS(X)
 #undef X
+#define X(name)                       \
+    static void name(bool defect) {   \
+        rules(defect ? name##_ : NO_RULE); \
+    }
+RULE_DEFECTS(X)
+#undef X
 
 #define CASES(X) \
-    PIPELINE_DEFECTS(X) \
+    PIPELINE_DEFECTS(X) RULE_DEFECTS(X) \
     X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(wrong_block) X(bulk_misaligned) \
     X(bulk_past_shared) X(bulk_past_allocation) X(bulk_source_reused) X(missing_counter_wait) X(counter_not_advanced) \
     X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \

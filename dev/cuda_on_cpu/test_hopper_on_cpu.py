@@ -23,15 +23,18 @@ def race(*words):
     return RACE + "".join(r"[\s\S]*?" + word for word in words)
 
 
+POISON = "is -?nan, not"    # the result
 DEADLOCK = r"DEADLOCK in block"
-IN_USE = "REGISTERS IN USE: "
+IN_USE, OUTSIDE = "REGISTERS IN USE: ", "OUT OF BOUNDS: "
+DIFFERENT = "MISMATCH: threads of a warpgroup call wgmma at .* with different operands: "
+LANES = r"MISMATCH: thread \d+ executes "
 # A wait is missing, or comes too early: what shows depends on when asynchronous work takes place.
 TOO_EARLY = r"NOT LOADED YET: wgmma at .* that the TMA load at|BUFFER REUSED: the TMA load at .* while wgmma, issued at"
 TURN_TOO_EARLY = r"MISSING WAIT: add_to_counter at .* no bulk_wait has covered the copy issued in this turn at"
 DEFAULT, LATE, RANDOM = "", "ASYNC=wait ORDER=reverse", "ORDER=random SEED=3"
-ANY = [DEFAULT, LATE, RANDOM]
+ALL = [DEFAULT, LATE, RANDOM]
 
-# name: the message, the build, the settings, at least one of which must find it
+# name: the message, the build, the settings, each of which must find it
 FOUND = {
     "missing_arrive": (DEADLOCK + r".*1 thread wait in mbarrier_wait\(parity 0\) at .*:\d+ \(the mbarrier initialized "
                        r"at .*, in phase 0, lacks 8 of 8 arrivals", "plain", [DEFAULT]),
@@ -41,14 +44,14 @@ FOUND = {
     "wrong_parity": (TOO_EARLY, "plain", [LATE]),
     "wrong_first_parity": (DEADLOCK + r".*mbarrier_wait\(parity 0\).*mbarrier_wait\(parity 0\)", "plain", [DEFAULT]),
     "missing_expect_tx": (r"WRONG EXPECT_TX: tma_load at .* loads 16384 bytes, of which the phase expects 0", "plain",
-                          ANY),
+                          ALL),
     "expects_too_few_bytes": (r"WRONG EXPECT_TX: tma_load at .* loads 8192 bytes, of which the phase expects 0",
-                              "plain", ANY),
+                              "plain", ALL),
     "expects_too_many_bytes": (DEADLOCK + r".*lacks 0 of 1 arrivals and 16 bytes", "plain", [DEFAULT]),
     "missing_init_fence": (r"MISSING FENCE: .* that thread 0 initialized at .* without a later mbarrier_init_fence",
                            "plain", [DEFAULT]),
     "missing_init": (r"NOT INITIALIZED: mbarrier_wait at", "plain", [DEFAULT]),
-    "missing_sync_after_init": (RACE, "race", [DEFAULT]),
+    "missing_sync_after_init": (race("mbarrier_wait", "mbarrier_init"), "race", [DEFAULT]),
     "too_many_arrivals": (r"ARRIVED TWICE: mbarrier_arrive at .* has already arrived in this phase", "plain",
                           [DEFAULT]),
     "expected_arrivals_too_few": (TOO_EARLY, "plain", [DEFAULT]),
@@ -62,8 +65,8 @@ FOUND = {
     "missing_wgmma_wait": (TOO_EARLY, "plain", [LATE]),
     "wait_for_too_few_wgmmas": (r"STILL IN FLIGHT: wgmma_wait<1> at .* that the wgmma at .* may still be writing",
                                 "plain", [DEFAULT]),
-    "result_read_before_wait": (WRONG, "plain", [DEFAULT, "ASYNC=issue"]),
-    "result_not_named": (WRONG, "plain", [DEFAULT, "ASYNC=issue"]),
+    "result_read_before_wait": (POISON, "plain", [DEFAULT, "ASYNC=issue"]),
+    "result_not_named": (POISON, "plain", [DEFAULT, "ASYNC=issue"]),
     "result_written_in_flight": (IN_USE + r"accumulators of the wgmma at .* were written before the wait at", "plain",
                                  [DEFAULT]),
     "a_written_after_fence": (r"MISSING FENCE: wgmma at .* has written its registers of A after its last wgmma_fence",
@@ -75,8 +78,8 @@ FOUND = {
     "released_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait"]),
     "laggards_release_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait ORDER=laggards"]),
     "half_a_warpgroup": (DEADLOCK + r".*64 threads wait in wgmma at .*\(64 of 128 have arrived\)", "plain", [DEFAULT]),
-    "different_descriptors": (r"MISMATCH: .* wgmma at .* with different descriptors", "plain", [DEFAULT]),
-    "wrong_start": (WRONG, "plain", [DEFAULT]),
+    "different_descriptors": (DIFFERENT, "plain", [DEFAULT]),
+    "wrong_start": (WRONG, "plain", ALL),
     "start_not_aligned": (r"MISALIGNED: wgmma at .* the start address of B, .* not in the first row", "plain",
                           [DEFAULT]),
     "wrong_stride_offset": (WRONG, "plain", [DEFAULT]),
@@ -84,11 +87,11 @@ FOUND = {
                       "plain", [DEFAULT]),
     "wrong_swizzle_of_tma": (r"WRONG SWIZZLE: wgmma at .* reads A with a swizzle of 128 bytes, and .* with 0", "plain",
                              [DEFAULT]),
-    "wrong_major": (WRONG, "plain", ["ASYNC=issue ORDER=greedy"]),
+    "wrong_major": (WRONG, "plain", [*ALL, "ASYNC=issue ORDER=greedy"]),
     "meaningless_descriptor_bits": (r"WRONG DESCRIPTOR: wgmma at .* bits set that have no meaning", "plain", [DEFAULT]),
     "descriptor_past_shared": (r"OUT OF BOUNDS: wgmma at .* reads B", "plain", [DEFAULT]),
     "misaligned_tile": (r"MISALIGNED: the box of tma_load at .* is not a multiple of 1024", "plain", [DEFAULT]),
-    "base_not_aligned": (r"MISALIGNED: the box of tma_load at .* is not a multiple of 1024", "plain", ANY),
+    "base_not_aligned": (r"MISALIGNED: the box of tma_load at .* is not a multiple of 1024", "plain", ALL),
     "base_offset": (r"WRONG DESCRIPTOR: wgmma at .* the base offset of B is 1", "plain", [DEFAULT]),
     "past_the_rows_end": (r"WRONG DESCRIPTOR: wgmma at .* 32 bytes from byte 112 of a row of A", "plain", [DEFAULT]),
     "box_past_shared": (r"OUT OF BOUNDS: the box of tma_load at", "plain", [DEFAULT]),
@@ -97,12 +100,12 @@ FOUND = {
     "wrong_coordinates": (WRONG, "plain", [DEFAULT]),
     "not_a_tensor_map": (r"WRONG TENSOR MAP: tma_load at .* is not a tensor map", "plain", [DEFAULT]),
     "missing_proxy_fence": (r"MISSING PROXY FENCE: tma_store at .* reads what thread \d+ stored at .*:\d+, and that "
-                            r"thread has not called fence_proxy_async", "plain", ANY),
+                            r"thread has not called fence_proxy_async", "plain", ALL),
     "proxy_fence_by_another": (r"MISSING PROXY FENCE: tma_store at", "plain", [DEFAULT]),
-    "ordinary_store": (r"UNSEEN STORE: tma_store at .* an ordinary store has changed", "plain", ANY),
-    "missing_sync_before_store": (RACE, "race", [DEFAULT, LATE]),
+    "ordinary_store": (r"UNSEEN STORE: tma_store at .* an ordinary store has changed", "plain", ALL),
+    "missing_sync_before_store": (race("announce_copy", "stmatrix"), "race", [LATE]),
     "missing_bulk_commit": (r"MISSING COMMIT: bulk_wait at .* does not cover the copy issued at", "plain", [DEFAULT]),
-    "missing_bulk_wait": (r"MISSING WAIT: a block ends, .* without a bulk_wait for the copy at", "plain", ANY),
+    "missing_bulk_wait": (r"MISSING WAIT: a block ends, .* without a bulk_wait for the copy at", "plain", ALL),
     "source_reused": (r"BUFFER REUSED: thread \d+'s store at .* while tma_store, issued at", "plain", [LATE]),
     "wrong_barrier_count": (r"MISMATCH: named_barrier_\w+ at .* expects \d+ threads at barrier 1, and .* expects",
                             "plain", [DEFAULT]),
@@ -115,13 +118,56 @@ FOUND = {
     "registers_over_budget": (DEADLOCK + r".*wait in setmaxnreg_inc<248> at .*over the budget", "plain", [DEFAULT]),
     "registers_not_released": (DEADLOCK + r".*wait in setmaxnreg_inc<240> at .*over the budget", "plain", [DEFAULT]),
     "too_many_registers_released": (r"WRONG COUNT: setmaxnreg_dec<176> at .* have 168 registers", "plain", [DEFAULT]),
-    "unobserved_load": (r"MISSING WAIT: ", "plain", ANY),
+    "unobserved_load": (r"MISSING WAIT: (nobody has waited for the last loads of|a block ends while the TMA load at)",
+                        "plain", ALL),
     "store_into_load": (r"BUFFER IN USE: thread 0 stores at .* to bytes that the TMA load at", "plain",
                         [DEFAULT, LATE]),
-    "load_over_unfenced_store": (r"MISSING PROXY FENCE: the TMA load at .* writes what thread 0 stored at", "plain",
-                                 ANY),
+    "load_over_unfenced_store": (r"MISSING PROXY FENCE: tma_load at .* writes what thread 0 stored at", "plain",
+                                 ALL),
     "loads_overlap": (r"BUFFER IN USE: the TMA load at .* that the one at .* is still writing", "plain", [LATE]),
-    "a_from_accumulators_in_flight": (IN_USE + r"wgmma at .* takes A from accumulators of the wgmma at", "plain", ANY),
+    "a_from_accumulators_in_flight": (IN_USE + r"wgmma at .* takes A from accumulators of the wgmma at", "plain", ALL),
+    "phase_not_observed": (r"UNOBSERVED PHASE: the mbarrier .* in phase 1, .* nobody has waited for the previous phase",
+                           "plain", ALL),
+    "too_many_bytes_expected": (r"OVERFLOW: mbarrier_arrive_expect_tx at .* 1048576 bytes; at most 1048575 bytes",
+                                "plain", ALL),
+    "no_arrivals_expected": (r"WRONG COUNT: mbarrier_init at .* for 0 arrivals", "plain", ALL),
+    "mbarrier_not_shared": (OUTSIDE + r"mbarrier_init at .*: the mbarrier is outside", "plain", ALL),
+    "ordinary_store_into_load": (r"BUFFER IN USE: something has stored to shared memory that the TMA load at", "plain",
+                                 ["ASYNC=wait", LATE]),
+    "load_over_ordinary_store": (r"UNSEEN STORE: tma_load at .* writes shared memory that an ordinary store has "
+                                 r"changed", "plain", ALL),
+    "operand_not_fenced": (r"MISSING PROXY FENCE: wgmma at .* reads what thread \d+ stored at", "plain", ALL),
+    "operand_not_shared": (OUTSIDE + r"wgmma at .* reads 16 bytes outside the block's shared memory", "plain", ALL),
+    "operand_in_shared_array": (OUTSIDE + r"wgmma at .* reads B beyond .* in which operands must be here", "plain",
+                                ALL),
+    "different_columns": (DIFFERENT + r"N (32, .* N 64|64, .* N 32),", "plain", ALL),
+    "different_majors": (DIFFERENT + r".*B (K-major .* B MN-major|MN-major .* B K-major)", "plain", ALL),
+    "registers_in_some_warps": (DIFFERENT + r".*A (K-major .* A in registers|in registers .* A K-major)", "plain", ALL),
+    "different_commits": (r"MISMATCH: thread \d+ has committed [01] groups of wgmma, and another of its warpgroup [01]",
+                          "plain", ALL),
+    "different_accumulators": (r"MISMATCH: wgmma at .* continues an accumulation in flight in some threads", "plain",
+                               ALL),
+    "accumulators_overlap": (IN_USE + r"wgmma at .* accumulates into registers that overlap those of", "plain", ALL),
+    "half_a_warp_arrives": (LANES + r"named_barrier_(sync|arrive)\(1\) at .* named_barrier_(sync|arrive)\(1\)", "plain",
+                            ALL),
+    "half_a_warp_waits": (LANES + r"wgmma_wait\([01]\) at .* wgmma_wait\([01]\)", "plain", ALL),
+    "half_a_warp_fences": (r"MISMATCH: thread 0 has not executed wgmma_fence\(0\) at .* another lane of its warp has",
+                           "plain", ALL),
+    "wgmma_without_wait": (r"MISSING WAIT: not all threads have waited for the wgmma at", "plain", ALL),
+    "barrier_of_half_a_warp": (r"WRONG COUNT: named_barrier_sync at .* for 16 threads, in a block of", "plain", ALL),
+    "address_not_shared": (OUTSIDE + r"shared_address at", "plain", ALL),
+    "store_not_shared": (OUTSIDE + r"store_shared at .* writes 4 bytes", "plain", ALL),
+    "store_with_another_swizzle": (r"WRONG SWIZZLE: tma_store at .* reads what the TMA load at .* another swizzle",
+                                   "plain", ALL),
+    "addition_of_bf16": (r"WRONG TENSOR MAP: tma_reduce_add at .* only float32", "plain", ALL),
+    "store_over_store": (r"MISSING WAIT: bulk_store at .* writes global memory that the copy issued at .* writes",
+                         "plain", ALL),
+    "load_of_what_is_stored": (r"MISSING WAIT: bulk_load at .* reads global memory that the copy issued at .* writes",
+                               "plain", ALL),
+    "copy_without_commit": (r"MISSING COMMIT: no bulk_commit\(\) follows the copy at", "plain", ALL),
+    "waits_for_shared_counter": (OUTSIDE + r"wait_for_counter at .* not in device memory", "plain", ALL),
+    "adds_to_shared_counter": (OUTSIDE + r"add_to_counter at .* not in device memory", "plain", ALL),
+    "misaligned_counter": (r"MISALIGNED: add_to_counter at", "plain", ALL),
     "wrong_leading_offset": (WRONG, "plain", [DEFAULT]),
     "wrong_leading_offset_without_swizzle": (WRONG, "plain", [DEFAULT]),
     "wrong_block": (r"WRONG BLOCK: wgmma at .* in a block of 160 threads", "plain", [DEFAULT]),
@@ -133,17 +179,18 @@ FOUND = {
     "bulk_source_reused": (r"BUFFER REUSED: thread 0's store at .* while bulk_store, issued at", "plain", [LATE]),
     "missing_counter_wait": (WRONG, "plain", ["ORDER=reverse"]),
     "counter_not_advanced": (r"DEADLOCK of blocks: 8 wait for counters of others, 0 of 8 have not started", "plain",
-                             ANY),
-    "counter_before_writes": (TURN_TOO_EARLY, "plain", ANY),
-    "waits_for_a_block_not_resident": (r"DEADLOCK of blocks: 7 wait .*, 1 of 8 have not started", "plain", ANY),
+                             ALL),
+    "counter_before_writes": (TURN_TOO_EARLY, "plain", ALL),
+    "waits_for_a_block_not_resident": (r"DEADLOCK of blocks: 7 wait .*, 1 of 8 have not started", "plain", ALL),
     "order_of_launch": (r"DEADLOCK of blocks: 2 wait .*, 6 of 8 have not started", "plain",
                         ["ORDER=reverse RESIDENT=2"]),
     "tickets_without_wait": (WRONG, "plain", ["SUSPEND=often THREADS=1"]),
-    "tickets_before_writes": (TURN_TOO_EARLY, "plain", ANY),
-    "last_turn_before_writes": (TURN_TOO_EARLY, "plain", ANY),
-    "turn_passed_on_before_store": (race("Read of size", "relay_kernel", "Previous write"), "race", ANY),
-    "turn_passed_on_before_addition": (race("Read of size", "relay_kernel", "Previous atomic write"), "race", ANY),
-    "missing_syncwarp_before_arrival": (WRONG + "|" + DEADLOCK, "plain", ["ORDER=straggler ASYNC=issue"]),
+    "tickets_before_writes": (TURN_TOO_EARLY, "plain", ALL),
+    "last_turn_before_writes": (TURN_TOO_EARLY, "plain", ALL),
+    "turn_passed_on_before_store": (race("Read of size", "relay_kernel", "Previous write"), "race", ALL),
+    "turn_passed_on_before_addition": (race("Read of size", "relay_kernel", "Previous atomic write"), "race", ALL),
+    "missing_syncwarp_before_arrival": (DEADLOCK + r".* wait in mbarrier_wait\(parity 0\) at .* in phase 20, lacks 1",
+                                        "plain", ["ORDER=straggler ASYNC=issue"]),
     "map_stride": (r"cuTensorMapEncodeTiled: the stride of dimension 1, 130 bytes", "plain", [DEFAULT]),
     "map_address": (r"cuTensorMapEncodeTiled: the global address .* is not aligned to 16", "plain", [DEFAULT]),
     "map_row_longer_than_swizzle": (r"cuTensorMapEncodeTiled: the box's rows have 256 bytes", "plain", [DEFAULT]),
@@ -185,8 +232,8 @@ def test_defect_is_found(programs, name):
     assert_found(programs, name, *FOUND[name])
 
 
-# The pipeline's defects share their twin, so one of them stands for all.
-TWINS = ["missing_arrive", *list(FOUND)[list(FOUND).index("wrong_leading_offset"):]]
+# Defects of the pipeline, and of rules_kernel(), share their twins, so one of each stands for all.
+TWINS = ["missing_arrive", "phase_not_observed", *list(FOUND)[list(FOUND).index("wrong_leading_offset"):]]
 
 
 @pytest.mark.drawn(4)
@@ -204,3 +251,8 @@ def test_correct_twin_passes(programs, name):
 @pytest.mark.parametrize("build, settings", [("plain", s) for s in SOME] + [("address", SOME[1]), ("race", SOME[2])])
 def test_numbers(programs, build, settings):
     assert_numbers(programs, build, settings)
+
+
+def test_report_counts_asynchronous_work(programs):
+    r = run(programs, "plain", TWINS[1], False, "REPORT=1")
+    assert "2 wgmma, 4 bulk copies" in r.stderr, r.stderr
