@@ -560,7 +560,7 @@ static void pipeline(int defect) {
         }
 }
 
-// ---- defects in one line each: d (64, 64) = 2 t (64, 16) · tᵀ by a warpgroup, t the first columns of a tile
+// ---- defects in one line each: d (64, 64) = 4 t (64, 16) · tᵀ by a warpgroup, t the first columns of a tile
 
 #define RULE_DEFECTS(X) \
     X(phase_not_observed) X(too_many_bytes_expected) X(no_arrivals_expected) X(mbarrier_not_shared) \
@@ -603,7 +603,7 @@ DEVICE void rules_of_loads(const Rules &r, char *tile, Mbarrier *full, int defec
 
 DEVICE void rules_of_wgmma(float (&d)[8][4], const char *left, const char *right, const void *array, int defect) {
     const bool first_warp = threadIdx.x < 32, half = threadIdx.x % 32 < 16;
-    float other[8][4] = {};
+    float other[8][4] = {}, third[8][4] = {};
     uint64_t a = descriptor(left, 0, 1024, SWIZZLE_128), b = descriptor(right, 0, 1024, SWIZZLE_128);
     if (defect == operand_not_shared_) b &= ~0x3FFFull;
     if (defect == operand_in_shared_array_) b = descriptor(array, 0, 0, SWIZZLE_NONE);
@@ -617,9 +617,16 @@ DEVICE void rules_of_wgmma(float (&d)[8][4], const char *left, const char *right
     }
     if (defect == accumulators_overlap_) multiply<K_MAJOR>(*(float (*)[4][4])d[2], false, a, b, true);
     multiply<K_MAJOR>(defect == different_accumulators_ && first_warp ? other : d, false, a, b, true);
+    multiply<K_MAJOR>(other, false, a, b, true);
     wgmma_commit();
-    if (defect == half_a_warp_waits_ && half) wgmma_wait<1>();
-    if (defect != wgmma_without_wait_) wgmma_wait<0>(d);
+    wgmma_fence();
+    multiply<K_MAJOR>(third, false, a, b, false);
+    wgmma_commit();
+    if (defect == half_a_warp_waits_ && half) wgmma_wait<2>();
+    wgmma_wait<1>(d, other);
+    if (defect != wgmma_without_wait_) wgmma_wait<0>(d, other, third);
+    for (int j = 0; j < 8; j++)
+        for (int e = 0; e < 4; e++) d[j][e] += other[j][e] + third[j][e];
     if (defect == half_a_warp_arrives_ && first_warp && half) named_barrier_arrive(1, 128);
     else named_barrier_sync(1, defect == barrier_of_half_a_warp_ ? 16 : 128);
     if (!(defect == half_a_warp_fences_ && half)) wgmma_fence();
@@ -685,7 +692,7 @@ static void rules(int defect) {
     for (size_t i = 0; i < 64; i++)
         for (size_t j = 0; j < 64; j++) {
             float sum = 0;
-            for (size_t k = 0; k < 16; k++) sum += 2 * to_float(x[64 * i + k]) * to_float(x[64 * j + k]);
+            for (size_t k = 0; k < 16; k++) sum += 4 * to_float(x[64 * i + k]) * to_float(x[64 * j + k]);
             CHECK(got[64 * i + j] == sum, "(%zu, %zu) is %g, not %g", i, j, got[64 * i + j], sum);
             CHECK(to_float(copied[64 * i + j]) == to_float(x[64 * i + j]), "the copy of (%zu, %zu)", i, j);
         }
