@@ -226,8 +226,8 @@ CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
 #undef CUDA_ON_CPU_REDUCE
 
 // ---- memory
-// The fence orders nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, it is an
-// acquire and a release.)
+// The fence orders nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, it is
+// an acquire and a release.)
 static inline void __threadfence() {
     cuda_on_cpu::fence();
 }
