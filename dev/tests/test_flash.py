@@ -119,6 +119,7 @@ class Case:
     gap: int = 0            # unused elements between rows
     NKV: int = 0            # key-value heads; 0: NH
     documents: bool = False     # rows see only the keys of their own document
+    window: int = 0         # rows see at most so many keys
     from_row: int = 0       # a forward pass alone, of the rows from this one on
     sequence: int = 0       # the first sequence's number, which selects the documents
     capability: int = 90    # the GPU's compute capability times 10
@@ -129,6 +130,7 @@ class Case:
         return (name + (f"-v{self.VS}" if self.VS else "")
                 + (f"-B{self.B}x{self.NH}" if (self.B, self.NH) != (2, 2) else "") + ("-gap" if self.gap else "")
                 + (f"-kv{self.NKV}" if self.NKV else "") + ("-documents" if self.documents else "")
+                + (f"-window{self.window}" if self.window else "")
                 + ("-any_order" if self.any_order else "") + (f"-from{self.from_row}" if self.from_row else "")
                 + ("-sm80" if self.capability == 80 else ""))
 
@@ -143,7 +145,9 @@ class Case:
     @property
     def first(self):
         """(B,T): the first visible key of each row, for documents of many lengths, from 1 to more than a tile of keys,
-        which differ between sequences; None: one document."""
+        which differ between sequences, or in a window; None: every row sees all keys before it."""
+        if self.window:
+            return (torch.arange(self.T).expand(self.B, -1) + 1 - self.window).clamp(min=0).int()
         if not self.documents:
             return None
         starts = torch.zeros(self.B, self.T, dtype=torch.bool)
@@ -425,6 +429,7 @@ KINDS = list(on_both([
          Case("lssar", BF16, 80, 48, NH=3, NKV=1, documents=True),
          Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True),
          Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
+         Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, window=9), Case("softmax", BF16, 300, 64, B=1, NH=1, window=140),
          Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
          Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True),
          Case("softmax", BF16, 300, 64, B=1, NH=1, documents=True), Case("lssar", BF16, 300, 64, B=1, NH=1)]))
