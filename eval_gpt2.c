@@ -41,6 +41,7 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
                    FLOATS(heads * T));    // (layers,NH,T): one query
     } else if (e->o.task != TASK_SCORES) {
         plan_activations(m, 1, B, T);    // without a backward pass, all layers share one layer's activations
+        for (size_t i = 0; i < e->count; i++) plan_shape(m, (B * T) / e->lengths[i].T, e->lengths[i].T);
     }
     if (e->o.task == TASK_ATTENTION)    // a block for each thread
         memory_add(&m->plan, "attention weights", (void **)&c->weights, FLOATS(threads * OBSERVED_ROWS * T));

@@ -307,7 +307,8 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     model_check_length(&m->config, longest + new_tokens);
-    if (normalizer_has(&m->config.attn, SCALAR_P) && longest + new_tokens - 1 > (size_t)m->config.seq_len)
+    size_t read = s->o.interactive ? s->context : longest + new_tokens - 1;    // a conversation reads its last token
+    if (normalizer_has(&m->config.attn, SCALAR_P) && read > (size_t)m->config.seq_len)
         fail(
             EXIT_USAGE,
             "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %d.\n  Reduce --max-new-tokens, or shorten the prompt.",

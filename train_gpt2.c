@@ -627,10 +627,11 @@ typedef struct {
     real *djoined, *dq, *dk, *dv;    // of joined, and of gated units' q, k, v
     real *rms;                       // (N)
     real *attention;                 // scratch for attention_cpu.c
-    void *matmul_scratch;            // with bf16
-    real *cosines, *sines;           // (T, HS/2)
-    double *sums;                    // partial sums of the gradient's norm
-    MuonScratch muon;                // with Muon
+    size_t attention_bytes;
+    void *matmul_scratch;     // with bf16
+    real *cosines, *sines;    // (T, HS/2)
+    double *sums;             // partial sums of the gradient's norm
+    MuonScratch muon;         // with Muon
 
     Gemm mm;
     uint64_t all_zero_rows, rows;    // since they were last reset: all-zero attention rows, all attention rows
@@ -787,6 +788,13 @@ static void unit_plan(Model *m, size_t kept_layers, size_t N) {
     memory_add(&m->plan, SCRATCH, (void **)&m->dv, FLOATS(N * E));
 }
 
+// Makes attention's scratch large enough for batches of B sequences of T tokens, too. Shorter sequences can need more: if
+// there are as many groups of heads as threads, each thread copies the keys of one.
+static void plan_shape(Model *m, size_t B, size_t T) {
+    size_t bytes = FLOATS(attention_scratch(attention_shape(&m->config, B, T), omp_get_max_threads()));
+    if (bytes > m->attention_bytes) memory_resize(&m->plan, (void **)&m->attention, m->attention_bytes = bytes);
+}
+
 static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers,
@@ -817,8 +825,8 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     memory_add(&m->plan, SCRATCH, (void **)&m->datt, FLOATS(N * E));
     memory_add(&m->plan, SCRATCH, (void **)&m->dact, FLOATS(N * F));
     memory_add(&m->plan, SCRATCH, (void **)&m->rms, FLOATS(N));
-    memory_add(&m->plan, SCRATCH, (void **)&m->attention,
-               FLOATS(attention_scratch(attention_shape(c, B, T), omp_get_max_threads())));
+    memory_add(&m->plan, SCRATCH, (void **)&m->attention, 0);
+    plan_shape(m, B, T);
     memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(T * HS / 2));
     memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(T * HS / 2));
     size_t matmul_bytes = gemm_scratch(&m->mm, largest_first(m), largest_second(m));
@@ -1646,6 +1654,10 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     gemm_start(&m->mm, bf16);
     plan_parameters(m, true, bf16);
     plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T);
+    for (size_t i = 0; i < run->o.seq_len.count; i++) {
+        size_t T = (size_t)run->o.seq_len.values[i];
+        plan_shape(m, (size_t)run->o.batch * (run->T / T), T);
+    }
     if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
 }
 

@@ -166,8 +166,7 @@ static real reweight(real *restrict f, Row *row, real P) {
         real u = f[j] * factor - from;
         top = u > top ? u : top;
     }
-    // In a row of equal weights, A n - 1 is 0 up to rounding, which must not be mistaken for weight.
-    if (from > 0 && top < 32 * REAL_EPSILON) top = 0;
+    if (from > 0 && top < rounding_of_row(n)) top = 0;
     row->top = top;
     real by = inverse_or_zero(top);
     #pragma omp simd reduction(+ : sum)
@@ -197,6 +196,7 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
     case POST_RECENTER_L1:
         if (!early) {
             left = recenter(s, row);
+            if (left < rounding_of_row(row->at.n) * sum * row->inverse) left = 0;
             factor = row->post_inverse = inverse_or_zero(left);
         }
         break;
@@ -455,6 +455,13 @@ static size_t row_grads_size(AttentionShape shape) {
     return ((shape.B * shape.NH * shape.T * ROW_GRADS + 15) / 16) * 16;
 }
 
+// Attention's scratch: each thread's part, then the row gradients, then space for the copies of one group or, if each
+// thread processes groups by itself, of a group per thread.   threads: omp_get_max_threads() outside any parallel region,
+// which inside one depends on OMP_NUM_THREADS's list for nested regions
+static real *row_grads(AttentionShape shape, real *scratch, int threads) {
+    return scratch + (size_t)threads * thread_scratch(shape);
+}
+
 // The keys and values of the group being processed, in up to three forms, and their gradients.
 static size_t packed_scratch(size_t keys, size_t width) {
     return tiled(keys) * tiled(width);
@@ -485,10 +492,9 @@ static Group group_of(AttentionShape shape, size_t i) {
     return (Group){.b = i / shape.NKV, .kv = i % shape.NKV};
 }
 
-// The calling thread's space for copies of a group, in attention's scratch.
-static real *group_space(AttentionShape shape, real *scratch) {
-    size_t parts = (size_t)omp_get_max_threads() * thread_scratch(shape);
-    return scratch + parts + row_grads_size(shape) + (size_t)omp_get_thread_num() * group_scratch(shape);
+// The calling thread's space for copies of a group. groups: these spaces in attention's scratch
+static real *group_space(AttentionShape shape, real *groups) {
+    return groups + (size_t)omp_get_thread_num() * group_scratch(shape);
 }
 
 static size_t group_offset(const Group *group, size_t keys, size_t row, size_t head) {
@@ -502,9 +508,9 @@ static const real *copy_in(ConstView all, const Group *group, size_t width, size
     return copy;
 }
 
-static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch) {
+static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *groups) {
     size_t keys = key_count(shape);
-    real *k = group_space(shape, scratch), *v = k + keys * shape.HS;
+    real *k = group_space(shape, groups), *v = k + keys * shape.HS;
     group->k = copy_in(in->k, group, shape.HS, keys, k);
     group->v = copy_in(in->v, group, shape.VS, keys, v);
     group->dk = v + keys * shape.VS;
@@ -512,12 +518,12 @@ static void copy_in_keys(Group *group, const AttentionInput *in, AttentionShape 
 }
 
 // Packs the keys and values as the forward pass reads them, or as the backward pass does.
-static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *scratch, bool backward) {
+static void pack_keys(Group *group, const AttentionInput *in, AttentionShape shape, real *groups, bool backward) {
     size_t keys = key_count(shape), HS = shape.HS, VS = shape.VS;
     size_t of_k = packed_scratch(keys, HS), of_v = packed_scratch(keys, VS);
     const real *k = in->k.p + group_offset(group, keys, in->k.row, in->k.head);
     const real *v = in->v.p + group_offset(group, keys, in->v.row, in->v.head);
-    real *first = group_space(shape, scratch), *second = first + of_k, *third = second + of_v;
+    real *first = group_space(shape, groups), *second = first + of_k, *third = second + of_v;
     group->packed_k = first;
     tiles_pack(tiles_of(in), first, transposed(k, in->k.row), HS, keys);
     if (!backward) {
@@ -948,7 +954,10 @@ void attention_weights_of_scores(real *weights, size_t ld, real *log_Z, const in
         hide(scores, &row, hidden, keys);
         #pragma omp simd
         for (size_t j = 0; j < keys; j++) scores[j] *= factor;
-        if (log_Z) log_Z[r] = row.inverse > 0 ? row.shift - real_log(row.inverse) : -INFINITY;
+        if (!log_Z) continue;
+        log_Z[r] = -INFINITY;
+        if (row.inverse > 0) log_Z[r] = row.shift - real_log(row.inverse);
+        if (isnan(row.inverse)) log_Z[r] = NAN;
     }
 }
 
@@ -963,24 +972,39 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
     attention_weights_of_scores(weights, ld, log_Z, in.first, scalars, shape, at);
 }
 
+// Where the forward pass writes, and its scratch.
+typedef struct {
+    real *out, *stats, *scratch, *groups;
+} Forward;
+
+static uint64_t group_forward(const Forward *pass, size_t i, const AttentionInput *in, Scalars scalars,
+                              AttentionShape shape, bool share) {
+    Part part = part_of(shape, pass->scratch, omp_get_thread_num());
+    Group group = group_of(shape, i);
+    uint64_t all_zero = 0;
+    if (tiles_of(in)) pack_keys(&group, in, shape, pass->groups, false);
+    else copy_in_keys(&group, in, shape, pass->groups);
+    for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
+        Head head = head_of(shape, in, &group, j);
+        if (in_chunks(in, shape))
+            all_zero += head_chunks_forward(pass->out, pass->stats, &head, in, scalars, shape, pass->scratch, share);
+        else all_zero += head_forward(pass->out, pass->stats, &head, in, scalars, shape, part, share);
+    }
+    return all_zero;
+}
+
 uint64_t attention_forward(real *out, real *stats, AttentionInput in, Scalars scalars, AttentionShape shape,
                            real *scratch) {
     if (attention_of_few(shape)) return queries_forward(out, stats, &in, scalars, shape, scratch);
-    bool each = groups_in_parallel(shape, omp_get_max_threads());
+    int threads = omp_get_max_threads();
+    Forward pass = {out, stats, scratch, row_grads(shape, scratch, threads) + row_grads_size(shape)};
     uint64_t all_zero = 0;
-    #pragma omp parallel for schedule(static) reduction(+ : all_zero) if (each)
-    for (size_t i = 0; i < shape.B * shape.NKV; i++) {
-        Part part = part_of(shape, scratch, omp_get_thread_num());
-        Group group = group_of(shape, i);
-        if (tiles_of(&in)) pack_keys(&group, &in, shape, scratch, false);
-        else copy_in_keys(&group, &in, shape, scratch);
-        for (size_t j = 0; j < shape.NH / shape.NKV; j++) {
-            Head head = head_of(shape, &in, &group, j);
-            if (in_chunks(&in, shape))
-                all_zero += head_chunks_forward(out, stats, &head, &in, scalars, shape, scratch, !each);
-            else all_zero += head_forward(out, stats, &head, &in, scalars, shape, part, !each);
-        }
+    if (!groups_in_parallel(shape, threads)) {
+        for (size_t i = 0; i < shape.B * shape.NKV; i++) all_zero += group_forward(&pass, i, &in, scalars, shape, true);
+        return all_zero;
     }
+    #pragma omp parallel for schedule(static) reduction(+ : all_zero)
+    for (size_t i = 0; i < shape.B * shape.NKV; i++) all_zero += group_forward(&pass, i, &in, scalars, shape, false);
     return all_zero;
 }
 
@@ -990,7 +1014,7 @@ typedef struct {
     const real *dout, *out, *stats;
     AttentionInputGrads d;
     real *g;    // (B,NH,T,ROW_GRADS) written
-    real *scratch;
+    real *scratch, *groups;
 } Backward;
 
 // Turns row r of a block's scores and dA (part.scores, part.dscores) into weights and gradients of the scores. D is
@@ -1109,8 +1133,8 @@ static void group_backward(const Backward *pass, size_t i, Scalars scalars, Atte
     size_t keys = key_count(shape), HS = shape.HS, VS = shape.VS;
     Group group = group_of(shape, i);
     Tiles tiles = tiles_of(pass->in);
-    if (tiles) pack_keys(&group, pass->in, shape, pass->scratch, true);
-    else copy_in_keys(&group, pass->in, shape, pass->scratch);
+    if (tiles) pack_keys(&group, pass->in, shape, pass->groups, true);
+    else copy_in_keys(&group, pass->in, shape, pass->groups);
     if (!tiles) {
         group.dk = sum_in(pass->d.k, &group, HS, keys, group.dk);
         group.dv = sum_in(pass->d.v, &group, VS, keys, group.dv);
@@ -1160,11 +1184,16 @@ static bool any_wanted(ScalarGrads grads) {
 
 void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *dout, const real *out, const real *stats,
                         AttentionInput in, Scalars scalars, AttentionShape shape, real *scratch) {
-    bool each = groups_in_parallel(shape, omp_get_max_threads());
+    int threads = omp_get_max_threads();
     Backward pass = {.in = &in, .dout = dout, .out = out, .stats = stats, .d = d, .scratch = scratch};
-    pass.g = scratch + (size_t)omp_get_max_threads() * thread_scratch(shape);
-    #pragma omp parallel for schedule(static) if (each)
-    for (size_t i = 0; i < shape.B * shape.NKV; i++) group_backward(&pass, i, scalars, shape, !each);
+    pass.g = row_grads(shape, scratch, threads);
+    pass.groups = pass.g + row_grads_size(shape);
+    if (groups_in_parallel(shape, threads)) {
+        #pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < shape.B * shape.NKV; i++) group_backward(&pass, i, scalars, shape, false);
+    } else {
+        for (size_t i = 0; i < shape.B * shape.NKV; i++) group_backward(&pass, i, scalars, shape, true);
+    }
     if (any_wanted(grads)) scalars_backward(grads, pass.g, in.first, scalars, shape);
 }
 

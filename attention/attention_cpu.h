@@ -87,7 +87,7 @@ void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *do
 
 // The weights A of a few queries, for statistics. Inside a parallel region, only the calling thread computes.
 //   weights (rows, ld), its first past + from + rows columns written: A, and 0 where a key is invisible
-//   log_Z (rows) written, or NULL: ln Z, with A = f/Z before post; -inf if Z is 0
+//   log_Z (rows) written, or NULL: ln Z, with A = f/Z before post; -inf if Z is 0, NaN if it is NaN
 void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in, Scalars scalars, AttentionShape shape,
                        AttentionRows at);
 

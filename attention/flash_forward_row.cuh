@@ -368,7 +368,7 @@ DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &cal
         stats->z = row.largest;
         stats->w = by = isnan(row.sum) ? row.sum : inverse_or_zero(left);
     } else {
-        if (late) left = row.left;
+        if (late) left = row.left < rounding_of_row(at.n) * row.sum * inverse ? 0 : row.left;
         by = late ? inverse_or_zero(left) : 1;
         *stats = make_float4(row.bias, inverse * by, row.mean * by, row.signs);
     }

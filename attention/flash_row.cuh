@@ -160,8 +160,7 @@ DEVICE float signed_as(float x, float f) {
 template <class X>
 DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
     float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
-    // In a row of equal weights, top is 0 up to rounding, which must not be mistaken for weight.
-    bool weight = !(top < (from > 0 ? 32 * FLT_EPSILON : FLT_MIN));
+    bool weight = !(top < (from > 0 ? rounding_of_row(n) : FLT_MIN));
     *factor = weight ? inverse * (float)n / top : 1;
     if (is_bf16<X>) *mean = weight ? -from / top : -INFINITY;
     else *mean = weight ? largest : INFINITY;

@@ -22,7 +22,8 @@ static void add_values(cJSON *object, const char *name, const float *values, siz
 // The scale of head h is c = (a1 ln n + a2)/sqrt(d): a1 = s and a2 = b, or with p_n = p1 ln n + p2 (its fit), a1 = s p1
 // and a2 = s p2 + b.
 static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
-    const cJSON *p1 = cJSON_GetObjectItem(e->pn_fit, "a1"), *p2 = cJSON_GetObjectItem(e->pn_fit, "a2");
+    const cJSON *fit_of_pn = normalizer_has(&e->config->attn, SCALAR_P) ? e->pn_fit : NULL;
+    const cJSON *p1 = cJSON_GetObjectItem(fit_of_pn, "a1"), *p2 = cJSON_GetObjectItem(fit_of_pn, "a2");
     cJSON *fits = cJSON_AddArrayToObject(layer, "fits");
     double sums[2] = {0, 0}, heads = e->config->heads;
     for (int h = 0; h < e->config->heads; h++) {

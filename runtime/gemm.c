@@ -189,7 +189,7 @@ struct Primitives {
     dnnl_engine_t engine;
     dnnl_stream_t stream;
     Primitive of[MAX_PRIMITIVES];
-    size_t count;
+    size_t count, oldest;    // if all are in use, the oldest is replaced
 };
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -248,7 +248,14 @@ static bool create(Primitive *p, dnnl_engine_t engine) {
     return created;
 }
 
-// Returns the primitive for this shape, or NULL if oneDNN has none or there are too many.
+static void destroy(const Primitive *p) {
+    dnnl_memory_destroy(p->a);
+    dnnl_memory_destroy(p->b);
+    dnnl_memory_destroy(p->c);
+    dnnl_primitive_destroy(p->primitive);
+}
+
+// Returns the primitive for this shape, or NULL if oneDNN has none.
 static Primitive *find(struct Primitives *all, const Primitive *wanted) {
     for (size_t i = 0; i < all->count; i++) {
         Primitive *p = &all->of[i];
@@ -257,12 +264,17 @@ static Primitive *find(struct Primitives *all, const Primitive *wanted) {
             p->ldc == wanted->ldc && p->add == wanted->add)
             return p;
     }
-    if (all->count == MAX_PRIMITIVES) return NULL;
-    Primitive *made = &all->of[all->count];
-    *made = *wanted;
-    if (!create(made, all->engine)) return NULL;
-    all->count++;
-    return made;
+    Primitive made = *wanted;
+    if (!create(&made, all->engine)) return NULL;
+    Primitive *place = &all->of[all->oldest];
+    if (all->count < MAX_PRIMITIVES) {
+        place = &all->of[all->count++];
+    } else {
+        destroy(place);
+        all->oldest = (all->oldest + 1) % MAX_PRIMITIVES;
+    }
+    *place = made;
+    return place;
 }
 
 // Returns NULL if oneDNN cannot start.
@@ -279,12 +291,7 @@ static struct Primitives *primitives_start(void) {
 
 static void primitives_end(struct Primitives *all) {
     if (!all) return;
-    for (const Primitive *p = all->of; p < all->of + all->count; p++) {
-        dnnl_memory_destroy(p->a);
-        dnnl_memory_destroy(p->b);
-        dnnl_memory_destroy(p->c);
-        dnnl_primitive_destroy(p->primitive);
-    }
+    for (const Primitive *p = all->of; p < all->of + all->count; p++) destroy(p);
     dnnl_stream_destroy(all->stream);
     dnnl_engine_destroy(all->engine);
     free(all);

@@ -1113,6 +1113,8 @@ static void check_uniform(const char *text) {
     for (size_t t = 0; t < T; t++) zero += not_zero(c.out + t * HS, HS) == 0;
     if (c.normalizer.post.kind == POST_REWEIGHT && c.normalizer.norm.kind == NORM_L1 && c.normalizer.norm.value == 0)
         CHECK(zero >= T - POST_FROM, "%s, q = 0: %d rows of %d are 0", text, (int)zero, T);
+    if (c.normalizer.post.kind == POST_RECENTER_L1 && c.normalizer.norm.kind == NORM_L1)
+        CHECK(zero >= T - POST_FROM, "%s, q = 0: %d rows of %d are 0", text, (int)zero, T);
     if (c.normalizer.post.kind != POST_RECENTER)    // recenter does not divide, and counts nothing
         CHECK(zero == counted, "%s, q = 0: %d rows are 0, %d were counted", text, (int)zero, (int)counted);
     CHECK(not_finite(c.out, c.values) + not_finite(c.dq, c.keys) + not_finite(c.dk, c.keys) +
@@ -1120,6 +1122,28 @@ static void check_uniform(const char *text) {
               0,
           "%s, q = 0", text);
     case_free(&c);
+}
+
+// The same of one row of n equal weights, whose sum has the rounding errors of n additions.
+static void check_long_uniform(const char *text) {
+    enum { LONGEST = 20000 };
+    static float weights[LONGEST];
+    Normalizer normalizer = parse(text);
+    for (int n = POST_FROM + 1; n <= LONGEST; n += 1 + n / 7) {
+        AttentionShape shape = {.normalizer = &normalizer,
+                                .B = 1,
+                                .T = 1,
+                                .NH = 1,
+                                .NKV = 1,
+                                .HS = 64,
+                                .VS = 64,
+                                .L = 1024,
+                                .past = (size_t)n - 1};
+        check_case();
+        for (int j = 0; j < n; j++) weights[j] = 0.01f * (float)(n % 17);
+        attention_weights_of_scores(weights, (size_t)n, NULL, NULL, (Scalars){0}, shape, (AttentionRows){.rows = 1});
+        CHECK(not_zero(weights, (size_t)n) == 0, "%s, a row of %d equal weights: not 0", text, n);
+    }
 }
 
 static void test_no_weight(void) {
@@ -1149,6 +1173,9 @@ static void test_no_weight(void) {
         snprintf(text, sizeof text, "%s+post=recenter-l1", PRESETS[i]);
         check_uniform(text);
     }
+    static const char *const LONG[] = {"lssar", "lssa+post=recenter-l1", "relu6-l1+post=recenter-l1",
+                                       "softmax-recentered-l1", "softmax+post=reweight:3"};
+    for (size_t i = 0; i < COUNT(LONG); i++) check_long_uniform(LONG[i]);
 }
 
 // ---- threads

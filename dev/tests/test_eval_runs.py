@@ -85,6 +85,10 @@ def test_scores_without_scalars_and_after_a_switch(model_of, tmp_path):
     assert after["layers"] == 2 * [layer]
     _, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-fixed")
     assert result["results"][1]["layers"] == 2 * [{"attn_scale": 4 * [1], "fits": 4 * [{"a1": 1, "a2": 0}]}]
+    folder, *_ = model_of("llama", "ssmax-pn")
+    _, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax")
+    for layer in result["results"][1]["layers"]:    # without p_n
+        assert [fit["a1"] for fit in layer["fits"]] == layer["attn_scale"] and all(f["a2"] == 0 for f in layer["fits"])
 
 
 # ---------------------------------------------------------------- several models

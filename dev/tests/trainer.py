@@ -61,7 +61,7 @@ def make_data(folder, train=3000, val=600, shards=1):
 
 
 def environment(**more):
-    env = dict(os.environ, OMP_NUM_THREADS="1", TERM="dumb", **more)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"} | more
     env.pop("OMP_WAIT_POLICY", None)                 # set by scripts/test.sh; programs have a default (runtime/cpu.c)
     env.setdefault("GRACE", "1")
     # complete stacks, by which Open MPI's leaks are recognized
