@@ -130,10 +130,13 @@ bool normalizer_trains(const Normalizer *a, Scalar scalar) {
 }
 
 // 1/mean(ln n over n = 1..L), so that the mean temperature equals softmax's ([SSMax], models (e) and (f)); 1 with p_n.
+// lgamma() would round differently, so it only replaces sums that would take long.
 static double start_of_s(const Normalizer *a, int L) {
+    enum { LONGEST_SUM = 1 << 20 };
     if (!isnan(a->s_start)) return a->s_start;
-    double sum = a->scale.kind == SCALE_PN ? L : 0;
-    for (int n = 1; n <= L && a->scale.kind != SCALE_PN; n++) sum += log(n);
+    if (a->scale.kind == SCALE_PN) return 1;
+    double sum = L > LONGEST_SUM ? lgamma(L + 1.0) : 0;
+    for (int n = 1; n <= L && L <= LONGEST_SUM; n++) sum += log(n);
     return sum > 0 ? L / sum : 1;
 }
 

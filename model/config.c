@@ -713,7 +713,7 @@ static void read_normalizer(Reader *r) {
         read_stages(r, attn, name->valuestring);
     else reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
     if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))
-        read_int(r, attn, "attention_normalizer.", "seq_len", 1, MAX_SEQ_LEN, &r->config->seq_len);
+        read_int(r, attn, "attention_normalizer.", "seq_len", 1, INT_MAX, &r->config->seq_len);
     static const char *const keys[] = {"name", "seq_len", "fixed", "block"};
     cJSON_ArrayForEach(item, attn) if (!is_listed(item->string, keys, COUNT(keys)) &&
                                        !is_listed(item->string, stage_names, STAGE_COUNT))

@@ -271,6 +271,19 @@ def test_no_max_position_embeddings(kind, data, tmp_path):
     assert found["max_position_embeddings"] == kind().max_position_embeddings
 
 
+@pytest.mark.parametrize("attn", ["softmax", "ssmax"])
+def test_a_long_training_length(attn, data, tmp_path):
+    """L of a model from elsewhere may be longer than the sequences that the trainer accepts."""
+    torch.manual_seed(0)
+    long = config(LlamaConfig, max_position_embeddings=4194304)
+    AutoModelForCausalLM.from_config(long).save_pretrained(tmp_path / "model")
+    out = train(data, tmp_path / "model", tmp_path / "out", "--attn", attn, "--steps", 1)
+    run_trainer(data, "--resume", "--out", out, "--steps", 2, *flags(data), model=False)
+    found = json.loads((checkpoint(out, 2) / "config.json").read_text())
+    assert found["max_position_embeddings"] == found["attention_normalizer"]["seq_len"] == 4194304
+    sample(checkpoint(out, 2), "--prompt", "the", "--max-new-tokens", 2)
+
+
 def test_a_window_that_is_ignored(data, tmp_path):
     """Such a Mistral is one whose training length is the window."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 // here, and with random texts.
 #include "attention/normalizer.h"
 
+#include <limits.h>
 #include <math.h>
 
 #include "dev/reference/hash.h"
@@ -427,6 +428,13 @@ static void test_scalars(void) {
     CHECK(normalizer_start(&bias, SCALAR_S, 8) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)),
           "L = 8: %.17g", normalizer_start(&bias, SCALAR_S, 8));
     CHECK(isfinite(normalizer_start(&ssmax, SCALAR_S, 1)), "L = 1: %g", normalizer_start(&ssmax, SCALAR_S, 1));
+    const int LENGTHS[] = {1 << 20, (1 << 20) + 1, INT_MAX};    // Stirling's mean: ln L - 1 + ln(2 pi L) / 2L
+    alarm(2);
+    for (size_t i = 0; i < COUNT(LENGTHS); i++) {
+        double L = LENGTHS[i], found = normalizer_start(&ssmax, SCALAR_S, LENGTHS[i]);
+        CHECK(fabs(found * (log(L) - 1 + log(2 * acos(-1) * L) / (2 * L)) - 1) < 1e-9, "L = %.0f: %.17g", L, found);
+    }
+    alarm(0);
     CHECK(normalizer_start(&pn, SCALAR_S, 1024) == 1 && normalizer_start(&fixed, SCALAR_S, 1024) == 1, "pn and fixed");
     CHECK(normalizer_start(&given, SCALAR_S, 1024) == 0.25, "s=0.25 starts at %g",
           normalizer_start(&given, SCALAR_S, 1024));
