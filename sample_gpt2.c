@@ -98,7 +98,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
          .help = "use another normalizer instead of the checkpoint's; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
          .help = "unknown keys in config.json to ignore"},
-        {"prompt", OPT_TEXT, &o->prompt, .arg = "TEXT", .group = "Text",
+        {"prompt", OPT_TEXT, &o->prompt, .any_bytes = true, .arg = "TEXT", .group = "Text",
          .help =
              "the text to continue (without this flag: end-of-text); -: read it from stdin; without a tokenizer: token ids 1,2,3"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text",
@@ -110,7 +110,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
          .help = "answer each line of stdin; Ctrl-C stops an answer, Ctrl-D ends"},
         {"chat", OPT_CHOICE, &o->chat, .choices = CHATS, .group = "Conversation",
          .help = "the chat template; auto: the model's own; raw: continue the text so far"},
-        {"system", OPT_TEXT, &o->system, .arg = "TEXT", .group = "Conversation",
+        {"system", OPT_TEXT, &o->system, .any_bytes = true, .arg = "TEXT", .group = "Conversation",
          .help = "the system message, in place of the template's own"},
         {"context", OPT_INT, &o->context, 0, MAX_SEQ_LEN, .arg = "N", .group = "Conversation",
          .help = "tokens of a conversation; 0: the length that the model was trained with, at most 8192"},

@@ -13,6 +13,7 @@
 #include "runtime/process.h"
 #include "runtime/spelling.h"
 #include "runtime/toml.h"
+#include "runtime/utf8.h"
 #include "runtime/version.h"
 
 // cJSON writes 15 digits. Flags are rounded to as many, so a resumed run reads from run.json exactly the value that the
@@ -41,6 +42,7 @@ static bool has_bounds(const Option *o) {
 }
 
 static const char *kind_name(const Option *o) {
+    if (o->type == OPT_TEXT) return "text in UTF-8";
     if (o->type == OPT_FLOAT) return "a number";
     return o->type == OPT_INT ? "a whole number" : "1 to " AS_TEXT(OPTION_LIST_MAX) " comma-separated whole numbers";
 }
@@ -111,11 +113,15 @@ static bool read_choice(const Option *o, const char *text, int *choice) {
     }
 }
 
+static bool is_utf8(const char *text) {
+    return utf8_valid((const uint8_t *)text, strlen(text)) == strlen(text);
+}
+
 static bool value_read(const Option *o, const char *text, Value *v) {
     switch (o->type) {
     case OPT_INT: return read_integer(o, text, strlen(text), &v->integer);
     case OPT_FLOAT: return read_float(o, text, &v->number);
-    case OPT_TEXT: v->text = text; return true;
+    case OPT_TEXT: v->text = text; return o->any_bytes || is_utf8(text);
     case OPT_SWITCH: v->on = text[0] == '1'; return (text[0] == '0' || text[0] == '1') && text[1] == 0;
     case OPT_CHOICE: return read_choice(o, text, &v->choice);
     case OPT_INT_LIST: return read_list(o, text, &v->list);
@@ -369,7 +375,7 @@ static bool fits_kind(const Option *o, TomlKind kind) {
 }
 
 static void expected_entry(const Option *o, char *out, size_t size) {
-    if (o->type == OPT_TEXT) snprintf(out, size, "text in quotes");
+    if (o->type == OPT_TEXT) snprintf(out, size, "UTF-8 text in quotes");
     else if (o->type == OPT_SWITCH) snprintf(out, size, "true or false");
     else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s, in quotes", o->choices);
     else expected(o, out, size);
@@ -450,7 +456,7 @@ static void start(CommandLine *c, Option *table, size_t count, int argc, char **
     *c = (CommandLine){
         .table = table, .count = count, .first = argv + 1, .word = argv + 1, .end = argv + argc,
         .own = {
-            [CONFIG]       = {"config", OPT_TEXT, &c->config, .arg = "FILE", .group = "Configuration", .help = "read flags from this file, as lines flag = value; those on the command line win"},
+            [CONFIG]       = {"config", OPT_TEXT, &c->config, .any_bytes = true, .arg = "FILE", .group = "Configuration", .help = "read flags from this file, as lines flag = value; those on the command line win"},
             [PRINT_CONFIG] = {"print-config", OPT_SWITCH, &c->print, .group = "Configuration", .help = "print the given flags as such a file, and exit"},
         }};
     // clang-format on

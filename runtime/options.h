@@ -23,7 +23,7 @@ typedef struct {
 typedef enum {
     OPT_INT,        // value is int64_t *: an integer of at most 1e15 within min..max; 1e6 and 1_000_000 are also valid
     OPT_FLOAT,      // value is double *: finite, rounded to 15 digits, within min..max
-    OPT_TEXT,       // value is const char **: any text; NULL means none
+    OPT_TEXT,       // value is const char **: UTF-8, since run.json contains it; NULL means none
     OPT_SWITCH,     // value is bool *: 0 or 1; the bare flag means 1
     OPT_CHOICE,     // value is int *: the index of the given name in `choices`, to match an enum in the same order
     OPT_INT_LIST    // value is IntList *: comma-separated integers, each within min..max
@@ -40,6 +40,7 @@ typedef struct {
     const char *help;           // one line that states the unit and the meaning of 0
     unsigned uses;              // for the program's own checks
     const char *only_in;        // set if this program rejects the flag: the program that has it, for the message
+    bool any_bytes;             // OPT_TEXT: need not be UTF-8; not for programs that call options_json()
     bool on_resume;             // --resume may change this flag
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
     bool given;                 // set by the parser if the flag is on the command line or in a --config file

@@ -9,7 +9,7 @@
 static struct {
     int64_t batch, seed;
     double lr;
-    const char *data, *out;
+    const char *data, *out, *prompt;
     bool resume, shuffle;
     int dtype;
     IntList lengths;
@@ -25,6 +25,7 @@ static Option table[] = {
     {"dtype", OPT_CHOICE, &v.dtype, .choices = "fp32|bf16", .group = "Training", .help = "of matrix products"},
     {"out", OPT_TEXT, &v.out, .arg = "DIR", .group = "Run", .help = "the run's folder", .on_resume = true},
     {"resume", OPT_SWITCH, &v.resume, .group = "Run", .help = "go on", .on_resume = true},
+    {"prompt", OPT_TEXT, &v.prompt, .any_bytes = true, .group = "Run", .help = "of any bytes", .on_resume = true},
     {"zero", OPT_INT, &v.batch, .group = "GPUs", .help = "for GPUs", .only_in = "test_cu, the GPU program"},
 };
 #define ROWS (sizeof table / sizeof *table)
@@ -33,7 +34,7 @@ static void defaults(void) {
     v.batch = 4;
     v.seed = 42;
     v.lr = 6e-4;
-    v.data = NULL;
+    v.data = v.prompt = NULL;
     v.out = "log";
     v.resume = false;
     v.shuffle = true;
@@ -68,6 +69,8 @@ static void test_values(void) {
           "given twice, the last one counts; 1_000_000; a value with dashes");
     parse("--seed 1e15 --batch 4e3 --lr 0");
     CHECK(v.seed == 1000000000000000 && v.batch == 4000 && v.lr == 0, "1e15, 4e3, 0");
+    parse("--train-data caf\u00e9/*.bin --prompt caf\xe9");
+    CHECK(!strcmp(v.data, "caf\u00e9/*.bin") && !strcmp(v.prompt, "caf\xe9"), "UTF-8, and a flag that need not be");
     parse("--resume=0 --shuffle=1 --resume 1");
     CHECK(v.resume && v.shuffle, "switches with values");
 }
@@ -120,6 +123,7 @@ static void test_refusals(void) {
     refused("--seq-len 64,0", "found \"64,0\"");
     refused("--seq-len 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17",
             "expected 1 to 16 comma-separated whole numbers from 1 to 65536");
+    refused("--train-data caf\xe9/*.bin", "expected text in UTF-8, found \"caf\xe9/*.bin\"");
     refused("--", "does not belong to a flag");
 }
 
@@ -209,7 +213,8 @@ static void test_config_errors(void) {
     refused_config("lr = nan", EXIT_INPUT, "line 1: expected text in quotes, a number");
     refused_config("lr = 1e999", EXIT_USAGE, "line 1: lr: expected a number of at least 0, found \"1e999\".");
     refused_config("shuffle = 1", EXIT_USAGE, "line 1: shuffle: expected true or false, found a number.");
-    refused_config("out = 5", EXIT_USAGE, "line 1: out: expected text in quotes, found a number.");
+    refused_config("out = 5", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found a number.");
+    refused_config("out = \"caf\xe9\"", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found \"caf\xe9\".");
     refused_config("dtype = \"bf61\"", EXIT_USAGE,
                    "line 1: dtype: expected one of fp32|bf16, in quotes, found \"bf61\". Did you mean bf16?");
     refused_config("seq-len = [64, 0]", EXIT_USAGE,
