@@ -1,6 +1,5 @@
 #include "run/metrics.h"
 
-#include <cjson/cJSON.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -12,6 +11,7 @@
 
 #include "runtime/file.h"
 #include "runtime/human.h"
+#include "runtime/json.h"
 
 #define SIZE_LIMIT ((size_t)4 << 30)    // the largest metrics.jsonl: about 25 million steps
 
@@ -167,14 +167,14 @@ bool metrics_restore(Metrics *metrics, Error *error) {
     return true;
 }
 
-// Returns the step of a line, or -1 if the line is not complete JSON.
+// Returns the step of a line, or -1 if the line is damaged.
 static int64_t step_of(const char *line, size_t length) {
-    cJSON *object = cJSON_ParseWithLength(line, length);
-    const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
-    int64_t value =
-        cJSON_IsNumber(step) && step->valuedouble >= 0 && step->valuedouble < 9e15 ? (int64_t)step->valuedouble : -1;
+    Error error;
+    uint64_t step;
+    cJSON *object = json_parse(line, length, (JsonPlace){"metrics.jsonl", 1, 0}, &error);
+    bool found = json_u64(cJSON_GetObjectItemCaseSensitive(object, "step"), &step);
     cJSON_Delete(object);
-    return value;
+    return found ? (int64_t)step : -1;
 }
 
 bool metrics_cut(const char *path, int64_t last, Error *error) {

@@ -41,7 +41,7 @@ void metrics_close(Metrics *metrics);
 bool metrics_intact(const Metrics *metrics);
 bool metrics_restore(Metrics *metrics, Error *error);
 
-// For --resume: keeps the lines with step <= last and drops all others, including incomplete lines. Replaces the file
+// For --resume: keeps the lines with step <= last and drops all others, including damaged lines. Replaces the file
 // atomically. Does nothing if there is no file.
 bool metrics_cut(const char *path, int64_t last, Error *error);
 

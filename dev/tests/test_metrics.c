@@ -139,6 +139,13 @@ static void test_cut(void) {
     same(contents(), "{\"step\": 1}\n{\"step\": 2, \"loss\": 3}\n{\"step\": 3}\n");
     CHECK(metrics_cut(path, 0, &error), "%s", error.text);
     same(contents(), "");
+    static const char zeros[] = "{\"step\": 1}\n\0\0\0\0{\"step\": 2}\n{\"step\": 3}\n{\"step\": 4} }\n"
+                                "{\"step\": 5, \"step\": 9}\n{\"step\": 6}\n{\"step\": 7}\n";
+    FILE *file = fopen(path, "wb");
+    fwrite(zeros, 1, sizeof zeros - 1, file);
+    fclose(file);
+    CHECK(metrics_cut(path, 6, &error), "%s", error.text);
+    same(contents(), "{\"step\": 1}\n{\"step\": 3}\n{\"step\": 6}\n");
 }
 
 // Writes to /dev/full, and to a file whose size limit ends in the middle of a line (like a disk that fills up).
