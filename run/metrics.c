@@ -107,7 +107,7 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
     add_number(line, NUMBERS, "ms", 6, m->ms);
     add_number(line, NUMBERS, "tok_per_s", 6, m->tok_per_s);
     add_number(line, NUMBERS, "mfu", 4, m->mfu);
-    if (!isnan(m->val_loss)) add_number(line, NUMBERS, "val_loss", 9, m->val_loss);
+    if (m->validated) add_number(line, NUMBERS, "val_loss", 9, m->val_loss);
     size_t n = strlen(line);
     if (more) {
         memcpy(line + n, m->more, more);
@@ -204,7 +204,7 @@ void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, d
     int width = snprintf(NULL, 0, "%lld", (long long)steps);
     if (m->ms < 1000) snprintf(time, sizeof time, "%.*f ms", m->ms < 9.95 ? 1 : 0, m->ms);
     else snprintf(time, sizeof time, "%.*f s", m->ms < 99950 ? 2 : 0, m->ms / 1000);
-    if (!isnan(m->val_loss)) snprintf(validation, sizeof validation, " | val %.4f", m->val_loss);
+    if (m->validated) snprintf(validation, sizeof validation, " | val %.4f", m->val_loss);
     if (seconds_left >= 0) snprintf(left, sizeof left, " | %s left", human_duration(seconds_left).text);
     snprintf(out, size,
              "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak | %s tokens%s",

@@ -19,7 +19,8 @@ typedef struct {
     double ms;    // of this step
     double tok_per_s;
     double mfu;          // fraction of the machine's peak
-    float val_loss;      // NAN if this step has no validation
+    bool validated;      // has this step a validation?
+    float val_loss;      // if so
     const char *more;    // further members of the line's JSON object, each preceded by ", "; or NULL
 } StepMetrics;
 

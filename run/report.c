@@ -42,13 +42,13 @@ static bool trains_scalars_of_heads(const ModelConfig *config) {
 }
 
 bool run_reports_scalars(const Run *run) {
-    return !isnan(run->last.val_loss) && trains_scalars_of_heads(run->config);
+    return run->last.validated && trains_scalars_of_heads(run->config);
 }
 
 // Fills in the members of the metrics line that only some runs have.
 static void more_metrics(Run *run, const char *more) {
     size_t at = (size_t)snprintf(run->more, run->more_size, "%s", more);
-    for (Scalar scalar = 0; scalar < SCALAR_COUNT && !isnan(run->last.val_loss); scalar++)
+    for (Scalar scalar = 0; scalar < SCALAR_COUNT && run->last.validated; scalar++)
         if (scalar_width(scalar) == PER_HEAD)
             at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
     run->last.more = run->more;
@@ -69,7 +69,7 @@ void run_report(Run *run, const char *more, const char *line) {
     if (share < 9.95) digits = 1;
     if (share < 0.1) digits = 4;
     if (share > 0) snprintf(text + length, sizeof text - length, " | %.*f %% all-zero rows", digits, share);
-    progress_show(&run->progress, text, run->step == run->o.steps || isfinite(run->last.val_loss));
+    progress_show(&run->progress, text, run->step == run->o.steps || run->last.validated);
 }
 
 // ---- samples

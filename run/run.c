@@ -219,7 +219,7 @@ AdamW run_update(Run *run) {
     run->step++;
     run->tokens += run->step_tokens;
     run->token_flops = model_flops_per_token(run->config, run->step_T);
-    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .lr = (float)lr, .val_loss = NAN};
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .lr = (float)lr};
     return (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, run->step};
 }
 
@@ -298,6 +298,7 @@ bool run_validation_end(Run *run, double *loss) {
 }
 
 void run_validated(Run *run, double loss) {
+    run->last.validated = true;
     run->last.val_loss = (float)loss;
     run->best_now = isfinite(loss) && (run->best_step < 0 || run->last.val_loss < run->best_loss);
     if (!run->best_now) return;
@@ -307,7 +308,7 @@ void run_validated(Run *run, double loss) {
 
 void run_validated_at_end(Run *run, double loss) {
     progress_end(&run->progress);
-    if (run_is_main() && isfinite(loss)) printf("final validation loss %.4f\n", loss);
+    if (run_is_main()) printf("final validation loss %.4f\n", loss);
 }
 
 // ---- samples, checkpoints, the end

@@ -63,8 +63,7 @@ static StepMetrics step(int64_t n) {
                          .grad_norm = 0.84f,
                          .ms = 1160,
                          .tok_per_s = 221,
-                         .mfu = 0.73,
-                         .val_loss = NAN};
+                         .mfu = 0.73};
 }
 
 static void test_line(void) {
@@ -75,6 +74,7 @@ static void test_line(void) {
     same(
         line,
         "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens | 1 h 34 min left");
+    m.validated = true;
     m.val_loss = 5.1234f;
     m.ms = 41.7;
     m.tok_per_s = 24576;
@@ -82,6 +82,9 @@ static void test_line(void) {
     same(
         line,
         "step     120/1234567 | loss 6.0312 | val 5.1234 | lr 5.9e-04 | norm 0.84 | 42 ms, 24.6 k tok/s, 73 % of peak | 123 k tokens");
+    m.val_loss = NAN;
+    metrics_line(line, sizeof line, &m, 1234567, -1);
+    CHECK(strstr(line, " | val nan | "), "%s", line);
     m.loss = INFINITY;
     metrics_line(line, 20, &m, 5, -1);
     CHECK(strlen(line) == 19, "a short buffer");
@@ -97,13 +100,18 @@ static void test_file(void) {
     m.grad_norm = NAN;
     metrics_write(metrics, &m);
     m = step(2);
+    m.validated = true;
     m.val_loss = 1.0f / 3;
+    metrics_write(metrics, &m);
+    m.val_loss = NAN;
     metrics_write(metrics, &m);
     same(
         contents(),
         "{\"step\": 1, \"tokens\": 1024, \"loss\": 0.100000001, \"lr\": 0.000590000011, \"grad_norm\": null, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73}\n"
         "{\"step\": 2, \"tokens\": 2048, \"loss\": 6.03119993, \"lr\": 0.000590000011, \"grad_norm\": 0.839999974, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73, "
-        "\"val_loss\": 0.333333343}\n");
+        "\"val_loss\": 0.333333343}\n"
+        "{\"step\": 2, \"tokens\": 2048, \"loss\": 6.03119993, \"lr\": 0.000590000011, \"grad_norm\": 0.839999974, \"ms\": 1160, \"tok_per_s\": 221, \"mfu\": 0.73, "
+        "\"val_loss\": null}\n");
     int wrong = 0;
     for (uint32_t bits = 0x3f000000; bits < 0x40000000;
          bits += 9973) {    // floats between 0.5 and 2 come back with the same bits
