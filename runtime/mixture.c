@@ -8,7 +8,8 @@
 #include "runtime/human.h"
 
 enum {
-    MAX_DIGITS = 6,    // of a weight, before and after the point each
+    OPEN_FILES = 256,    // of all sources together, which a process can keep open under any usual limit
+    MAX_DIGITS = 6,      // of a weight, before and after the point each
     MAX_PERIOD = 1000000,
 };
 
@@ -179,6 +180,7 @@ bool mixture_first_path(const char *text, char *path, size_t size) {
 // Opens each source, with its share of the windows that are needed.
 static bool open_sources(Mixture *m, ShardsConfig config, Error *error) {
     uint64_t needed = config.min_windows;
+    config.open_files = OPEN_FILES / m->count;
     for (size_t i = 0; i < m->count; i++) {
         Source *source = &m->sources[i];
         config.min_windows = (needed * source->weight + m->period - 1) / m->period;

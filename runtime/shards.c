@@ -60,6 +60,7 @@ struct Shards {
         uint64_t id;
         int fd;
     } open[OPEN_FILES];    // id is 2 * shard + kind + 1, or 0 if the slot is free
+    size_t slots;          // in use, from the first
     uint32_t chunk[CHUNK];
 };
 
@@ -219,7 +220,7 @@ static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t o
 // on failure.
 static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     uint64_t id = 2 * i + kind + 1, bytes, want = file_bytes(s->shards[i].format[kind], s->shards[i].count);
-    size_t slot = id % OPEN_FILES;
+    size_t slot = id % s->slots;
     if (s->open[slot].id == id) return s->open[slot].fd;
     if (s->open[slot].id) close(s->open[slot].fd);
     s->open[slot].id = 0;
@@ -422,6 +423,7 @@ Shards *shards_open(const char *globs, ShardsConfig config, Error *error) {
         return NULL;
     }
     s->config = config;
+    s->slots = config.open_files && config.open_files < OPEN_FILES ? config.open_files : OPEN_FILES;
     if (open_all(s, globs, error)) return s;
     shards_close(s);
     return NULL;

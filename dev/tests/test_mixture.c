@@ -1,4 +1,6 @@
 // mixture: exact proportions after any number of sequences, each source in its own order, weights and what is wrong.
+#include <sys/resource.h>
+
 #include "dev/tests/check.h"
 #include "runtime/mixture.h"
 
@@ -147,6 +149,33 @@ static void test_sequences(void) {
     }
 }
 
+static void test_many_files(void) {
+    check_group("64 sources of 64 shards: more than may be open");
+    char name[32], text[4096] = "";
+    size_t at = 0;
+    for (int i = 0; i < 64; i++) {
+        snprintf(name, sizeof name, "many%02d.bin", i);
+        write_source(name, 0);
+        at += (size_t)snprintf(text + at, sizeof text - at, "%s%%/many*.bin:1", i ? "," : "");
+    }
+    struct rlimit limit;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    setrlimit(RLIMIT_NOFILE, &(struct rlimit){300, limit.rlim_max});
+    ShardsConfig long_windows = config(false);
+    long_windows.T = N - 1;
+    Mixture *m = mixture_open(in_folder(text), long_windows, &error);
+    int32_t tokens[N];
+    bool read = m;
+    for (uint64_t g = 0; read && g < 64 * 64; g++) {
+        uint64_t own = g;
+        const Source *source = mixture_find(m, &own);
+        read = shards_window(source->shards, own, tokens, NULL, &error);
+    }
+    CHECK(read, "%s", error.text);
+    mixture_close(m);
+    setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 static void test_without_weights(void) {
     check_group("without weights, all matching shards form a single stream");
     char path[300];
@@ -255,6 +284,7 @@ int main(void) {
     test_all_small_weights();
     test_weights();
     test_sequences();
+    test_many_files();
     test_without_weights();
     test_fingerprint();
     test_refusals();
