@@ -1,9 +1,12 @@
 #include "run/parts.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "run/folder.h"
 #include "runtime/error.h"
@@ -83,6 +86,17 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
     }
 }
 
+// Opens a regular file for appending. O_NONBLOCK keeps open() from waiting for a FIFO's reader.
+static FILE *open_to_append(const char *path) {
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+    struct stat st;
+    if (fd < 0) return NULL;
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) return fdopen(fd, "a");
+    close(fd);
+    errno = ENXIO;    // as for a FIFO without a reader
+    return NULL;
+}
+
 // Appends a sample to samples.txt. Warns on failure.
 static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     Error error;
@@ -90,7 +104,7 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
         warn("%s\n  The sample of step %lld is lost. Training continues.", error.text, (long long)run->step);
         return;
     }
-    FILE *file = fopen(folder_path(run->o.out, "samples.txt").text, "a");
+    FILE *file = open_to_append(folder_path(run->o.out, "samples.txt").text);
     if (file) {
         fprintf(file, "---- step %lld\n", (long long)run->step);
         show_text(file, run, ids, count);

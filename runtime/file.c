@@ -245,15 +245,14 @@ static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
 
 enum { PIECE = 1 << 20 };    // files are read in pieces of this many bytes
 
-// O_NONBLOCK keeps open() from waiting for a writer if the path is a FIFO. It has no effect on regular files.
-static int open_to_read(const char *path) {
-    return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+int file_open(const char *path) {
+    return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // O_NONBLOCK has no effect on regular files
 }
 
 // Calls `take` with consecutive pieces of the file until it fails.
 static bool read_pieces(const char *path, bool (*take)(void *context, const void *data, size_t size, Error *error),
                         void *context, Error *error) {
-    int fd = open_to_read(path);
+    int fd = file_open(path);
     if (fd < 0) return read_error(error, path, "opening it");
     char *piece = malloc(PIECE);
     if (!piece) fail(EXIT_RESOURCE, "%s: out of memory.", path);
@@ -411,7 +410,7 @@ static char *read_open(int fd, const char *path, size_t limit, size_t *size, Err
 }
 
 char *file_read(const char *path, size_t limit, size_t *size, Error *error) {
-    int fd = open_to_read(path);
+    int fd = file_open(path);
     if (fd < 0) {
         read_error(error, path, "opening it");
         return NULL;
@@ -432,7 +431,7 @@ struct FileLines {
 
 FileLines *file_lines_open(const char *path, size_t limit, Error *error) {
     uint64_t size;
-    int fd = open_to_read(path);
+    int fd = file_open(path);
     if (fd < 0) {
         read_error(error, path, "opening it");
         return NULL;

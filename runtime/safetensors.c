@@ -2,7 +2,6 @@
 #include "safetensors.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
@@ -367,7 +366,7 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
 // ---- files and folders
 
 static bool add_part(Safetensors *s, const char *path, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // without O_NONBLOCK, opening a FIFO waits for a writer
+    int fd = file_open(path);
     if (fd < 0) {
         return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  %s", path, strerror(errno),
                          file_remedy(errno, "Check the path. A model in several files needs all of them."));

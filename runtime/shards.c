@@ -1,7 +1,6 @@
 #include "runtime/shards.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <glob.h>
 #include <limits.h>
 #include <stdio.h>
@@ -179,9 +178,9 @@ static bool check_size(const char *path, const Format *format, int32_t count, ui
                      bytes < want ? "It was probably truncated." : "It contains extra data.");
 }
 
-// Opens a regular file. Returns -1 with *error set otherwise. O_NONBLOCK keeps open() from waiting for a FIFO's writer.
+// Opens a regular file. Returns -1 with *error set otherwise.
 static int open_plain(const char *path, uint64_t *bytes, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    int fd = file_open(path);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
         error_set(error, EXIT_INPUT, "%s: cannot open it: %s.\n  %s", path, strerror(errno),

@@ -265,6 +265,16 @@ def test_a_pipe_in_place_of_a_file(tmp_path, name):
     says(train(tmp_path, "--steps", 2, *val, code=INPUT, timeout=30), tmp_path / name, "pipe")
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_a_pipe_in_place_of_samples(data, run, read):
+    os.mkfifo(run / "samples.txt")
+    reader = os.open(run / "samples.txt", os.O_RDONLY | os.O_NONBLOCK) if read else None
+    text = train(data, "--resume", "--out", run, "--steps", 5, "--sample-every", 1, timeout=30, model=False)
+    says(text, "samples.txt: cannot write the sample of step 5", "Training continues")
+    if read:
+        os.close(reader)
+
+
 def test_a_mask_for_only_some_shards(tmp_path):
     shard_with(tmp_path)
     write_shard(tmp_path / "d_train_000002.bin", tokens(1000))
