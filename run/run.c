@@ -157,8 +157,7 @@ static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     if (run->mask) memcpy(run->mask + row * run->T, run->window_mask, run->T);
 }
 
-// The number by which a step's loss is divided: tokens, or with masks windows, because each window's mask weights sum
-// to 1.
+// The number by which a step's loss is divided: tokens, or with masks windows, however many of their tokens count.
 static double loss_count(const Run *run) {
     return mixture_masked(run->train) ? (double)(run->step_tokens / (int64_t)run->T) : (double)run->step_tokens;
 }
