@@ -15,21 +15,29 @@ static size_t rounded(size_t bytes) {
     return ((bytes + 255) / 256) * 256;
 }
 
+// The bytes of all buffers, or SIZE_MAX if they are too many for a size_t. A wrapped sum could pass for a small one.
+static size_t total_of(const MemoryPlan *plan) {
+    size_t total = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        if (plan->rows[i].bytes > SIZE_MAX / 2 || total > SIZE_MAX / 2) return SIZE_MAX;
+        total += rounded(plan->rows[i].bytes);
+    }
+    return total;
+}
+
 void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes) {
     if (plan->count == MEMORY_ROWS)
         fail(EXIT_RESOURCE, "memory plan: more than %d buffers; raise MEMORY_ROWS.", MEMORY_ROWS);
     plan->rows[plan->count].kind = kind;
     plan->rows[plan->count].where = where;
     plan->rows[plan->count++].bytes = bytes;
-    plan->total += rounded(bytes);
+    plan->total = total_of(plan);
 }
 
 void memory_resize(MemoryPlan *plan, void **where, size_t bytes) {
-    for (size_t i = 0; i < plan->count; i++) {
-        if (plan->rows[i].where != where) continue;
-        plan->total += rounded(bytes) - rounded(plan->rows[i].bytes);
-        plan->rows[i].bytes = bytes;
-    }
+    for (size_t i = 0; i < plan->count; i++)
+        if (plan->rows[i].where == where) plan->rows[i].bytes = bytes;
+    plan->total = total_of(plan);
 }
 
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes) {

@@ -92,12 +92,25 @@ static void test_resize(void) {
     CHECK(plan.total == 256 + 256, "%zu bytes instead of 512", plan.total);
 }
 
+static void test_too_large(void) {
+    check_group("buffers whose sum does not fit a size_t");
+    MemoryPlan plan = {0};
+    char *a, *b;
+    memory_add(&plan, "a", (void **)&a, SIZE_MAX);
+    CHECK(plan.total == SIZE_MAX, "%zu bytes", plan.total);
+    memory_resize(&plan, (void **)&a, SIZE_MAX / 3);
+    CHECK(plan.total >= SIZE_MAX / 3 && plan.total < SIZE_MAX / 2, "%zu bytes", plan.total);
+    for (int i = 0; i < 3; i++) memory_add(&plan, "b", (void **)&b, SIZE_MAX / 3);
+    CHECK(plan.total == SIZE_MAX, "%zu bytes", plan.total);
+}
+
 int main(void) {
     if (!mkdtemp(root)) return 1;
     test_none();
     test_version_2();
     test_version_1();
     test_resize();
+    test_too_large();
     char command[PATH_MAX];
     snprintf(command, sizeof command, "rm -rf %s", root);
     CHECK(system(command) == 0, "%s could not be removed", root);
