@@ -33,7 +33,8 @@ static off_t whole_lines(int fd) {
     if (fstat(fd, &st) != 0) return -1;
     for (off_t end = st.st_size; end > 0;) {
         off_t start = end > (off_t)sizeof block ? end - (off_t)sizeof block : 0;
-        ssize_t n = pread(fd, block, (size_t)(end - start), start);
+        ssize_t n = file_read_up_to(fd, block, (size_t)(end - start), (uint64_t)start);
+        if (n >= 0 && n != end - start) errno = EIO;
         if (n != end - start) return -1;
         for (ssize_t i = n; i-- > 0;)
             if (block[i] == '\n') return start + i + 1;
@@ -140,8 +141,9 @@ static bool copy_start(int to, int from, off_t bytes) {
     char block[1 << 16];
     for (off_t at = 0; at < bytes;) {
         size_t most = bytes - at < (off_t)sizeof block ? (size_t)(bytes - at) : sizeof block;
-        ssize_t n = pread(from, block, most, at);
-        if (n <= 0 || write(to, block, (size_t)n) != n) return false;
+        ssize_t n = file_read_up_to(from, block, most, (uint64_t)at);
+        if (n == 0) errno = EIO;
+        if (n <= 0 || write_all(to, block, (size_t)n) != (size_t)n) return false;
         at += n;
     }
     return true;

@@ -230,8 +230,7 @@ bool file_replace_text(const char *path, const char *text, Error *error) {
     return false;
 }
 
-// Reads `size` bytes, or fewer at the end of the file. Returns -1 on error.
-static ssize_t read_full(int fd, void *out, size_t size, uint64_t offset) {
+ssize_t file_read_up_to(int fd, void *out, size_t size, uint64_t offset) {
     size_t done = 0;
     while (done < size) {
         ssize_t got = pread(fd, (char *)out + done, size - done, (off_t)(offset + done));
@@ -259,7 +258,7 @@ static bool read_pieces(const char *path, bool (*take)(void *context, const void
     bool ok = true;
     uint64_t offset = 0;
     for (;;) {
-        ssize_t got = read_full(fd, piece, PIECE, offset);
+        ssize_t got = file_read_up_to(fd, piece, PIECE, offset);
         if (got < 0) ok = read_error(error, path, "reading it");
         if (got <= 0) break;
         ok = take(context, piece, (size_t)got, error);
@@ -368,7 +367,7 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
 // ---- reading
 
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error) {
-    ssize_t got = read_full(fd, out, size, offset);
+    ssize_t got = file_read_up_to(fd, out, size, offset);
     if (got == (ssize_t)size) return true;
     if (got < 0) return read_error(error, path, "reading it");
     return error_set(error, EXIT_INPUT,

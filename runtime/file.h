@@ -12,6 +12,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 #include <xxhash.h>
 
 #include "error.h"
@@ -114,6 +115,9 @@ typedef struct {
     char text[33];
 } HashText;
 HashText file_hash_text(XXH128_hash_t hash);
+
+// Reads `size` bytes at `offset`, or fewer at the end of the file. Returns how many, or -1 with errno set on error.
+ssize_t file_read_up_to(int fd, void *out, size_t size, uint64_t offset);
 
 // Reads exactly `size` bytes at `offset`. If the file is too short, the error names the offset.
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error);

@@ -608,8 +608,10 @@ static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error
     if (!value_from_json(o, item, v)) {
         expected(o, was, sizeof was);
         return error_set(error, EXIT_INPUT,
-                         "run.json: the saved flag %s: expected %s. The file was edited or is damaged.", o->name,
-                         o->type == OPT_TEXT ? "a string" : was);
+                         "run.json in --out: the saved flag %s: expected %s. The file was edited or is damaged.\n"
+                         "  Restore it from a copy, or start a new run in another --out (--init-from reuses the "
+                         "weights).",
+                         o->name, o->type == OPT_TEXT ? "a string" : was);
     }
     if (!o->given || o->on_resume || same_value(o, *v, value_get(o))) return true;
     value_text(o, *v, was, sizeof was);

@@ -199,20 +199,16 @@ static int open_plain(const char *path, uint64_t *bytes, Error *error) {
 
 // Reads exactly n bytes at the offset.
 static bool read_bytes(int fd, const char *path, void *out, size_t n, uint64_t offset, Error *error) {
-    for (size_t done = 0; done < n;) {
-        ssize_t got = pread(fd, (char *)out + done, n - done, (off_t)(offset + done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return error_set(error, EXIT_INPUT, "%s: at offset %s: cannot read it: %s", path,
-                             human_grouped(offset + done).text, strerror(errno));
-        if (got == 0)
-            return error_set(error, EXIT_INPUT,
-                             "%s: the file now ends at offset %s, but had %s more bytes when it was opened.\n"
-                             "  It was truncated while in use. Restore it, then rerun the command.",
-                             path, human_grouped(offset + done).text, human_grouped(n - done).text);
-        done += (size_t)got;
-    }
-    return true;
+    ssize_t got = file_read_up_to(fd, out, n, offset);
+    if (got == (ssize_t)n) return true;
+    if (got < 0)
+        return error_set(error, EXIT_INPUT,
+                         "%s: at offset %s: cannot read it: %s.\n  Check the disk, or use another copy of the file.",
+                         path, human_grouped(offset).text, strerror(errno));
+    return error_set(error, EXIT_INPUT,
+                     "%s: the file now ends at offset %s, but had %s more bytes when it was opened.\n"
+                     "  It was truncated while in use. Restore it, then rerun the command.",
+                     path, human_grouped(offset + (uint64_t)got).text, human_grouped(n - (size_t)got).text);
 }
 
 // Returns the descriptor of shard i's tokens or mask, reopening it if its slot was reused. Returns -1 with *error set

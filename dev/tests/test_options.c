@@ -310,6 +310,9 @@ static void test_resume(void) {
                              ""};
     for (size_t i = 0; i < sizeof damaged / sizeof *damaged; i++)
         CHECK(!options_resume(table, ROWS, damaged[i], &error) && error.code == EXIT_INPUT, "%s passed", damaged[i]);
+    CHECK(!options_resume(table, ROWS, "{\"batch\": 0}", &error) &&
+              strstr(error.text, "run.json in --out: the saved flag batch") && strstr(error.text, "\n  Restore it"),
+          "%s", error.text);
     free(json);
     parse("--lr 0.00061234567890123456789");
     double lr = v.lr;
