@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "runtime/error.h"
+#include "runtime/number.h"
 #include "runtime/spelling.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
@@ -81,15 +82,6 @@ static bool read_number(const char *text, double *out) {
     errno = 0;
     *out = strtod(text, &end);
     return end != text && *end == 0 && errno == 0 && fabs(*out) <= 1e30 && (*out == 0 || fabs(*out) >= 1e-30);
-}
-
-// Writes the fewest digits that parse back to the same number.
-static const char *write_number(double x, char *out, size_t size) {
-    for (int digits = 15; digits <= 17; digits++) {
-        snprintf(out, size, "%.*g", digits, x);
-        if (strtod(out, NULL) == x) break;
-    }
-    return out;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -311,11 +303,10 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
 // Printing
 
 const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *out, size_t size) {
-    char number[32];
     Stage stage = stage_at(normalizer, i);
     const Value *v = &STAGES[i].values[stage.kind];
     if (v->takes[0] == ':' || (v->takes[0] && stage.value != 0))
-        snprintf(out, size, "%s%c%s", v->name, v->takes[0], write_number(stage.value, number, sizeof number));
+        snprintf(out, size, "%s%c%s", v->name, v->takes[0], number_text(stage.value).text);
     else snprintf(out, size, "%s", v->name);
     return out;
 }
@@ -342,7 +333,7 @@ static bool write_by_preset(const Normalizer *normalizer, const Preset *preset, 
             at += (size_t)snprintf(out + at, size - at, "+%s=%s", stage_names[i],
                                    normalizer_stage_text(normalizer, i, text, sizeof text));
     if (start_differs && at < size)
-        at += (size_t)snprintf(out + at, size - at, "+s=%s", write_number(normalizer->s_start, text, sizeof text));
+        at += (size_t)snprintf(out + at, size - at, "+s=%s", number_text(normalizer->s_start).text);
     if (normalizer->fixed && !base->fixed && at < size) at += (size_t)snprintf(out + at, size - at, "+fixed");
     return at < size;
 }
@@ -366,7 +357,7 @@ static void print_row(const char *name, const Normalizer *normalizer, const char
         int length = snprintf(shown, sizeof shown, "%s", text);
         if (i == SCALE_STAGE && normalizer->fixed)
             snprintf(shown + length, sizeof shown - (size_t)length, ", s = %s fixed",
-                     write_number(normalizer->s_start, text, sizeof text));
+                     number_text(normalizer->s_start).text);
         printf("%-*s ", WIDTH[i], shown);
     }
     printf("%s\n", source);
@@ -416,7 +407,7 @@ static void print_one(const char *text) {
         printf("  %-21s %s\n", label, STAGES[i].values[stage_at(&normalizer, i).kind].formula);
     }
     if (normalizer_has(&normalizer, SCALAR_S) && !isnan(normalizer.s_start))
-        printf("  s=%-19s %s\n", write_number(normalizer.s_start, value, sizeof value),
+        printf("  s=%-19s %s\n", number_text(normalizer.s_start).text,
                normalizer.fixed ? "fixed" : "initial value of s");
     else if (normalizer.fixed) printf("  fixed                 s keeps its initial value\n");
     printf("shortest equivalent name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));

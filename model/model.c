@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/number.h"
 #include "runtime/options.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -64,9 +65,8 @@ static bool parse_bias(bool *out, const char *value, Error *error) {
 }
 
 static bool parse_norm_eps(double *out, const char *value, Error *error) {
-    char *end;
-    double eps = strtod(value, &end);
-    if (end == value || *end || !(eps >= MIN_NORM_EPS && eps <= MAX_NORM_EPS))
+    double eps;
+    if (!number_read(value, strlen(value), &eps) || !(eps >= MIN_NORM_EPS && eps <= MAX_NORM_EPS))
         return error_set(error, EXIT_USAGE, "--model: norm_eps must be a number from %g to %g, not '%s'.", MIN_NORM_EPS,
                          MAX_NORM_EPS, value);
     *out = eps;
@@ -74,10 +74,10 @@ static bool parse_norm_eps(double *out, const char *value, Error *error) {
 }
 
 static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error) {
-    char *equals = strchr(word, '='), *end = NULL;
+    char *equals = strchr(word, '=');
+    double value = 0;
     if (equals) *equals++ = 0;
-    long value = equals && *equals ? strtol(equals, &end, 10) : 0;
-    bool whole = end && *end == 0;
+    bool whole = equals && number_read(equals, strlen(equals), &value) && value == floor(value);
     if (!strcmp(word, "tied")) return parse_switch(&config->tied, word, equals ? equals : "", error);
     if (!strcmp(word, "qk_norm")) return parse_switch(&config->qk_norm, word, equals ? equals : "", error);
     if (!strcmp(word, "bias")) return parse_bias(&config->qkv_bias, equals ? equals : "", error);

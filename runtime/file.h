@@ -78,8 +78,8 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error);
 
 // ---- reading
 
-// open() for reading. Returns at once if the path is a FIFO, instead of waiting for a writer. Returns -1 with errno set on
-// error.
+// open() for reading. Returns at once if the path is a FIFO, instead of waiting for a writer. Returns -1 with errno set
+// on error.
 int file_open(const char *path);
 
 // Returns the whole file, followed by a 0 byte that `size` (may be NULL) does not count. A file of more than `limit`

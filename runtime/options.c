@@ -10,6 +10,7 @@
 #include <strings.h>
 
 #include "runtime/file.h"
+#include "runtime/number.h"
 #include "runtime/process.h"
 #include "runtime/spelling.h"
 #include "runtime/toml.h"
@@ -58,35 +59,20 @@ static void expected(const Option *o, char *out, size_t size) {
     else snprintf(out, size, "%s from %.15g to %.15g", kind, o->min, o->max);
 }
 
-static bool read_number(const char *text, size_t length, double *number) {
-    char copy[64], *end;
-    size_t n = 0;
-    for (size_t i = 0; i < length; i++) {
-        bool digits_beside =
-            i > 0 && i + 1 < length && isdigit((unsigned char)text[i - 1]) && isdigit((unsigned char)text[i + 1]);
-        if (text[i] == '_' && digits_beside) continue;                                    // 1_000_000
-        if (!strchr("0123456789+-.eE", text[i]) || n + 1 == sizeof copy) return false;    // no hex, inf or nan
-        copy[n++] = text[i];
-    }
-    copy[n] = 0;
-    *number = strtod(copy, &end);
-    return n > 0 && *end == 0 && isfinite(*number);
-}
-
 static bool in_range(const Option *o, double x) {
     return !has_bounds(o) || (x >= o->min && x <= o->max);
 }
 
 static bool read_integer(const Option *o, const char *text, size_t length, int64_t *integer) {
     double x;
-    if (!read_number(text, length, &x) || x != floor(x) || fabs(x) > INT_LIMIT || !in_range(o, x)) return false;
+    if (!number_read(text, length, &x) || x != floor(x) || fabs(x) > INT_LIMIT || !in_range(o, x)) return false;
     *integer = (int64_t)x;
     return true;
 }
 
 static bool read_float(const Option *o, const char *text, double *number) {
     char rounded[32];
-    if (!read_number(text, strlen(text), number) || !in_range(o, *number)) return false;
+    if (!number_read(text, strlen(text), number) || !in_range(o, *number)) return false;
     snprintf(rounded, sizeof rounded, "%.*g", DIGITS, *number);
     *number = strtod(rounded, NULL);
     return isfinite(*number);
@@ -152,14 +138,6 @@ static void value_set(const Option *o, Value v) {
     }
 }
 
-// Writes the fewest digits that read back as the same number.
-static void number_text(double x, char *out, size_t size) {
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(out, size, "%.*g", digits, x);
-        if (strtod(out, NULL) == x) return;
-    }
-}
-
 static void choice_text(const Option *o, int choice, char *out, size_t size) {
     const char *p = o->choices;
     for (int i = 0; i < choice; i++) p += strcspn(p, "|") + 1;
@@ -169,7 +147,7 @@ static void choice_text(const Option *o, int choice, char *out, size_t size) {
 static void value_text(const Option *o, Value v, char *out, size_t size) {
     switch (o->type) {
     case OPT_INT: snprintf(out, size, "%lld", (long long)v.integer); break;
-    case OPT_FLOAT: number_text(v.number, out, size); break;
+    case OPT_FLOAT: snprintf(out, size, "%s", number_text(v.number).text); break;
     case OPT_TEXT: snprintf(out, size, "%s", v.text ? v.text : "none"); break;
     case OPT_SWITCH: snprintf(out, size, "%d", v.on); break;
     case OPT_CHOICE: choice_text(o, v.choice, out, size); break;
@@ -579,7 +557,7 @@ static bool value_from_json(const Option *o, const cJSON *item, Value *v) {
         return true;
     }
     if (o->type != OPT_INT_LIST) {
-        number_text(item->valuedouble, text, sizeof text);
+        snprintf(text, sizeof text, "%s", number_text(item->valuedouble).text);
         return cJSON_IsNumber(item) && value_read(o, text, v);
     }
     size_t n = 0;
