@@ -18,6 +18,7 @@
 #include "runtime/sampler.h"
 #include "runtime/start.h"
 #include "runtime/tokenizer.h"
+#include "runtime/utf8.h"
 #pragma GCC diagnostic pop
 
 typedef enum { SAMPLE_FP32, SAMPLE_BF16 } SampleType;
@@ -51,8 +52,8 @@ typedef struct {
 
 // UTF-8 bytes on their way to stdout. A character is printed once all its bytes are there.
 typedef struct {
-    unsigned char bytes[4], low, high;    // the next byte must be in low..high
-    size_t have, need;
+    uint8_t bytes[4];
+    size_t have;
 } Utf8;
 
 typedef struct {
@@ -353,35 +354,23 @@ static void flush_stdout(void) {
         fail(EXIT_RESOURCE, "stdout: cannot write the text: %s.", strerror(errno));
 }
 
-// An incomplete sequence that cannot become a character any more is printed as U+FFFD, as with Python's
-// errors="replace".
+// Prints what is incomplete as U+FFFD, as with Python's errors="replace".
 static void utf8_end(Utf8 *u) {
-    if (u->have) fputs("\xEF\xBF\xBD", stdout);
+    if (u->have) fputs(REPLACEMENT_BYTES, stdout);
     u->have = 0;
 }
 
-// The number of bytes of a character that starts with `c`, or 0 if none does.
-static size_t utf8_length(unsigned char c) {
-    if (c < 0x80) return 1;
-    if (c < 0xC2 || c > 0xF4) return 0;
-    if (c < 0xE0) return 2;
-    return c < 0xF0 ? 3 : 4;
-}
-
-static void utf8_put(Utf8 *u, unsigned char c) {
-    if (u->have && (c < u->low || c > u->high)) utf8_end(u);
-    if (!u->have) u->need = utf8_length(c);
-    u->low = 0x80;
-    u->high = 0xBF;
-    if (!u->have && c == 0xE0) u->low = 0xA0;    // no overlong forms
-    if (!u->have && c == 0xF0) u->low = 0x90;
-    if (!u->have && c == 0xED) u->high = 0x9F;    // no surrogates
-    if (!u->have && c == 0xF4) u->high = 0x8F;    // nothing above U+10FFFF
-    u->bytes[u->have++] = c;
-    if (!u->need) utf8_end(u);
-    if (u->have != u->need) return;
-    fwrite(u->bytes, 1, u->have, stdout);
-    u->have = 0;
+static void utf8_add(Utf8 *u, char c) {
+    u->bytes[u->have++] = (uint8_t)c;
+    while (u->have) {
+        size_t width, valid = utf8_valid(u->bytes, u->have);
+        utf8_get(u->bytes, u->have, &width);
+        if (!valid && width == u->have) return;    // it may still become a character
+        if (valid) fwrite(u->bytes, 1, width, stdout);
+        else fputs(REPLACEMENT_BYTES, stdout);
+        u->have -= width;
+        memmove(u->bytes, u->bytes + width, u->have);
+    }
 }
 
 // `first`: it begins a text, so that its first space may be the tokenizer's.
@@ -393,13 +382,13 @@ static void put_token(Sampler *s, int32_t id, bool first) {
         bytes++;
         length--;
     }
-    for (size_t i = 0; i < length; i++) utf8_put(&s->utf8, (unsigned char)bytes[i]);
+    for (size_t i = 0; i < length; i++) utf8_add(&s->utf8, bytes[i]);
 }
 
 static void put_prompt(Sampler *s, const Text *t) {
     const Prompt *p = &s->prompts[t->prompt];
     if (text_count(s) > 1) printf("---- prompt %zu, sample %zu\n", t->prompt + 1, t->sample + 1);
-    for (size_t i = 0; s->tokenizer && i < p->length; i++) utf8_put(&s->utf8, (unsigned char)p->text[i]);
+    for (size_t i = 0; s->tokenizer && i < p->length; i++) utf8_add(&s->utf8, p->text[i]);
     for (size_t i = 0; !s->tokenizer && i < p->count; i++) printf("%s%d", i ? "," : "", p->ids[i]);
 }
 
