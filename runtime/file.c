@@ -202,10 +202,11 @@ void file_discard(File *file) {
 }
 
 // Writes the whole file, or leaves none.
-static bool write_whole(const char *path, const void *data, size_t size, Error *error) {
+static bool write_whole(const char *path, const char *text, Error *error) {
+    if (!text) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its text.", path);
     File *file = file_create(path, NULL, error);
     if (!file) return false;
-    if (!file_write(file, data, size, error)) {
+    if (!file_write(file, text, strlen(text), error)) {
         file_discard(file);
         return false;
     }
@@ -215,7 +216,7 @@ static bool write_whole(const char *path, const void *data, size_t size, Error *
 }
 
 bool file_write_text(const char *path, const char *text, Error *error) {
-    return write_whole(path, text, strlen(text), error);
+    return write_whole(path, text, error);
 }
 
 bool file_replace_text(const char *path, const char *text, Error *error) {
@@ -224,7 +225,7 @@ bool file_replace_text(const char *path, const char *text, Error *error) {
         errno = ENAMETOOLONG;
         return write_error(error, path, "naming its temporary file");
     }
-    if (!write_whole(temporary, text, strlen(text), error)) return false;
+    if (!write_whole(temporary, text, error)) return false;
     if (file_rename(temporary, path, error)) return true;
     unlink(temporary);
     return false;
@@ -340,11 +341,13 @@ bool file_rename(const char *from, const char *to, Error *error) {
 
 static int remove_entry(const char *path, const struct stat *info, int kind, struct FTW *ftw) {
     (void)info, (void)kind, (void)ftw;
-    return act_remove(path);
+    return act_remove(path) == 0 || errno == ENOENT ? 0 : -1;    // another process may have removed it
 }
 
 bool file_remove_tree(const char *path, Error *error) {
-    if (nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT) return true;
+    struct stat info;
+    if (nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0) return true;
+    if (errno == ENOENT && lstat(path, &info) != 0 && errno == ENOENT) return true;
     return write_error(error, path, "removing it");
 }
 

@@ -49,10 +49,11 @@ bool file_close(File *file, Error *error);
 void file_discard(File *file);
 
 // Writes the text as the whole file and syncs it. Not atomic: use it in a folder that is renamed once it is complete.
+// NULL in place of a text is an error: the memory for it ran out.
 bool file_write_text(const char *path, const char *text, Error *error);
 
 // Replaces the file atomically: writes PATH.tmp, fsync, rename, fsync of the folder. Readers see the old or the new
-// text.
+// text. NULL is an error, as for file_write_text().
 bool file_replace_text(const char *path, const char *text, Error *error);
 
 // Copies a file of any size and syncs the copy.

@@ -249,6 +249,8 @@ static void test_kill_replace(void) {
         CHECK(access(temporary, F_OK) != 0, "ENOSPC at point %ld: the temporary file is still there", n);
     }
     fault_clear();
+    CHECK(!file_replace_text(path, NULL, &error) && error.code == EXIT_RESOURCE && strstr(error.text, "out of memory"),
+          "no text: %s", error.text);
 }
 
 // FAULT_AT, FAULT_KIND and FAULT_COUNT, as tests of other programs set them.
@@ -464,6 +466,20 @@ static void test_files(void) {
     snprintf(path, sizeof path, "%s/a", folder);
     CHECK(file_remove_tree(path, &error) && access(path, F_OK) != 0 && access(source, F_OK) == 0, "%s", error.text);
     CHECK(file_remove_tree(path, &error), "nothing there: %s", error.text);
+    CHECK(file_make_folders(path, &error), "%s", error.text);
+    for (int i = 0; i < 3000; i++) {
+        snprintf(path, sizeof path, "%s/a/%d", folder, i);
+        close(open(path, O_WRONLY | O_CREAT, 0666));
+    }
+    pid_t child = fork();
+    for (int i = 0; child == 0 && i < 3000; i++) {
+        snprintf(path, sizeof path, "%s/a/%d", folder, i);
+        unlink(path);
+    }
+    if (child == 0) _exit(0);
+    snprintf(path, sizeof path, "%s/a", folder);
+    CHECK(file_remove_tree(path, &error) && access(path, F_OK) != 0, "two processes remove it: %s", error.text);
+    waitpid(child, NULL, 0);
 }
 
 int main(void) {
