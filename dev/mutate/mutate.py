@@ -117,6 +117,8 @@ TESTS_OF = (
     ("runtime/chat.c", pytest_of("sample_gpt2 build/tests/logits", "test_chat", "-k", "date")),
     ("runtime/start.c", [("build/tests/test_process", ["build/tests/test_process"])]),
     ("runtime/mixture.c", [("build/tests/test_mixture", ["build/tests/test_mixture"])]),
+    ("runtime/memory.c", [("build/tests/test_memory", ["build/tests/test_memory"])]),
+    ("run/metrics.c", [("build/tests/test_metrics", ["build/tests/test_metrics"])]),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
     ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
     ("runtime/file.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
