@@ -126,7 +126,7 @@ CLASSIFIER_THREADS = 1024
 
 def phases():
     """{PHASE_x's x: name} in the order in which --profile prints them, from run/profile.h."""
-    return dict(re.findall(r'X\((\w+), "([^"]+)"\)', (ROOT / "run/profile.h").read_text()))
+    return dict(re.findall(r'X\((\w+), +"([^"]+)"\)', (ROOT / "run/profile.h").read_text()))
 
 
 def rounded(n, to):
@@ -308,7 +308,7 @@ def qk_norm_backward(N, m, add):
     blocks = min(-(-N * heads // (QK_NORM_THREADS // group)), QK_NORM_BLOCKS)
     rows = 2 * N * heads * m.head_dim
     return [Launch("NORM", "qk_norm_backward_kernel", bytes=3 * rows + 4 * N * heads),
-            *(columns_sum("NORM", blocks, m.head_dim, add) for _ in range(2))]
+            columns_sum("NORM", blocks, 2 * m.head_dim, add)]
 
 
 def rope(name, N, T, m):

@@ -630,8 +630,8 @@ def test_no_bank_conflicts(flash_with):
 
 @pytest.mark.parametrize("dtype, capability", ((BF16, 90), (BF16, 80), (FLOAT, 90)))
 def test_all_zero_rows(flash, dtype, capability):
-    """relu and its square divided by their sum, where every second query has no positive score; reweight, where all
-    weights of a row are equal. A row counts once."""
+    """relu and its square divided by their sum, where every second query has no positive score; reweight and recenter-l1,
+    where all weights of a row are equal. A row counts once."""
     for attn in ("relu-l1+post=recenter-l1", "relu2-l1"):
         case = Case(attn, dtype, 33, 48, capability=capability)
         x, scalars = inputs(case)
@@ -640,12 +640,13 @@ def test_all_zero_rows(flash, dtype, capability):
         got = by_flash(flash, case, x, scalars)
         assert got["rows"] == case.B * case.NH * 17
         assert (got["out"][:, ::2] == 0).all() and (got["dq"][:, ::2] == 0).all() and (got["out"][:, 1::2] != 0).any()
-    case = Case("softplus-l1+post=reweight:3", dtype, 200, 48, capability=capability)
-    x, scalars = inputs(case)
-    x["q"] = torch.zeros_like(x["q"])
-    got = by_flash(flash, case, x, scalars)
-    assert got["rows"] == case.B * case.NH * 197
-    assert (got["out"][:, 3:] == 0).all() and (got["dq"][:, 3:] == 0).all() and (got["out"][:, :3] != 0).all()
+    for post in "reweight:3", "recenter-l1":
+        case = Case(f"softplus-l1+post={post}", dtype, 200, 48, capability=capability)
+        x, scalars = inputs(case)
+        x["q"] = torch.zeros_like(x["q"])
+        got = by_flash(flash, case, x, scalars)
+        assert got["rows"] == case.B * case.NH * 197
+        assert (got["out"][:, 3:] == 0).all() and (got["dq"][:, 3:] == 0).all() and (got["out"][:, :3] != 0).all()
 
 
 @pytest.mark.parametrize("T, HS, VS, any_order", ((33, 48, 48, False), (300, 64, 64, True), (150, 128, 640, False)))

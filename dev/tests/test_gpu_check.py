@@ -1257,7 +1257,7 @@ def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
 
 def test_floors_name_the_trainers_phases():
     source = (ROOT / "run/profile.h").read_text()
-    phases = set(re.findall(r'X\([A-Z_]+, "([^"]+)"\)',
+    phases = set(re.findall(r'X\([A-Z_]+, +"([^"]+)"\)',
                             source[source.index("#define PHASES(X)"):source.index("PHASE_COUNT")]))
     assert {*gpu_step.floors("124M", 16, 1024, True), *gpu_step.PRODUCTS} <= phases
 
