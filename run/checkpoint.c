@@ -188,23 +188,32 @@ static int compare_entries(const void *a, const void *b) {
     return strcmp(y->prefix, x->prefix);
 }
 
-// Lists our folders, newest first. The caller frees the list. A missing folder counts as empty.
-static Entry *list_entries(const char *root, size_t *count) {
-    Entry *entries = NULL, entry;
-    DIR *folder = opendir(root);
+// Lists our folders, newest first. The caller frees the list. A missing folder counts as empty. Returns NULL on error.
+static Entry *list_entries(const char *root, size_t *count, Error *error) {
+    struct dirent **names = NULL;
+    int found = scandir(root, &names, NULL, NULL);
     *count = 0;
-    if (!folder && (errno == ENOENT || errno == ENOTDIR)) return NULL;
-    if (!folder)
-        fail(EXIT_INPUT, "%s: listing the folder failed: %s.\n  %s", root, strerror(errno),
-             file_remedy(errno, "Check its permissions."));
-    for (struct dirent *item; (item = readdir(folder));) {
-        if (!parse_entry(item->d_name, &entry)) continue;
-        entries = realloc(entries, (*count + 1) * sizeof *entries);
-        if (!entries) fail(EXIT_RESOURCE, "%s: out of memory.", root);
-        entries[(*count)++] = entry;
+    if (found < 0 && errno != ENOENT && errno != ENOTDIR) {
+        error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", root, strerror(errno),
+                  file_remedy(errno, "Check its permissions."));
+        return NULL;
     }
-    closedir(folder);
-    if (*count) qsort(entries, *count, sizeof *entries, compare_entries);
+    Entry *entries = malloc((size_t)(found < 0 ? 1 : found + 1) * sizeof *entries);
+    if (!entries) fail(EXIT_RESOURCE, "%s: out of memory.", root);
+    for (int i = 0; i < found; i++) {
+        *count += parse_entry(names[i]->d_name, &entries[*count]);
+        free(names[i]);
+    }
+    free(names);
+    qsort(entries, *count, sizeof *entries, compare_entries);
+    return entries;
+}
+
+// The same for a program that cannot go on without the list.
+static Entry *need_entries(const char *root, size_t *count) {
+    Error error;
+    Entry *entries = list_entries(root, count, &error);
+    if (!entries) fail(EXIT_INPUT, "%s", error.text);
     return entries;
 }
 
@@ -213,8 +222,8 @@ static Entry *list_entries(const char *root, size_t *count) {
 static bool clear_leftovers(const char *root, Error *error) {
     char path[PATH_MAX], final[PATH_MAX];
     size_t count;
-    Entry *entries = list_entries(root, &count);
-    bool ok = true;
+    Entry *entries = list_entries(root, &count, error);
+    bool ok = entries != NULL;
     for (size_t i = 0; i < count && ok; i++) {
         if (!strcmp(entries[i].prefix, STEP)) continue;
         join_step(path, root, entries[i].prefix, entries[i].step);
@@ -237,7 +246,7 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
     size_t count;
     Error error;
     bool found = false;
-    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
+    Entry *entries = need_entries(join(root, out_dir, "ckpt"), &count);
     *stale = false;
     for (size_t i = 0; i < count && !found && !*stale; i++) {
         bool named = !strcmp(entries[i].prefix, STEP);
@@ -284,7 +293,7 @@ bool checkpoint_any(const char *out_dir) {
     char root[PATH_MAX];
     size_t count;
     bool any = false;
-    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
+    Entry *entries = need_entries(join(root, out_dir, "ckpt"), &count);
     for (size_t i = 0; i < count; i++) any = any || !strcmp(entries[i].prefix, STEP);
     free(entries);
     return any;
@@ -363,9 +372,9 @@ bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *
     char root[PATH_MAX], path[PATH_MAX];
     size_t count;
     Error damage;
-    bool ok = true;
     if (keep <= 0) return true;
-    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count);
+    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count, error);
+    bool ok = entries != NULL;
     for (size_t i = 0; i < count && ok; i++) {
         if (strcmp(entries[i].prefix, STEP)) continue;
         if (!check_manifest(join_step(path, root, STEP, entries[i].step), false, &damage)) continue;

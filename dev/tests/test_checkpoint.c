@@ -7,6 +7,7 @@
 #include "runtime/file.c"
 
 #include <dirent.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include "dev/tests/check.h"
@@ -370,6 +371,25 @@ static void test_prune(void) {
     CHECK(newest(&step) == 6 && step == 123456789012, "a step of 12 digits");
 }
 
+// A folder that cannot be listed makes a save or a prune fail, but does not end the program.
+static void test_unlisted(void) {
+    check_group("a folder that cannot be listed");
+    Checkpoint c;
+    struct rlimit files, none;
+    Error error = {0};
+    start_over();
+    CHECK(save(10, 1, &error), "%s", error.text);
+    getrlimit(RLIMIT_NOFILE, &files);
+    none = files;
+    none.rlim_cur = 3;
+    setrlimit(RLIMIT_NOFILE, &none);
+    bool begun = checkpoint_begin(&c, out_dir, 20, &error);
+    CHECK(!begun && error.code == EXIT_RESOURCE && strstr(error.text, "ulimit -n"), "begin: %s", error.text);
+    bool pruned = checkpoint_prune(out_dir, 1, UINT64_MAX, &error);
+    CHECK(!pruned && error.code == EXIT_RESOURCE && strstr(error.text, "ulimit -n"), "prune: %s", error.text);
+    setrlimit(RLIMIT_NOFILE, &files);
+}
+
 static bool write_hashed(Checkpoint *c, const char *name, const char *text, Error *error) {
     File *file = file_create(checkpoint_path(c, name), checkpoint_hash(c, name), error);
     return file && file_write(file, text, strlen(text), error) && file_close(file, error);
@@ -493,6 +513,7 @@ int main(void) {
     test_files();
     test_manifest();
     test_prune();
+    test_unlisted();
     test_kill("a save, killed at each point", save_20, 20, true, 17);
     // Two more folders made, each synced into its parent.
     test_kill("the first save, killed", save_10, 10, false, 17 + 4);
