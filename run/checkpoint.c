@@ -217,19 +217,25 @@ static Entry *need_entries(const char *root, size_t *count) {
     return entries;
 }
 
-// Removes the leftovers of killed saves and prunes. If a folder was set aside and the new one never took its name, it
-// gets its name back.
-static bool clear_leftovers(const char *root, Error *error) {
+// If a folder was set aside and the new one never took its name, it gets its name back. Any other leftover is removed.
+static bool clear_leftover(const char *root, const Entry *entry, Error *error) {
     char path[PATH_MAX], final[PATH_MAX];
+    join_step(path, root, entry->prefix, entry->step);
+    join_step(final, root, STEP, entry->step);
+    bool keep = !strcmp(entry->prefix, OLD) && access(final, F_OK) != 0 && check_manifest(path, false, error);
+    return keep ? file_rename(path, final, error) : file_remove_tree(path, error);
+}
+
+// Clears the leftovers of killed saves and prunes. Fails only if a name that the save of this step needs remains taken.
+static bool clear_leftovers(const char *root, uint64_t step, Error *error) {
     size_t count;
     Entry *entries = list_entries(root, &count, error);
     bool ok = entries != NULL;
     for (size_t i = 0; i < count && ok; i++) {
-        if (!strcmp(entries[i].prefix, STEP)) continue;
-        join_step(path, root, entries[i].prefix, entries[i].step);
-        join_step(final, root, STEP, entries[i].step);
-        bool keep = !strcmp(entries[i].prefix, OLD) && access(final, F_OK) != 0 && check_manifest(path, false, error);
-        ok = keep ? file_rename(path, final, error) : file_remove_tree(path, error);
+        const Entry *entry = &entries[i];
+        if (!strcmp(entry->prefix, STEP) || clear_leftover(root, entry, error)) continue;
+        ok = entry->step != step || !strcmp(entry->prefix, TRASH);
+        if (ok) warn("%s\n  It is left over from an interrupted save. The next save will try again.", error->text);
     }
     free(entries);
     return ok;
@@ -306,7 +312,7 @@ bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *
     c->folder[0] = '\0';
     c->hash_count = 0;
     join(c->root, out_dir, "ckpt");
-    if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, error)) return false;
+    if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, step, error)) return false;
     join_step(c->folder, c->root, TMP, step);
     if (file_make_folders(c->folder, error)) return true;
     checkpoint_abandon(c);

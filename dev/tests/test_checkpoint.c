@@ -390,6 +390,31 @@ static void test_unlisted(void) {
     setrlimit(RLIMIT_NOFILE, &files);
 }
 
+// A leftover that cannot be removed makes a save fail only if that save needs its name.
+static void test_leftovers(void) {
+    static const struct {
+        const char *name;
+        bool saves;
+    } cases[] = {{".trash-step-00000010", true}, {".tmp-step-00000010", true},  {".old-step-00000010", true},
+                 {".trash-step-00000020", true}, {".tmp-step-00000020", false}, {".old-step-00000020", false}};
+    check_group("leftovers that cannot be removed");
+    char path[PATH_MAX];
+    Error error = {0};
+    warn_off = true;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_case();
+        start_over();
+        CHECK(save(10, 1, &error), "%s", error.text);
+        snprintf(path, sizeof path, "%s/ckpt/%s", out_dir, cases[i].name);
+        CHECK(mkdir(path, 0777) == 0, "%s", path);
+        fault_set(1, false, EIO);
+        CHECK(save(20, 2, &error) == cases[i].saves && there(20) == cases[i].saves, "%s", path);
+        fault_clear();
+        CHECK(save(30, 3, &error) && count_entries(false) == 0, "%s: the next save: %s", path, error.text);
+    }
+    warn_off = false;
+}
+
 static bool write_hashed(Checkpoint *c, const char *name, const char *text, Error *error) {
     File *file = file_create(checkpoint_path(c, name), checkpoint_hash(c, name), error);
     return file && file_write(file, text, strlen(text), error) && file_close(file, error);
@@ -514,6 +539,7 @@ int main(void) {
     test_manifest();
     test_prune();
     test_unlisted();
+    test_leftovers();
     test_kill("a save, killed at each point", save_20, 20, true, 17);
     // Two more folders made, each synced into its parent.
     test_kill("the first save, killed", save_10, 10, false, 17 + 4);
