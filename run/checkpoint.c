@@ -79,7 +79,12 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
                      hash, file_hash_text(found.xxh3).text);
 }
 
-static bool check_manifest(const char *folder, bool hashes, Error *error) {
+// A run is only resumed with all of these files; weights alone are loaded with the first WEIGHTS_FILES.
+static const char *const needed_files[] = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"};
+enum { WEIGHTS_FILES = 2, RESUME_FILES = 4 };
+
+// Checks the files in the manifest, among which the first `needed` of needed_files must be.
+static bool check_manifest(const char *folder, int needed, bool hashes, Error *error) {
     char path[PATH_MAX];
     const cJSON *entry;
     cJSON *manifest = json_read(join(path, folder, "manifest.json"), error);
@@ -92,6 +97,11 @@ static bool check_manifest(const char *folder, bool hashes, Error *error) {
             if (!(ok = check_entry(folder, path, entry, hashes, error))) break;
         }
     }
+    for (int i = 0; i < needed && ok; i++) {
+        ok =
+            cJSON_HasObjectItem(files, needed_files[i]) ||
+            error_set(error, EXIT_INPUT, "%s: expected an entry of %s, found none.\n  " DAMAGED, path, needed_files[i]);
+    }
     cJSON_Delete(manifest);
     return ok;
 }
@@ -100,7 +110,7 @@ bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error)
     char path[PATH_MAX];
     bool there = access(join(path, folder, "manifest.json"), F_OK) == 0 || errno != ENOENT;
     if (!there && manifest_optional && access(folder, F_OK) == 0) return true;
-    return check_manifest(folder, true, error);
+    return check_manifest(folder, manifest_optional ? WEIGHTS_FILES : RESUME_FILES, true, error);
 }
 
 // Adds a file of the folder to the manifest. A file whose hash is not known, or that has changed since, is read to hash
@@ -222,7 +232,8 @@ static bool clear_leftover(const char *root, const Entry *entry, Error *error) {
     char path[PATH_MAX], final[PATH_MAX];
     join_step(path, root, entry->prefix, entry->step);
     join_step(final, root, STEP, entry->step);
-    bool keep = !strcmp(entry->prefix, OLD) && access(final, F_OK) != 0 && check_manifest(path, false, error);
+    bool keep =
+        !strcmp(entry->prefix, OLD) && access(final, F_OK) != 0 && check_manifest(path, RESUME_FILES, false, error);
     return keep ? file_rename(path, final, error) : file_remove_tree(path, error);
 }
 
@@ -258,7 +269,7 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
         bool named = !strcmp(entries[i].prefix, STEP);
         if (!named && strcmp(entries[i].prefix, OLD)) continue;
         join_step(folder, root, entries[i].prefix, entries[i].step);
-        if (check_manifest(folder, false, &error)) {
+        if (check_manifest(folder, RESUME_FILES, false, &error)) {
             found = strlen(folder) < size;
             if (!found) fail(EXIT_USAGE, "%s: the path is too long.", folder);
             strcpy(path, folder);
@@ -383,7 +394,7 @@ bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *
     bool ok = entries != NULL;
     for (size_t i = 0; i < count && ok; i++) {
         if (strcmp(entries[i].prefix, STEP)) continue;
-        if (!check_manifest(join_step(path, root, STEP, entries[i].step), false, &damage)) continue;
+        if (!check_manifest(join_step(path, root, STEP, entries[i].step), RESUME_FILES, false, &damage)) continue;
         if (keep > 0) keep--;
         else if (entries[i].step != keep_also) ok = delete_step(root, entries[i].step, error);
     }

@@ -68,7 +68,8 @@ enum { CHECKPOINT_ATTEMPTS = 100 };
 // (Pruning renames a folder before it removes any file in it.)
 bool checkpoint_vanished(const char *folder);
 
-// Finds the newest checkpoint of a run that has a manifest and whose files have the sizes in it. Warns about each
+// Finds the newest checkpoint of a run that has a manifest with all that a resume needs, and whose files have the sizes
+// in it. Warns about each
 // damaged one that it skips. Returns false if there is none. Use checkpoint_verify() to check the hashes.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);
 
@@ -82,8 +83,9 @@ bool checkpoint_find(const char *given, char *path, size_t size, Error *error);
 // Is there any folder named step-*, complete or damaged?
 bool checkpoint_any(const char *out_dir);
 
-// Checks every file in manifest.json by size and hash. A folder without a manifest (from Hugging Face, say) is an error
-// unless `manifest_optional`.
+// Checks every file in manifest.json by size and hash. The manifest must list config.json and model.safetensors, and
+// also optimizer.safetensors and state.json unless `manifest_optional`. A folder without a manifest (from Hugging Face,
+// say) is an error unless `manifest_optional`.
 bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error);
 
 // Deletes all complete checkpoints except the newest `keep` and the one of step `keep_also` (UINT64_MAX: none). Each is

@@ -44,8 +44,10 @@ def index_seeds():
 
 def manifest_seeds():
     right = {"size": 1, "xxh3_128": "5c7401c0ec22eeeeeaf06c6480b2cd11"}
-    for files in ({"a": right}, {"a": {"size": 2, "xxh3_128": ""}}, {"../a": right}, {"b": right}, {"a": {"size": -1}},
-                  []):
+    weights = {"config.json": right, "model.safetensors": right}
+    for files in ({"a": right}, {"a": {"size": 2, "xxh3_128": ""}}, {"../a": right}, {"b": right}, {"a": {"size": -1}}):
+        yield json.dumps({"files": {**weights, **files}}).encode()
+    for files in ({}, []):
         yield json.dumps({"files": files}).encode()
 
 

@@ -21,6 +21,10 @@ static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];
 
 enum { VALUES = 1000 };
 
+static bool write_text(Checkpoint *c, const char *name, const char *text, Error *error) {
+    return file_write_text(checkpoint_path(c, name), text, error);
+}
+
 static bool save(uint64_t step, float value, Error *error) {
     float values[VALUES];
     char text[40];
@@ -31,7 +35,8 @@ static bool save(uint64_t step, float value, Error *error) {
     bool ok = checkpoint_begin(&c, out_dir, step, error) &&
               safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL,
                                 checkpoint_hash(&c, "model.safetensors"), error) &&
-              file_write_text(checkpoint_path(&c, "state.json"), text, error) && checkpoint_copy(&c, source, error) &&
+              write_text(&c, "optimizer.safetensors", text, error) && write_text(&c, "config.json", text, error) &&
+              write_text(&c, "state.json", text, error) && checkpoint_copy(&c, source, error) &&
               checkpoint_commit(&c, error);
     if (!ok) checkpoint_abandon(&c);
     return ok;
@@ -126,8 +131,9 @@ static bool prune_to_one(Error *error) {
 //
 // `points` fixes the number of operations, because a kill does not reveal a missing fsync (the system keeps what was
 // written, unlike a power failure): a save makes its folder and syncs the parent (2), writes and syncs
-// model.safetensors (3 + 1), state.json, the tokenizer and manifest.json (2 each), hashes state.json and the tokenizer
-// and syncs them again (2), syncs the folder (1), renames it and syncs OUT/ckpt (2).
+// model.safetensors (3 + 1), optimizer.safetensors, config.json, state.json, the tokenizer and manifest.json (2 each),
+// hashes all but the first and the last of these and syncs them again (4), syncs the folder (1), renames it and syncs
+// OUT/ckpt (2).
 static void test_kill(const char *what, bool (*job)(Error *), uint64_t job_step, bool before, long points) {
     long n = 1, kept = 0, taken = 0;
     Error error = {0};
@@ -284,7 +290,7 @@ static void test_environment(void) {
         CHECK(WEXITSTATUS(status) == cases[i].status, "FAULT_AT=%s FAULT_KIND=%s: status %d", cases[i].at,
               cases[i].kind ? cases[i].kind : "", WEXITSTATUS(status));
         char *text = file_read(path, 10000, NULL, &error);
-        if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 21\n"), "FAULT_COUNT: %s", text);
+        if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 27\n"), "FAULT_COUNT: %s", text);
         free(text);
     }
 }
@@ -311,6 +317,10 @@ static bool verify_names(const char *step, const char *part) {
     if (!ok) printf("  expected \"%s\", found %s\n", part, error.text);
     return ok;
 }
+
+// Two empty files.
+#define EMPTY            "{\"size\": 0, \"xxh3_128\": \"99aa06d3014798d86001c324468d497f\"}"
+#define WEIGHTS_MANIFEST "{\"files\": {\"config.json\": " EMPTY ", \"model.safetensors\": " EMPTY "}}"
 
 static void test_damage(void) {
     check_group("damaged checkpoints");
@@ -351,6 +361,16 @@ static void test_damage(void) {
     CHECK(verify_names("step-00000020", "a file name without a folder"), "a path in the manifest");
     put("step-00000020", "manifest.json", "{\"files\": []}", "w", 0);
     CHECK(verify_names("step-00000020", "an object \"files\""), "a list of files");
+    put("step-00000020", "manifest.json", "{\"files\": {}}", "w", 0);
+    CHECK(verify_names("step-00000020", "an entry of config.json"), "a manifest without files");
+    CHECK(newest(&step) == 1 && step == 10, "a manifest without files: step %d", (int)step);
+    snprintf(path, sizeof path, "%s/ckpt/step-00000020", out_dir);
+    CHECK(!checkpoint_verify(path, true, &error), "weights with a manifest without files");
+    put("step-00000020", "manifest.json", WEIGHTS_MANIFEST, "w", 0);
+    put("step-00000020", "config.json", "", "w", 0);
+    put("step-00000020", "model.safetensors", "", "w", 0);
+    CHECK(verify_names("step-00000020", "an entry of optimizer.safetensors"), "a manifest of weights alone");
+    CHECK(checkpoint_verify(path, true, &error), "weights alone: %s", error.text);
     CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only complete checkpoint was pruned");
 }
 
@@ -442,6 +462,8 @@ static void test_manifest(void) {
     file = fopen(checkpoint_path(&c, "longer"), "a");
     fputs("  and written in another way", file);
     fclose(file);
+    static const char *const needed[] = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"};
+    for (int i = 0; i < 4; i++) CHECK(write_text(&c, needed[i], "", &error), "%s", error.text);
     CHECK(checkpoint_copy(&c, source, &error) && checkpoint_commit(&c, &error), "%s", error.text);
     checkpoint_abandon(&c);    // does nothing after a commit
     CHECK(checkpoint_newest(out_dir, path, sizeof path, &step) && step == 7 && checkpoint_verify(path, false, &error),
@@ -540,11 +562,11 @@ int main(void) {
     test_prune();
     test_unlisted();
     test_leftovers();
-    test_kill("a save, killed at each point", save_20, 20, true, 17);
+    test_kill("a save, killed at each point", save_20, 20, true, 23);
     // Two more folders made, each synced into its parent.
-    test_kill("the first save, killed", save_10, 10, false, 17 + 4);
-    // The old one set aside (2), its 4 files and itself removed.
-    test_kill("a save of the same step, killed", save_10, 10, true, 17 + 7);
+    test_kill("the first save, killed", save_10, 10, false, 23 + 4);
+    // The old one set aside (2), its 6 files and itself removed.
+    test_kill("a save of the same step, killed", save_10, 10, true, 23 + 9);
     test_kill_prune();
     test_kill_replace();
     test_errno("ENOSPC at each point of a save", ENOSPC, "Free some space");

@@ -17,7 +17,7 @@ import pytest
 
 import byte_text
 from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, metrics,
-                     read_header, steps, tokens, train, write_header, write_shard)
+                     read_header, sign, steps, tokens, train, write_header, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup
@@ -464,11 +464,17 @@ def test_malformed_manifest(data, run, text):
     says(resume(data, run), "warning", path, "Skipping", "resumes at step 2")
 
 
-def unlist(folder, name):
-    path = folder / "manifest.json"
+def test_a_manifest_without_a_needed_file(data, run):
+    """Such a checkpoint cannot be resumed, but its weights can be loaded."""
+    path = checkpoint(run, 4) / "manifest.json"
     manifest = json.loads(path.read_text())
-    del manifest["files"][name]
+    del manifest["files"]["optimizer.safetensors"]
     path.write_text(json.dumps(manifest))
+    (path.parent / "optimizer.safetensors").unlink()
+    says(resume(data, run), "warning", path, "expected an entry of optimizer.safetensors", "resumes at step 2")
+    init_from(data, path.parent, code=0)
+    path.write_text('{"files": {}}')
+    says(init_from(data, path.parent), path, "expected an entry of config.json", "damaged")
 
 
 @pytest.mark.parametrize("change, parts", [
@@ -480,7 +486,7 @@ def unlist(folder, name):
 def test_malformed_state(data, run, change, parts):
     path = checkpoint(run, 4) / "state.json"
     path.write_text(change(json.loads(path.read_text())))
-    unlist(path.parent, "state.json")
+    sign(path.parent, "state.json")
     says(resume(data, run, code=INPUT), path, *parts)
 
 
@@ -489,7 +495,7 @@ def test_missing_moment(data, run):
     header, content = read_header(path)
     header[f"{UP}.exp_moved"] = header.pop(f"{UP}.exp_avg")
     write_header(path, header, content)
-    unlist(path.parent, "optimizer.safetensors")
+    sign(path.parent, "optimizer.safetensors")
     says(resume(data, run, code=INPUT), path, f"{UP}.exp_avg", "none of that name")
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tiny import BIN, ROOT, build, logits, make_path, run, sample
 from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, make_data, metrics, read_header,
-                     tokens, train, write_header, write_shard, xxh3_128)
+                     sign, tokens, train, write_header, write_shard)
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
@@ -416,13 +416,6 @@ def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
     sign(checkpoint(out, 6), "model.safetensors")
     for text in (errors, loaded, train(data, "--out", out, "--resume", "--steps", 8, model=False, code=3)):
         assert name in text and "finite" in text, text
-
-
-def sign(folder, name):
-    """Updates the manifest for a changed file."""
-    manifest, content = json.loads((folder / "manifest.json").read_text()), (folder / name).read_bytes()
-    manifest["files"][name] = {"size": len(content), "xxh3_128": xxh3_128(content)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_p_n_ends_at_the_training_length(data, runs):

@@ -48,6 +48,14 @@ def xxh3_128(content):
     return f"{value.high:016x}{value.low:016x}"
 
 
+def sign(folder, name):
+    """Updates the manifest for a changed file."""
+    path, content = folder / "manifest.json", (folder / name).read_bytes()
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = {"size": len(content), "xxh3_128": xxh3_128(content)}
+    path.write_text(json.dumps(manifest))
+
+
 def tokens(count, seed=0):
     """Random ids below VOCAB, in which large ids are more frequent, so that there is something to learn. The last id is
     end-of-text, and a document has about 12 tokens."""
