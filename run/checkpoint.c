@@ -178,15 +178,16 @@ typedef struct {
     const char *prefix;    // STEP, TMP, OLD or TRASH
 } Entry;
 
+// Accepts only names that join_step() makes: not step-000000000000099, for which it would make step-00000099.
 static bool parse_entry(const char *name, Entry *entry) {
     static const char *const prefixes[] = {STEP, TMP, OLD, TRASH};
     for (int i = 0; i < 4; i++) {
-        size_t length = strlen(prefixes[i]), digits;
+        size_t length = strlen(prefixes[i]);
+        char made[64];
         if (strncmp(name, prefixes[i], length)) continue;
-        digits = strspn(name + length, "0123456789");
-        if (digits < 8 || digits > 19 || name[length + digits]) return false;
         *entry = (Entry){.step = strtoull(name + length, NULL, 10), .prefix = prefixes[i]};
-        return true;
+        snprintf(made, sizeof made, "%s%08" PRIu64, prefixes[i], entry->step);
+        return entry->step < INT64_MAX && !strcmp(made, name);
     }
     return false;
 }
@@ -253,11 +254,12 @@ static bool clear_leftovers(const char *root, uint64_t step, Error *error) {
 }
 
 bool checkpoint_vanished(const char *folder) {
-    return access(folder, F_OK) != 0 && errno == ENOENT;
+    struct stat info;
+    return lstat(folder, &info) != 0 && errno == ENOENT;
 }
 
-// Does the work of checkpoint_newest() on one listing. *stale is set if a listed folder no longer exists, because there
-// may then be newer ones.
+// Does the work of checkpoint_newest() on one listing. *stale is set if a folder newer than the one found no longer
+// exists, because there may then be newer ones.
 static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t *step, bool *stale) {
     char root[PATH_MAX], folder[PATH_MAX];
     size_t count;
@@ -265,7 +267,7 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
     bool found = false;
     Entry *entries = need_entries(join(root, out_dir, "ckpt"), &count);
     *stale = false;
-    for (size_t i = 0; i < count && !found && !*stale; i++) {
+    for (size_t i = 0; i < count && !found; i++) {
         bool named = !strcmp(entries[i].prefix, STEP);
         if (!named && strcmp(entries[i].prefix, OLD)) continue;
         join_step(folder, root, entries[i].prefix, entries[i].step);
@@ -285,10 +287,10 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
 }
 
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step) {
-    bool stale = true;
+    bool found = false, stale = true;
     for (int attempt = 0; attempt < CHECKPOINT_ATTEMPTS && stale; attempt++)
-        if (newest_listed(out_dir, path, size, step, &stale)) return true;
-    return false;
+        found = newest_listed(out_dir, path, size, step, &stale);
+    return found;
 }
 
 bool checkpoint_has_config(const char *folder) {

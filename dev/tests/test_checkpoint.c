@@ -374,6 +374,28 @@ static void test_damage(void) {
     CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only complete checkpoint was pruned");
 }
 
+// Entries of OUT/ckpt that look like newer checkpoints, but are none.
+static void test_strange_names(void) {
+    static const char *const names[] = {"step-000000000000099", "step-9", "step-99999999999999999999",
+                                        "step-00000010 "};
+    check_group("strange names");
+    char path[PATH_MAX];
+    Error error = {0};
+    uint64_t step = 0;
+    start_over();
+    CHECK(save(10, 1, &error), "%s", error.text);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(path, sizeof path, "%s/ckpt/%s", out_dir, names[i]);
+        CHECK(mkdir(path, 0777) == 0, "%s", path);
+    }
+    CHECK(newest(&step) == 1 && step == 10, "folders that we would name otherwise: step %d", (int)step);
+    snprintf(path, sizeof path, "%s/ckpt/step-00000020", out_dir);
+    CHECK(symlink("/nonexistent", path) == 0 && !checkpoint_vanished(path), "%s", path);
+    warn_off = true;
+    CHECK(newest(&step) == 1 && step == 10, "a link to nothing: step %d", (int)step);
+    warn_off = false;
+}
+
 static void test_prune(void) {
     check_group("prune");
     Error error = {0};
@@ -559,6 +581,7 @@ int main(void) {
     if (!file_write_text(source, "a tokenizer", &error)) fail_with(&error);
     test_files();
     test_manifest();
+    test_strange_names();
     test_prune();
     test_unlisted();
     test_leftovers();

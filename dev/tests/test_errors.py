@@ -448,6 +448,12 @@ def test_a_damaged_checkpoint_is_skipped(data, run):
     assert text.count("Skipping") == 1
 
 
+def test_a_link_to_a_removed_checkpoint_is_skipped(data, run):
+    link = checkpoint(run, 5)
+    link.symlink_to("/nonexistent")
+    says(resume(data, run), "warning", "No such file", f"Skipping {link}", "resumes at step 4")
+
+
 def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
     """Starting over would truncate the metrics of a run whose checkpoints may still be repaired."""
     for step in steps(run):
