@@ -308,6 +308,12 @@ bool checkpoint_find(const char *given, char *path, size_t size, Error *error) {
         given);
 }
 
+bool checkpoint_exists(const char *out_dir, uint64_t step) {
+    char root[PATH_MAX], folder[PATH_MAX];
+    Error error;
+    return check_manifest(join_step(folder, join(root, out_dir, "ckpt"), STEP, step), RESUME_FILES, false, &error);
+}
+
 bool checkpoint_any(const char *out_dir) {
     char root[PATH_MAX];
     size_t count;

@@ -80,6 +80,9 @@ bool checkpoint_has_config(const char *folder);
 // of a run. Fails with EXIT_INPUT if it is neither; `path` is then the given folder.
 bool checkpoint_find(const char *given, char *path, size_t size, Error *error);
 
+// Is there a checkpoint of this step, with all that a resume needs?
+bool checkpoint_exists(const char *out_dir, uint64_t step);
+
 // Is there any folder named step-*, complete or damaged?
 bool checkpoint_any(const char *out_dir);
 

@@ -299,10 +299,10 @@ bool run_validation_end(Run *run, double *loss) {
 void run_validated(Run *run, double loss) {
     run->last.validated = true;
     run->last.val_loss = (float)loss;
-    run->best_now = isfinite(loss) && (run->best_step < 0 || run->last.val_loss < run->best_loss);
+    run->best_now = isfinite(loss) && (run->best.step < 0 || run->last.val_loss < run->best.loss);
     if (!run->best_now) return;
-    run->best_loss = run->last.val_loss;
-    run->best_step = run->step;
+    run->last_best = run->best;
+    run->best = (Best){run->last.val_loss, run->step};
 }
 
 void run_validated_at_end(Run *run, double loss) {

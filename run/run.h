@@ -73,6 +73,11 @@ typedef struct {
 } Switch;
 
 typedef struct {
+    double loss;
+    int64_t step;    // -1 if there is none
+} Best;
+
+typedef struct {
     const RunProgram *program;
     TrainOptions o;
     ModelConfig *config;          // owned by the trainer; the run fills it in and switches its normalizer
@@ -102,12 +107,12 @@ typedef struct {
     int64_t step, tokens;             // completed
     int64_t first_step;               // the step at which this process started
     uint64_t sequence;                // number of the next sequence in the data's order
-    double best_loss;
-    int64_t best_step;    // -1 if there was no validation yet
-    bool best_now;        // the last validation is the best so far
-    StepMetrics last;     // of the last step
-    bool owed;            // the last step's validation, metrics line and sample are still to come
-    int64_t saved;        // the step of the last checkpoint, unless it has to be saved again; -1 if there is none
+    // The best validation so far, and the best one before it. With --keep-best, only of those whose checkpoint exists.
+    Best best, last_best;
+    bool best_now;       // the last validation is the best so far
+    StepMetrics last;    // of the last step
+    bool owed;           // the last step's validation, metrics line and sample are still to come
+    int64_t saved;       // the step of the last checkpoint, unless it has to be saved again; -1 if there is none
 
     Switch *switches;    // ordered by step
     size_t switch_count;

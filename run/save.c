@@ -36,10 +36,19 @@ static bool open_metrics(Run *run, const char *path, Error *error) {
     return metrics_cut(path, last, error) && (run->metrics = metrics_open(path, error));
 }
 
+// The best checkpoint may not exist: the run may have gone without --keep-best so far, or a user may have deleted it.
+// Then the next validation is the best.
+static void find_best(Run *run) {
+    if (!run->o.keep_best || run->best.step < 0) return;
+    bool gone = run_is_main() && !checkpoint_exists(run->o.out, (uint64_t)run->best.step);
+    if (process_max_int(gone)) run->best.step = -1;
+}
+
 void open_run_folder(Run *run) {
     char path[PATH_MAX];
     Error error;
     if (!run->o.out) return;
+    find_best(run);
     snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
     rank0_try(open_metrics(run, path, &error), &error);
     write_run(run);
@@ -82,9 +91,9 @@ static char *state_json(const Run *run) {
     cJSON_AddNumberToObject(random, "seed", (double)run->o.seed);
     cJSON_AddNumberToObject(json, "ranks", process.size);
     cJSON_AddNumberToObject(json, "rewarm", (double)run->schedule.rewarm);
-    if (run->best_step >= 0) {
-        cJSON_AddNumberToObject(json, "best_val_loss", run->best_loss);
-        cJSON_AddNumberToObject(json, "best_step", (double)run->best_step);
+    if (run->best.step >= 0) {
+        cJSON_AddNumberToObject(json, "best_val_loss", run->best.loss);
+        cJSON_AddNumberToObject(json, "best_step", (double)run->best.step);
     }
     if (run->owed) add_owed(json, &run->last);
     char *text = cJSON_Print(json);
@@ -131,7 +140,7 @@ void run_save(Run *run) {
         done = restore_run_folder(run, &error) && write_checkpoint(run, &error);
         if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
-            uint64_t best = run->o.keep_best && run->best_step >= 0 ? (uint64_t)run->best_step : UINT64_MAX;
+            uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
         } else if (!last) {
             warn("%s\n  Training continues; earlier checkpoints are intact.", error.text);
@@ -140,4 +149,5 @@ void run_save(Run *run) {
     }
     process_agree(done || !last, &error);
     if (!process_max_int(!done)) run->saved = run->step;
+    else if (run->o.keep_best && run->best.step == run->step) run->best = run->last_best;
 }

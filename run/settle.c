@@ -58,8 +58,7 @@ static void read_state(Run *run, const char *folder) {
     run->sequence = sequence;
     run->schedule.rewarm = (int64_t)rewarm;
     if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step)) {
-        run->best_loss = best->valuedouble;
-        run->best_step = (int64_t)best_step;
+        run->best = (Best){best->valuedouble, (int64_t)best_step};
     }
     read_owed(run, cJSON_GetObjectItemCaseSensitive(json, "owed"), path);
     cJSON_Delete(json);
@@ -414,7 +413,7 @@ void settle(Run *run) {
     size_t size = sizeof run->weights_folder;
     TrainOptions *o = &run->o;
     Error error;
-    run->best_step = run->saved = -1;
+    run->best.step = run->last_best.step = run->saved = -1;
     settle_model(run, weights, size);
     if (process_max_int(run->resumed) != run->resumed)
         fail(EXIT_PEER, "rank %d finds no run in %s, but another rank does. All machines need the same --out folder.",

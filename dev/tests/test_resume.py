@@ -236,6 +236,26 @@ def test_keep_best(data, tmp_path):
     train(data, *flags, "--steps", 22, "--resume")
     best = int(np.argmin([loss for loss, in metrics(out, ["val_loss"])])) + 1
     assert best < 17 and steps(out) == [best, 22]
+    shutil.rmtree(checkpoint(out, best))    # as if the run had gone without --keep-best until now
+    train(data, *flags, "--steps", 27, "--resume")
+    best = 23 + int(np.argmin([loss for loss, in metrics(out, ["val_loss"])][22:]))
+    assert best < 27 and steps(out) == [best, 27]
+
+
+def test_a_best_checkpoint_that_cannot_be_saved(data, tmp_path, faults):
+    """The previous best one stays protected, also across a resume."""
+    out = tmp_path / "out"
+    flags = ["--val-data", data / "d_val_000000.bin", "--val-every", 2, "--ckpt-every", 5, "--keep", 1, "--keep-best",
+             "--warmup", 0]
+    text = train(data, *flags, "--steps", 2, "--out", tmp_path / "two", program=faults, env={"FAULT_COUNT": "1"})
+    in_the_next_save = int(re.search(r"fault points: (\d+)", text)[1]) + 5
+    text = train(data, *flags, "--steps", 5, "--out", out, program=faults,
+                 env={"FAULT_AT": str(in_the_next_save), "FAULT_KIND": "enospc"})
+    assert "Training continues" in text and steps(out) == [2, 5]
+    second, fourth = (loss for loss, in metrics(out, ["val_loss"]) if loss)
+    assert fourth < second
+    train(data, *flags, "--val-every", 0, "--steps", 7, "--out", out, "--resume")
+    assert steps(out) == [2, 7]
 
 
 # ---- a change of normalizer
