@@ -418,6 +418,12 @@ void settle(Run *run) {
     if (process_max_int(run->resumed) != run->resumed)
         fail(EXIT_PEER, "rank %d finds no run in %s, but another rank does. All machines need the same --out folder.",
              process.rank, o->out);
+    int64_t newest = process_max_int(run->step), oldest = -process_max_int(-run->step);
+    if (newest != oldest)
+        fail(EXIT_PEER,
+             "--resume: some ranks find step %lld in %s, others step %lld. All machines need the same --out folder.\n"
+             "  If they share it, a cache may be out of date: try again in a minute.",
+             (long long)newest, o->out, (long long)oldest);
     if (run->resumed) run->saved = run->step;
     settle_switches(run);
     check_normalizer(run, &run->config->attn, "--attn");

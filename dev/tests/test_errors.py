@@ -19,7 +19,7 @@ import byte_text
 from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, metrics,
                      read_header, sign, steps, tokens, train, write_header, write_shard)
 
-USAGE, INPUT, RESOURCE, DIVERGED, BUSY, STOPPED = 2, 3, 4, 5, 7, 75
+USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY, STOPPED = 2, 3, 4, 5, 6, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup
 schedule min-lr-frac weight-decay beta1 beta2 grad-clip seed shuffle pack rope-theta rope-scaling dtype out resume
 init-from val-every val-tokens sample-every ckpt-every keep keep-best profile threads dry-run config
@@ -799,6 +799,19 @@ def test_several_ranks_find_the_folder_locked(data, run):
         fcntl.flock(lock, fcntl.LOCK_EX)
         text = resume(data, run, processes=2, code=BUSY)
     assert text.count("another job") == 1, text
+
+
+def test_ranks_that_find_different_checkpoints(data, run, tmp_path):
+    """Each rank gets a folder of its own, in which one of them has a newer checkpoint."""
+    other = shutil.copytree(run, f"{run}1")
+    shutil.rmtree(checkpoint(other, 4))
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\n'
+                       f'exec {TRAIN} "$@" --out {other}\n')
+    program.chmod(0o755)
+    text = resume(data, run, "--batch", 2, processes=2, code=PEER, program=program)
+    says(text, "some ranks find step 4 in", "others step 2", "same --out folder")
+    assert text.count("train_gpt2: ") == 1, text
 
 
 def test_a_bad_token_on_one_rank(tmp_path):
