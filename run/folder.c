@@ -133,6 +133,16 @@ cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
     return lineage;
 }
 
+int64_t run_json_rank_timeout(const char *out, int64_t otherwise) {
+    Error ignored;
+    uint64_t timeout;
+    cJSON *json = json_read(folder_path(out, "run.json").text, &ignored);
+    const cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
+    bool found = json_u64(cJSON_GetObjectItemCaseSensitive(arguments, "rank-timeout"), &timeout);
+    cJSON_Delete(json);
+    return found ? (int64_t)timeout : otherwise;
+}
+
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {
     cJSON *json = json_read(folder_path(out, "run.json").text, error);
     if (!json) return false;

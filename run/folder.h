@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "runtime/error.h"
 #include "runtime/file.h"
@@ -33,6 +34,9 @@ bool folder_has_run(const char *out);
 // resumed run cannot change (EXIT_USAGE). Returns the run's lineage followed by the switches to repeat; the caller owns
 // it. Returns NULL with *error set on failure.
 cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error);
+
+// Returns the --rank-timeout that run.json has, or `otherwise` if it has none.
+int64_t run_json_rank_timeout(const char *out, int64_t otherwise);
 
 // Compares the fingerprint of the "train" or "val" data with the run's. Different data is an error (EXIT_USAGE).
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error);

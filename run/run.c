@@ -43,6 +43,15 @@ static bool data_whole(const Run *run, Error *error) {
     return mixture_check_all(run->train, error) && (!run->val || shards_check_all(run->val, error));
 }
 
+// The heartbeat starts before settle() takes over a resumed run's flags, because a rank may die meanwhile.
+static int64_t rank_timeout(const TrainOptions *o) {
+    int64_t timeout = o->rank_timeout;
+    if (run_is_main() && o->resume && o->out && !train_options_given(o, "rank-timeout"))
+        timeout = run_json_rank_timeout(o->out, timeout);
+    process_broadcast(&timeout, sizeof timeout);
+    return timeout;
+}
+
 void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
     TrainOptions *o = &run->o;
     Error error;
@@ -53,7 +62,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     options_parse(o->table, o->count, argc, argv, program->usage);
     if (normalizer_help(o->attn)) exit(EXIT_DONE);
     process_start(&argc, &argv);
-    run->heartbeat = heartbeat_start(o->rank_timeout);
+    run->heartbeat = heartbeat_start(rank_timeout(o));
     rank0_try(lock_folder(run, false, &error), &error);
     settle(run);
     start_threads(o->threads);

@@ -35,14 +35,14 @@ class Job:
     """A run of several ranks in the background. No process outlives the test, however it ends."""
 
     def __init__(self, data, out, *flags, **how):
-        self.out = out
+        self.out, self.before = out, steps(out)
         words = command(data, *FAST, "--steps", 10**8, "--out", out, *flags, processes=2, **how)
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True,
                                         env=environment(), cwd="/", preexec_fn=machines.end_with_parent)
 
     def __enter__(self):
-        wait_for(lambda: steps(self.out) or self.process.poll() is not None, "a checkpoint", 120)
+        wait_for(lambda: steps(self.out) != self.before or self.process.poll() is not None, "a checkpoint", 120)
         assert self.process.poll() is None, self.process.communicate()[0]
         self.ranks = ranks_of(self.process.pid)
         self.all = descendants(self.process.pid)
@@ -89,6 +89,14 @@ def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
     with Job(data, tmp_path / "out", "--rank-timeout", 2, "--batch", 1, program=Path(program).absolute()) as job:
         job.signal(signal.SIGSTOP, 1)
         assert "train_gpt2cu: no heartbeat from rank 1 on " in job.end(PEER)
+
+
+@pytest.mark.drawn(4, of="one machine")
+def test_a_resumed_run_keeps_its_timeout(data, tmp_path):
+    train(data, "--steps", 5, "--rank-timeout", 2, "--out", tmp_path, "--batch", 8)
+    with Job(data, tmp_path, "--resume") as job:
+        job.signal(signal.SIGSTOP, 1)
+        assert "no heartbeat from rank 1 on " in job.end(PEER, timeout=20)
 
 
 @pytest.mark.drawn(4, of="one machine")
