@@ -107,6 +107,13 @@ bool folder_has_run(const char *out) {
     return checkpoint_newest(out, path, sizeof path, &step);
 }
 
+bool folder_is_new(const char *out, Error *error) {
+    if (!folder_has_run(out)) return true;
+    return error_set(error, EXIT_USAGE,
+                     "--out %s: this folder already contains a run. Resume it with --resume, or choose another folder.",
+                     out);
+}
+
 cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
     const FolderPath path = folder_path(out, "run.json");
     cJSON *json = json_read(path.text, error);

@@ -27,8 +27,10 @@ bool folder_intact(int lock, const char *out);
 // failure, the old lock is kept in case the folder was only temporarily unreachable.
 bool folder_lock_again(int *lock, const char *out, Error *error);
 
-// Does the folder already contain a run, that is, a checkpoint or a line of metrics?
+// Does the folder already contain a run, that is, a checkpoint or a line of metrics? folder_is_new() fails with
+// EXIT_USAGE if it does.
 bool folder_has_run(const char *out);
+bool folder_is_new(const char *out, Error *error);
 
 // Reads run.json for --resume: uses its arguments for all flags that were not given, and rejects given flags that a
 // resumed run cannot change (EXIT_USAGE). Returns the run's lineage followed by the switches to repeat; the caller owns

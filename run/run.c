@@ -39,6 +39,12 @@ static bool lock_folder(Run *run, bool create, Error *error) {
     return !run->o.out || run->o.dry_run || folder_lock(&run->lock, run->o.out, create, error);
 }
 
+// Until a new run has the lock, another job may start and finish a run in the same folder.
+static bool take_folder(Run *run, Error *error) {
+    if (!run->o.out) return true;
+    return lock_folder(run, true, error) && (run->resumed || run->started_over || folder_is_new(run->o.out, error));
+}
+
 static bool data_whole(const Run *run, Error *error) {
     return mixture_check_all(run->train, error) && (!run->val || shards_check_all(run->val, error));
 }
@@ -83,7 +89,7 @@ bool run_take(Run *run) {
         if (run_is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
         return false;
     }
-    rank0_try(lock_folder(run, true, &error), &error);
+    rank0_try(take_folder(run, &error), &error);
     memory_take(run->plan);
     free(run->others);
     run->others = NULL;

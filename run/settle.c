@@ -257,10 +257,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         check_resumed_scaling(o, &config->rope_scaling);
         return;
     }
-    if (!o->resume && o->out && folder_has_run(o->out))
-        fail(EXIT_USAGE,
-             "--out %s: this folder already contains a run. Resume it with --resume, or choose another folder.",
-             o->out);
+    if (!o->resume && o->out && !folder_is_new(o->out, &error)) fail_with(&error);
     if (o->init_from) {
         settle_loaded(run);
         snprintf(folder, size, "%s", o->init_from);

@@ -1,5 +1,6 @@
 """What goes wrong for users: each error has its exit code, and its message gives the file, what was expected and found,
 and a remedy."""
+import contextlib
 import fcntl
 import json
 import os
@@ -578,6 +579,31 @@ def test_two_jobs_in_one_folder(data, tmp_path):
         first.kill()
         first.communicate()
     train(data, "--out", out, "--steps", 1, "--resume")      # a killed job's lock is released
+
+
+@pytest.mark.parametrize("resumes", [[], ["--resume"]])
+def test_another_job_finishes_a_run_before_this_one_has_the_lock(data, tmp_path, resumes):
+    """This job waits in between, because the pipe that it prints its plan to is full."""
+    out, (reads, writes) = tmp_path / "out", os.pipe()
+    os.write(writes, b" " * fcntl.fcntl(writes, fcntl.F_GETPIPE_SZ))
+    job = subprocess.Popen(command(data, "--steps", 2, "--out", out, *resumes), stdout=writes, stderr=subprocess.PIPE,
+                           text=True, env=environment())
+    os.close(writes)
+    while "pipe_write" not in Path(f"/proc/{job.pid}/wchan").read_text():
+        assert job.poll() is None
+        time.sleep(0.01)
+    train(data, "--steps", 3, "--out", out)
+    before = tree(out)
+    os.set_blocking(reads, False)
+    while job.poll() is None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(reads, 1 << 16)
+        time.sleep(0.01)
+    os.close(reads)
+    says(job.communicate()[1], "already contains a run")
+    assert job.returncode == USAGE
+    del before[out / "lock"]
+    assert before.items() <= tree(out).items()
 
 
 def test_dry_run_writes_nothing(data, run, tmp_path):
