@@ -326,6 +326,15 @@ bool checkpoint_any(const char *out_dir) {
 
 // ---- saving
 
+bool checkpoint_prepare(const char *out_dir, Error *error) {
+    char root[PATH_MAX];
+    if (!file_make_folders(join(root, out_dir, "ckpt"), error)) return false;
+    return access(root, W_OK | X_OK) == 0 ||
+           error_set(error, EXIT_RESOURCE,
+                     "%s: cannot write into this folder: %s.\n  Change its permissions, or choose another --out.", root,
+                     strerror(errno));
+}
+
 bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
     c->step = step;
     c->folder[0] = '\0';

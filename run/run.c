@@ -42,7 +42,8 @@ static bool lock_folder(Run *run, bool create, Error *error) {
 // Until a new run has the lock, another job may start and finish a run in the same folder.
 static bool take_folder(Run *run, Error *error) {
     if (!run->o.out) return true;
-    return lock_folder(run, true, error) && (run->resumed || run->started_over || folder_is_new(run->o.out, error));
+    return lock_folder(run, true, error) && (run->resumed || run->started_over || folder_is_new(run->o.out, error)) &&
+           checkpoint_prepare(run->o.out, error);
 }
 
 static bool data_whole(const Run *run, Error *error) {

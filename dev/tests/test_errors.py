@@ -622,6 +622,13 @@ def test_no_such_folder(data, tmp_path):
          "Choose another")
 
 
+def test_no_folder_for_checkpoints(data, tmp_path):
+    (tmp_path / "ckpt").touch()
+    text = train(data, "--steps", 2, "--ckpt-every", 1, "--out", tmp_path, code=RESOURCE)
+    says(text, tmp_path / "ckpt", "folder", "Choose another")
+    assert "step     1/2" not in text, text
+
+
 @pytest.fixture
 def open_folder(data):
     """A folder that another user can reach, with the data and the program."""
@@ -636,14 +643,17 @@ def open_folder(data):
 def test_no_permission(open_folder):
     """Runs as nobody, because root may write anywhere."""
     out = open_folder / "out"
-    how = dict(user=65534) if os.getuid() == 0 else {}
+    how = {"program": open_folder / "train_gpt2", "code": RESOURCE}
     train(open_folder / "data", "--steps", 2, "--out", out)
-    if how:
-        says(train(open_folder / "data", "--steps", 4, "--out", out, "--resume", code=RESOURCE,
-                   program=open_folder / "train_gpt2", **how), out, "Permission denied")
+    if os.getuid() == 0:
+        how["user"] = 65534
+        words = [open_folder / "data", "--steps", 4, "--out", out, "--resume"]
+        says(train(*words, **how), out, "Permission denied")
+        os.chown(out, 65534, 65534)
+        os.chown(out / "lock", 65534, 65534)
+        says(train(*words, **how), out / "ckpt", "Permission denied")
     os.chmod(open_folder, 0o555)
-    says(train(open_folder / "data", "--steps", 1, "--out", open_folder / "new", code=RESOURCE,
-               program=open_folder / "train_gpt2", **how),
+    says(train(open_folder / "data", "--steps", 1, "--out", open_folder / "new", **how),
          open_folder / "new", "Permission denied", "Choose a folder that you can write to")
     os.chmod(open_folder, 0o755)
 
