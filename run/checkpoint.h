@@ -53,7 +53,7 @@ const char *checkpoint_path(Checkpoint *c, const char *file_name);
 // not copied.
 FileHash *checkpoint_hash(Checkpoint *c, const char *file_name);
 
-// Copies a file into the temporary folder under its own name.
+// Copies a file into the temporary folder under its own name. Fails with EXIT_INPUT if the file cannot be read.
 bool checkpoint_copy(Checkpoint *c, const char *from, Error *error);
 
 // Writes manifest.json (size and XXH3-128 of every other file), syncs, renames the folder to step-%08d, and syncs

@@ -101,13 +101,16 @@ static char *state_json(const Run *run) {
     return text;
 }
 
+// A file that cannot be read is left out: better a checkpoint without it than none.
 static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
     char path[PATH_MAX + 64];
     if (!run->tokenizer_folder[0]) return true;
     for (size_t i = 0; tokenizer_files[i]; i++) {
         snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
         if (access(path, R_OK) != 0) continue;
-        if (!checkpoint_copy(c, path, error)) return false;
+        if (checkpoint_copy(c, path, error)) continue;
+        if (error->code != EXIT_INPUT) return false;
+        warn("%s\n  The checkpoint is saved without this file.", error->text);
     }
     return true;
 }

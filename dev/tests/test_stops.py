@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import assert_same_run, checkpoint, command, environment, faults_program, metrics, steps, train
+import byte_text
+from trainer import MODEL, assert_same_run, checkpoint, command, environment, faults_program, metrics, steps, train
 
 TOTAL = 6
 
@@ -419,6 +420,15 @@ def test_another_run_took_the_folder(data, tmp_path):
         process.kill()
         other.kill()
         other.wait()
+
+
+def test_a_tokenizer_file_that_cannot_be_copied(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    byte_text.write_tokenizer(folder)
+    (folder / "chat_template.jinja").mkdir()
+    text = train(folder, "--steps", 1, "--out", tmp_path / "out", "--model", MODEL.replace("vocab=97", "vocab=300"))
+    assert "chat_template.jinja: " in text and "The checkpoint is saved without this file" in text
+    assert (checkpoint(tmp_path / "out", 1) / "tokenizer.json").exists()
 
 
 def test_lost_samples_are_reported(data, tmp_path):
