@@ -115,8 +115,15 @@ static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
     return true;
 }
 
+// A resume from the checkpoint does not write the lines of its steps again, so they must survive a power failure as well.
+static void sync_metrics(const Run *run) {
+    Error error;
+    if (!file_sync(folder_path(run->o.out, "metrics.jsonl").text, &error)) warn("%s", error.text);
+}
+
 static bool write_checkpoint(const Run *run, Error *error) {
     Checkpoint c;
+    sync_metrics(run);
     if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
     char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
     bool done =

@@ -422,6 +422,21 @@ def test_another_run_took_the_folder(data, tmp_path):
         other.wait()
 
 
+def test_metrics_are_synced_before_a_checkpoint_is_committed(data, faults, tmp_path):
+    """fsync fails at one point of a run of one step, which only warns. A kill there leaves no checkpoint yet."""
+    for n in range(1, 60):
+        out = tmp_path / str(n)
+        result = subprocess.run(command(data, "--steps", 1, "--out", out, program=faults), capture_output=True,
+                                text=True, env=environment(FAULT_AT=str(n), FAULT_KIND="eio"))
+        if "metrics.jsonl: fsync failed" in result.stderr:
+            break
+    assert re.search("warning: .*metrics.jsonl: fsync failed", result.stderr) and result.returncode == 0
+    assert steps(out) == [1]
+    train(data, "--steps", 1, "--out", tmp_path / "killed", program=faults, code=137,
+          env={"FAULT_AT": str(n), "FAULT_KIND": "kill"})
+    assert len(metrics(tmp_path / "killed")) == 1 and steps(tmp_path / "killed") == []
+
+
 def test_a_tokenizer_file_that_cannot_be_copied(data, tmp_path):
     folder = shutil.copytree(data, tmp_path / "data")
     byte_text.write_tokenizer(folder)
