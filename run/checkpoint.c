@@ -63,9 +63,13 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
             manifest, entry->string);
     }
     join(path, folder, "%s", entry->string);
-    if (stat(path, &info) != 0) {
+    if (stat(path, &info) != 0 && errno == ENOENT) {
         return error_set(error, EXIT_INPUT, "%s: this file is missing, although manifest.json lists it.\n  " DAMAGED,
                          path);
+    }
+    if (stat(path, &info) != 0) {
+        return error_set(error, EXIT_INPUT, "%s: reading its size failed: %s.\n  Check the path and its permissions.",
+                         path, strerror(errno));
     }
     if ((uint64_t)info.st_size != size) {
         return error_set(error, EXIT_INPUT,

@@ -68,8 +68,10 @@ bool folder_lock(int *lock, const char *out, bool create, Error *error) {
     }
     char text[32];
     int length = snprintf(text, sizeof text, "%ld\n", (long)getpid());
+    errno = ENOSPC;    // the reason of a short write, which does not set errno
     if (ftruncate(fd, 0) != 0 || write(fd, text, (size_t)length) != length) {
-        error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.", path, strerror(errno));
+        error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  Free some space there, or choose another --out.",
+                  path, strerror(errno));
         close(fd);
         return false;
     }

@@ -464,6 +464,16 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
     assert metrics(run) == before
 
 
+def test_a_file_of_a_checkpoint_that_is_not_missing(data, run):
+    """A link to itself exists, but cannot be followed."""
+    path = checkpoint(run, 4) / "state.json"
+    path.unlink()
+    path.symlink_to(path)
+    text = resume(data, run)
+    says(text, "warning", path, "Too many levels of symbolic links", "resumes at step 2")
+    assert "missing" not in text
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{\"files\": 3}", ""])
 def test_malformed_manifest(data, run, text):
     path = checkpoint(run, 4) / "manifest.json"
@@ -741,6 +751,21 @@ def test_full_disk(data, tmp_path):
         shutil.rmtree(checkpoint(disk / "out", whole[0]))      # makes room
         says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"resumes at step {whole[-1]}")
         assert steps(disk / "out") == [8]
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_full_disk_at_the_start(data, tmp_path):
+    """There is room for a file, but not for its contents."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "none", disk]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs permission to mount")
+    try:
+        (disk / "full").write_bytes(bytes(8192))
+        says(train(data, "--steps", 1, "--out", disk, code=RESOURCE), disk / "lock", "No space left on device",
+             "Free some space")
     finally:
         subprocess.run(["umount", disk], check=True)
 
