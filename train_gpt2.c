@@ -788,8 +788,8 @@ static void unit_plan(Model *m, size_t kept_layers, size_t N) {
     memory_add(&m->plan, SCRATCH, (void **)&m->dv, FLOATS(N * E));
 }
 
-// Makes attention's scratch large enough for batches of B sequences of T tokens, too. Shorter sequences can need more: if
-// there are as many groups of heads as threads, each thread copies the keys of one.
+// Makes attention's scratch large enough for batches of B sequences of T tokens, too. Shorter sequences can need more:
+// if there are as many groups of heads as threads, each thread copies the keys of one.
 static void plan_shape(Model *m, size_t B, size_t T) {
     size_t bytes = FLOATS(attention_scratch(attention_shape(&m->config, B, T), omp_get_max_threads()));
     if (bytes > m->attention_bytes) memory_resize(&m->plan, (void **)&m->attention, m->attention_bytes = bytes);

@@ -456,8 +456,8 @@ static size_t row_grads_size(AttentionShape shape) {
 }
 
 // Attention's scratch: each thread's part, then the row gradients, then space for the copies of one group or, if each
-// thread processes groups by itself, of a group per thread.   threads: omp_get_max_threads() outside any parallel region,
-// which inside one depends on OMP_NUM_THREADS's list for nested regions
+// thread processes groups by itself, of a group per thread.   threads: omp_get_max_threads() outside parallel regions;
+// inside one, it depends on OMP_NUM_THREADS's list for nested regions
 static real *row_grads(AttentionShape shape, real *scratch, int threads) {
     return scratch + (size_t)threads * thread_scratch(shape);
 }

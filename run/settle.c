@@ -27,7 +27,7 @@ static void read_owed(Run *run, const cJSON *owed, const char *path) {
         {"tok_per_s", &run->last.tok_per_s, NULL}, {"mfu", &run->last.mfu, NULL},
     };
     if (!owed) return;
-    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .val_loss = NAN};
+    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(owed, numbers[i].name);
         if (!cJSON_IsNumber(item)) fail(EXIT_INPUT, "%s: \"owed\": expected a number \"%s\".", path, numbers[i].name);

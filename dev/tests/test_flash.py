@@ -630,8 +630,8 @@ def test_no_bank_conflicts(flash_with):
 
 @pytest.mark.parametrize("dtype, capability", ((BF16, 90), (BF16, 80), (FLOAT, 90)))
 def test_all_zero_rows(flash, dtype, capability):
-    """relu and its square divided by their sum, where every second query has no positive score; reweight and recenter-l1,
-    where all weights of a row are equal. A row counts once."""
+    """relu and its square divided by their sum, where every second query has no positive score; reweight and
+    recenter-l1, where all weights of a row are equal. A row counts once."""
     for attn in ("relu-l1+post=recenter-l1", "relu2-l1"):
         case = Case(attn, dtype, 33, 48, capability=capability)
         x, scalars = inputs(case)

@@ -28,8 +28,8 @@ def tensors(path):
 @pytest.mark.parametrize("environment", [{"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": "4,1"},
                                          {"OMP_NUM_THREADS": "2,8"}], ids=lambda e: e["OMP_NUM_THREADS"])
 def test_threads_change_nothing(tmp_path, environment):
-    """At the shorter of two lengths, each of eight threads has a group of heads for itself, which takes more memory than
-    a group at a time of the longer one. And OMP_NUM_THREADS may list the threads of nested regions."""
+    """At the shorter of two lengths, each of eight threads has a group of heads for itself, which takes more memory
+    than a group at a time of the longer one. And OMP_NUM_THREADS may list the threads of nested regions."""
     write_shard(tmp_path / "d_train_000001.bin", tokens(20_000))
     for name, env in {"one": {}, "several": environment}.items():
         train(tmp_path, "--model", f"layers=1,heads=6,channels=384,ffn=32,vocab={VOCAB}", "--batch", 1, "--seq-len",
