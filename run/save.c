@@ -115,7 +115,7 @@ static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
     return true;
 }
 
-// A resume from the checkpoint does not write the lines of its steps again, so they must survive a power failure, too.
+// A resume from the checkpoint does not write the lines up to its step again, so a power failure must not lose them.
 static void sync_metrics(const Run *run) {
     Error error;
     if (!file_sync(folder_path(run->o.out, "metrics.jsonl").text, &error)) warn("%s", error.text);
