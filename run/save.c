@@ -141,6 +141,16 @@ static bool write_checkpoint(const Run *run, Error *error) {
     return done;
 }
 
+// If the run has its tokenizer from one of its own checkpoints, which will be pruned, the next saves take it from this
+// one.
+static void follow_tokenizer(Run *run) {
+    FolderPath all = folder_path(run->o.out, "ckpt/");
+    char name[64];
+    if (strncmp(run->tokenizer_folder, all.text, strlen(all.text)) != 0) return;
+    snprintf(name, sizeof name, "ckpt/step-%08lld", (long long)run->step);
+    strcpy(run->tokenizer_folder, folder_path(run->o.out, name).text);
+}
+
 void run_save(Run *run) {
     Error error;
     bool done = true, last = run->stopped || run->step == run->o.steps;
@@ -150,6 +160,7 @@ void run_save(Run *run) {
         done = restore_run_folder(run, &error) && write_checkpoint(run, &error);
         if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
+            follow_tokenizer(run);
             uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
         } else if (!last) {

@@ -446,6 +446,17 @@ def test_a_tokenizer_file_that_cannot_be_copied(data, tmp_path):
     assert (checkpoint(tmp_path / "out", 1) / "tokenizer.json").exists()
 
 
+def test_a_tokenizer_that_only_the_run_has(data, tmp_path):
+    """It goes from checkpoint to checkpoint, although the one that a resume found it in is removed."""
+    folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "out"
+    byte_text.write_tokenizer(folder)
+    flags = ["--out", out, "--model", MODEL.replace("vocab=97", "vocab=300"), "--ckpt-every", 1, "--keep", 1]
+    train(folder, *flags, "--steps", 1)
+    (folder / "tokenizer.json").unlink()
+    train(folder, *flags, "--steps", 4, "--resume")
+    assert not checkpoint(out, 1).exists() and (checkpoint(out, 4) / "tokenizer.json").exists()
+
+
 def test_lost_samples_are_reported(data, tmp_path):
     out = tmp_path / "out"
     (out / "samples.txt").mkdir(parents=True)
