@@ -92,7 +92,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     *o = (SampleOptions){
         .max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
     Option table[] = {
-        {"model", OPT_TEXT, &o->model, .arg = "DIR", .group = "Model",
+        {"model", OPT_TEXT, &o->model, .any_bytes = true, .arg = "DIR", .group = "Model",
          .help =
              "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
@@ -102,7 +102,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"prompt", OPT_TEXT, &o->prompt, .any_bytes = true, .arg = "TEXT", .group = "Text",
          .help =
              "the text to continue (without this flag: end-of-text); -: read it from stdin; without a tokenizer: token ids 1,2,3"},
-        {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Text",
+        {"prompt-file", OPT_TEXT, &o->prompt_file, .any_bytes = true, .arg = "F", .group = "Text",
          .help = "a file with one prompt per line; blank lines are ignored"},
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text",
          .help = "maximum number of tokens after a prompt; a text also ends at end-of-text"},

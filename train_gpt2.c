@@ -825,6 +825,7 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     memory_add(&m->plan, SCRATCH, (void **)&m->datt, FLOATS(N * E));
     memory_add(&m->plan, SCRATCH, (void **)&m->dact, FLOATS(N * F));
     memory_add(&m->plan, SCRATCH, (void **)&m->rms, FLOATS(N));
+    m->attention_bytes = 0;
     memory_add(&m->plan, SCRATCH, (void **)&m->attention, 0);
     plan_shape(m, B, T);
     memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(T * HS / 2));

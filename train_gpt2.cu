@@ -541,7 +541,6 @@ static void take_model(Model *m) {
     upload_rope_table(m, m->T, model_rope(&m->config));
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->deterministic);
     if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
-    matmul_start(&m->sample_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
 }
@@ -1122,6 +1121,7 @@ static void check_device_memory(const Model *m, const Device *device) {
 static Weights take_training(Model *m) {
     size_t N = m->B * m->T;
     take_model(m);
+    matmul_start(&m->sample_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     for (auto &slot : m->slots) {
         CUDA_CHECK(cudaMallocHost((void **)&slot.ints, batch_ints(N) * sizeof(int32_t)));
         CUDA_CHECK(cudaMallocHost((void **)&slot.mask, N));
@@ -1172,7 +1172,8 @@ static void upload(Model *m, int64_t step) {
     round_parameters(m, 0, m->list.floats, step);
 }
 
-// Copies parameters and moments to the host. Collective: rank 0 then has all moments.   everywhere: not only there
+// Copies parameters and moments to the host of rank 0. Collective.   everywhere: to those of the other ranks as well,
+// which --zero 1 always does
 static void download(Model *m, bool everywhere) {
     size_t bytes = m->list.floats * sizeof(float);
     collective_synchronize(m->collective, stream);

@@ -151,6 +151,35 @@ static real recenter(real *restrict f, const Row *row) {
     return absolute;
 }
 
+// The same for recenter-l1, whose division by that sum would magnify the rounding of the mean: subtracts what is left
+// of the mean, too. Returns 0 if the weights of the row are equal up to rounding.   of_all: the sum of |A|
+static real recenter_exactly(real *restrict f, const Row *row, real of_all) {
+    int n = row->at.n;
+    real rest = 0, absolute = 0;
+    recenter(f, row);
+    #pragma omp simd reduction(+ : rest)
+    for (int j = 0; j < n; j++) rest += f[j];
+    rest /= (real)n;
+    #pragma omp simd reduction(+ : absolute)
+    for (int j = 0; j < n; j++) {
+        real a = f[j] - rest;
+        f[j] = a;
+        absolute += a < 0 ? -a : a;
+    }
+    return absolute < 32 * REAL_EPSILON * of_all ? 0 : absolute;
+}
+
+// Are the n weights equal up to rounding?
+static bool equal_weights(const real *f, int n) {
+    real least = f[0], largest = f[0];
+    #pragma omp simd reduction(min : least) reduction(max : largest)
+    for (int j = 0; j < n; j++) {
+        least = f[j] < least ? f[j] : least;
+        largest = f[j] > largest ? f[j] : largest;
+    }
+    return largest - least <= 32 * REAL_EPSILON * largest;
+}
+
 // The value that reweight subtracts from A n.
 static real reweight_from(const Row *row) {
     return row->at.n > POST_FROM ? 1 : 0;
@@ -166,7 +195,8 @@ static real reweight(real *restrict f, Row *row, real P) {
         real u = f[j] * factor - from;
         top = u > top ? u : top;
     }
-    if (from > 0 && top < rounding_of_row(n)) top = 0;
+    // In a row of equal weights, A n - 1 is 0 up to the rounding of their sum, which must not be mistaken for weight.
+    if (from > 0 && top < REAL_EPSILON * (real)(n > 32 ? n : 32) && equal_weights(f, n)) top = 0;
     row->top = top;
     real by = inverse_or_zero(top);
     #pragma omp simd reduction(+ : sum)
@@ -195,8 +225,7 @@ static real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *w
         break;
     case POST_RECENTER_L1:
         if (!early) {
-            left = recenter(s, row);
-            if (left < rounding_of_row(row->at.n) * sum * row->inverse) left = 0;
+            left = recenter_exactly(s, row, sum * row->inverse);
             factor = row->post_inverse = inverse_or_zero(left);
         }
         break;

@@ -154,6 +154,12 @@ DEVICE float signed_as(float x, float f) {
     return f > 0 ? x : 0;
 }
 
+// In a row of n equal weights, what remains of A after its mean is subtracted is 0 up to the rounding of the row's sum:
+// at most about this, relative to the sum of |A| or, for A n - 1, to 1. It must not be mistaken for weight.
+DEVICE float rounding_of_row(int n) {
+    return 32 * FLT_EPSILON * fmaxf(1, (float)n / 512);
+}
+
 // From 1/Z and the largest f, the factor and mean that turn f into r in reweight: r = 1 + (f - mean) factor, where mean
 // is the largest f. In bf16, f is not accurate enough for this form to matter, so r = f factor + mean, where mean = 1 -
 // (the largest f) factor. An all-zero row gets r = 0.

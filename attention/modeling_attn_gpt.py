@@ -197,15 +197,18 @@ def posted(A, visible, spec, n):
         return -A
     if kind == "rectify":
         return torch.relu(A)
+    tiny = 32 * torch.finfo(A.dtype).eps        # what rounding leaves of equal weights must not be mistaken for weight
     if kind == "reweight":      # the first three rows use 0 in place of the 1
         w = torch.relu(torch.where(visible, A * n - (n > 3).to(A.dtype), 0))
+        w = torch.where((n > 3) & (w.amax(-1, keepdim=True) < tiny), 0, w)
         w = over(w, w.detach().amax(-1, keepdim=True))      # so that the power stays finite
         w = torch.where(w > 0, torch.where(w > 0, w, 1) ** float(value), 0)
         return over(w, w.sum(-1, keepdim=True))
     if kind in ("recenter", "recenter-l1"):                 # the first three rows are unchanged
         centered = torch.where(visible, A - A.sum(-1, keepdim=True) / n, 0)
         if kind == "recenter-l1":
-            centered = over(centered, centered.abs().sum(-1, keepdim=True))
+            size = centered.abs().sum(-1, keepdim=True)
+            centered = over(centered, torch.where(size < tiny * A.abs().sum(-1, keepdim=True), 0, size))
         return torch.where(n > 3, centered, A)
     raise ValueError(f"attention_normalizer: unknown post {spec!r}")
 

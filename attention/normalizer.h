@@ -372,12 +372,6 @@ NORMALIZER_CONSTANT bool phi_signed(int phi) {
     return phi == PHI_IDENTITY || phi == PHI_GELU || phi == PHI_MISH || phi == PHI_EXPM1;
 }
 
-// In a row of n equal weights, what remains of A after its mean is subtracted is 0 up to rounding: at most this,
-// relative to the sum of |A| or, for A n - 1, to 1. It must not be mistaken for weight.
-NORMALIZER_INLINE real rounding_of_row(int n) {
-    return 32 * REAL_EPSILON * (n > 512 ? (real)n / 512 : 1);
-}
-
 // Does Z depend on the scores?
 NORMALIZER_INLINE bool norm_is_sum(Stage norm) {
     return norm.kind == NORM_L1 || norm.kind == NORM_L1_SINK;

@@ -170,8 +170,8 @@ static inline void columns_sum(Gradient<float> out, const float *partials, size_
            stream, out, partials, R, row, C);
 }
 
-// The same for `count` outputs of C columns each, side by side in partials (R,count·C). Those that follow each other in
-// memory, too, take a single launch.
+// The same for `count` outputs of C columns each, with the same `add`, side by side in partials (R,count·C). Those that
+// follow each other in memory, too, take a single launch.
 static inline void columns_sums(const Gradient<float> *outs, size_t count, const float *partials, size_t R, size_t C,
                                 cudaStream_t stream) {
     for (size_t i = 0, next; i < count; i = next) {

@@ -72,8 +72,8 @@ enum { CHECKPOINT_ATTEMPTS = 100 };
 bool checkpoint_vanished(const char *folder);
 
 // Finds the newest checkpoint of a run that has a manifest with all that a resume needs, and whose files have the sizes
-// in it. Warns about each
-// damaged one that it skips. Returns false if there is none. Use checkpoint_verify() to check the hashes.
+// in it. Warns about each damaged one that it skips. Returns false if there is none. Use checkpoint_verify() to check
+// the hashes.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);
 
 // Does the folder have config.json, as that of a checkpoint or of a Hugging Face model does?

@@ -1,5 +1,6 @@
 #include "run/parts.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -101,17 +102,24 @@ static char *state_json(const Run *run) {
     return text;
 }
 
-// A file that cannot be read is left out: better a checkpoint without it than none.
-static bool copy_tokenizer(const Run *run, Checkpoint *c, Error *error) {
+// A file that cannot be read is left out: better a checkpoint without it than none. *whole: none was left out,
+// and there were some
+static bool copy_tokenizer(const Run *run, Checkpoint *c, bool *whole, Error *error) {
     char path[PATH_MAX + 64];
+    size_t copied = 0, left_out = 0;
+    *whole = false;
     if (!run->tokenizer_folder[0]) return true;
     for (size_t i = 0; tokenizer_files[i]; i++) {
         snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
-        if (access(path, R_OK) != 0) continue;
-        if (checkpoint_copy(c, path, error)) continue;
+        if (access(path, F_OK) != 0 && errno == ENOENT) continue;
+        bool done = checkpoint_copy(c, path, error);
+        copied += done;
+        left_out += !done;
+        if (done) continue;
         if (error->code != EXIT_INPUT) return false;
         warn("%s\n  The checkpoint is saved without this file.", error->text);
     }
+    *whole = copied && !left_out;
     return true;
 }
 
@@ -121,7 +129,7 @@ static void sync_metrics(const Run *run) {
     if (!file_sync(folder_path(run->o.out, "metrics.jsonl").text, &error)) warn("%s", error.text);
 }
 
-static bool write_checkpoint(const Run *run, Error *error) {
+static bool write_checkpoint(const Run *run, bool *whole, Error *error) {
     Checkpoint c;
     sync_metrics(run);
     if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
@@ -134,7 +142,7 @@ static bool write_checkpoint(const Run *run, Error *error) {
         file_write_text(checkpoint_path(&c, "config.json"), config, error) &&
         file_write_text(checkpoint_path(&c, "state.json"), state, error) &&
         (model_is_plain(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&
-        copy_tokenizer(run, &c, error) && checkpoint_commit(&c, error);
+        copy_tokenizer(run, &c, whole, error) && checkpoint_commit(&c, error);
     if (!done) checkpoint_abandon(&c);
     free(config);
     free(state);
@@ -153,14 +161,14 @@ static void follow_tokenizer(Run *run) {
 
 void run_save(Run *run) {
     Error error;
-    bool done = true, last = run->stopped || run->step == run->o.steps;
+    bool done = true, whole = true, last = run->stopped || run->step == run->o.steps;
     if (run_is_main()) {
         double start = now();
         progress_end(&run->progress);
-        done = restore_run_folder(run, &error) && write_checkpoint(run, &error);
+        done = restore_run_folder(run, &error) && write_checkpoint(run, &whole, &error);
         if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
-            follow_tokenizer(run);
+            if (whole) follow_tokenizer(run);
             uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
         } else if (!last) {

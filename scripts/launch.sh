@@ -72,8 +72,8 @@ fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
 
 # By default, Open MPI binds a rank with all its threads to one core, and threads that wait for work and ranks that
-# wait for a message spin. With more of these than free cores, each spin costs a time slice, hundreds of times as long
-# as a parallel region takes with these settings.
+# wait for a message spin. With more of these than free cores, a parallel region takes a whole time slice, hundreds
+# of times as long as with these settings.
 here=$(((ranks + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}

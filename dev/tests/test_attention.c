@@ -1146,6 +1146,28 @@ static void check_long_uniform(const char *text) {
     }
 }
 
+// One key has twice the weight of all others: it keeps half of the sum of absolute values, or all of the weight.
+static void check_long_outlier(const char *text, float expected) {
+    enum { LONGEST = 65536 };
+    static float weights[LONGEST];
+    Normalizer normalizer = parse(text);
+    for (int n = POST_FROM + 1; n <= LONGEST; n *= 4) {
+        AttentionShape shape = {.normalizer = &normalizer,
+                                .B = 1,
+                                .T = 1,
+                                .NH = 1,
+                                .NKV = 1,
+                                .HS = 4,
+                                .VS = 4,
+                                .L = 1024,
+                                .past = (size_t)n - 1};
+        check_case();
+        for (int j = 0; j < n; j++) weights[j] = j == 2 ? 4 : 2;    // z = 2 and 1
+        attention_weights_of_scores(weights, (size_t)n, NULL, NULL, (Scalars){0}, shape, (AttentionRows){.rows = 1});
+        CHECK(fabsf(weights[2] - expected) < 1e-3f, "%s, a row of %d weights: %g", text, n, (double)weights[2]);
+    }
+}
+
 static void test_no_weight(void) {
     static const char *const RECTIFIED[] = {"relu-l1", "relu2-l1", "relu6-l1", "relu-L",    "relu-sqrt",
                                             "relu2-n", "relu2-T",  "relu2-L",  "relu2-512", "softpick"};
@@ -1176,6 +1198,8 @@ static void test_no_weight(void) {
     static const char *const LONG[] = {"lssar", "lssa+post=recenter-l1", "relu6-l1+post=recenter-l1",
                                        "softmax-recentered-l1", "softmax+post=reweight:3"};
     for (size_t i = 0; i < COUNT(LONG); i++) check_long_uniform(LONG[i]);
+    check_long_outlier("relu6-l1+post=recenter-l1", 0.5f);
+    check_long_outlier("relu6-l1+post=reweight:3", 1);
 }
 
 // ---- threads
