@@ -86,12 +86,12 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
     }
 }
 
-// Opens a regular file for appending. O_NONBLOCK keeps open() from waiting for a FIFO's reader.
+// Opens a file for appending, if it is not a FIFO. O_NONBLOCK keeps open() from waiting for its reader.
 static FILE *open_to_append(const char *path) {
     int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
     struct stat st;
     if (fd < 0) return NULL;
-    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) return fdopen(fd, "a");
+    if (fstat(fd, &st) == 0 && !S_ISFIFO(st.st_mode)) return fdopen(fd, "a");
     close(fd);
     errno = ENXIO;    // as for a FIFO without a reader
     return NULL;

@@ -213,6 +213,7 @@ const char *nearest_word(const char *words, const char *text, char *out, size_t 
 static _Noreturn void wrong_value(const Option *o, const char *text) {
     char want[256], near[96];
     expected(o, want, sizeof want);
+    if (o->type == OPT_TEXT) usage_fail("--%s: expected %s, found other bytes.", o->name, want);
     if (o->type != OPT_CHOICE) usage_fail("--%s %s: expected %s, found \"%s\".", o->name, text, want, text);
     usage_fail("--%s %s: expected %s.%s", o->name, text, want, nearest_word(o->choices, text, near, sizeof near));
 }

@@ -529,7 +529,7 @@ WRONG = {
     "a system message": (["--system", "Hi"], 2, ["--system needs --chat chatml"]),
     "a long system message": (["--system", "x" * 257, "--chat", "chatml"], 2, ["--system", "at most 256"]),
     "unknown chat": (["--chat", "alpaca"], 2, ["raw|squad|chatml"]),
-    "a city that is not UTF-8": (["--city", b"Z\xfcrich"], 2, ["--city", "no tokens for this name"]),
+    "a city that is not UTF-8": (["--city", b"Z\xfcrich"], 2, ["--city: expected text in UTF-8"]),
     "no city": (["--city", ""], 2, ["--city", "1 to 63"]),
     "a long city": (["--city", "X" * 64], 2, ["--city", "1 to 63"]),
     "not a number": (["--number", "12a"], 2, ["--number 12a", "digits"]),
