@@ -29,7 +29,6 @@ using cuda_on_cpu::die;
 struct ncclComm {
     int rank, ranks;
     ncclResult_t error;    // of an operation in progress
-    bool aborted;
 #ifdef USE_MPI
     MPI_Comm mpi;
 #endif
@@ -159,7 +158,7 @@ int move(Collective &c) {
 }
 
 bool advance(Collective &c) {
-    if (c.comm->aborted || c.comm->error != ncclSuccess) return true;
+    if (c.comm->error != ncclSuccess) return true;
     if (c.state == Collective::NEW) {
         expect_device(c);
         c.calls.resize(c.comm->ranks);
@@ -250,7 +249,7 @@ bool in_place_or_apart(const Collective &c) {
 
 ncclResult_t add(Kind kind, const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                  int root, ncclComm_t comm, cudaStream_t stream) {
-    if (!comm || comm->aborted) return ncclInvalidArgument;
+    if (!comm) return ncclInvalidArgument;
     if (comm->error != ncclSuccess) return comm->error;
     auto c = std::make_shared<Collective>();
     c->call = {kind, (int64_t)count, type, op, root};
@@ -313,14 +312,8 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUniqueId id, int 
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     cudaDeviceSynchronize();
-    if (comm->ranks > 1 && !comm->aborted) disconnect(comm);
+    if (comm->ranks > 1) disconnect(comm);
     delete comm;
-    return ncclSuccess;
-}
-
-// Abandons operations in progress. The communicator itself stays until the end, because the streams may still use it.
-ncclResult_t ncclCommAbort(ncclComm_t comm) {
-    comm->aborted = true;
     return ncclSuccess;
 }
 

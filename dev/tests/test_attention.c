@@ -1124,24 +1124,29 @@ static void check_uniform(const char *text) {
     case_free(&c);
 }
 
+// scores (n) in, the weights of a row of n visible keys out.
+static void row_of_scores(const Normalizer *normalizer, float *scores, int n) {
+    AttentionShape shape = {.normalizer = normalizer,
+                            .B = 1,
+                            .T = 1,
+                            .NH = 1,
+                            .NKV = 1,
+                            .HS = 64,
+                            .VS = 64,
+                            .L = 1024,
+                            .past = (size_t)n - 1};
+    attention_weights_of_scores(scores, (size_t)n, NULL, NULL, (Scalars){0}, shape, (AttentionRows){.rows = 1});
+}
+
 // The same of one row of n equal weights, whose sum has the rounding errors of n additions.
 static void check_long_uniform(const char *text) {
     enum { LONGEST = 20000 };
     static float weights[LONGEST];
     Normalizer normalizer = parse(text);
     for (int n = POST_FROM + 1; n <= LONGEST; n += 1 + n / 7) {
-        AttentionShape shape = {.normalizer = &normalizer,
-                                .B = 1,
-                                .T = 1,
-                                .NH = 1,
-                                .NKV = 1,
-                                .HS = 64,
-                                .VS = 64,
-                                .L = 1024,
-                                .past = (size_t)n - 1};
         check_case();
         for (int j = 0; j < n; j++) weights[j] = 0.01f * (float)(n % 17);
-        attention_weights_of_scores(weights, (size_t)n, NULL, NULL, (Scalars){0}, shape, (AttentionRows){.rows = 1});
+        row_of_scores(&normalizer, weights, n);
         CHECK(not_zero(weights, (size_t)n) == 0, "%s, a row of %d equal weights: not 0", text, n);
     }
 }
@@ -1152,18 +1157,9 @@ static void check_long_outlier(const char *text, float expected) {
     static float weights[LONGEST];
     Normalizer normalizer = parse(text);
     for (int n = POST_FROM + 1; n <= LONGEST; n *= 4) {
-        AttentionShape shape = {.normalizer = &normalizer,
-                                .B = 1,
-                                .T = 1,
-                                .NH = 1,
-                                .NKV = 1,
-                                .HS = 4,
-                                .VS = 4,
-                                .L = 1024,
-                                .past = (size_t)n - 1};
         check_case();
-        for (int j = 0; j < n; j++) weights[j] = j == 2 ? 4 : 2;    // z = 2 and 1
-        attention_weights_of_scores(weights, (size_t)n, NULL, NULL, (Scalars){0}, shape, (AttentionRows){.rows = 1});
+        for (int j = 0; j < n; j++) weights[j] = j == 2 ? 16 : 8;    // z = 2 and 1
+        row_of_scores(&normalizer, weights, n);
         CHECK(fabsf(weights[2] - expected) < 1e-3f, "%s, a row of %d weights: %g", text, n, (double)weights[2]);
     }
 }

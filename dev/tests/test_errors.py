@@ -601,9 +601,10 @@ def test_another_job_finishes_a_run_before_this_one_has_the_lock(data, tmp_path,
     os.close(writes)
     end = time.monotonic() + 30
     while "pipe_write" not in Path(f"/proc/{job.pid}/wchan").read_text():
-        if job.poll() is not None or time.monotonic() > end:
+        assert job.poll() is None, job.communicate()[1]
+        if time.monotonic() > end:
             job.kill()
-            pytest.skip("needs a kernel that shows where a process waits") if time.monotonic() > end else pytest.fail()
+            pytest.skip("needs a kernel that shows where a process waits")
         time.sleep(0.01)
     train(data, "--steps", 3, "--out", out)
     before = tree(out)
@@ -735,14 +736,22 @@ def test_more_memory_than_ulimit_allows(much_data):
     train(much_data, "--batch", 15, "--seq-len", 1024, "--steps", 1, preexec_fn=limit)
 
 
+@contextlib.contextmanager
+def small_disk(folder, size, otherwise=""):
+    """The folder, with a file system of its own of this size."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs permission to mount" + otherwise)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 def test_full_disk(data, tmp_path):
     """A file system has room for two checkpoints of 130 kB, and a third is due."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs permission to mount; test_full_disk_by_fault covers the same")
-    try:
+    with small_disk(tmp_path / "disk", "400k", "; test_full_disk_by_fault covers the same") as disk:
         flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0,
                  "--out", disk / "out"]
         text = train(data, *flags, code=RESOURCE)
@@ -754,23 +763,14 @@ def test_full_disk(data, tmp_path):
         shutil.rmtree(checkpoint(disk / "out", whole[0]))      # makes room
         says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"resumes at step {whole[-1]}")
         assert steps(disk / "out") == [8]
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_full_disk_at_the_start(data, tmp_path):
     """There is room for a file, but not for its contents."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "none", disk]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs permission to mount")
-    try:
+    with small_disk(tmp_path / "disk", "8k") as disk:
         (disk / "full").write_bytes(bytes(8192))
         says(train(data, "--steps", 1, "--out", disk, code=RESOURCE), disk / "lock", "No space left on device",
              "Free some space")
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture(scope="module")

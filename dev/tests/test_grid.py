@@ -319,7 +319,8 @@ def test_weighted_texts(tmp_path):
 
 
 def test_texts_are_those_of_the_trainer(tmp_path, monkeypatch):
-    """Lists without weights, patterns with spaces, folders that match and ~, as the trainer reads them."""
+    """The grid finds the same shards as the trainer: in lists without weights, patterns with spaces, patterns of
+    folders, and paths that start with ~."""
     for name in ("a/x_1", "b/x_2", "with a space/x_3", "[1]/x_4"):
         (tmp_path / name).parent.mkdir()
         write_shard(tmp_path / f"{name}.bin", [1] * 300)
