@@ -67,6 +67,7 @@ typedef struct {
     Text texts[FEW_ROWS];    // the texts that are being generated together
     int32_t *sampled;        // (FEW_ROWS, max_new_tokens)
     Candidate *candidates;
+    float *after_prompt;         // (V): the logits after the last prompt that was read
     const ChatTemplate *chat;    // of a conversation
     char system[2048];           // its system message; empty: none
     size_t context, turns;       // the most tokens that it has; how many answers were given in it
@@ -153,6 +154,7 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     if (s->o.attn) {
         if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message))
             fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
+        normalizer_warn_of_start(&s->saved, &config->attn, "--attn");
         fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, s->saved.text);
         if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&s->saved, &config->attn, SCALAR_S))
             fprintf(stderr, ": s = %.4f in every head", normalizer_start(&config->attn, SCALAR_S, config->seq_len));
@@ -320,6 +322,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
     memory_add(&m->plan, "scratch", (void **)&s->candidates, (size_t)m->config.vocab * sizeof *s->candidates);
+    memory_add(&m->plan, "scratch", (void **)&s->after_prompt, FLOATS((size_t)m->config.vocab));
     m->plan.remedy = s->o.interactive ? "Use a smaller --context." : "Use a smaller --max-new-tokens.";
     memory_check(&m->plan, 1);
     memory_take(&m->plan);
@@ -447,6 +450,39 @@ static bool advance(Sampler *s, size_t count) {
     return true;
 }
 
+// Copies the cache of sequence `from`, up to `count` positions, to sequence `to`.
+static void copy_sequence(Decoder *d, size_t from, size_t to, size_t count) {
+    const ModelConfig *c = &d->m->config;
+    size_t heads = (size_t)c->kv_heads, HS = head_size(c), VS = value_size(c);
+    for (size_t l = 0; l < (size_t)c->layers; l++)
+        for (size_t h = 0; h < heads; h++) {
+            size_t old = ((l * d->sequences + from) * heads + h) * d->length;
+            size_t new = ((l * d->sequences + to) * heads + h) * d->length;
+            memcpy(d->k + new * HS, d->k + old * HS, FLOATS(count * HS));
+            memcpy(d->v + new * VS, d->v + old * VS, FLOATS(count * VS));
+        }
+    d->starts[to] = d->starts[from];
+}
+
+// Feeds the prompt of text i to sequence i and returns the logits after it. Samples of one prompt follow one another:
+// it is read for the first of them, and copied from the text before for each of the others.
+static float *read_prompt(Sampler *s, size_t i) {
+    const Text *t = &s->texts[i];
+    const Prompt *p = &s->prompts[t->prompt];
+    float *logits = s->decoder.logits + i * (size_t)s->model.config.vocab;
+    size_t bytes = FLOATS((size_t)s->model.config.vocab);
+    if (t->sample) {
+        copy_sequence(&s->decoder, i ? i - 1 : FEW_ROWS - 1, i, p->count);
+        return memcpy(logits, s->after_prompt, bytes);
+    }
+    double start = now();
+    decode_prompt(&s->decoder, p->ids, p->count, i);
+    s->reading += now() - start;
+    s->read += p->count;
+    memcpy(s->after_prompt, logits, bytes);
+    return logits;
+}
+
 // Generates the texts `first` to `first + count - 1` together.
 static void write_texts(Sampler *s, size_t first, size_t count) {
     size_t samples = (size_t)s->o.num_samples;
@@ -456,13 +492,8 @@ static void write_texts(Sampler *s, size_t first, size_t count) {
                              .ids = s->sampled + i * (size_t)s->o.max_new_tokens};
     s->current = 0;
     for (size_t i = 0; i < count; i++) {
-        const Prompt *p = &s->prompts[s->texts[i].prompt];
         show(s, i + 1);
-        double start = now();
-        float *logits = decode_prompt(&s->decoder, p->ids, p->count, i);
-        s->reading += now() - start;
-        s->read += p->count;
-        sample(s, &s->texts[i], logits);
+        sample(s, &s->texts[i], read_prompt(s, i));
     }
     double start = now();
     do show(s, count);

@@ -298,6 +298,7 @@ bool eval_find(Eval *e, Error *error) {
     e->own = e->given = e->config->attn;
     if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
+    normalizer_warn_of_start(&e->own, &e->given, "--attn");
     e->switches = !normalizer_equal(&e->own, &e->given);
     e->after = false;
     if (!normalizer_fits(&e->given, e->config->seq_len, message, sizeof message))

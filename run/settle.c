@@ -273,6 +273,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
         !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
+    if (o->init_from) normalizer_warn_of_start(&run->loaded, &config->attn, "--attn");
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
         fail(EXIT_USAGE, "--norm-length %lld: %s has p_n that were learned for its own L.\n  Omit this flag.",

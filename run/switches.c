@@ -66,8 +66,9 @@ static bool switch_made(const Run *run, const Switch *asked) {
     return false;
 }
 
-static void warn_of_same_normalizer(const Run *run, const Switch *asked) {
+static void warn_of_switch(const Run *run, const Switch *asked) {
     const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
+    normalizer_warn_of_start(before, &asked->to, "--attn-switch");
     if (!normalizer_equal(before, &asked->to)) return;
     warn("--attn-switch %s: %s is already the normalizer at that step; only the learning-rate warmup restarts.",
          run->o.attn_switch, before->text);
@@ -92,7 +93,7 @@ void settle_switches(Run *run) {
         warn("--attn-switch %s: the earlier switch to %s at step %lld will not be repeated.", run->o.attn_switch,
              other->to.text, (long long)other->step);
     }
-    warn_of_same_normalizer(run, &asked);
+    warn_of_switch(run, &asked);
     insert_switch(run, asked);
 }
 

@@ -25,7 +25,7 @@
     .end = "<|eot_id|>", .after = "", .trims = true
 
 static const ChatTemplate TEMPLATES[] = {
-    {.name = "raw", .begin = "", .system = "", .user = "", .answer = "", .end = "", .after = ""},
+    {.name = "raw", .begin = "", .system = "", .user = "", .answer = "", .end = "", .after = "", .begins = true},
     {.name = "chatml", CHATML},    // SmolLM2, Qwen2, Qwen2.5, Qwen3-2507
     {.name = "qwen3", CHATML, .forgets_thoughts = true},
     {.name = "llama3", LLAMA3},
@@ -292,10 +292,14 @@ static void flush(Writer *w) {
     w->length = 0;
 }
 
+static void add_id(Writer *w, int32_t id) {
+    w->ids = grown(w->ids, (w->count + 1) * sizeof(*w->ids));
+    w->ids[w->count++] = id;
+}
+
 static void add_special(Writer *w, const char *name) {
     flush(w);
-    w->ids = grown(w->ids, (w->count + 1) * sizeof(*w->ids));
-    w->ids[w->count++] = tokenizer_special(w->tokenizer, name);
+    add_id(w, tokenizer_special(w->tokenizer, name));
     w->place = AFTER_SPECIAL;
 }
 
@@ -360,6 +364,8 @@ static void add_system(Writer *w, const char *text) {
 int32_t *chat_encode(const ChatTemplate *chat, const Tokenizer *tokenizer, ChatTurn turn, size_t *count) {
     Writer w = {.chat = chat, .tokenizer = tokenizer, .place = turn.first ? AT_START : INSIDE};
     if (turn.first) {
+        int32_t begins = chat->begins ? tokenizer_begins(tokenizer) : -1;
+        if (begins >= 0) { add_id(&w, begins); }
         add_part(&w, chat->begin);
         add_system(&w, turn.system);
     } else {

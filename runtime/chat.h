@@ -16,6 +16,7 @@ typedef struct {
     const char *answer;           // before the model's answer
     const char *end, *after;      // after each message: a special token, then text
     const char *preface;          // begins the system message, even if that is empty; for strftime(); or NULL
+    bool begins;                  // does a conversation begin with tokenizer_begins()?
     bool ends_text;               // is `end` eos_token in the Jinja template?
     bool trims;                   // is white space around a message removed?
     bool forgets_thoughts;        // are answers of earlier turns cut up to "</think>"?

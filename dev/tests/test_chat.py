@@ -461,6 +461,22 @@ def test_raw_continues_the_text(folder):
     assert output.decode() == shown([first, second])
 
 
+def test_raw_begins_as_the_tokenizer_does(folder, tmp_path):
+    """As a prompt does: with the token of post_processor, once."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    whole, name = json.loads((model / "tokenizer.json").read_text()), "<|endoftext|>"
+    whole["post_processor"] = {
+        "type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [byte_text.END_OF_TEXT], "tokens": [name]}}}
+    (model / "tokenizer.json").write_text(json.dumps(whole))
+    first = greedy(folder, [byte_text.END_OF_TEXT, *b"the cat"], 6)
+    second = greedy(folder, [byte_text.END_OF_TEXT, *b"the cat", *first, *b" on"], 6)
+    assert first != greedy(folder, list(b"the cat"), 6)
+    output, _ = talk(model, "--chat", "raw", "--temperature", 0, "--max-new-tokens", 6, said="the cat\n on\n")
+    assert output.decode() == shown([first, second])
+
+
 def test_a_full_conversation_starts_over(folder):
     flags = ["--chat", "chatml", "--temperature", 0, "--max-new-tokens", 6, "--context", 60]
     output, errors = talk(folder, *flags, said="first\nsecond\n")

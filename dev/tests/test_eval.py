@@ -258,6 +258,16 @@ def test_losses_by_position_equal_the_references(block, attn, weights, data, tmp
     assert [line.split()[0] for line in table[2:]] == ["1-1", "2-2", "3-4", "5-8"] + ["9-16", "17-20"] * (20 in lengths)
 
 
+def test_a_learned_s_is_kept(weights, data, tmp_path):
+    """A start for s changes nothing then, and a warning says so."""
+    folder = weights("llama", "ssmax")[0]
+    for attn, warned in (("ssmax+s=2", True), ("ssmax+s=2+fixed", False)):
+        output, errors = run(BIN / "eval_gpt2", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", L,
+                             "--attn", attn)
+        assert (f"--attn {attn}: the model keeps the s that it has" in errors) == warned
+        assert ("without training" in output) == (not warned)
+
+
 def test_ranges_of_positions(softmax, data, tmp_path):
     """There are at most nine, whatever the length."""
     output, result = evaluate(softmax["llama"][0], data, tmp_path, "--task", "positions", "--seq-lens", 600)

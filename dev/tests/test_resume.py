@@ -355,6 +355,10 @@ def test_init_from(data, tmp_path):
     twice(data, tmp_path, *flags, half=2, total=4)
     train(data, *flags, "--attn", "ssmax", "--out", other, model=False)
     assert normalizer(other, 4) == "ssmax"
+    again = ["--init-from", checkpoint(other, 4), *flags[2:], "--dry-run", "--attn"]
+    assert "--attn ssmax+s=2: the model keeps the s" in train(data, *again, "ssmax+s=2", model=False)
+    assert "keeps the s" not in train(data, *again, "ssmax+s=2+fixed", model=False)
+    assert "keeps the s" not in train(data, *flags, "--dry-run", "--attn", "ssmax+s=2", model=False)
     assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
     text = train(data, "--init-from", first, *flags[2:], model=False, code=3)
     assert (f"--init-from {first}: expected the folder of one checkpoint" in text

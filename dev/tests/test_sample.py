@@ -41,11 +41,11 @@ def test_other_texts_in_the_batch_change_nothing(runs, tmp_path):
     prompts = ["the cat", "€", "on", "a dog said über", "The house", "in", "naïve café", "日本", "then.", "and, " * 30,
                "x"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
-    flags = ["--max-new-tokens", 30, "--num-samples", 2, "--temperature", 1.2]
+    flags = ["--max-new-tokens", 30, "--num-samples", 3, "--temperature", 1.2]
     together, _ = sample(runs / "text", *flags, "--prompt-file", tmp_path / "prompts")
     alone = [text for prompt in prompts for text in sample(runs / "text", *flags, "--prompt", prompt)[0]]
-    assert together == alone and len(set(together)) == 2 * len(prompts)
-    for prompt, text in zip(np.repeat(prompts, 2), together):
+    assert together == alone and len(set(together)) == 3 * len(prompts)
+    for prompt, text in zip(np.repeat(prompts, 3), together):
         assert text.startswith(prompt)
 
 
@@ -54,6 +54,27 @@ def test_each_sample_has_its_own_random_stream(runs):
     many, _ = sample(runs / "ids", *flags, "--num-samples", 11)
     one, _ = sample(runs / "ids", *flags)
     assert one == many[:1] and len(set(many)) > 8
+
+
+@pytest.mark.parametrize("shape", [f"{SHAPE},kv_heads=2", f"layers=2,block=gau,channels=32,vocab={VOCAB}"])
+def test_samples_share_the_reading_of_their_prompt(shape, tmp_path):
+    """The cache of a prompt is copied, also from one batch of 8 texts to the next: at temperature 0, all samples are
+    the text that a full pass gives for each token."""
+    train(write_data(tmp_path / "data", tokenizer=False), tmp_path / "run", "--model", shape, steps=60)
+    prompts = [[7, 8], [3], [20, 21, 22]]
+    (tmp_path / "prompts").write_text("\n".join(",".join(map(str, ids)) for ids in prompts))
+    texts, errors = sample(tmp_path / "run", "--prompt-file", tmp_path / "prompts", "--num-samples", 3,
+                           "--temperature", 0, "--max-new-tokens", 12)
+    wanted = []
+    for ids in prompts:
+        for _ in range(12):
+            token = int(logits(tmp_path / "run/ckpt/step-00000060", ids)[-1].argmax())
+            if token == END_OF_TEXT:
+                break
+            ids.append(token)
+        wanted += 3 * [",".join(map(str, ids))]
+    assert texts == wanted and len(set(wanted)) == 3
+    assert "read 6 tokens" in errors
 
 
 def test_lines_of_a_prompt_file(runs, tmp_path):
@@ -232,6 +253,10 @@ def test_another_normalizer(runs):
     own, _ = sample(runs / "ids", *flags)
     same, errors = sample(runs / "ids", *flags, "--attn", "ssmax")
     assert same == own
+    restarted, errors = sample(runs / "ids", *flags, "--attn", "ssmax+s=0.5")
+    assert restarted == own and "--attn ssmax+s=0.5: the model keeps the s that it has" in errors
+    restarted, errors = sample(runs / "ids", *flags, "--attn", "ssmax+s=0.5+fixed")
+    assert restarted != own and "s = 0.5000 in every head" in errors and "keeps the s" not in errors
     other, errors = sample(runs / "ids", *flags, "--attn", "softmax1")
     assert other != own and "softmax1" in errors and "trained with ssmax" in errors and "attn_scale" not in errors
     _, errors = sample(runs / "text", "--attn", "ssmax", "--max-new-tokens", 3)
