@@ -609,13 +609,13 @@ static void converse(Sampler *s) {
     free(s->reply);
 }
 
-// The first token of each text comes from its prompt's logits.
+// The first token of each text comes from its prompt's logits, and does not count in the speed of writing.
 static void report_speed(const Sampler *s) {
     size_t decoded = s->sampled_count - text_count(s);
     fprintf(stderr, "sample_gpt2: read %s token%s in %.2f s, %.1f tokens/s", human_grouped(s->read).text,
             s->read == 1 ? "" : "s", s->reading, (double)s->read / s->reading);
     if (decoded)
-        fprintf(stderr, "; then wrote %s in %.2f s, %.1f tokens/s", human_grouped(decoded).text, s->sampling,
+        fprintf(stderr, "; then wrote %s in %.2f s, %.1f tokens/s", human_grouped(s->sampled_count).text, s->sampling,
                 (double)decoded / s->sampling);
     fprintf(stderr, "\n");
 }

@@ -1093,7 +1093,7 @@ static void plan_training(Model *m, const Run *run) {
     m->stochastic = o->stochastic_rounding;
     m->graphs.on = o->graphs && !o->profile;
     m->seed = (uint64_t)o->seed;
-    plan_model(m, run->others, run->other_count, &o->seq_len, (size_t)o->batch, run->T);
+    plan_model(m, run->others, run->coming_count, &o->seq_len, (size_t)o->batch, run->T);
     plan_more_logits(m, device_memory().all);
 
     size_t bytes = m->list.floats * sizeof(float);

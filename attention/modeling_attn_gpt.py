@@ -72,7 +72,7 @@ PHI = {
     "relu": lambda z, _: torch.relu(z),
     "relu2": lambda z, _: torch.relu(z) ** 2,
     "relu6": lambda z, _: F.relu6(z),
-    "gelu": lambda z, _: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "gelu": lambda z, _: z * torch.erfc(-z / math.sqrt(2)) / 2,       # 1 + erf(z) would cancel far below 0
     "sigmoid": lambda z, _: torch.sigmoid(z),
     "softplus": lambda z, _: softplus(z),
     "mish": lambda z, _: z * torch.tanh(softplus(z)),

@@ -141,6 +141,7 @@ static void split_models(Eval *e) {
     bool one = access(rest, F_OK) == 0;
     for (char *word = strsep(&rest, one ? "" : ","); word; word = strsep(&rest, one ? "" : ",")) {
         if (e->model_count == MAX_MODELS) fail(EXIT_USAGE, "--model: more than %d models.", MAX_MODELS);
+        for (size_t length = strlen(word); length > 1 && word[length - 1] == '/'; length--) word[length - 1] = 0;
         if (*word) e->models[e->model_count++] = word;
     }
     if (!e->model_count) fail(EXIT_USAGE, "--model is empty: name the folder of a checkpoint or a run.");
@@ -237,13 +238,28 @@ static bool name_taken(const Eval *e) {
     return false;
 }
 
-// The shortest label that tells the models apart: the last part of the path, all of it, or with a number.
+// The last `parts` parts of a path.
+static const char *tail_of(const char *path, size_t parts) {
+    const char *at = path + strlen(path);
+    while (at > path && (at[-1] != '/' || --parts > 0)) at--;
+    return at;
+}
+
+// Does another of the models end so, too?
+static bool is_ambiguous(const Eval *e, size_t parts) {
+    const char *path = e->models[e->model_at];
+    for (size_t i = 0; i < e->model_count; i++)
+        if (strcmp(e->models[i], path) != 0 && !strcmp(tail_of(e->models[i], parts), tail_of(path, parts))) return true;
+    return false;
+}
+
+// The shortest label that tells the models apart: the last parts of the path. If a model is given twice, all of the
+// path, or with a number.
 static void name_model(Eval *e) {
     const char *path = e->models[e->model_at];
-    size_t length = strlen(path), start;
-    while (length > 1 && path[length - 1] == '/') length--;
-    for (start = length; start > 0 && path[start - 1] != '/'; start--) continue;
-    snprintf(e->name, sizeof e->name, "%.*s", (int)(length - start), path + start);
+    size_t parts = 1;
+    while (is_ambiguous(e, parts) && tail_of(path, parts) > path) parts++;
+    snprintf(e->name, sizeof e->name, "%s", tail_of(path, parts));
     if (name_taken(e)) snprintf(e->name, sizeof e->name, "%s", path);
     if (name_taken(e)) snprintf(e->name, sizeof e->name, "%.200s (model %zu)", path, e->model_at + 1);
 }
@@ -342,7 +358,7 @@ static void note_temperature(const Eval *e) {
     if (!(start / here < 0.9)) return;
     printf(
         "note      s starts at %.4f for L = %d, but at T = %zu its mean temperature is only %.2f of softmax's, which "
-        "by itself increases the loss:\n"
+        "usually increases the loss:\n"
         "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n",
         start, L, T, start / here, to->text, here);
 }
@@ -379,27 +395,22 @@ void eval_check(const Eval *e) {
     model_check_length(e->config, e->longest);
     if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
-         "%s has p_n for n up to L = %d, but this evaluation asks for %zu.\n"
+         "%s: %s has p_n for n up to L = %d, but this evaluation asks for %zu.\n"
          "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
-         with_p->text, L, e->longest);
+         e->folder, with_p->text, L, e->longest);
 }
 
-// Two files may have the same tokens, so this is no error.
+// The file beside the data may be one that its shards were not written with, so this is no error.
 static void compare_tokenizers(const Eval *e) {
-    FolderPath own = folder_path(e->folder, tokenizer_files[0]);
-    char beside[PATH_MAX + 32];
-    FileHash wanted, found;
-    Error ignored;
-    if (!e->data || !file_hash(own.text, &wanted, &ignored) ||
-        !folder_tokenizer_beside(e->o.data, beside, sizeof beside, &found) || XXH128_isEqual(wanted.xxh3, found.xxh3))
-        return;
+    char beside[PATH_MAX];
+    if (!e->data || !folder_of_shards(e->o.data, beside) || !folder_tokenizers_differ(beside, e->folder)) return;
     warn("%s differs from %s.\n  If an id stands for another token there, the results on --data are meaningless.",
-         beside, own.text);
+         folder_path(beside, tokenizer_files[0]).text, folder_path(e->folder, tokenizer_files[0]).text);
 }
 
 void eval_start(const Eval *e) {
     if (e->o.pn_extrapolate == PN_LOG && !normalizer_with_p(e))
-        warn("--pn-extrapolate log has no effect: %s has no p_n.", e->given.text);
+        warn("--pn-extrapolate log has no effect for %s: %s has no p_n.", e->name, e->given.text);
     compare_tokenizers(e);
     print_start(e);
 }

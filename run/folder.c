@@ -28,14 +28,33 @@ FolderPath folder_path(const char *out, const char *name) {
     return path;
 }
 
-bool folder_tokenizer_beside(const char *globs, char *path, size_t size, FileHash *hash) {
-    char first[PATH_MAX];
+bool folder_of_shards(const char *globs, char *folder) {
+    if (!shards_first_path(globs, folder, PATH_MAX)) return false;
+    char *slash = strrchr(folder, '/');
+    strcpy(slash ? slash : folder, slash ? "" : ".");
+    return true;
+}
+
+static bool tokens_differ(const Tokenizer *a, const Tokenizer *b) {
+    for (int32_t id = 0; id < tokenizer_vocab(a) && id < tokenizer_vocab(b); id++) {
+        size_t length, other_length;
+        const char *token = tokenizer_token(a, id, &length), *other = tokenizer_token(b, id, &other_length);
+        if (length != other_length || (length && memcmp(token, other, length) != 0)) return true;
+    }
+    return false;
+}
+
+bool folder_tokenizers_differ(const char *folder, const char *other) {
+    FileHash a, b;
     Error ignored;
-    if (!shards_first_path(globs, first, sizeof first)) return false;
-    char *slash = strrchr(first, '/');
-    if (slash) *slash = 0;
-    snprintf(path, size, "%s/%s", slash ? first : ".", tokenizer_files[0]);
-    return file_hash(path, hash, &ignored);
+    if (!file_hash(folder_path(folder, tokenizer_files[0]).text, &a, &ignored) ||
+        !file_hash(folder_path(other, tokenizer_files[0]).text, &b, &ignored) || XXH128_isEqual(a.xxh3, b.xxh3))
+        return false;
+    Tokenizer *one = tokenizer_open(folder, &ignored), *two = tokenizer_open(other, &ignored);
+    bool differ = !one || !two || tokens_differ(one, two);
+    tokenizer_close(one);
+    tokenizer_close(two);
+    return differ;
 }
 
 bool folder_lock(int *lock, const char *out, bool create, Error *error) {
@@ -116,8 +135,15 @@ bool folder_is_new(const char *out, Error *error) {
                      out);
 }
 
+#define NEW_RUN "  Use --init-from %s/ckpt/step-... to start a new run from its weights."
+
 cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
     const FolderPath path = folder_path(out, "run.json");
+    if (access(path.text, F_OK) != 0 && errno == ENOENT) {
+        error_set(error, EXIT_INPUT, "%s: this file is missing, without which --resume is not possible.\n" NEW_RUN,
+                  path.text, out);
+        return NULL;
+    }
     cJSON *json = json_read(path.text, error);
     if (!json) return NULL;
     cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
@@ -125,8 +151,7 @@ cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
     char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
     if (!text || !cJSON_IsArray(lineage)) {
         error_set(error, EXIT_INPUT,
-                  "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n"
-                  "  Use --init-from %s/ckpt/step-... to start a new run from its weights.",
+                  "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n" NEW_RUN,
                   path.text, out);
         cJSON_Delete(lineage);
         lineage = NULL;

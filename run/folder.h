@@ -67,9 +67,13 @@ typedef struct {
 } FolderPath;
 FolderPath folder_path(const char *out, const char *name);
 
-// The path and the hash of the tokenizer.json beside the first shard that the globs match. Returns false if there is
-// none.
-bool folder_tokenizer_beside(const char *globs, char *path, size_t size, FileHash *hash);
+// Sets `folder` (PATH_MAX bytes) to that of the first shard that the globs match. Returns false if there is none.
+bool folder_of_shards(const char *globs, char *folder);
+
+// Does an id stand for another token in each folder's tokenizer.json? That one has more tokens than the other, or
+// splits text in another way, does not count. False if a folder has none; true if the files differ and this program
+// cannot read one of them.
+bool folder_tokenizers_differ(const char *folder, const char *other);
 
 // Adds what writes the file: "program", "version" and "commit".
 void folder_add_program(cJSON *json);

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "runtime/error.h"
 #include "runtime/file.h"
@@ -70,19 +71,43 @@ static void warn_of_no_best(const Run *run) {
          run->val ? "--val-every is 0" : "--val-data is missing");
 }
 
+static bool same_file(const char *a, const char *b) {
+    struct stat one, other;
+    return stat(a, &one) == 0 && stat(b, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+}
+
+// A glob such as *.bin also matches the validation shards.
+static void warn_of_trained_validation(const Run *run) {
+    for (size_t v = 0; run->val && v < shards_count(run->val); v++)
+        for (size_t i = 0; i < run->train->count; i++)
+            for (size_t t = 0; t < shards_count(run->train->sources[i].shards); t++) {
+                const char *path = shards_path(run->train->sources[i].shards, t);
+                if (!same_file(shards_path(run->val, v), path)) continue;
+                warn("%s is in --train-data and in --val-data, so the validation loss includes text of the training.",
+                     path);
+                return;
+            }
+}
+
 static void print_model(const Run *run) {
     const ModelConfig *c = run->config;
-    char shortest[NORMALIZER_TEXT], layers[160];
+    char shortest[NORMALIZER_TEXT], layers[160], scaling[ROPE_TEXT];
     normalizer_shortest(&c->attn, shortest, sizeof shortest);
     bool longer = strcmp(c->attn.text, shortest) != 0;
     printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text,
            human_count((double)model_parameters(c)).text);
     fputs(model_description(c, layers, sizeof layers), stdout);
     if (c->norm_eps != DEFAULT_NORM_EPS) printf(", norm_eps %.15g", c->norm_eps);
-    printf(", vocabulary %s%s, %s\n", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
+    printf(", vocabulary %s%s, %s", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
            c->tied ? "tied" : "untied");
-    printf("attention %s%s%s, L = %d\n", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
+    if (c->logit_softcap != 0) printf(", logit softcap %g", c->logit_softcap);
+    printf("\nattention %s%s%s, L = %d", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
            c->seq_len);
+    if (run->T != (size_t)c->seq_len)
+        printf(", which sequences of %zu tokens do not change%s", run->T, run->resumed ? "" : " (--norm-length does)");
+    printf("%s\n", run->o.doc_mask ? ", within documents" : "");
+    if (c->rope_scaling.kind != ROPE_NONE)
+        printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
         printf("switch    to %s at step %lld%s", s->to.text, (long long)s->step,
                s->repeated ? ", repeated from run.json" : "");
@@ -109,6 +134,7 @@ static void print_data(const Run *run) {
         printf(", %.1f steps per epoch", (double)shards_windows(train->sources[0].shards) / sequences);
     }
     if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
+    else printf("; no validation (--val-data)");
     for (const Source *s = train->sources; train->weighted && s < train->sources + train->count; s++) {
         double share = (double)s->weight / (double)train->period;
         char percent[32];
@@ -119,15 +145,43 @@ static void print_data(const Run *run) {
     }
 }
 
+typedef struct {
+    char text[128];
+} FlagText;
+
+static FlagText flag_text(const TrainOptions *o, const char *name) {
+    FlagText value;
+    options_text(options_find(o->table, o->count, name), value.text, sizeof value.text);
+    return value;
+}
+
+static void print_update(const TrainOptions *o) {
+    printf("update    %s, learning rate %s, %s after %s step%s of warmup", flag_text(o, "optimizer").text,
+           flag_text(o, "lr").text, flag_text(o, "schedule").text, human_grouped((uint64_t)o->warmup).text,
+           o->warmup == 1 ? "" : "s");
+    if (o->z_loss != 0) printf(", z-loss %s", flag_text(o, "z-loss").text);
+    printf("\n");
+}
+
 static void print_work(const Run *run) {
     const TrainOptions *o = &run->o;
+    double tokens = (double)o->steps * (double)run->step_tokens;
     print_data(run);
-    printf("\nstep      %s tokens: %lld rank%s x %lld micro-batch%s of %lld x %zu\n",
+    printf("\nstep      %s tokens: %lld rank%s x %lld micro-batch%s of %lld x %zu",
            human_grouped((uint64_t)run->step_tokens).text, (long long)process.size, process.size == 1 ? "" : "s",
            (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es", (long long)o->batch, run->T);
-    printf("run       %lld steps, %s tokens%s%s\n", (long long)o->steps,
-           human_count((double)o->steps * (double)run->step_tokens).text,
-           o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
+    for (size_t i = 0; o->seq_len.count > 1 && i < o->seq_len.count; i++)
+        printf("%s%lld",
+               i == 0                     ? ", which each step cuts to "
+               : i + 1 < o->seq_len.count ? ", "
+                                          : " or ",
+               (long long)o->seq_len.values[i]);
+    printf("\n");
+    print_update(o);
+    printf("run       %lld steps, %s tokens", (long long)o->steps, human_count(tokens).text);
+    if (!run->train->weighted)
+        printf(", %.3g epochs", tokens / (double)run->T / (double)shards_windows(run->train->sources[0].shards));
+    printf("%s%s\n", o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
 }
 
 static void print_disk(const Run *run) {
@@ -155,6 +209,7 @@ void run_plan(Run *run, MemoryPlan *plan, const char *matmuls, const MemoryPlan 
         fflush(stdout);
         warn_of_long_warmup(run);
         warn_of_no_best(run);
+        warn_of_trained_validation(run);
     }
     memory_check(plan, process.local_size);
 }

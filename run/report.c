@@ -48,9 +48,16 @@ bool run_reports_scalars(const Run *run) {
     return run->last.validated && trains_scalars_of_heads(run->config);
 }
 
+// Of this rank.
+static double all_zero_share(const Run *run) {
+    return run->rows ? (double)run->all_zero / (double)run->rows : 0;
+}
+
 // Fills in the members of the metrics line that only some runs have.
 static void more_metrics(Run *run, const char *more) {
     size_t at = (size_t)snprintf(run->more, run->more_size, "%s", more);
+    if (run->all_zero)
+        at += (size_t)snprintf(run->more + at, run->more_size - at, ", \"all_zero_rows\": %.6g", all_zero_share(run));
     for (Scalar scalar = 0; scalar < SCALAR_COUNT && run->last.validated; scalar++)
         if (scalar_width(scalar) == PER_HEAD)
             at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
@@ -67,7 +74,7 @@ void run_report(Run *run, const char *more, const char *line) {
     metrics_line(text, sizeof text, &run->last, run->o.steps, run->seconds * (double)(run->o.steps - run->step));
     size_t length = strlen(text);
     length += (size_t)snprintf(text + length, sizeof text - length, "%s", line);
-    double share = run->rows ? 100.0 * (double)run->all_zero / (double)run->rows : 0;
+    double share = 100 * all_zero_share(run);
     int digits = 0;
     if (share < 9.95) digits = 1;
     if (share < 0.1) digits = 4;

@@ -19,12 +19,29 @@ bool run_is_main(void) {
 
 // ---- the start
 
-// Lists the other normalizers that the run will use, for --attn-switch and --init-from, so that their tensors exist.
+// Adds the normalizer that a lineage entry has under this key, if any.
+static void list_past(Run *run, const cJSON *entry, const char *key) {
+    const char *text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, key));
+    char ignored[1024];
+    size_t i = run->other_count - run->coming_count;
+    if (text && normalizer_parse(&run->past[i], text, ignored, sizeof ignored))
+        run->others[run->other_count++] = &run->past[i];
+}
+
+// Lists the other normalizers of the run: for --attn-switch and --init-from, and from its lineage.
 static void list_others(Run *run) {
-    run->others = malloc((run->switch_count + 1) * sizeof *run->others);
-    if (!run->others) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
+    size_t past = 2 * (size_t)cJSON_GetArraySize(run->lineage);
+    const cJSON *entry;
+    run->others = malloc((run->switch_count + 1 + past) * sizeof *run->others);
+    run->past = malloc((past + 1) * sizeof *run->past);
+    if (!run->others || !run->past) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
     for (size_t i = 0; i < run->switch_count; i++) run->others[run->other_count++] = &run->switches[i].to;
     if (run->loaded.text[0]) run->others[run->other_count++] = &run->loaded;
+    run->coming_count = run->other_count;
+    cJSON_ArrayForEach(entry, run->lineage) {
+        list_past(run, entry, "from");
+        list_past(run, entry, "attn");
+    }
 }
 
 // Ends the program before any device is in use.
@@ -93,7 +110,9 @@ bool run_take(Run *run) {
     rank0_try(take_folder(run, &error), &error);
     memory_take(run->plan);
     free(run->others);
+    free(run->past);
     run->others = NULL;
+    run->past = NULL;
     return true;
 }
 
@@ -223,8 +242,9 @@ static void check_finite(Run *run, double loss, double norm) {
                                 : "";
     fail(EXIT_DIVERGED,
          "step %lld: the loss is %g and the gradient norm %g: training diverged. This step was discarded.%s\n"
-         "  Last good checkpoint: %s. A lower --lr, a longer --warmup or a smaller --grad-clip may help.",
-         (long long)run->step, loss, norm, unbounded, saved ? path : "none");
+         "  Last good checkpoint: %s. A lower --lr or a longer --warmup may help, or in a new run %s.",
+         (long long)run->step, loss, norm, unbounded, saved ? path : "none",
+         run->o.grad_clip != 0 ? "a smaller --grad-clip" : "--grad-clip, which is off");
 }
 
 AdamW run_update(Run *run) {

@@ -80,13 +80,17 @@ typedef struct {
 typedef struct {
     const RunProgram *program;
     TrainOptions o;
-    ModelConfig *config;          // owned by the trainer; the run fills it in and switches its normalizer
-    Weights weights;              // the trainer's, on the host
-    MemoryPlan *plan;             // of host memory
-    const Normalizer **others;    // the normalizers of this run besides config->attn; freed by run_take()
-    size_t other_count;
+    ModelConfig *config;    // owned by the trainer; the run fills it in and switches its normalizer
+    Weights weights;        // the trainer's, on the host
+    MemoryPlan *plan;       // of host memory
+    // The normalizers of this run besides config->attn: those to come, and after them those that it had before. All have
+    // places for their tensors, so that a resumed run has the same places. Freed by run_take().
+    const Normalizer **others;
+    size_t coming_count, other_count;
+    Normalizer *past;    // those that it had before
 
     Tokenizer *tokenizer;                // NULL: samples are printed as ids
+    char rope_text[ROPE_TEXT];           // --rope-scaling as run.json records it
     char tokenizer_folder[PATH_MAX];     // the folder of its files, which checkpoints copy; "" if there is none
     int tokenizer_vocab, end_of_text;    // of the tokenizer; 0 and -1 if unknown
     const char *vocab_from;              // where the vocabulary size came from, for the printed plan

@@ -182,9 +182,8 @@ static RopeScaling asked_scaling(const TrainOptions *o) {
 }
 
 // run.json records the scaling in this form, which a resume compares.
-static void name_scaling(TrainOptions *o, const RopeScaling *scaling) {
-    char text[ROPE_TEXT];
-    o->rope_scaling = strdup(rope_scaling_text(scaling, text, sizeof text));
+static void name_scaling(Run *run, const RopeScaling *scaling) {
+    run->o.rope_scaling = rope_scaling_text(scaling, run->rope_text, sizeof run->rope_text);
 }
 
 // Older versions did not record the scaling in run.json, so the checkpoint has the last word.
@@ -249,7 +248,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
     folder[0] = 0;
     if (o->rope_scaling) {
         RopeScaling asked = asked_scaling(o);
-        name_scaling(o, &asked);
+        name_scaling(run, &asked);
     }
     run->resumed = o->resume && settle_resumed(run, folder, size);
     find_longest(run);
@@ -269,7 +268,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         config->seq_len = (int)run->T;
     }
     if (o->rope_scaling) config->rope_scaling = asked_scaling(o);
-    name_scaling(o, &config->rope_scaling);
+    name_scaling(run, &config->rope_scaling);
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
         !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
@@ -301,11 +300,12 @@ static void settle_batches(Run *run) {
     if (!o->total_batch_tokens) o->total_batch_tokens = together;
     if (o->total_batch_tokens % together) {
         int64_t nearest = ((o->total_batch_tokens + together / 2) / together) * together;
-        fail(
-            EXIT_USAGE,
-            "--total-batch-tokens %lld is not a multiple of batch x T x ranks = %lld x %lld x %d = %lld.\n  Nearest: %lld.",
-            (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
-            (long long)(nearest ? nearest : together));
+        char remedy[96] = "A resumed run keeps its tokens per step: change --batch or the number of ranks.";
+        if (!run->resumed) snprintf(remedy, sizeof remedy, "Nearest: %lld.", (long long)(nearest ? nearest : together));
+        fail(EXIT_USAGE,
+             "--total-batch-tokens %lld is not a multiple of batch x T x ranks = %lld x %lld x %d = %lld.\n  %s",
+             (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
+             remedy);
     }
     run->step_tokens = o->total_batch_tokens;
     run->micro_batches = o->total_batch_tokens / together;
@@ -330,18 +330,28 @@ static void open_train(Run *run) {
     if (!run->train_print) fail_with(&error);
 }
 
-// An id means another token in each tokenizer, so all sources need the same one.
-static void check_same_tokenizer(const Mixture *train) {
-    char first[PATH_MAX + 32], other[PATH_MAX + 32];
-    FileHash wanted, found;
-    if (!folder_tokenizer_beside(train->sources[0].globs, first, sizeof first, &wanted)) return;
-    for (size_t i = 1; i < train->count; i++)
-        if (folder_tokenizer_beside(train->sources[i].globs, other, sizeof other, &found) &&
-            !XXH128_isEqual(wanted.xxh3, found.xxh3))
-            fail(EXIT_INPUT,
-                 "%s: differs from %s, but all sources of --train-data need the same tokenizer.\n"
-                 "  Encode their text again with one of them: --tokenizer FOLDER of the scripts in data/.",
-                 other, first);
+static void check_tokenizer_of(const char *globs, const char *first) {
+    char folder[PATH_MAX];
+    if (!folder_of_shards(globs, folder) || !folder_tokenizers_differ(first, folder)) return;
+    fail(EXIT_INPUT,
+         "%s: differs from %s, but --train-data, all its sources and --val-data need the same tokenizer.\n"
+         "  Encode the text again with one of them: --tokenizer FOLDER of the scripts in data/.",
+         folder_path(folder, tokenizer_files[0]).text, folder_path(first, tokenizer_files[0]).text);
+}
+
+// An id means another token in each tokenizer, so all data needs the same one. A model in the folder `weights` may be
+// trained further with another one, but that is rarely meant.
+static void check_same_tokenizer(const Run *run, const char *weights) {
+    char first[PATH_MAX];
+    if (!folder_of_shards(run->train->sources[0].globs, first)) return;
+    for (size_t i = 1; i < run->train->count; i++) check_tokenizer_of(run->train->sources[i].globs, first);
+    if (run->o.val_data) check_tokenizer_of(run->o.val_data, first);
+    if (weights[0] && folder_tokenizers_differ(weights, first))
+        warn(
+            "%s differs from %s, the tokenizer of the model.\n"
+            "  Unless the model is to learn another one, encode the text with its own: --tokenizer FOLDER of the scripts "
+            "in data/.",
+            folder_path(first, tokenizer_files[0]).text, folder_path(weights, tokenizer_files[0]).text);
 }
 
 static void open_val(Run *run) {
@@ -443,8 +453,8 @@ void settle(Run *run) {
         fail(EXIT_USAGE, "--train-data is missing: name the shards to train on. data/shakespeare.py creates some.");
     settle_tokenizer(run, weights);
     open_train(run);
-    check_same_tokenizer(run->train);
     open_val(run);
+    check_same_tokenizer(run, weights);
     if ((run->resumed || run->started_over) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
                                                 !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);

@@ -112,14 +112,16 @@ void repeat_switches(Run *run, cJSON *lineage, const char *made) {
 // Lists the learned scalars that `to` adds to those of `from`.
 static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
     const char *where = block_shapes[config->block].attention;
+    char layers[16] = "0";
+    if (config->layers > 1) snprintf(layers, sizeof layers, "0..%d", config->layers - 1);
     for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
         double start = normalizer_start(to, scalar, config->seq_len);
         if (scalar_reach[scalar] == WHOLE_MODEL)
             printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], config->seq_len, start);
         else
-            printf("new parameters: model.layers.0..%d.%s.%s, %.4f%s\n", config->layers - 1, where,
-                   scalar_names[scalar], start, normalizer_trains(to, scalar) ? "" : ", not trained");
+            printf("new parameters: model.layers.%s.%s.%s, %.4f%s\n", layers, where, scalar_names[scalar], start,
+                   normalizer_trains(to, scalar) ? "" : ", not trained");
     }
 }
 
@@ -168,8 +170,9 @@ void run_change_finish(Run *run, Change *change) {
     if (run_is_main()) {
         progress_end(&run->progress);
         show_new_scalars(run->config, from, to);
-        printf("step %lld: switched --attn %s to %s; validation loss %s before, %s after\n", (long long)run->step,
-               from->text, to->text, before, after);
+        printf("step %lld: switched --attn %s to %s; ", (long long)run->step, from->text, to->text);
+        if (run->val) printf("validation loss %s before, %s after\n", before, after);
+        else printf("the loss before and after is not measured without --val-data\n");
     }
     free(change->kept);
     if (change->at_start) {

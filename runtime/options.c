@@ -159,6 +159,11 @@ static void value_text(const Option *o, Value v, char *out, size_t size) {
     }
 }
 
+const char *options_text(const Option *row, char *out, size_t size) {
+    value_text(row, value_get(row), out, size);
+    return out;
+}
+
 // ---- usage errors
 
 // Every rank of a launched run has the same invalid flag, so only rank 0 reports it.

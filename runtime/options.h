@@ -64,6 +64,9 @@ void usage_fail(const char *format, ...) __attribute__((noreturn, format(printf,
 // Returns the row with that name, or NULL.
 Option *options_find(Option *table, size_t count, const char *name);
 
+// Writes the row's current value as a user would give it. Returns out.
+const char *options_text(const Option *row, char *out, size_t size);
+
 // Returns the current values as JSON, including defaults that the program has filled in: {"train-data": "...", "batch":
 // 4, "seq-len": [64, 128], "dtype": "fp32", ...}. The caller frees it.
 char *options_json(const Option *table, size_t count);

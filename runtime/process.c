@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/auxv.h>
@@ -59,6 +60,13 @@ static sigset_t stop_set(void) {
     return set;
 }
 
+// What is in progress may take a minute, in which nothing else shows that the request has arrived.
+static void confirm_stop(void) {
+    if (process.rank != 0) return;
+    fprintf(stderr, "%s%s: stopping when the work in progress is done; Ctrl-C ends it at once, without saving\n",
+            isatty(STDERR_FILENO) ? "\n" : "", program_name);
+}
+
 // Ends the process with the signal's default action.
 static void end_by(int number) {
     sigset_t one;
@@ -80,6 +88,7 @@ static void *wait_for_signals(void *data) {
         if (sigwait(&held, &number) != 0) continue;
         if (sigismember(ignored, number) && (number == SIGHUP || !catching)) continue;
         if (!catching || (number == SIGINT && now() - first >= moment)) end_by(number);
+        if (!stop_requested) confirm_stop();
         first = fmin(first, now());
         stop_requested = true;
     }

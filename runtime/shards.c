@@ -455,6 +455,10 @@ uint64_t shards_windows(const Shards *s) {
 size_t shards_count(const Shards *s) {
     return s->count;
 }
+
+const char *shards_path(const Shards *s, size_t file) {
+    return s->shards[file].path[TOKENS];
+}
 bool shards_masked(const Shards *s) {
     return s->has_masks || s->config.pack == PACK_EXAMPLE;
 }

@@ -46,9 +46,10 @@ void shards_close(Shards *shards);
 // Writes the path of the first shard that the globs match without reading any file. Returns false if there is none.
 bool shards_first_path(const char *globs, char *path, size_t size);
 
-uint64_t shards_tokens(const Shards *shards);     // N
-uint64_t shards_windows(const Shards *shards);    // W
-size_t shards_count(const Shards *shards);        // files
+uint64_t shards_tokens(const Shards *shards);                  // N
+uint64_t shards_windows(const Shards *shards);                 // W
+size_t shards_count(const Shards *shards);                     // files
+const char *shards_path(const Shards *shards, size_t file);    // by which the file of tokens was opened
 // May some targets not count in the loss? True if there are .mask files or pack is PACK_EXAMPLE.
 bool shards_masked(const Shards *shards);
 

@@ -161,7 +161,7 @@ PHI = {
     "relu": torch.relu,
     "relu2": lambda z: torch.relu(z) ** 2,
     "relu6": lambda z: torch.clamp(torch.relu(z), max=6),       # relu has slope 0 at 0, clamp has 1
-    "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "gelu": lambda z: z * torch.erfc(-z / math.sqrt(2)) / 2,
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
     "mish": lambda z: z * torch.tanh(softplus(z)),

@@ -215,10 +215,22 @@ def test_sources_with_different_tokenizers(tmp_path):
     text = ",".join(f"{folder}/*_train_*.bin:1" for folder in folders)
     plan = train(tmp_path, "--train-data", text, "--batch", 1, "--seq-len", 8, "--dry-run", model=False)
     says(plan, "data      3 sources", "\n  33.33 % ", " epochs\n")
-    with open(folders[2] / "tokenizer.json", "a") as file:
-        file.write(" ")
-    says(train(tmp_path, "--train-data", text, "--batch", 1, "--seq-len", 8, "--dry-run", model=False, code=INPUT),
-         f"{folders[2]}/tokenizer.json: differs from {folders[0]}/tokenizer.json", "--tokenizer")
+    whole = json.loads((folders[2] / "tokenizer.json").read_text())
+    (folders[2] / "tokenizer.json").write_text(json.dumps(whole, indent=1))
+    flags = ["--batch", 1, "--seq-len", 8, "--dry-run"]
+    assert "differs" not in train(tmp_path, "--train-data", text, *flags, model=False)
+    vocab = whole["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folders[2] / "tokenizer.json").write_text(json.dumps(whole))
+    differs = f"{folders[2]}/tokenizer.json: differs from {folders[0]}/tokenizer.json"
+    says(train(tmp_path, "--train-data", text, *flags, model=False, code=INPUT), differs, "--tokenizer")
+    one, other = (f"{folder}/*_train_*.bin" for folder in (folders[0], folders[2]))
+    says(train(tmp_path, "--train-data", one, "--val-data", other, *flags, model=False, code=INPUT), differs)
+    train(tmp_path, "--train-data", one, *flags[:-1], "--steps", 1, "--out", tmp_path / "out", model=False)
+    loaded = ["--init-from", checkpoint(tmp_path / "out", 1), *flags, "--train-data"]
+    assert "differs" not in train(tmp_path, *loaded, one, model=False)
+    says(train(tmp_path, *loaded, other, model=False),
+         f"warning: {folders[2]}/tokenizer.json differs from {checkpoint(tmp_path / 'out', 1)}/tokenizer.json")
 
 
 def test_truncated_shard(tmp_path):

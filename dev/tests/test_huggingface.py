@@ -356,6 +356,15 @@ def modeling():
     return module
 
 
+def test_gelu_far_below_zero(modeling):
+    """It does not become 0, which would make a row under l1 all-zero."""
+    z = [-12.0, -9.0, -6.0, -1.0, 0.0, 3.0]
+    exact = torch.tensor([x * math.erfc(-x / math.sqrt(2)) / 2 for x in z], dtype=torch.float64)
+    for gelu, dtype, rtol in ((modeling.PHI["gelu"], torch.float32, 1e-4),
+                              (lambda x, _: reference.PHI["gelu"](x), torch.float64, 1e-12)):
+        torch.testing.assert_close(gelu(torch.tensor(z, dtype=dtype), None).double(), exact, rtol=rtol, atol=0)
+
+
 ROPE = {        # --rope-scaling: rope_parameters
     "none": {"rope_type": "default"},
     "linear:2.5": {"rope_type": "linear", "factor": 2.5},
