@@ -197,11 +197,20 @@ def unit(largest, units):
     return [u for u in units if u[0] <= largest or u is units[0]][-1]
 
 
+def last_validation(lines, digits):
+    """The last finite validation loss as text, with its step if the run has gone on since; "" if there is none."""
+    found = [(line["step"], value) for line, value in zip(lines, column(lines, "val_loss")) if math.isfinite(value)]
+    if not found:
+        return ""
+    step, value = found[-1]
+    return f"{value:.{digits}f}" + (f" (step {step:,})" if step < lines[-1]["step"] else "")
+
+
 def title(name, lines):
     """The run's name with its latest losses."""
     loss = [value for value in smooth(column(lines, "loss")) if math.isfinite(value)]
-    val = [value for value in column(lines, "val_loss") if math.isfinite(value)]
-    return name + (f": loss {loss[-1]:.3f}" if loss else "") + (f", validation {val[-1]:.3f}" if val else "")
+    val = last_validation(lines, 3)
+    return name + (f": mean loss {loss[-1]:.3f}" if loss else "") + (f", validation {val}" if val else "")
 
 
 def draw_smooth(axes, x, y, color, label=None):
@@ -321,8 +330,8 @@ def curves(runs, colors=None):
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
-    return [("Loss against tokens (points: validation)", by_tokens),
-            ("Loss against time spent in steps (points: validation)", by_time),
+    return [("Loss, running mean, against tokens (points: validation)", by_tokens),
+            ("Loss, running mean, against time spent in steps (points: validation)", by_time),
             ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
 
 

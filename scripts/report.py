@@ -96,13 +96,15 @@ def summary_row(folder, name, run):
     clip = arguments.get("grad-clip") or math.inf
     return [name, last_normalizer(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}",
             f"{lines[-1]['tokens']:,}", text(plot.smooth(plot.column(lines, "loss"))[-1]),
-            text((finite["val_loss"] or [None])[-1]), text(min(finite["val_loss"], default=None)),
+            plot.last_validation(lines, 4) or text(None), text(min(finite["val_loss"], default=None)),
             text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}",
             duration(plot.seconds(lines)[-1])]
 
 
-SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "loss", "validation", "best validation",
+SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "mean loss", "validation", "best validation",
            "largest gradient norm", "clipped steps", "time in steps"]
+ABOUT_SUMMARY = ('<p class="muted">Mean loss: the training loss, averaged over the last 1 % of the steps. A validation '
+                 "loss without a step is that of the last step.</p>\n")
 
 
 def configuration(names, runs):
@@ -183,7 +185,8 @@ def about_runs(folders, colors):
     chosen = colors_of(names, runs, colors)
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
-    found = [("Runs", page.table(SUMMARY, rows, left) + configuration(names, runs) + lineage(names, runs))]
+    summary = page.table(SUMMARY, rows, left) + ABOUT_SUMMARY
+    found = [("Runs", summary + configuration(names, runs) + lineage(names, runs))]
     started = [each for each in zip(folders, names, chosen) if has_step(each[0])]
     if not started:
         return found

@@ -126,7 +126,7 @@ def test_the_panels_show_every_run(tmp_path):
     notes = [axes.texts[0].get_text() for axes in (by_tokens, by_time)]
     assert notes == ["axis truncated: the first steps reach 11.00"] * 2
     legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == ["a: loss 3.040, validation 3.540", "b: loss 3.080, validation 3.580"]
+    assert legend == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
 
 
 def test_names_with_dollars_are_no_formulas(tmp_path):
@@ -401,6 +401,12 @@ def test_differences_of_single_runs(seeded):
     assert len(runs.comparison(seeded, False, None).axes) == 2
 
 
+def test_a_validation_older_than_the_last_step_has_its_step(tmp_path):
+    run = make_seeded(tmp_path / "a", 0, "softmax", 0, 105)
+    assert runs.comparison([run], False, None).legends[0].texts[0].get_text() == "a: validation 3.5800 (step 100)"
+    assert plot.picture([run]).legends[0].texts[0].get_text().endswith(", validation 3.580 (step 100)")
+
+
 def test_differences_of_steps_that_differ_in_size(seeded):
     """They are taken at the same number of tokens: here, at step s and at the other run's step 2s."""
     lines = [json.loads(line) for line in (seeded[3] / "metrics.jsonl").read_text().splitlines()]
@@ -432,7 +438,7 @@ def test_a_run_without_a_finite_loss(tmp_path, seeded):
                                                             if key != "val_loss"} | {"loss": None}) + "\n"
                                                 for line in lines))
     figure = runs.comparison([seeded[0], path], False, seeded[0])
-    assert labels(figure)[1].endswith("diverged: loss none is finite")
+    assert labels(figure)[1].endswith("diverged: mean loss none is finite")
 
 
 def test_comparisons_that_cannot_be_drawn(tmp_path, seeded):

@@ -806,6 +806,13 @@ def test_a_loaded_model_has_no_default_shape(tmp_path):
     assert found == [["", "a", "b"], ["--model", "15M", "–"], ["--init-from", "–", "x"]]
 
 
+def test_a_validation_older_than_the_last_step_has_its_step(tmp_path):
+    text = report.report([str(make_run(tmp_path / "a", steps=33))], "t")
+    head, row = rows_of(text, ">Runs</h2>")
+    found = dict(zip(head, row))
+    assert found["validation"] == f"{3.5 + 8 / 30:.4f} (step 30)" and found["mean loss"] == f"{3 + 8 / 33:.4f}"
+
+
 def rows_of(text, heading):
     """The cells of the first table after a heading."""
     table = re.search(r"<table>.*?</table>", text[text.index(heading):], re.S)[0]

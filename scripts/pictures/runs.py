@@ -162,10 +162,12 @@ def spread(values, sign=""):
 
 def label_of(group, base, unit):
     """The group's name, with its last validation loss and the difference to the baseline's at the last step that both
-    have, which is named if it is not the last of both."""
-    key, what = ("val_loss", "validation") if last_values(group, None, "val_loss")[0] else ("loss", "loss")
+    have, which is named if it is not the last of both. A validation older than the last step has its step."""
+    key, what = ("val_loss", "validation") if last_values(group, None, "val_loss")[0] else ("loss", "mean loss")
     ends, values = last_values(group, None, key)
     text = f"{group.label}: {what} {spread(values)}"
+    if key == "val_loss" and ends < min(run.lines[-1]["tokens"] for run in group.runs):
+        text += f" (step {next(step for step, tokens in group.runs[0].tokens.items() if tokens == ends):,})"
     if not base or group is base:
         return text
     at, differences = last_values(group, base, key)
