@@ -160,19 +160,31 @@ def read_json(path):
     return value if isinstance(value, dict) else {}
 
 
+def losses_at_start(switch):
+    """The validation losses before and after a switch at the start, which no validation shows, for its label; ""
+    for a later switch, or if they were not measured."""
+    if switch["event"] != "attn-at-start":
+        return ""
+    try:
+        before, after = float(switch["val_loss_before"]), float(switch["val_loss_after"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return f", validation {before:.3f} → {after:.3f}"
+
+
 def read_switches(run, lines):
-    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed mid-run, according to the lineage in
-    run.json."""
+    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed, mid-run or at the start from a checkpoint,
+    according to the lineage in run.json."""
     switches, times = [], seconds(lines)
     lineage = read_json(Path(run) / "run.json").get("lineage", [])
     for entry in lineage if isinstance(lineage, list) else []:
-        if not isinstance(entry, dict) or entry.get("event") != "attn-switch":
+        if not isinstance(entry, dict) or entry.get("event") not in ("attn-switch", "attn-at-start"):
             continue
         if not entry.get("step", math.inf) <= lines[-1]["step"]:
             continue
         done = [i for i, line in enumerate(lines) if line["step"] <= entry["step"]]
         at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
-        switches.append((*at, f"{entry.get('from')} → {entry.get('attn')}"))
+        switches.append((*at, f"{entry.get('from')} → {entry.get('attn')}{losses_at_start(entry)}"))
     return switches
 
 
@@ -230,13 +242,14 @@ def draw_loss(axes, x, lines, color, label):
 
 def draw_switches(axes, at, color, labels=True):
     """A dashed line for each (x, text), labeled or not. Labels stand at the top, where losses rarely are, and have a
-    narrow rim instead of a box, which would hide curves."""
+    narrow rim instead of a box, which would hide curves. Those at 0 lie beside the axis, one below the other."""
     from matplotlib import patheffects
     for x, text in at:
         axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
         if labels:
-            axes.annotate(text, (x, 0.93), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          rotation=90, ha="right", va="top", fontsize=8.5, color=color, zorder=5,
+            axes.annotate(text, (x, 0.93), (-3, 0) if x else (3, -12 * len(axes.texts)),
+                          xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90 if x else 0,
+                          ha="right" if x else "left", va="top", fontsize=8.5, color=color, zorder=5,
                           path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
 
 

@@ -307,6 +307,23 @@ def test_a_switch_is_marked(tmp_path, draw):
     assert not any(text.get_bbox_patch() for text in labels), "a box would hide curves"
 
 
+@pytest.mark.parametrize("measured, said", [(("4.25", "4.5"), ", validation 4.250 → 4.500"),
+                                            (("not measured", "not measured"), "")])
+def test_a_switch_at_the_start_is_marked(tmp_path, measured, said):
+    """At 0, with the losses before and after, which metrics.jsonl does not have, to the right of the axis."""
+    run = make_run(tmp_path / "run", 20)
+    (run / "run.json").write_text(json.dumps({"lineage": [
+        {"step": 0, "event": "init-from", "attn": "ssmax", "from": "x"},
+        {"step": 0, "event": "attn-at-start", "from": "softmax", "attn": "ssmax", "val_loss_before": measured[0],
+         "val_loss_after": measured[1]}]}))
+    assert plot.read_switches(run, plot.read_metrics(run)) == [(0, 0.0, "softmax → ssmax" + said)]
+    figure = plot.picture([run])
+    figure.draw_without_rendering()
+    for axes in figure.axes[:2]:
+        label = next(text for text in axes.texts if "→" in text.get_text())
+        assert label.get_window_extent().x0 > axes.get_window_extent().x0
+
+
 def test_runs_without_scalars_are_rejected(tmp_path):
     plain = make_run(tmp_path / "plain", 30)
     save_p(plain, 30, [1.0], name="model.norm.weight")
@@ -399,6 +416,19 @@ def test_differences_of_single_runs(seeded):
     figure = runs.comparison([seeded[0], seeded[4]], False, seeded[4])
     assert labels(figure)[0] == "a0: validation 3.5800, difference +0.3000 at 41 thousand tokens"
     assert len(runs.comparison(seeded, False, None).axes) == 2
+
+
+def test_long_names_of_a_baseline_fit(seeded):
+    """The flags that differ are in the titles."""
+    for i, path in enumerate(seeded):
+        known = json.loads((path / "run.json").read_text())
+        known["arguments"] |= {"model": f"layers={4 + (i > 2)},heads=4,channels=128,ffn=352", "lr": 0.001 + (i > 2)}
+        (path / "run.json").write_text(json.dumps(known))
+    figure = runs.comparison(seeded, True, seeded[0])
+    figure.draw_without_rendering()
+    left, right = (axes._left_title for axes in figure.axes[2:])
+    assert left.get_window_extent().x1 < right.get_window_extent().x0
+    assert right.get_window_extent().x1 < figure.bbox.x1
 
 
 def test_a_validation_older_than_the_last_step_has_its_step(tmp_path):

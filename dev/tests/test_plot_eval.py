@@ -544,7 +544,7 @@ def test_codes_of_odd_weights(value):
 def test_the_sheet_of_all_maps(tmp_path):
     folder = attention_folder(tmp_path)
     figure = figures(folder)["attention-maps"]
-    assert figure.axes[0].get_title(loc="left") == "a, softmax\n16 tokens"
+    assert figure.axes[0].get_title(loc="left") == "a, softmax\n16 tokens" and figure.axes[0].get_aspect() == 1
     array = np.load(folder / "map-softmax.npy")
     image = attention.sheet(array, 1, 16, 16)
     assert image.shape == (2 * 16 + 2, 3 * 16 + 4, 4)

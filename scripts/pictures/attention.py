@@ -263,7 +263,7 @@ def draw_grid(axes, values, low, high):
 def draw_sheet(axes, found):
     image = sheet(*found, side=max(16, min(96, 1600 // found[0].shape[1])))
     layers, heads = found[0].shape[:2]
-    axes.imshow(image, extent=(-0.5, heads - 0.5, layers - 0.5, -0.5), aspect="auto", interpolation="antialiased")
+    axes.imshow(image, extent=(-0.5, heads - 0.5, layers - 0.5, -0.5), interpolation="antialiased")
     axes.set(xlabel="head", ylabel="layer")
     axes.set_xticks(range(heads))
     axes.set_yticks(range(layers))

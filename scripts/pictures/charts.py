@@ -131,6 +131,11 @@ def layer_axis(axes, layers):
 
 # ---------------------------------------------------------------- output
 
+def wrapped(text, width):
+    """The text in lines that fit into `width` inches at a title's size."""
+    return "\n".join(textwrap.fill(line, int(11 * width), break_on_hyphens=False) for line in text.split("\n"))
+
+
 def figure(picture):
     """The picture as one figure."""
     from matplotlib.lines import Line2D
@@ -140,21 +145,22 @@ def figure(picture):
     widths = [max(row[i].width for row in rows if i < len(row)) for i in range(columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     lines = -(-len(picture.legend) // legend_columns(picture, sum(widths))) if picture.legend else 0
-    top = 0.3 * len(picture.title.splitlines()) + 0.24 * lines
+    title = wrapped(picture.title, max(sum(widths), 4))
+    top = 0.3 * len(title.splitlines()) + 0.24 * lines
     out = plt.figure(figsize=(max(sum(widths), 4), sum(heights) + top), layout="constrained")
     grid = out.add_gridspec(len(rows), columns, width_ratios=widths, height_ratios=heights)
     for i, panel in enumerate(panels):
         axes = out.add_subplot(grid[i // columns, i % columns])
         panel.draw(axes)
-        axes.set_title(panel.title)
+        axes.set_title(wrapped(panel.title, panel.width - 0.7))
     if picture.legend:
         handles = [Line2D([], [], color=color, linestyle=dash, linewidth=2.5) for _, color, dash in picture.legend]
         legend = out.legend(handles, [label for label, *_ in picture.legend], loc="outside upper center", frameon=False,
-                            title=picture.title or None, ncols=legend_columns(picture, sum(widths)),
+                            title=title or None, ncols=legend_columns(picture, sum(widths)),
                             title_fontproperties={"weight": "bold", "size": 11})
         legend.get_title().set_multialignment("center")
-    elif picture.title:
-        out.suptitle(picture.title, weight="bold", fontsize=11)
+    elif title:
+        out.suptitle(title, weight="bold", fontsize=11)
     return out
 
 
