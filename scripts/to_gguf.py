@@ -391,7 +391,8 @@ def main():
     half = {"f32": np.float32, "f16": np.float16}[args.dtype]
     folder = model_folder(args.folder)
     config = convert(folder, args.out, half, args.ignore_config_key or "")
-    print(f"{args.out}: {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']} "
+    layers = config["num_hidden_layers"]
+    print(f"{args.out}: {config['model_type']}, {layers} layer{'s' * (layers != 1)} of {config['hidden_size']} "
           f"channels, {args.out.stat().st_size:,} bytes.")
     warn_of_transformers(config, folder, args.out)
 
