@@ -2,7 +2,7 @@
 
     python scripts/plot_eval.py out/a/eval                           the pictures beside its eval.json
     python scripts/plot_eval.py out/a/eval out/b/eval --out ab.png   both in one; further pictures are ab-NAME.png
-    python scripts/plot_eval.py out/a/eval out/b/eval --baseline out/a/eval --out difference.png    b's losses less a's
+    python scripts/plot_eval.py out/a/eval out/b/eval --baseline out/a/eval --out difference.png    losses less a's
 
 A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides
 what is drawn:
@@ -42,14 +42,14 @@ def read(folders):
 
 
 def subtract(series, baseline):
-    """The series of other folders, with losses less those of the baseline's first series; and a title."""
+    """All other series, with losses less those of the baseline folder's first series; and a title."""
     base = next((s for s in series if s.folder.resolve() == Path(baseline).resolve()), None)
     if not base:
         raise plot.Refused(f"--baseline {baseline}: expected one of the folders to plot.")
     if base.task not in ("loss", "positions"):
         raise plot.Refused(f"--baseline: {baseline} has the task {base.task}. Only losses are compared: loss, "
                            "positions.")
-    found = [results.less(s, base) for s in series if s.folder.resolve() != base.folder.resolve()]
+    found = [results.less(s, base) for s in series if s is not base]
     if not found:
         raise plot.Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further folders.")
     title = f"difference to {base.label}" + ", perplexity as a ratio" * (base.task == "loss")
@@ -107,8 +107,8 @@ def main():
     parser.add_argument("--baseline", metavar="FOLDER",
                         help="plot losses as differences to those of this folder, one of those to plot")
     options = parser.parse_args()
-    if len(options.folders) > 1 and not options.out:
-        parser.error("to plot several folders in one picture, pass --out FILE")
+    if (len(options.folders) > 1 or options.baseline) and not options.out:
+        parser.error("to plot several folders in one picture, or differences, pass --out FILE")
     wrong = options.out and plot.wrong_format(options.out)
     if wrong:
         parser.error(wrong)
