@@ -515,8 +515,10 @@ def panels(plan, title, found, data, draw, labels, base=True):
         return None
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(1 + 5 * columns, 1 + 3.4 * rows), squeeze=False, sharex=True,
-                                sharey=True, layout="constrained")
+    most = max(map(len, found.values())) + len(dashed)
+    names = 1 if max(len(line.label) for lines in found.values() for line in lines) > 32 else 2     # in a row
+    figure, grid = plt.subplots(rows, columns, figsize=(1 + 5 * columns, 1 + rows * (3.2 + 0.16 * -(-most // names))),
+                                squeeze=False, sharex=True, sharey=True, layout="constrained")
     for axes in grid.flat[len(found):]:
         axes.set_axis_off()
     for axes, (name, lines) in zip(grid.flat, found.items()):
@@ -527,7 +529,7 @@ def panels(plan, title, found, data, draw, labels, base=True):
             if line not in lines:
                 draw(axes, line, data[line.key()], "0.3", "--")
         axes.set_title(name, weight="bold")
-        axes.legend(fontsize=7.5, frameon=False, ncols=1 + (len(lines) > 6))
+        axes.legend(fontsize=7.5, frameon=False, ncols=names, loc="upper left", bbox_to_anchor=(0, -0.08))
     figure.suptitle(title)
     for put, label in zip((figure.supxlabel, figure.supylabel), labels):
         put(label, fontsize=10)
@@ -562,7 +564,7 @@ def curves_picture(plan):
 
 
 def final_picture(plan):
-    """Bars of the final validation losses, as differences from the baseline."""
+    """Bars of the differences of final validation losses from the baseline, seed by seed, as in the table."""
     plt = plot.pyplot()
     final = ranked(trained_rows(plan))
     if not final:
@@ -573,7 +575,7 @@ def final_picture(plan):
     axes.barh([x.label for x in final], [x.difference if x in finite else 0 for x in final], height=0.75,
               color=[colors[order.index(x.row.group) % len(colors)] for x in final])
     for place, x in enumerate(final):
-        said = f" {x.loss:.3f}" if x in finite else " diverged"
+        said = f" {number(x.difference, sign=True)}" if x in finite else " diverged"
         axes.text(max(x.difference, 0) if x in finite else 0, place, said, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -584,7 +586,7 @@ def final_picture(plan):
     if len(first) > 1:
         names = sorted(first, key=order.index)
         axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
-    axes.set_title(f"Final validation loss; bars: difference from {base}, seed by seed")
+    axes.set_title(f"Final validation loss, difference from {base}, seed by seed")
     return figure
 
 
@@ -662,6 +664,7 @@ def needles_picture(plan, title, evals):
 def scalars_picture(plan):
     """The learned scalars by layer, and p_n with its fit."""
     plt = plot.pyplot()
+    from pictures import charts
     found = [(label, seed, entry["values"]) for label, row, size in members(plan) for seed in row.seeds
              if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
     known = [(label, seed, name, value) for label, seed, values in found
@@ -682,8 +685,8 @@ def scalars_picture(plan):
             else:
                 color = colors[drawn.index((label, seed)) % len(colors)]
                 lines[f"{label}, seed {seed}"], = axes.plot(value, marker=".", linewidth=1.2, color=color)
-                axes.set(title=f"{name} at the end: mean over heads", xlabel="layer")
-                axes.xaxis.get_major_locator().set_params(integer=True)
+                axes.set_title(f"{name} at the end: mean over heads")
+                charts.layer_axis(axes, max(len(row[3]) for row in known if row[2] == name))
     if lines:      # one legend for all panels, outside of them
         figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, fontsize=8,
                       frameon=False)

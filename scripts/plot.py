@@ -444,12 +444,11 @@ def draw_layers(axes, tokens, values, unit_size, color_of):
 
 def draw_p(axes, p, fit):
     n = range(1, len(p) + 1)
-    axes.plot(n, p, ".", markersize=2.5, color="tab:blue", label="p_n")
+    axes.plot(n, p, ".", markersize=2.5, color="tab:blue")
     a1, a2, _ = fit
-    axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4,
-              label=f"a1 ln n + a2: {fit_text(*fit)}")
-    axes.legend(frameon=False, markerscale=3, fontsize=9)
-    axes.set(title="p_n in the newest checkpoint", xlabel="n (visible keys)")
+    axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4)
+    above = axes.get_xlabel() or "n (visible keys)"     # of another p_n in the same axes
+    axes.set(title="p_n in the newest checkpoint", xlabel=f"{above}\nline: a1 ln n + a2, {fit_text(*fit)}")
 
 
 def scalars_picture(runs):

@@ -267,7 +267,7 @@ def about_scores(series):
     panels = tasks.score_panels(series)
     if not panels:
         return "<p>No learned scalars.</p>\n"
-    return page.legend(charts.legend_of(series)) + page.panels(panels, "scores")
+    return page.legend(charts.legend_of(tasks.learned(series))) + page.panels(panels, "scores")
 
 
 def about_choice(series):

@@ -545,7 +545,7 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
         ["4. exp", "diverged", "", ""]]
     axes = grid_report.final_picture(plan).axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([-0.02, 0, 0.19 / 3, 0])
-    assert [text.get_text() for text in axes.texts] == [" 4.980", " 5.000", " 4.990", " diverged"]
+    assert [text.get_text() for text in axes.texts] == [" -0.0200", " +0.0000", " +0.0633", " diverged"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["lssa", "softmax", "ssmax", "exp"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["A", "B"], "the colors are the rows' groups"
 
@@ -589,6 +589,9 @@ def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
         "softmax": [6.0] * 3, "ssmax": [5.99] * 3, "lssa": [5.98] * 3}
     assert drawn["softmax"].get_linestyle() == "--" and "exp (x: diverged)" in axes.get_legend_handles_labels()[1]
     assert [line.get_marker() for line in drawn.values() if max(line.get_ydata()) < 1] == ["x"]
+    axes.figure.canvas.draw()
+    box = axes.get_legend().get_window_extent()
+    assert not box.overlaps(axes.get_window_extent()) and box.x1 < axes.figure.bbox.x1
     axes, = grid_report.curves_picture(plan).axes
     assert "exp (diverged at step 3)" in axes.get_legend_handles_labels()[1]
 
@@ -707,10 +710,12 @@ def test_the_report_has_the_command_that_draws_needle_scores(tmp_path):
         assert (tmp_path / f"out/tiny-small/one-prompt{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_scalars_picture_has_whole_layers_and_its_legend_outside(tmp_path):
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_scalars_picture_has_whole_layers_and_its_legend_outside(tmp_path, layers):
     plan = reported(tmp_path, {"ssmax": {1: 5.0}, "softmax": {1: 5.0}})
     for entry in plan.results.entries.values():
-        entry["values"] |= {"s": [1.3, 0.8, 0.8, 0.9], "b": [0.1, 0.2, 0.3, 0.4]} if "curves" in entry else {}
+        values = {"s": [1.3, 0.8, 0.8, 0.9][:layers], "b": [0.1, 0.2, 0.3, 0.4][:layers]}
+        entry["values"] |= values if "curves" in entry else {}
     figure = grid_report.scalars_picture(plan)
     figure.canvas.draw()
     legend, = figure.legends

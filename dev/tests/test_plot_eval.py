@@ -248,10 +248,20 @@ def test_differences_to_a_baseline(tmp_path):
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+def test_other_series_of_the_baselines_folder_are_kept(tmp_path):
+    folders = [write(tmp_path / name, "loss", loss_rows(start=start) + loss_rows(attn="ssmax", start=start - 0.5))
+               for name, start in (("a", 3.0), ("b", 3.25))]
+    for given, expected in ((folders, [-0.5, 0.25, -0.25]), (folders[:1], [-0.5])):
+        series, _ = plot_eval.subtract(plot_eval.read(given)[0], folders[0])
+        assert [s.rows[0]["loss"] for s in series] == pytest.approx(expected)
+
+
 def test_baselines_that_cannot_be_subtracted(tmp_path):
     a, b, c = (write(tmp_path / name, "loss", loss_rows(lengths=lengths))
                for name, lengths in (("a", (16,)), ("b", (32,)), ("c", (16, 32))))
     needles = write(tmp_path / "n", "needle", needle_rows())
+    result = command("plot_eval.py", a, "--baseline", a)
+    assert result.returncode == 2 and "pass --out FILE" in result.stderr, "losses are drawn beside eval.json"
     for folders, base, message in (([a, c], b, "expected one of the folders to plot"),
                                    ([a], a, "nothing to compare it with"), ([a, b], a, "no length in common"),
                                    ([needles], needles, "has the task needle. Only losses are compared")):
@@ -267,9 +277,10 @@ def test_the_first_positions_do_not_flatten_the_rest(tmp_path):
 
 
 def test_what_the_axis_of_losses_leaves_out(tmp_path):
-    """Early positions may lie above the axis, below it, or both."""
+    """Early positions may lie above the axis, below it, or both; not if the axis can reach them."""
     for early, said in (([0.5] * 4, "earlier ones fall to 0.50)"), ([9.0] * 4, "earlier ones reach 9.00)"),
-                        ([9.0, 9.0, 0.5, 0.5], "earlier ones reach 9.00 and fall to 0.50)"), ([3.5] * 4, None)):
+                        ([9.0, 9.0, 0.5, 0.5], "earlier ones reach 9.00 and fall to 0.50)"), ([3.5] * 4, None),
+                        ([4.2] * 4, None)):
         rows = position_rows(1024)
         rows[0]["loss_by_position"] = early + [3.0 + t / 1020 for t in range(1020)]
         axes = panel(figures(write(tmp_path, "positions", rows))["positions"], "Loss")
@@ -593,13 +604,22 @@ def test_pn_and_its_fit(tmp_path):
     figure = figures(write(tmp_path, "scores", [row], [("a", "ssmax-pn")]))["scores"]
     points, fit = panel(figure, "p_n").lines
     assert list(points.get_ydata()) == row["attn_pn"] and fit.get_ydata()[-1] == pytest.approx(row["attn_pn"][-1])
-    assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_legend().texts[1].get_text()
+    assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_xlabel() and panel(figure, "p_n").get_legend() is None
 
 
 def test_scalars_of_one_of_several_models_name_it(tmp_path):
     rows = [score_rows()[0], {"model": "b", "attn": "softmax", "layers": []}]
     picture, = plot_eval.pictures([write(tmp_path, "scores", rows, [("a", "ssmax-bias"), ("b", "softmax")])])
     assert picture.panels[0].title == "s by layer (points: heads): a, ssmax-bias"
+
+
+def test_only_models_with_scalars_are_in_their_legend(tmp_path):
+    rows = [*(score_rows()[0] | {"model": name} for name in "ac"), {"model": "b", "attn": "softmax", "layers": []}]
+    folder = write(tmp_path, "scores", rows, [("a", "ssmax-bias"), ("c", "ssmax-bias"), ("b", "softmax")])
+    picture, = plot_eval.pictures([folder])
+    assert [label for label, *_ in picture.legend] == ["a, ssmax-bias", "c, ssmax-bias"]
+    text = report.report([str(folder)], "t")
+    assert page.legend(picture.legend) in text and "b, softmax</li>" not in text
 
 
 def test_a_normalizer_without_scalars_has_no_picture(tmp_path):

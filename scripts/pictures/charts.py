@@ -124,7 +124,7 @@ def mark_trained(axes, series, end=math.inf):
 
 def layer_axis(axes, layers):
     from matplotlib import ticker
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(-0.5, layers - 0.5)
     axes.set_xlabel("layer")
 

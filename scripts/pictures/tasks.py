@@ -69,12 +69,17 @@ def curves(series):
 
 
 def limits(found):
-    """From the least to the largest smoothed loss without the first 64th of the sequences, where losses are high and
-    noisy. The raw numbers may lie outside."""
-    values = np.concatenate([smooth(y)[T // 64:] for T, rows in found.items() for _, y in rows])
-    values = values[np.isfinite(values)]
+    """From the least to the largest smoothed loss. The first 64th of the sequences, where losses are high and noisy, may
+    lie outside if the axis would otherwise be more than half as long again, and so may the raw numbers."""
+    def finite(parts):
+        values = np.concatenate(parts)
+        return values[np.isfinite(values)]
+    smoothed = [smooth(y) for rows in found.values() for _, y in rows]
+    every, values = finite(smoothed), finite([y[len(y) // 64:] for y in smoothed])
     if not len(values):
         return 0, 1
+    if np.ptp(every) <= 1.5 * np.ptp(values):
+        values = every
     margin = 0.04 * (values.max() - values.min()) or 0.5
     return values.min() - margin, values.max() + margin
 
@@ -278,6 +283,11 @@ def draw_scales(axes, s, ab):
                 fontsize=8, frameon=False)      # beside the axes: inside, it would cover lines
 
 
+def learned(series):
+    """Those that have scalars."""
+    return [s for s in series if scalars(s)]
+
+
 def score_panels(series):
     found = [(s, scalars(s)) for s in series]
     panels = []
@@ -300,8 +310,7 @@ def score_panels(series):
 
 def scores(series, title):
     panels = score_panels(series)
-    learned = [s for s in series if scalars(s)]
-    return [Picture("scores", panels, 2, charts.legend_of(learned), title)] if panels else []
+    return [Picture("scores", panels, 2, charts.legend_of(learned(series)), title)] if panels else []
 
 
 # ---------------------------------------------------------------- choice
