@@ -69,8 +69,8 @@ def curves(series):
 
 
 def limits(found):
-    """From the least to the largest smoothed loss. The first 64th of the sequences, where losses are high and noisy, may
-    lie outside if the axis would otherwise be more than half as long again, and so may the raw numbers."""
+    """From the least to the largest smoothed loss. The first 64th of the sequences, where losses are high and noisy,
+    does not count if it would make the axis more than half as long again. The raw numbers may lie outside."""
     def finite(parts):
         values = np.concatenate(parts)
         return values[np.isfinite(values)]
