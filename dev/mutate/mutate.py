@@ -9,7 +9,8 @@ fails each time.
 
 It works in a copy of the tree in a temporary folder. A change that no test notices is a hole in the tests: it is
 listed, and the exit status is 1. The same goes for a change that no longer applies or does not build, because then no
-test noticed it.
+test noticed it. At the end the tests that failed run once more with nothing changed, and must pass: of pytest's tests,
+the failed cases alone.
 """
 import argparse
 import os
@@ -31,7 +32,7 @@ PYTHON = ROOT / ".venv/bin/python"
 # What make builds, and the test that needs it. The quickest come first; the first failure ends a change's tests.
 TESTS = [("test_gpt2", ["./test_gpt2", "attention"]),
          *((test, [test]) for test in ("build/tests/test_attention", "build/tests/test_gradients"))]
-PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q"]
+PYTEST = [str(PYTHON if PYTHON.exists() else sys.executable), "-m", "pytest", "-x", "-q", "-p", "last_started"]
 # The GPU kernels on the CPU: representative cases of test_flash.py, and the instances that they need.
 FLASH_WORDS = ("kinds or before_rope or (nan and (float or sigmoid)) or truncate or last_bit or future or order "
                "or conflicts or all_zero_rows or (scale_of_zero and not identity) or last_rows")
@@ -168,24 +169,41 @@ def tests_of(file):
 
 
 def verdict_of(tree, tests):
-    """Runs the tests; returns (the outcome in words, the first test that fails or None)."""
-    for test in tests:
-        target, command = test
+    """Runs the tests; returns (the outcome in words, the first test that fails or None). Of pytest's, that is the case
+    that failed, or the whole command if none was started."""
+    last = tree / "build/last_started"
+    for target, command in tests:
         complaint = build(tree, target)
         if complaint:
             return f"does not build: {complaint}", None
         env = {**SHORT, "FLASH_SO": str(tree / "build/on_cpu/flash.so"),
                "ATTN_C_CUDA_SO": str(tree / "build/on_cpu/attn_c_cuda.so"),
                "TRAIN_GPT2CU": str(tree / "train_gpt2cu_on_cpu"),
-               "EVAL_GPT2CU": str(tree / "eval_gpt2cu_on_cpu")}
+               "EVAL_GPT2CU": str(tree / "eval_gpt2cu_on_cpu"),
+               "LAST_STARTED": str(last), "PYTHONPATH": str(tree / "dev/mutate")}
+        last.unlink(missing_ok=True)
         try:
             status = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                     timeout=600, env=env).returncode
         except subprocess.TimeoutExpired:
             status = "no end"
         if status:
-            return "noticed by " + " ".join(command), test
+            if last.exists():
+                command = [*PYTEST, last.read_text()]
+            return "noticed by " + " ".join(command), (target, command)
     return "no test noticed", None
+
+
+def merged(tests):
+    """The tests without repetitions, and the cases of the same file and target in one command."""
+    commands, cases = [], {}
+    for target, command in tests:
+        if "::" in command[-1]:
+            file = command[-1].split("::")[0]
+            cases.setdefault((target, file), {})[command[-1]] = None
+        elif (target, command) not in commands:
+            commands.append((target, command))
+    return [*commands, *((target, [*PYTEST, *names]) for (target, _), names in cases.items())]
 
 
 def places(text, old):
@@ -242,12 +260,10 @@ def main():
 
         with ThreadPoolExecutor(arguments.jobs) as pool:
             results = list(pool.map(attempt, chosen))
-        noticed_by = [test for i, test in enumerate(results) if test and test not in results[:i]]
-        tree = trees.get()
-        for test in noticed_by:     # a test that fails without any change detects nothing
-            verdict, failing = verdict_of(tree, [test])
-            if failing or verdict != "no test noticed":
-                sys.exit(f"with nothing changed: {verdict}")
+        # A test that fails without any change detects nothing.
+        verdict, failing = verdict_of(trees.get(), merged(filter(None, results)))
+        if failing or verdict != "no test noticed":
+            sys.exit(f"with nothing changed: {verdict}")
     holes = results.count(None)
     print(f"{len(chosen) - holes} passed, {holes} failed")
     return holes > 0
