@@ -39,6 +39,7 @@ Needs nvcc and nvdisasm (requirements-test.txt). Counts change with the compiler
 for nvcc 13.0.88.
 """
 import argparse
+import functools
 import json
 import os
 import re
@@ -97,6 +98,7 @@ def run(*command):
     return done.stdout
 
 
+@functools.cache
 def disassemble(source, *flags, architecture="sm_90"):
     """{kernel: Kernel} of a .cu file."""
     with tempfile.TemporaryDirectory() as folder:
