@@ -42,9 +42,9 @@ USE_NCCL := $(if $(filter 1,$(MPI)),$(filter-out 0,$(NCCL)))
 accepted = $(shell $(CC) $(1) -E -x c /dev/null >/dev/null 2>&1 && echo $(1))
 VECTORS := $(call accepted,-mprefer-vector-width=512) $(call accepted,--param=avoid-fma-max-bits=0)
 
-# ---- flags
+# ---- flags. -g1 has what reports of defects name, function and line, and compiles faster; OPT="-O1 -g" adds variables.
 COMMIT  := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
-C_FLAGS  = -std=gnu11 $(OPT) -g -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -MMD -MP -I.
+C_FLAGS  = -std=gnu11 -g1 $(OPT) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -MMD -MP -I.
 CFLAGS   = $(C_FLAGS) -march=$(MARCH) $(VECTORS)
 LDFLAGS  = -fopenmp
 LDLIBS   = -lcjson -lxxhash -lm
@@ -211,7 +211,7 @@ CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(HOPPER),-DUSE_HOPPER
 NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC,-fopenmp $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
 # The race check covers the kernels, not the emulator, and does not support OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
-CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include $(CU_OPT) -g -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
+CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -g1 $(CU_OPT) -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
               -Wno-unknown-pragmas -Wno-psabi $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
 MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPICC) --showme:compile))
 compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
