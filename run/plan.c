@@ -180,7 +180,7 @@ static void print_work(const Run *run) {
     print_update(o);
     printf("run       %lld steps, %s tokens", (long long)o->steps, human_count(tokens).text);
     if (!run->train->weighted)
-        printf(", %.3g epochs", tokens / (double)run->T / (double)shards_windows(run->train->sources[0].shards));
+        printf(", %.2f epochs", tokens / (double)run->T / (double)shards_windows(run->train->sources[0].shards));
     printf("%s%s\n", o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
 }
 

@@ -136,14 +136,13 @@ def test_a_resume_after_scalars_are_gone(cuda, data, tmp_path, how):
     """The random bits of stochastic rounding depend on a weight's place among the tensors. A resumed run still has
     places for the scalars of normalizers that it no longer uses."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags, model = [*SMALL, "--dtype", "bf16", "--stochastic-rounding", "--steps", 4, "--ckpt-every", 1, "--keep", 0], True
+    flags = [*SMALL, "--dtype", "bf16", "--stochastic-rounding", "--steps", 4, "--ckpt-every", 1, "--keep", 0]
     if how == "switch":
         flags += ["--attn", "ssmax-bias", "--attn-switch", "2:softmax"]
     else:
         train(data, *SMALL, "--attn", "ssmax-bias", "--steps", 1, "--out", tmp_path / "first", program=cuda)
         flags = [*flags[2:], "--init-from", checkpoint(tmp_path / "first", 1), "--attn", "softmax"]
-        model = False
-    train(data, *flags, "--out", whole, program=cuda, model=model)
+    train(data, *flags, "--out", whole, program=cuda, model=how == "switch")
     shutil.copytree(whole, parts)
     shutil.rmtree(checkpoint(parts, 4))
     train(data, "--out", parts, "--resume", program=cuda, model=False)

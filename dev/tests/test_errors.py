@@ -458,7 +458,7 @@ def test_a_damaged_checkpoint_is_skipped(data, run):
     os.truncate(checkpoint(run, 4) / "optimizer.safetensors", 1000)
     text = resume(data, run)
     says(text, "warning", checkpoint(run, 4) / "optimizer.safetensors", "found 1000", "Skipping", "resumes at step 2")
-    assert text.count("Skipping") == 1
+    assert text.count("Skipping") == 1 and "delete this folder" not in text
 
 
 def test_a_link_to_a_removed_checkpoint_is_skipped(data, run):
@@ -640,6 +640,35 @@ def test_dry_run_writes_nothing(data, run, tmp_path):
          "nothing was written")
     says(resume(data, run, "--dry-run"), "nothing was written")
     assert tree(tmp_path) == before
+
+
+def test_the_plan_names_what_it_does(data, tmp_path):
+    flags = ["--seq-len", "4,2,8", "--steps", 300, "--warmup", 20, "--schedule", "cosine", "--optimizer", "muon",
+             "--z-loss", "1e-4", "--logit-softcap", 30, "--doc-mask", "--rope-scaling", "linear:2", "--norm-length", 64]
+    text = train(data, "--dry-run", *flags)
+    says(text, "logit softcap 30\n", "\nattention softmax, L = 64, which sequences of 8 tokens do not change ",
+         "(--norm-length does), within documents\n", "rope      scaling linear:2\n", "; no validation (--val-data)\n",
+         "of 4 x 8, which each step cuts to 4, 2 or 8\n",
+         "update    muon, learning rate 0.01, cosine after 20 steps of warmup, z-loss 0.0001\n",
+         "run       300 steps, 9.60 k tokens, ", " epochs, nothing is saved")
+    assert "do not change" not in train(data, "--dry-run") and "warning" not in text
+
+
+def test_a_shard_of_training_and_validation(data):
+    text = train(data, "--dry-run", "--warmup", 0, "--val-data", data / ".." / data.name / "d_train_*.bin")
+    says(text, "warning", "d_train_000001.bin is in --train-data and in --val-data")
+    assert "warning" not in train(data, "--dry-run", "--warmup", 0, "--val-data", data / "d_val_000000.bin")
+
+
+def test_no_run_json(data, run):
+    (run / "run.json").unlink()
+    says(resume(data, run, code=INPUT), f"{run}/run.json: this file is missing", f"--init-from {run}/ckpt/step-")
+
+
+def test_a_resumed_step_keeps_its_tokens(data, run):
+    text = resume(data, run, "--batch", 3, code=USAGE)
+    says(text, "is not a multiple", "change --batch or the number of ranks")
+    assert "Nearest" not in text
 
 
 def test_no_such_folder(data, tmp_path):

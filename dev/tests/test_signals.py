@@ -198,6 +198,17 @@ def test_stop(data, whole, tmp_path, stop):
     shutil.rmtree(out)
 
 
+def test_a_stop_is_confirmed_at_once(little):
+    """Before the work in progress is done. Once, even if it is asked for twice."""
+    process = watch(command(little, "--steps", 10 ** 7), "| loss ")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    text = finish(process, STOPPED)
+    said = "train_gpt2: stopping when the work in progress is done; Ctrl-C ends it at once"
+    assert text.count(said) == 1 and text.index(said) < text.index("stopped by a signal at step")
+
+
 # ---- the signal masks that the kernel reports
 
 
