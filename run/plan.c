@@ -134,7 +134,6 @@ static void print_data(const Run *run) {
         printf(", %.1f steps per epoch", (double)shards_windows(train->sources[0].shards) / sequences);
     }
     if (run->val) printf("; validation %s tokens", human_grouped(shards_tokens(run->val)).text);
-    else printf("; no validation (--val-data)");
     for (const Source *s = train->sources; train->weighted && s < train->sources + train->count; s++) {
         double share = (double)s->weight / (double)train->period;
         char percent[32];
@@ -163,6 +162,13 @@ static void print_update(const TrainOptions *o) {
     printf("\n");
 }
 
+static void print_validations(const Run *run) {
+    if (!run->val) printf("validate  never: --val-data is missing\n");
+    else if (!run->o.val_every) printf("validate  never: --val-every is 0\n");
+    else if (run->o.val_every == 1) printf("validate  after each step\n");
+    else printf("validate  every %s steps, and at the end\n", human_grouped((uint64_t)run->o.val_every).text);
+}
+
 static void print_work(const Run *run) {
     const TrainOptions *o = &run->o;
     double tokens = (double)o->steps * (double)run->step_tokens;
@@ -178,6 +184,7 @@ static void print_work(const Run *run) {
                (long long)o->seq_len.values[i]);
     printf("\n");
     print_update(o);
+    print_validations(run);
     printf("run       %lld steps, %s tokens", (long long)o->steps, human_count(tokens).text);
     if (!run->train->weighted)
         printf(", %.2f epochs", tokens / (double)run->T / (double)shards_windows(run->train->sources[0].shards));

@@ -647,7 +647,7 @@ def test_the_plan_names_what_it_does(data, tmp_path):
              "--z-loss", "1e-4", "--logit-softcap", 30, "--doc-mask", "--rope-scaling", "linear:2", "--norm-length", 64]
     text = train(data, "--dry-run", *flags)
     says(text, "logit softcap 30\n", "\nattention softmax, L = 64, which sequences of 8 tokens do not change ",
-         "(--norm-length does), within documents\n", "rope      scaling linear:2\n", "; no validation (--val-data)\n",
+         "(--norm-length does), within documents\n", "rope      scaling linear:2\n", "validate  never: --val-data is missing\n",
          "of 4 x 8, which each step cuts to 4, 2 or 8\n",
          "update    muon, learning rate 0.01, cosine after 20 steps of warmup, z-loss 0.0001\n",
          "run       300 steps, 9.60 k tokens, ", " epochs, nothing is saved")
