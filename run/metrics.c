@@ -219,13 +219,23 @@ static bool on_terminal(void) {
     return isatty(STDOUT_FILENO) && term && strcmp(term, "dumb") != 0;
 }
 
+// How many characters of a line are shown: all, or as many parts as fit, since a number that is cut looks like another.
+static int clipped(const char *line, int width) {
+    int fits = (int)strlen(line);
+    if (fits <= width) return fits;
+    fits = width;
+    for (const char *part = strstr(line, " | "); part && part - line <= width; part = strstr(part + 1, " | "))
+        fits = (int)(part - line);
+    return fits;
+}
+
 void progress_show(Progress *progress, const char *line, bool keep) {
     if (!on_terminal()) {
         printf("%s\n", line);
     } else {
         struct winsize window;
         int width = ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col - 1 : 79;
-        printf("\r%.*s\x1b[K%s", width, line, keep ? "\n" : "");
+        printf("\r%.*s\x1b[K%s", keep ? (int)strlen(line) : clipped(line, width), line, keep ? "\n" : "");
         progress->pending = !keep;
     }
     fflush(stdout);

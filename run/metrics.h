@@ -57,8 +57,9 @@ typedef struct {
     bool pending;    // a line that the next one replaces
 } Progress;
 
-// Prints a line to stdout. On a terminal, it replaces the previous line and is clipped to the terminal's width;
-// elsewhere, it is a plain line. `keep` also preserves the line on a terminal (a validation, the last step).
+// Prints a line to stdout. On a terminal, it replaces the previous line and is clipped to the terminal's width, between
+// two parts " | " if it has any; elsewhere, it is a plain line. `keep` preserves the whole line on a terminal (a
+// validation, the last step).
 void progress_show(Progress *progress, const char *line, bool keep);
 
 // Ends the line that is being refreshed, so that other output starts on a new line. Call it before printing anything

@@ -199,17 +199,19 @@ static void show(void *unused) {
     Progress progress = {0};
     setenv("TERM", "xterm", 1);
     progress_show(&progress, "0123456789012345678901234567890123456789", false);
+    progress_show(&progress, "step 1 | loss 2.50 | norm 1.25", false);
     progress_show(&progress, "short", false);
     progress_end(&progress);
     progress_end(&progress);
-    progress_show(&progress, "kept", true);
+    progress_show(&progress, "kept | and longer than the terminal", true);
 }
 
 static void test_terminal(void) {
     check_group("plain lines in a file, one refreshed line on a terminal");
     char output[4096];
     check_fork(show, NULL, output, sizeof output);
-    same(output, "0123456789012345678901234567890123456789\nshort\nkept\n");
+    same(output, "0123456789012345678901234567890123456789\nstep 1 | loss 2.50 | norm 1.25\nshort\n"
+                 "kept | and longer than the terminal\n");
     struct winsize window = {.ws_row = 10, .ws_col = 21};
     int fd;
     pid_t child = forkpty(&fd, NULL, NULL, &window);
@@ -223,7 +225,8 @@ static void test_terminal(void) {
     output[n] = 0;
     waitpid(child, NULL, 0);
     close(fd);
-    same(output, "\r01234567890123456789\x1b[K\rshort\x1b[K\r\n\rkept\x1b[K\r\n");
+    same(output, "\r01234567890123456789\x1b[K\rstep 1 | loss 2.50\x1b[K\rshort\x1b[K\r\n"
+                 "\rkept | and longer than the terminal\x1b[K\r\n");
 }
 
 int main(void) {
