@@ -154,7 +154,7 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     if (s->o.attn) {
         if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message))
             fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
-        normalizer_warn_of_start(&s->saved, &config->attn, "--attn");
+        normalizer_warn_of_start(&s->saved, &config->attn, "--attn", s->o.attn);
         fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, s->saved.text);
         if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&s->saved, &config->attn, SCALAR_S))
             fprintf(stderr, ": s = %.4f in every head", normalizer_start(&config->attn, SCALAR_S, config->seq_len));

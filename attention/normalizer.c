@@ -146,11 +146,11 @@ bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scala
     return scalar != SCALAR_S || (same_s && (!to->fixed || from->s_start == to->s_start || isnan(to->s_start)));
 }
 
-void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag) {
+void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value) {
     bool given = normalizer_trains(to, SCALAR_S) && !isnan(to->s_start) && to->s_start != from->s_start;
     if (given && normalizer_keeps(from, to, SCALAR_S))
         warn("%s %s: the model keeps the s that it has; +s= sets the start of a new one. Add +fixed to replace it.",
-             flag, to->text);
+             flag, value);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -436,8 +436,8 @@ Normalizer normalizer_by_row(const Normalizer *normalizer);
 // When a model switches from one normalizer to another, does it keep this scalar's values (or restart it)?
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar);
 
-// Warns if the switch keeps a learned s, for which the +s=X of `to` has no effect. `flag` names the flag of `to`.
-void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag);
+// Warns if the switch keeps a learned s, for which the +s=X of `to` has no effect. `to` was given as `flag value`.
+void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value);
 
 // Parses NAME or NAME+stage=value+.... On failure, returns false with a message that lists the valid choices.
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size);

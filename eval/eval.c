@@ -134,6 +134,15 @@ static void check_flags(const Eval *e) {
         fail(EXIT_USAGE, "--rope-theta %g: expected a number above 1, or 0 for the checkpoint's own.", o->rope_theta);
 }
 
+// Removes slashes that do not separate two names.
+static void plain_path(char *path) {
+    char *end = path;
+    for (const char *at = path; *at; at++)
+        if (*at != '/' || at == path || at[-1] != '/') *end++ = *at;
+    if (end > path + 1 && end[-1] == '/') end--;
+    *end = 0;
+}
+
 // --model A,B: several models, unless it is the name of a folder. Each must exist before the first one is evaluated.
 static void split_models(Eval *e) {
     Error error;
@@ -141,7 +150,7 @@ static void split_models(Eval *e) {
     bool one = access(rest, F_OK) == 0;
     for (char *word = strsep(&rest, one ? "" : ","); word; word = strsep(&rest, one ? "" : ",")) {
         if (e->model_count == MAX_MODELS) fail(EXIT_USAGE, "--model: more than %d models.", MAX_MODELS);
-        for (size_t length = strlen(word); length > 1 && word[length - 1] == '/'; length--) word[length - 1] = 0;
+        plain_path(word);
         if (*word) e->models[e->model_count++] = word;
     }
     if (!e->model_count) fail(EXIT_USAGE, "--model is empty: name the folder of a checkpoint or a run.");
@@ -314,7 +323,7 @@ bool eval_find(Eval *e, Error *error) {
     e->own = e->given = e->config->attn;
     if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
-    normalizer_warn_of_start(&e->own, &e->given, "--attn");
+    normalizer_warn_of_start(&e->own, &e->given, "--attn", e->given.text);
     e->switches = !normalizer_equal(&e->own, &e->given);
     e->after = false;
     if (!normalizer_fits(&e->given, e->config->seq_len, message, sizeof message))
@@ -402,15 +411,16 @@ void eval_check(const Eval *e) {
 
 // The file beside the data may be one that its shards were not written with, so this is no error.
 static void compare_tokenizers(const Eval *e) {
-    char beside[PATH_MAX];
-    if (!e->data || !folder_of_shards(e->o.data, beside) || !folder_tokenizers_differ(beside, e->folder)) return;
+    FolderPath beside;
+    if (!e->data || folder_match_shards(e->folder, e->data, &beside) == TOKENS_EQUAL) return;
     warn("%s differs from %s.\n  If an id stands for another token there, the results on --data are meaningless.",
-         folder_path(beside, tokenizer_files[0]).text, folder_path(e->folder, tokenizer_files[0]).text);
+         folder_path(beside.text, tokenizer_files[0]).text, folder_path(e->folder, tokenizer_files[0]).text);
 }
 
 void eval_start(const Eval *e) {
     if (e->o.pn_extrapolate == PN_LOG && !normalizer_with_p(e))
-        warn("--pn-extrapolate log has no effect for %s: %s has no p_n.", e->name, e->given.text);
+        warn("%s%s--pn-extrapolate log has no effect: %s has no p_n.", e->model_count > 1 ? e->name : "",
+             e->model_count > 1 ? ": " : "", e->given.text);
     compare_tokenizers(e);
     print_start(e);
 }

@@ -28,33 +28,47 @@ FolderPath folder_path(const char *out, const char *name) {
     return path;
 }
 
-bool folder_of_shards(const char *globs, char *folder) {
-    if (!shards_first_path(globs, folder, PATH_MAX)) return false;
-    char *slash = strrchr(folder, '/');
-    strcpy(slash ? slash : folder, slash ? "" : ".");
-    return true;
+FolderPath folder_of(const char *path) {
+    FolderPath folder;
+    snprintf(folder.text, sizeof folder.text, "%s", path);
+    char *slash = strrchr(folder.text, '/');
+    strcpy(slash ? slash : folder.text, slash ? "" : ".");
+    return folder;
 }
 
 static bool tokens_differ(const Tokenizer *a, const Tokenizer *b) {
     for (int32_t id = 0; id < tokenizer_vocab(a) && id < tokenizer_vocab(b); id++) {
         size_t length, other_length;
         const char *token = tokenizer_token(a, id, &length), *other = tokenizer_token(b, id, &other_length);
-        if (length != other_length || (length && memcmp(token, other, length) != 0)) return true;
+        if (token && other && (length != other_length || memcmp(token, other, length) != 0)) return true;
     }
     return false;
 }
 
-bool folder_tokenizers_differ(const char *folder, const char *other) {
+TokenMatch folder_match_tokens(const char *folder, const char *other) {
     FileHash a, b;
     Error ignored;
     if (!file_hash(folder_path(folder, tokenizer_files[0]).text, &a, &ignored) ||
         !file_hash(folder_path(other, tokenizer_files[0]).text, &b, &ignored) || XXH128_isEqual(a.xxh3, b.xxh3))
-        return false;
+        return TOKENS_EQUAL;
     Tokenizer *one = tokenizer_open(folder, &ignored), *two = tokenizer_open(other, &ignored);
-    bool differ = !one || !two || tokens_differ(one, two);
+    TokenMatch match = TOKENS_UNKNOWN;
+    if (one && two) match = tokens_differ(one, two) ? TOKENS_DIFFER : TOKENS_EQUAL;
     tokenizer_close(one);
     tokenizer_close(two);
-    return differ;
+    return match;
+}
+
+TokenMatch folder_match_shards(const char *folder, const Shards *shards, FolderPath *other) {
+    FolderPath last = {""};
+    for (size_t i = 0; i < shards_count(shards); i++) {
+        *other = folder_of(shards_path(shards, i));
+        if (!strcmp(other->text, last.text)) continue;
+        last = *other;
+        TokenMatch match = folder_match_tokens(folder, other->text);
+        if (match != TOKENS_EQUAL) return match;
+    }
+    return TOKENS_EQUAL;
 }
 
 bool folder_lock(int *lock, const char *out, bool create, Error *error) {

@@ -11,6 +11,7 @@
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "run/train_options.h"
+#include "runtime/shards.h"
 
 // Locks OUT/lock until the process ends in any way. *lock is the descriptor that holds the lock, or -1 while there is
 // none. Does nothing if *lock already holds one. `create` creates the folder and the lock file if they are missing;
@@ -67,13 +68,16 @@ typedef struct {
 } FolderPath;
 FolderPath folder_path(const char *out, const char *name);
 
-// Sets `folder` (PATH_MAX bytes) to that of the first shard that the globs match. Returns false if there is none.
-bool folder_of_shards(const char *globs, char *folder);
+// The folder of a file; "." if the path names none.
+FolderPath folder_of(const char *path);
 
-// Does an id stand for another token in each folder's tokenizer.json? That one has more tokens than the other, or
-// splits text in another way, does not count. False if a folder has none; true if the files differ and this program
-// cannot read one of them.
-bool folder_tokenizers_differ(const char *folder, const char *other);
+// Does an id stand for the same token in two files tokenizer.json? It does not count that one of them has more tokens,
+// or splits text in another way. TOKENS_UNKNOWN: the files differ, and this program cannot read one of them.
+typedef enum { TOKENS_EQUAL, TOKENS_DIFFER, TOKENS_UNKNOWN } TokenMatch;
+TokenMatch folder_match_tokens(const char *folder, const char *other);    // TOKENS_EQUAL if a folder has none
+
+// The same for the folders of all shards. Sets *other to the first of them that does not match, if there is one.
+TokenMatch folder_match_shards(const char *folder, const Shards *shards, FolderPath *other);
 
 // Adds what writes the file: "program", "version" and "commit".
 void folder_add_program(cJSON *json);

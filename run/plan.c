@@ -71,22 +71,41 @@ static void warn_of_no_best(const Run *run) {
          run->val ? "--val-every is 0" : "--val-data is missing");
 }
 
-static bool same_file(const char *a, const char *b) {
-    struct stat one, other;
-    return stat(a, &one) == 0 && stat(b, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+static bool is_listed(const char *path, const struct stat *files, size_t count) {
+    struct stat file;
+    if (stat(path, &file) != 0) return false;
+    for (size_t i = 0; i < count; i++)
+        if (file.st_dev == files[i].st_dev && file.st_ino == files[i].st_ino) return true;
+    return false;
+}
+
+// The first shard of --train-data that is also one of --val-data, or NULL.
+static const char *shared_shard(const Run *run, const struct stat *val, size_t count) {
+    for (size_t i = 0; i < run->train->count; i++)
+        for (size_t j = 0; j < shards_count(run->train->sources[i].shards); j++) {
+            const char *path = shards_path(run->train->sources[i].shards, j);
+            if (is_listed(path, val, count)) return path;
+        }
+    return NULL;
 }
 
 // A glob such as *.bin also matches the validation shards.
 static void warn_of_trained_validation(const Run *run) {
-    for (size_t v = 0; run->val && v < shards_count(run->val); v++)
-        for (size_t i = 0; i < run->train->count; i++)
-            for (size_t t = 0; t < shards_count(run->train->sources[i].shards); t++) {
-                const char *path = shards_path(run->train->sources[i].shards, t);
-                if (!same_file(shards_path(run->val, v), path)) continue;
-                warn("%s is in --train-data and in --val-data, so the validation loss includes text of the training.",
-                     path);
-                return;
-            }
+    size_t count = run->val ? shards_count(run->val) : 0;
+    struct stat *val = calloc(count + 1, sizeof *val);
+    if (!val) fail(EXIT_RESOURCE, "out of memory for the list of shards.");
+    for (size_t i = 0; i < count; i++) stat(shards_path(run->val, i), &val[i]);
+    const char *path = shared_shard(run, val, count);
+    if (path)
+        warn("%s is in --train-data and in --val-data, so the validation loss includes text of the training.", path);
+    free(val);
+}
+
+// L is that of the loaded model, unless the run has set another one.
+static void print_other_length(const Run *run) {
+    bool kept = run->resumed || run->started_over || run->o.norm_length || normalizer_has(&run->loaded, SCALAR_P);
+    printf(", although sequences have %zu tokens", run->T);
+    if (!kept) printf(" (--norm-length %zu changes L)", run->T);
 }
 
 static void print_model(const Run *run) {
@@ -103,8 +122,7 @@ static void print_model(const Run *run) {
     if (c->logit_softcap != 0) printf(", logit softcap %g", c->logit_softcap);
     printf("\nattention %s%s%s, L = %d", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
            c->seq_len);
-    if (run->T != (size_t)c->seq_len)
-        printf(", which sequences of %zu tokens do not change%s", run->T, run->resumed ? "" : " (--norm-length does)");
+    if (run->T != (size_t)c->seq_len) print_other_length(run);
     printf("%s\n", run->o.doc_mask ? ", within documents" : "");
     if (c->rope_scaling.kind != ROPE_NONE)
         printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
@@ -162,9 +180,17 @@ static void print_update(const TrainOptions *o) {
     printf("\n");
 }
 
+static void print_lengths(const IntList *lengths) {
+    printf(", which each step cuts to ");
+    for (size_t i = 0; i < lengths->count; i++) {
+        if (i > 0) printf(i + 1 < lengths->count ? ", " : " or ");
+        printf("%lld", (long long)lengths->values[i]);
+    }
+}
+
 static void print_validations(const Run *run) {
-    if (!run->val) printf("validate  never: --val-data is missing\n");
-    else if (!run->o.val_every) printf("validate  never: --val-every is 0\n");
+    if (!run->val) printf("validate  never, without --val-data\n");
+    else if (!run->o.val_every) printf("validate  never, because --val-every is 0\n");
     else if (run->o.val_every == 1) printf("validate  after each step\n");
     else printf("validate  every %s steps, and at the end\n", human_grouped((uint64_t)run->o.val_every).text);
 }
@@ -176,18 +202,16 @@ static void print_work(const Run *run) {
     printf("\nstep      %s tokens: %lld rank%s x %lld micro-batch%s of %lld x %zu",
            human_grouped((uint64_t)run->step_tokens).text, (long long)process.size, process.size == 1 ? "" : "s",
            (long long)run->micro_batches, run->micro_batches == 1 ? "" : "es", (long long)o->batch, run->T);
-    for (size_t i = 0; o->seq_len.count > 1 && i < o->seq_len.count; i++)
-        printf("%s%lld",
-               i == 0                     ? ", which each step cuts to "
-               : i + 1 < o->seq_len.count ? ", "
-                                          : " or ",
-               (long long)o->seq_len.values[i]);
+    if (o->seq_len.count > 1) print_lengths(&o->seq_len);
     printf("\n");
     print_update(o);
     print_validations(run);
-    printf("run       %lld steps, %s tokens", (long long)o->steps, human_count(tokens).text);
-    if (!run->train->weighted)
-        printf(", %.2f epochs", tokens / (double)run->T / (double)shards_windows(run->train->sources[0].shards));
+    printf("run       %lld step%s, %s tokens", (long long)o->steps, o->steps == 1 ? "" : "s", human_count(tokens).text);
+    if (!run->train->weighted) {
+        double epochs = tokens / (double)run->T / (double)shards_windows(run->train->sources[0].shards);
+        if (epochs < 1000) printf(", %.2f epochs", epochs);
+        else printf(", %s epochs", human_count(epochs).text);
+    }
     printf("%s%s\n", o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
 }
 

@@ -39,7 +39,8 @@ static void list_others(Run *run) {
     if (run->loaded.text[0]) run->others[run->other_count++] = &run->loaded;
     run->coming_count = run->other_count;
     cJSON_ArrayForEach(entry, run->lineage) {
-        list_past(run, entry, "from");
+        const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
+        if (event && strcmp(event, "init-from") != 0) list_past(run, entry, "from");    // there, it is a folder
         list_past(run, entry, "attn");
     }
 }

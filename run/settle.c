@@ -120,31 +120,27 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
     return true;
 }
 
-// ---- the model's shape and tokenizer
-
-// Makes the path of a file that of its folder.
-static void keep_folder(char *path) {
-    char *slash = strrchr(path, '/');
-    if (slash) *slash = 0;
-    else strcpy(path, ".");
+// Does the run in --out go on, with its flags, from a checkpoint or from the beginning?
+static bool is_kept(const Run *run) {
+    return run->resumed || run->started_over;
 }
 
+// ---- the model's shape and tokenizer
+
 static bool folder_has_tokenizer(const char *folder) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[0]);
-    return access(path, R_OK) == 0;
+    return access(folder_path(folder, tokenizer_files[0]).text, R_OK) == 0;
 }
 
 // Opens the tokenizer next to the shards, or in the folder `weights`. If it is missing or unsupported, samples are
 // printed as ids. Checkpoints copy its files in any case.
 static void open_tokenizer(Run *run, const char *weights) {
-    char beside[PATH_MAX];
+    char first[PATH_MAX];
     Error error;
     if (run->tokenizer_folder[0] || !run->o.train_data) return;
     // If this fails, opening the shards reports why.
-    if (!mixture_first_path(run->o.train_data, beside, sizeof beside)) return;
-    keep_folder(beside);
-    const char *folder = folder_has_tokenizer(beside) ? beside : weights;
+    if (!mixture_first_path(run->o.train_data, first, sizeof first)) return;
+    const FolderPath beside = folder_of(first);
+    const char *folder = folder_has_tokenizer(beside.text) ? beside.text : weights;
     if (!folder[0] || !folder_has_tokenizer(folder)) return;
     snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
     if ((run->tokenizer = tokenizer_open(folder, &error))) {
@@ -272,7 +268,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
         !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
-    if (o->init_from) normalizer_warn_of_start(&run->loaded, &config->attn, "--attn");
+    if (o->init_from) normalizer_warn_of_start(&run->loaded, &config->attn, "--attn", config->attn.text);
     if (o->norm_length) config->seq_len = (int)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
         fail(EXIT_USAGE, "--norm-length %lld: %s has p_n that were learned for its own L.\n  Omit this flag.",
@@ -301,7 +297,7 @@ static void settle_batches(Run *run) {
     if (o->total_batch_tokens % together) {
         int64_t nearest = ((o->total_batch_tokens + together / 2) / together) * together;
         char remedy[96] = "A resumed run keeps its tokens per step: change --batch or the number of ranks.";
-        if (!run->resumed) snprintf(remedy, sizeof remedy, "Nearest: %lld.", (long long)(nearest ? nearest : together));
+        if (!is_kept(run)) snprintf(remedy, sizeof remedy, "Nearest: %lld.", (long long)(nearest ? nearest : together));
         fail(EXIT_USAGE,
              "--total-batch-tokens %lld is not a multiple of batch x T x ranks = %lld x %lld x %d = %lld.\n  %s",
              (long long)o->total_batch_tokens, (long long)o->batch, (long long)T, process.size, (long long)together,
@@ -330,28 +326,33 @@ static void open_train(Run *run) {
     if (!run->train_print) fail_with(&error);
 }
 
-static void check_tokenizer_of(const char *globs, const char *first) {
-    char folder[PATH_MAX];
-    if (!folder_of_shards(globs, folder) || !folder_tokenizers_differ(first, folder)) return;
-    fail(EXIT_INPUT,
-         "%s: differs from %s, but --train-data, all its sources and --val-data need the same tokenizer.\n"
-         "  Encode the text again with one of them: --tokenizer FOLDER of the scripts in data/.",
-         folder_path(folder, tokenizer_files[0]).text, folder_path(first, tokenizer_files[0]).text);
+// A run that exists has read this data before.
+static void check_tokens_of(const Run *run, const Shards *shards, const char *first) {
+    FolderPath folder;
+    TokenMatch match = folder_match_shards(first, shards, &folder);
+    if (match == TOKENS_EQUAL) return;
+    const FolderPath one = folder_path(folder.text, tokenizer_files[0]), two = folder_path(first, tokenizer_files[0]);
+    if (match == TOKENS_DIFFER && !is_kept(run))
+        fail(EXIT_INPUT,
+             "%s: differs from %s, but --train-data, all its sources and --val-data need the same tokenizer.\n"
+             "  Encode the text again with one of them: --tokenizer FOLDER of the scripts in data/.",
+             one.text, two.text);
+    warn("%s differs from %s.\n  If an id stands for another token there, the losses are meaningless.", one.text,
+         two.text);
 }
 
 // An id means another token in each tokenizer, so all data needs the same one. A model in the folder `weights` may be
 // trained further with another one, but that is rarely meant.
-static void check_same_tokenizer(const Run *run, const char *weights) {
-    char first[PATH_MAX];
-    if (!folder_of_shards(run->train->sources[0].globs, first)) return;
-    for (size_t i = 1; i < run->train->count; i++) check_tokenizer_of(run->train->sources[i].globs, first);
-    if (run->o.val_data) check_tokenizer_of(run->o.val_data, first);
-    if (weights[0] && folder_tokenizers_differ(weights, first))
+static void check_same_tokens(const Run *run, const char *weights) {
+    const FolderPath first = folder_of(shards_path(run->train->sources[0].shards, 0));
+    for (size_t i = 0; i < run->train->count; i++) check_tokens_of(run, run->train->sources[i].shards, first.text);
+    if (run->val) check_tokens_of(run, run->val, first.text);
+    if (weights[0] && folder_match_tokens(weights, first.text) != TOKENS_EQUAL)
         warn(
             "%s differs from %s, the tokenizer of the model.\n"
             "  Unless the model is to learn another one, encode the text with its own: --tokenizer FOLDER of the scripts "
             "in data/.",
-            folder_path(first, tokenizer_files[0]).text, folder_path(weights, tokenizer_files[0]).text);
+            folder_path(first.text, tokenizer_files[0]).text, folder_path(weights, tokenizer_files[0]).text);
 }
 
 static void open_val(Run *run) {
@@ -454,9 +455,9 @@ void settle(Run *run) {
     settle_tokenizer(run, weights);
     open_train(run);
     open_val(run);
-    check_same_tokenizer(run, weights);
-    if ((run->resumed || run->started_over) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
-                                                !run_json_same_data(o->out, "val", run->val_print, &error)))
+    check_same_tokens(run, weights);
+    if (is_kept(run) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
+                         !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);
     run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule,
                                .lr = o->lr,

@@ -68,7 +68,7 @@ static bool switch_made(const Run *run, const Switch *asked) {
 
 static void warn_of_switch(const Run *run, const Switch *asked) {
     const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
-    normalizer_warn_of_start(before, &asked->to, "--attn-switch");
+    normalizer_warn_of_start(before, &asked->to, "--attn-switch", run->o.attn_switch);
     if (!normalizer_equal(before, &asked->to)) return;
     warn("--attn-switch %s: %s is already the normalizer at that step; only the learning-rate warmup restarts.",
          run->o.attn_switch, before->text);

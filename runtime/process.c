@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <math.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -60,10 +61,12 @@ static sigset_t stop_set(void) {
     return set;
 }
 
-// What is in progress may take a minute, in which nothing else shows that the request has arrived.
+// What is in progress may take a minute, in which nothing else shows that the request has arrived. The thread must not
+// wait for a reader of stderr, nor for a thread that does.
 static void confirm_stop(void) {
-    if (process.rank != 0) return;
-    fprintf(stderr, "%s%s: stopping when the work in progress is done; Ctrl-C ends it at once, without saving\n",
+    struct pollfd ready = {.fd = STDERR_FILENO, .events = POLLOUT};
+    if (process.rank != 0 || poll(&ready, 1, 0) != 1) return;
+    dprintf(STDERR_FILENO, "%s%s: stopping when the work in progress is done; Ctrl-C ends it at once, without saving\n",
             isatty(STDERR_FILENO) ? "\n" : "", program_name);
 }
 
@@ -88,9 +91,8 @@ static void *wait_for_signals(void *data) {
         if (sigwait(&held, &number) != 0) continue;
         if (sigismember(ignored, number) && (number == SIGHUP || !catching)) continue;
         if (!catching || (number == SIGINT && now() - first >= moment)) end_by(number);
-        if (!stop_requested) confirm_stop();
         first = fmin(first, now());
-        stop_requested = true;
+        if (!atomic_exchange(&stop_requested, true)) confirm_stop();
     }
     return NULL;
 }

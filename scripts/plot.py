@@ -160,31 +160,35 @@ def read_json(path):
     return value if isinstance(value, dict) else {}
 
 
-def losses_at_start(switch):
-    """The validation losses before and after a switch at the start, which no validation shows, for its label; ""
-    for a later switch, or if they were not measured."""
-    if switch["event"] != "attn-at-start":
+def changes(run):
+    """The entries of the lineage in run.json."""
+    lineage = read_json(Path(run) / "run.json").get("lineage", [])
+    return [entry for entry in lineage if isinstance(entry, dict)] if isinstance(lineage, list) else []
+
+
+def change_at_start(run):
+    """A change of normalizer at the start from a checkpoint, for the legend, with the validation losses before and
+    after it if they were measured; or ""."""
+    entry = next((entry for entry in changes(run) if entry.get("event") == "attn-at-start"), None)
+    if not entry:
         return ""
+    text = f", at the start {entry.get('from')} → {entry.get('attn')}"
     try:
-        before, after = float(switch["val_loss_before"]), float(switch["val_loss_after"])
+        return text + f" ({float(entry['val_loss_before']):.3f} → {float(entry['val_loss_after']):.3f})"
     except (KeyError, TypeError, ValueError):
-        return ""
-    return f", validation {before:.3f} → {after:.3f}"
+        return text
 
 
 def read_switches(run, lines):
-    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed, mid-run or at the start from a checkpoint,
-    according to the lineage in run.json."""
+    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed mid-run, according to the lineage in
+    run.json."""
     switches, times = [], seconds(lines)
-    lineage = read_json(Path(run) / "run.json").get("lineage", [])
-    for entry in lineage if isinstance(lineage, list) else []:
-        if not isinstance(entry, dict) or entry.get("event") not in ("attn-switch", "attn-at-start"):
-            continue
-        if not entry.get("step", math.inf) <= lines[-1]["step"]:
+    for entry in changes(run):
+        if entry.get("event") != "attn-switch" or not entry.get("step", math.inf) <= lines[-1]["step"]:
             continue
         done = [i for i, line in enumerate(lines) if line["step"] <= entry["step"]]
         at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
-        switches.append((*at, f"{entry.get('from')} → {entry.get('attn')}{losses_at_start(entry)}"))
+        switches.append((*at, f"{entry.get('from')} → {entry.get('attn')}"))
     return switches
 
 
@@ -218,11 +222,12 @@ def last_validation(lines, digits):
     return f"{value:.{digits}f}" + (f" (step {step:,})" if step < lines[-1]["step"] else "")
 
 
-def title(name, lines):
+def title(name, lines, run):
     """The run's name with its latest losses."""
     loss = [value for value in smooth(column(lines, "loss")) if math.isfinite(value)]
     val = last_validation(lines, 3)
-    return name + (f": mean loss {loss[-1]:.3f}" if loss else "") + (f", validation {val}" if val else "")
+    losses = (f": mean loss {loss[-1]:.3f}" if loss else "") + (f", validation {val}" if val else "")
+    return name + losses + change_at_start(run)
 
 
 def draw_smooth(axes, x, y, color, label=None):
@@ -242,14 +247,13 @@ def draw_loss(axes, x, lines, color, label):
 
 def draw_switches(axes, at, color, labels=True):
     """A dashed line for each (x, text), labeled or not. Labels stand at the top, where losses rarely are, and have a
-    narrow rim instead of a box, which would hide curves. Those at 0 lie beside the axis, one below the other."""
+    narrow rim instead of a box, which would hide curves."""
     from matplotlib import patheffects
     for x, text in at:
         axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
         if labels:
-            axes.annotate(text, (x, 0.93), (-3, 0) if x else (3, -12 * len(axes.texts)),
-                          xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90 if x else 0,
-                          ha="right" if x else "left", va="top", fontsize=8.5, color=color, zorder=5,
+            axes.annotate(text, (x, 0.93), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+                          rotation=90, ha="right", va="top", fontsize=8.5, color=color, zorder=5,
                           path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
 
 
@@ -315,8 +319,8 @@ def curves(runs, colors=None):
         say_what_is_cut_off(axes, loaded)
 
     def by_tokens(axes):
-        for _, lines, name, color in each:
-            draw_loss(axes, tokens_of(lines), lines, color, title(name, lines))
+        for run, lines, name, color in each:
+            draw_loss(axes, tokens_of(lines), lines, color, title(name, lines, run))
         against(axes, token_size, f"{token_name}tokens", 0, True)
         draw_losses(axes)
 

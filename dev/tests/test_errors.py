@@ -208,6 +208,9 @@ def test_weights_of_validation_data(tmp_path):
     says(run_data(tmp_path, "--val-data", val, code=USAGE), f"--val-data {val}: only --train-data can have weights")
 
 
+TINY = "layers=1,heads=1,channels=16,ffn=16"      # with the vocabulary of the tokenizer
+
+
 def test_sources_with_different_tokenizers(tmp_path):
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder in folders:
@@ -226,7 +229,10 @@ def test_sources_with_different_tokenizers(tmp_path):
     says(train(tmp_path, "--train-data", text, *flags, model=False, code=INPUT), differs, "--tokenizer")
     one, other = (f"{folder}/*_train_*.bin" for folder in (folders[0], folders[2]))
     says(train(tmp_path, "--train-data", one, "--val-data", other, *flags, model=False, code=INPUT), differs)
-    train(tmp_path, "--train-data", one, *flags[:-1], "--steps", 1, "--out", tmp_path / "out", model=False)
+    train(tmp_path, "--train-data", one, *flags[:-1], "--steps", 1, "--model", TINY, "--out", tmp_path / "out",
+          model=False)
+    both = f"{folders[0]}/*_train_*.bin,{folders[2]}/*_train_*.bin"      # one source
+    says(train(tmp_path, "--train-data", both, *flags, model=False, code=INPUT), differs)
     loaded = ["--init-from", checkpoint(tmp_path / "out", 1), *flags, "--train-data"]
     assert "differs" not in train(tmp_path, *loaded, one, model=False)
     says(train(tmp_path, *loaded, other, model=False),
@@ -646,12 +652,34 @@ def test_the_plan_names_what_it_does(data, tmp_path):
     flags = ["--seq-len", "4,2,8", "--steps", 300, "--warmup", 20, "--schedule", "cosine", "--optimizer", "muon",
              "--z-loss", "1e-4", "--logit-softcap", 30, "--doc-mask", "--rope-scaling", "linear:2", "--norm-length", 64]
     text = train(data, "--dry-run", *flags)
-    says(text, "logit softcap 30\n", "\nattention softmax, L = 64, which sequences of 8 tokens do not change ",
-         "(--norm-length does), within documents\n", "rope      scaling linear:2\n", "validate  never: --val-data is missing\n",
+    says(text, "logit softcap 30\n",
+         "\nattention softmax, L = 64, although sequences have 8 tokens, within documents\n",
+         "rope      scaling linear:2\n", "validate  never, without --val-data\n",
          "of 4 x 8, which each step cuts to 4, 2 or 8\n",
          "update    muon, learning rate 0.01, cosine after 20 steps of warmup, z-loss 0.0001\n",
          "run       300 steps, 9.60 k tokens, ", " epochs, nothing is saved")
-    assert "do not change" not in train(data, "--dry-run") and "warning" not in text
+    assert "although" not in train(data, "--dry-run") and "warning" not in text
+
+
+def test_tokenizers_that_cannot_be_compared(tmp_path):
+    """A warning, because both may have the same tokens. A run that exists goes on with any."""
+    for name, changed in (("a", {"type": "Unigram"}), ("b", {"type": "Unigram", "unk_id": 0})):
+        byte_text.write_text(tmp_path / name)
+        path = tmp_path / name / "tokenizer.json"
+        whole = json.loads(path.read_text())
+        path.write_text(json.dumps(whole | {"model": whole["model"] | changed}))
+    flags = ["--train-data", f"{tmp_path}/a/*_train_*.bin", "--val-data", f"{tmp_path}/b/*_train_*.bin", "--batch", 1,
+             "--seq-len", 8, "--model", TINY, "--steps", 1]
+    warning = f"warning: {tmp_path}/b/tokenizer.json differs from {tmp_path}/a/tokenizer.json"
+    says(train(tmp_path, *flags, "--out", tmp_path / "out", model=False), warning)
+    for name in "ab":
+        byte_text.write_text(tmp_path / name)
+    path = tmp_path / "b/tokenizer.json"
+    whole = json.loads(path.read_text())
+    vocab = whole["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(whole))
+    says(train(tmp_path, *flags[:2], "--out", tmp_path / "out", "--resume", "--steps", 2, model=False), warning)
 
 
 def test_a_shard_of_training_and_validation(data):

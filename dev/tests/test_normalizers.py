@@ -483,10 +483,16 @@ def test_mixed_lengths(data, tmp_path, block, name):
     assert all((curves["8,16,32"] != curves[length]).any() for length in ("8", "16", "32"))
 
 
-def test_the_step_line_shows_all_zero_rows(data):
+def test_the_step_line_shows_all_zero_rows(data, tmp_path):
+    """And the metrics have them."""
     def shares(*flags):
-        printed = train(data, *flags, "--model", MODELS["llama"], "--steps", 3)
-        return re.findall(r"\| (\S+) % all-zero rows", printed)
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        printed = train(data, *flags, "--model", MODELS["llama"], "--steps", 3, "--out", out)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found = re.findall(r"\| (\S+) % all-zero rows", printed)
+        kept = [100 * line["all_zero_rows"] for line in lines if "all_zero_rows" in line]
+        assert kept == pytest.approx([float(share) for share in found], abs=0.5)
+        return found
     assert shares("--attn", "softmax") == shares("--attn", "softplus-l1") == []
     some = shares("--attn", "relu-l1")
     assert some and all(0 < float(share) < 50 for share in some), "a first score is often negative"

@@ -8,6 +8,7 @@ matmuls do that.
     STOPS=all .venv/bin/python -m pytest dev/tests/test_signals.py             all cases; otherwise those of CHOSEN
     STOPS=loops-2t-1r .venv/bin/python -m pytest dev/tests/test_signals.py     those with this text in their name
 """
+import fcntl
 import os
 import random
 import shutil
@@ -207,6 +208,26 @@ def test_a_stop_is_confirmed_at_once(little):
     text = finish(process, STOPPED)
     said = "train_gpt2: stopping when the work in progress is done; Ctrl-C ends it at once"
     assert text.count(said) == 1 and text.index(said) < text.index("stopped by a signal at step")
+
+
+def test_a_stop_needs_no_reader(little, tmp_path):
+    """The thread that waits for signals does not wait for someone to read stderr."""
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writes, bytes(4096))
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command(little, "--steps", 10 ** 7), stdout=log, stderr=writes, cwd="/",
+                                   env=environment(), preexec_fn=listen)
+    try:
+        while "| loss " not in (tmp_path / "log").read_text():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == STOPPED
+    finally:
+        process.kill()
+        os.close(reads)
+        os.close(writes)
 
 
 # ---- the signal masks that the kernel reports

@@ -248,7 +248,7 @@ def test_a_switch_to_the_same_normalizer(data, tmp_path):
     assert "ssmax is already the normalizer" in train(data, *plan, "8:ssmax")
     text = train(data, *plan, "8:ssmax-fixed")
     assert "already the normalizer" not in text and "keeps the s" not in text
-    assert "--attn-switch ssmax+s=2: the model keeps the s that it has" in train(data, *plan, "8:ssmax+s=2")
+    assert "--attn-switch 8:ssmax+s=2: the model keeps the s that it has" in train(data, *plan, "8:ssmax+s=2")
 
 
 def test_a_pending_switch_can_be_postponed(data, tmp_path):
