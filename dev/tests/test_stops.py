@@ -341,6 +341,7 @@ def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
 @contextlib.contextmanager
 def paused(process):
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)     # a thread may be in a system call
     yield
     process.send_signal(signal.SIGCONT)
 
