@@ -146,8 +146,8 @@ void run_begin(Run *run, double flops) {
     open_run_folder(run);
     run->flops = flops;
     run->first_step = run->step;
-    process_confirm_stop("stopping when the work in progress is done; Ctrl-C ends it at once, without saving");
     process_catch_signals();
+    process_confirm_stop("stopping when the work in progress is done; Ctrl-C ends it at once, without saving");
     if (run_is_main()) {
         printf("%s %s%s after %.1f s; peak %.0f GFLOP/s\n", run->resumed ? "resumes at step" : "starts at step",
                human_grouped((uint64_t)run->step).text, run->owed ? ", whose validation is still due," : "",

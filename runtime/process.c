@@ -51,9 +51,9 @@ static const int stop_signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 enum { STOP_SIGNALS = sizeof stop_signals / sizeof *stop_signals };
 
 // Signals belong to the whole process, and the thread that waits for them outlives every caller, so what it shares with
-// the others is global: has it been started, may it ask for a stop, has it, and what does it say then?
-static atomic_bool holding, catching, stop_requested;
-static const char *_Atomic confirmation;    // what rank 0 prints at the first request, or NULL
+// the others is global: has it been started, may it ask for a stop, and has it?
+static atomic_bool holding, stop_requested;
+static const char *_Atomic catching;    // NULL: no; otherwise what rank 0 says at the first request, "" for nothing
 
 static sigset_t stop_set(void) {
     sigset_t set;
@@ -65,8 +65,9 @@ static sigset_t stop_set(void) {
 // The thread must not wait for a reader of stderr, nor for a thread that does.
 static void confirm_stop(void) {
     struct pollfd ready = {.fd = STDERR_FILENO, .events = POLLOUT};
-    if (!confirmation || process.rank != 0 || poll(&ready, 1, 0) != 1) return;
-    dprintf(STDERR_FILENO, "%s%s: %s\n", isatty(STDERR_FILENO) ? "\n" : "", program_name, confirmation);
+    const char *text = catching;
+    if (!*text || process.rank != 0 || poll(&ready, 1, 0) != 1) return;
+    dprintf(STDERR_FILENO, "%s%s: %s\n", isatty(STDERR_FILENO) ? "\n" : "", program_name, text);
 }
 
 // Ends the process with the signal's default action.
@@ -144,11 +145,11 @@ void process_hold_signals(char **argv) {
 void process_catch_signals(void) {
     process_hold_signals(NULL);
     signal(SIGPIPE, SIG_IGN);    // training continues if the reader of its output exits
-    catching = true;
+    catching = "";
 }
 
 void process_confirm_stop(const char *text) {
-    confirmation = text;
+    catching = text;
 }
 
 bool process_stop_requested(void) {

@@ -62,8 +62,8 @@ void process_agree(bool done, const Error *error);
 void process_hold_signals(char **argv);
 void process_catch_signals(void);
 
-// Rank 0 prints this line to stderr when the first request to stop arrives, because the work in progress may take a
-// minute. A stderr that takes no more is not waited for.
+// Call after process_catch_signals(). Rank 0 then prints this line to stderr when the first request to stop arrives,
+// because the work in progress may take a minute. A stderr that takes no more is not waited for.
 void process_confirm_stop(const char *text);
 bool process_stop_requested(void);
 
