@@ -409,7 +409,7 @@ void eval_check(const Eval *e) {
          e->folder, with_p->text, L, e->longest);
 }
 
-// The file beside the data may be one that its shards were not written with, so this is no error.
+// The shards may have been written with another file than the one beside them, so this is only a warning.
 static void compare_tokenizers(const Eval *e) {
     FolderPath beside;
     if (!e->data || folder_match_shards(e->folder, e->data, &beside) == TOKENS_EQUAL) return;

@@ -283,7 +283,7 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
         } else if (checkpoint_vanished(folder)) {
             *stale = true;
         } else if (named) {
-            error.text[strcspn(error.text, "\n")] = 0;    // without what to do, which is done here
+            error.text[strcspn(error.text, "\n")] = 0;    // without the remedy, since it is skipped
             warn("%s\n  Skipping %s.", error.text, folder);
         }
     }

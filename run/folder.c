@@ -32,7 +32,8 @@ FolderPath folder_of(const char *path) {
     FolderPath folder;
     snprintf(folder.text, sizeof folder.text, "%s", path);
     char *slash = strrchr(folder.text, '/');
-    strcpy(slash ? slash : folder.text, slash ? "" : ".");
+    if (slash) *slash = 0;
+    else strcpy(folder.text, ".");
     return folder;
 }
 

@@ -71,8 +71,8 @@ FolderPath folder_path(const char *out, const char *name);
 // The folder of a file; "." if the path names none.
 FolderPath folder_of(const char *path);
 
-// Does an id stand for the same token in two files tokenizer.json? It does not count that one of them has more tokens,
-// or splits text in another way. TOKENS_UNKNOWN: the files differ, and this program cannot read one of them.
+// Does an id stand for the same token in both folders' tokenizer.json? One file may have more tokens than the other, or
+// split text in another way. TOKENS_UNKNOWN: the files differ, and this program cannot read one of them.
 typedef enum { TOKENS_EQUAL, TOKENS_DIFFER, TOKENS_UNKNOWN } TokenMatch;
 TokenMatch folder_match_tokens(const char *folder, const char *other);    // TOKENS_EQUAL if a folder has none
 

@@ -97,7 +97,9 @@ static void warn_of_trained_validation(const Run *run) {
     for (size_t i = 0; i < count; i++) stat(shards_path(run->val, i), &val[i]);
     const char *path = shared_shard(run, val, count);
     if (path)
-        warn("%s is in --train-data and in --val-data, so the validation loss includes text of the training.", path);
+        warn(
+            "%s is in --train-data and in --val-data, so the validation loss covers text that the model is trained on.",
+            path);
     free(val);
 }
 

@@ -48,7 +48,7 @@ bool run_reports_scalars(const Run *run) {
     return run->last.validated && trains_scalars_of_heads(run->config);
 }
 
-// Of this rank.
+// The share of all-zero rows among this rank's attention rows of the last step.
 static double all_zero_share(const Run *run) {
     return run->rows ? (double)run->all_zero / (double)run->rows : 0;
 }

@@ -83,8 +83,8 @@ typedef struct {
     ModelConfig *config;    // owned by the trainer; the run fills it in and switches its normalizer
     Weights weights;        // the trainer's, on the host
     MemoryPlan *plan;       // of host memory
-    // The normalizers of this run besides config->attn: those to come, and after them those that it had before. The
-    // tensors of all have places, so that a resumed run has the same places. Freed by run_take().
+    // The normalizers of this run besides config->attn: those to come, then those that it had before. There is memory
+    // for the tensors of each, so that a resumed run has the layout of one that never stopped. Freed by run_take().
     const Normalizer **others;
     size_t coming_count, other_count;
     Normalizer *past;    // those that it had before

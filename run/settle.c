@@ -120,7 +120,7 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
     return true;
 }
 
-// Does the run in --out go on, with its flags, from a checkpoint or from the beginning?
+// Does --resume continue an existing run with its flags, be it from a checkpoint or from the beginning?
 static bool is_kept(const Run *run) {
     return run->resumed || run->started_over;
 }
@@ -326,7 +326,7 @@ static void open_train(Run *run) {
     if (!run->train_print) fail_with(&error);
 }
 
-// A run that exists has read this data before.
+// An existing run was already started on this data, so a difference is only a warning there.
 static void check_tokens_of(const Run *run, const Shards *shards, const char *first) {
     FolderPath folder;
     TokenMatch match = folder_match_shards(first, shards, &folder);

@@ -53,7 +53,7 @@ enum { STOP_SIGNALS = sizeof stop_signals / sizeof *stop_signals };
 // Signals belong to the whole process, and the thread that waits for them outlives every caller, so what it shares with
 // the others is global: has it been started, may it ask for a stop, and has it?
 static atomic_bool holding, stop_requested;
-static const char *_Atomic catching;    // NULL: no; otherwise what rank 0 says at the first request, "" for nothing
+static const char *_Atomic catching;    // NULL: no; otherwise what rank 0 prints at the first request, or ""
 
 static sigset_t stop_set(void) {
     sigset_t set;
@@ -62,7 +62,7 @@ static sigset_t stop_set(void) {
     return set;
 }
 
-// The thread must not wait for a reader of stderr, nor for a thread that does.
+// The thread must not block, neither on a full stderr nor on a lock whose owner does.
 static void confirm_stop(void) {
     struct pollfd ready = {.fd = STDERR_FILENO, .events = POLLOUT};
     const char *text = catching;

@@ -3,8 +3,8 @@ should find it.
 
     pytest dev/cuda_on_cpu/test_hopper_on_cpu.py
 
-Builds three versions of the test program, like test_cuda_on_cpu.py. CUDA_ON_CPU_LONG=1 also runs every
-correct kernel under every setting. dev/tests/test_descriptors.py compares descriptors and layouts with CUTLASS's.
+Builds three versions of the test program, like test_cuda_on_cpu.py. CUDA_ON_CPU_LONG=1 also runs every correct kernel
+under every setting. dev/tests/test_descriptors.py compares descriptors and layouts with CUTLASS's.
 """
 import itertools
 import os
