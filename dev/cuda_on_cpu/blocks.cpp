@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -1156,6 +1157,21 @@ static void start_block(Worker &w, uint64_t number, bool watched) {
     w.current = next_thread(w);
 }
 
+// Ends a thread of the race check, or nothing (NULL), though not at once: a new thread may take the place of one that
+// has ended, and ThreadSanitizer then takes the accesses of both for one thread's. That hides races between a block and
+// those that start after its end, so the latest ones are kept.
+void retire(void *context) {
+    static const size_t KEPT = 1024;
+    static Lock lock;
+    static std::deque<void *> *kept = new std::deque<void *>;    // never freed: Pool's threads may outlive main()
+    if (!context) return;
+    std::lock_guard<Lock> hold(lock);
+    kept->push_back(context);
+    if (kept->size() <= KEPT) return;
+    __tsan_destroy_fiber(kept->front());
+    kept->pop_front();
+}
+
 static void end_block(Worker &w) {
     if (w.async) async_end_block(w);
     check_shared_arrays(w);
@@ -1165,8 +1181,8 @@ static void end_block(Worker &w) {
     w.counts.blocks++;
     if (!w.watched) return;
     for (int i = 0; i < w.threads; i++) {
-        __tsan_destroy_fiber(w.fibers[i].context);
-        if (w.fibers[i].copier) __tsan_destroy_fiber(w.fibers[i].copier);
+        retire(w.fibers[i].context);
+        retire(w.fibers[i].copier);
     }
     renew_memory(w);
 }

@@ -1373,11 +1373,10 @@ void async_end_block(Worker &w) {
     }
     for (AsyncThread &t : a.threads) {
         if (t.writer) as_thread(t.writer, [&] { __tsan_release((void *)w.launch); });    // before the kernel's end
-        for (void *fiber : {t.copier, t.writer})
-            if (fiber) __tsan_destroy_fiber(fiber);
+        retire(t.copier);
+        retire(t.writer);
     }
-    for (const Warpgroup &g : a.warpgroups)
-        if (g.unit) __tsan_destroy_fiber(g.unit);
+    for (const Warpgroup &g : a.warpgroups) retire(g.unit);
     w.async = NULL;
 }
 

@@ -33,6 +33,7 @@ TOO_EARLY = r"NOT LOADED YET: wgmma at .* that the TMA load at|BUFFER REUSED: th
 TURN_TOO_EARLY = r"MISSING WAIT: add_to_counter at .* no bulk_wait has covered the copy issued in this turn at"
 DEFAULT, LATE, RANDOM = "", "ASYNC=wait ORDER=reverse", "ORDER=random SEED=3"
 ALL = [DEFAULT, LATE, RANDOM]
+ONE_BY_ONE = "THREADS=1"    # each block ends before the next one starts, unless it has to wait
 
 # name: the message, the build, the settings, each of which must find it
 FOUND = {
@@ -187,8 +188,10 @@ FOUND = {
     "tickets_without_wait": (WRONG, "plain", ["SUSPEND=often THREADS=1"]),
     "tickets_before_writes": (TURN_TOO_EARLY, "plain", ALL),
     "last_turn_before_writes": (TURN_TOO_EARLY, "plain", ALL),
-    "turn_passed_on_before_store": (race("Read of size", "relay_kernel", "Previous write"), "race", ALL),
-    "turn_passed_on_before_addition": (race("Read of size", "relay_kernel", "Previous atomic write"), "race", ALL),
+    "turn_passed_on_before_store": (race("Read of size", "relay_kernel", "Previous write"), "race",
+                                    [*ALL, ONE_BY_ONE]),
+    "turn_passed_on_before_addition": (race("Read of size", "relay_kernel", "Previous atomic write"), "race",
+                                       [*ALL, ONE_BY_ONE]),
     "missing_syncwarp_before_arrival": (DEADLOCK + r".* wait in mbarrier_wait\(parity 0\) at .* in phase 20, lacks 1",
                                         "plain", ["ORDER=straggler ASYNC=issue"]),
     "map_stride": (r"cuTensorMapEncodeTiled: the stride of dimension 1, 130 bytes", "plain", [DEFAULT]),
