@@ -3,7 +3,9 @@
 #ifndef CUDA_ON_CPU_BLOCK_H
 #define CUDA_ON_CPU_BLOCK_H
 
+#include <deque>
 #include <string>
+#include <vector>
 
 #include "engine.h"
 
@@ -122,8 +124,15 @@ struct ArrayInBlock {
     const SharedArray *array;
 };
 
+// The race check's threads of a launch.
+struct Contexts {
+    Lock lock;
+    std::vector<void *> spare;    // of earlier launches of the stream
+    std::deque<void *> ended;
+};
 struct Worker {
     const Parameters *launch;
+    Contexts *contexts;
     uint3 block;
     int threads, alive, current;
     int straggler;    // the thread that comes last, or one of the warpgroup that does
@@ -181,6 +190,8 @@ static inline Fiber &self() {
 std::string print(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool same_site(Site a, Site b);
 std::string who_waits_where(int from, int to);    // "24 threads wait in __syncthreads at f.cu:6: 0-23"
+void *new_context(Worker &w);                     // a thread of the race check
+void end_context(Worker &w, void *context);       // NULL is allowed
 void set_waiting(Worker &w, unsigned number);
 void set_ready(Worker &w, unsigned number);
 // Lets other threads run until this one is ready and has its turn.

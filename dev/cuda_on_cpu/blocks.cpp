@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -242,6 +241,67 @@ static int next_thread(Worker &w) {
     return lanes ? warp * 32 + __builtin_ctz(lanes) : first_ready_from(w, random_thread(w));
 }
 
+// ---- threads of the race check
+
+// Pool's threads never end, so there is no use in waiting for them at the program's end. TSAN_OPTIONS comes after this.
+extern "C" const char *__tsan_default_options() {
+    return "atexit_sleep_ms=0 detect_deadlocks=0";
+}
+
+// A context is one of ThreadSanitizer's threads. It is used again when its thread has ended, because making one costs
+// almost 300 KB of new pages. But it stays ordered after what its last thread was ordered after, and whatever that
+// thread accessed counts as its own, so no race with any of this would be found. Therefore only later launches of the
+// same stream use it, which come after all that anyway. (To destroy contexts would be no better: ThreadSanitizer gives
+// the accesses of a destroyed one to a new one.)
+static Lock contexts_lock;
+static auto *contexts_of_streams = new std::map<void *, std::vector<void *>>;    // by the stream's own context
+static auto *ended_streams = new std::deque<void *>;                             // and their contexts
+
+void *new_context(Worker &w) {
+    Contexts &c = *w.contexts;
+    std::lock_guard<Lock> hold(c.lock);
+    void *context, *me = __tsan_get_current_fiber();
+    if (!c.spare.empty()) {
+        context = c.spare.back();
+        c.spare.pop_back();
+    } else if (c.ended.size() > BLOCK_THREADS) {    // the oldest of a large launch
+        context = c.ended.front();
+        c.ended.pop_front();
+    } else return __tsan_create_fiber(0);
+    __tsan_switch_to_fiber(context, 0);    // synchronizes, as the creation does
+    __tsan_switch_to_fiber(me, 1);
+    return context;
+}
+
+void end_context(Worker &w, void *context) {
+    if (!context) return;
+    Contexts &c = *w.contexts;
+    std::lock_guard<Lock> hold(c.lock);
+    c.ended.push_back(context);
+}
+
+static void begin_launch(Contexts &c) {
+    std::lock_guard<Lock> hold(contexts_lock);
+    c.spare.swap((*contexts_of_streams)[__tsan_get_current_fiber()]);
+}
+
+static void end_launch(Contexts &c) {
+    c.spare.insert(c.spare.end(), c.ended.begin(), c.ended.end());
+    std::lock_guard<Lock> hold(contexts_lock);
+    (*contexts_of_streams)[__tsan_get_current_fiber()].swap(c.spare);
+}
+
+void end_stream_context(void *stream) {
+    static const size_t KEPT = 2 * BLOCK_THREADS;
+    if (!stream) return;
+    std::lock_guard<Lock> hold(contexts_lock);
+    std::vector<void *> &own = (*contexts_of_streams)[stream];
+    ended_streams->insert(ended_streams->end(), own.begin(), own.end());
+    ended_streams->push_back(stream);
+    contexts_of_streams->erase(stream);
+    for (; ended_streams->size() > KEPT; ended_streams->pop_front()) __tsan_destroy_fiber(ended_streams->front());
+}
+
 // ---- fibers
 
 static void switch_stack(Worker &w, void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes,
@@ -377,7 +437,7 @@ static void prepare_fiber(Worker &w, int number) {
     *--top = (void *)fiber_main;    // rbx
     for (int i = 0; i < 4; i++) *--top = NULL;
     f.stack = top;
-    f.context = w.watched ? __tsan_create_fiber(0) : NULL;
+    f.context = w.watched ? new_context(w) : NULL;
 }
 
 // ---- memory of a worker: stacks, each with guard pages before it, and shared memory between guard pages
@@ -1051,7 +1111,7 @@ static void copy_now(const Fiber &me, const PendingCopy &c) {
 // issue, and the issuing thread with it after the wait for their group.
 static void copier_copies(Fiber &me, const PendingCopy &c) {
     char *issued = &worker->meetings->issued[me.number];
-    if (!me.copier) me.copier = __tsan_create_fiber(0);
+    if (!me.copier) me.copier = new_context(*worker);
     __tsan_release(issued);
     __tsan_switch_to_fiber(me.copier, 1);
     __tsan_acquire(issued);
@@ -1157,21 +1217,6 @@ static void start_block(Worker &w, uint64_t number, bool watched) {
     w.current = next_thread(w);
 }
 
-// Ends a thread of the race check, or nothing (NULL), though not at once: a new thread may take the place of one that
-// has ended, and ThreadSanitizer then takes the accesses of both for one thread's. That hides races between a block and
-// those that start after its end, so the latest ones are kept.
-void retire(void *context) {
-    static const size_t KEPT = 1024;
-    static Lock lock;
-    static std::deque<void *> *kept = new std::deque<void *>;    // never freed: Pool's threads may outlive main()
-    if (!context) return;
-    std::lock_guard<Lock> hold(lock);
-    kept->push_back(context);
-    if (kept->size() <= KEPT) return;
-    __tsan_destroy_fiber(kept->front());
-    kept->pop_front();
-}
-
 static void end_block(Worker &w) {
     if (w.async) async_end_block(w);
     check_shared_arrays(w);
@@ -1181,8 +1226,8 @@ static void end_block(Worker &w) {
     w.counts.blocks++;
     if (!w.watched) return;
     for (int i = 0; i < w.threads; i++) {
-        retire(w.fibers[i].context);
-        retire(w.fibers[i].copier);
+        end_context(w, w.fibers[i].context);
+        end_context(w, w.fibers[i].copier);
     }
     renew_memory(w);
 }
@@ -1195,6 +1240,7 @@ struct Job {
     uint64_t next, resident;    // the next block to start; blocks that have started and not ended
     int running, idle;          // CPU threads that have blocks; those whose blocks are all suspended
     std::vector<Worker *> suspended;
+    Contexts contexts;
 };
 
 static Lock counts_lock;
@@ -1232,6 +1278,7 @@ struct Blocks {
         Worker &w = *idle.back();
         idle.pop_back();
         w.launch = job.launch;
+        w.contexts = &job.contexts;
         w.settings = settings();
         w.threads = (int)(job.launch->block.x * job.launch->block.y * job.launch->block.z);
         start_block(w, (i * job.factor + job.shift) % job.blocks, race_check() && i < w.settings.watched);
@@ -1412,10 +1459,16 @@ void run_grid(const Parameters &launch) {
     }
     uint64_t threads = (uint64_t)launch.block.x * launch.block.y * launch.block.z * job.blocks;
     int helpers = (int)std::min<uint64_t>({(uint64_t)settings().threads, job.blocks, 1 + threads / 256}) - 1;
-    if (race_check()) __tsan_release((void *)((char *)&launch + 1));
+    if (race_check()) {
+        begin_launch(job.contexts);
+        __tsan_release((void *)((char *)&launch + 1));
+    }
     if (helpers > 0) pool->run(job, helpers);
     else run_blocks(job);
-    if (race_check()) __tsan_acquire((void *)&launch);
+    if (race_check()) {
+        __tsan_acquire((void *)&launch);
+        end_launch(job.contexts);
+    }
     std::lock_guard<Lock> hold(counts_lock);
     all_counts.launches++;
     all_launches[launch.kernel]++;

@@ -81,7 +81,7 @@ WEAK void __sanitizer_finish_switch_fiber(void *saved, const void **bottom, size
 static inline bool race_check() {
     return __tsan_create_fiber != NULL;
 }
-void retire(void *context);    // instead of __tsan_destroy_fiber(); NULL is allowed
+void end_stream_context(void *stream);    // a thread of the race check, in place of __tsan_destroy_fiber()
 
 // While an object of this type exists, the race check ignores what the thread (or fiber) does. It is for the emulator's
 // own work, whose calls of memcpy, malloc and so on ThreadSanitizer would see although the emulator is not compiled

@@ -273,7 +273,7 @@ static void check_all_lanes_executed(const Worker &w, const Async &a, const char
 template <class Function>
 static void as_thread(void *&fiber, Function function) {
     void *me = __tsan_get_current_fiber();
-    if (!fiber) fiber = __tsan_create_fiber(0);
+    if (!fiber) fiber = new_context(*worker);
     __tsan_switch_to_fiber(fiber, 1);
     function();
     __tsan_switch_to_fiber(me, 1);
@@ -1373,10 +1373,10 @@ void async_end_block(Worker &w) {
     }
     for (AsyncThread &t : a.threads) {
         if (t.writer) as_thread(t.writer, [&] { __tsan_release((void *)w.launch); });    // before the kernel's end
-        retire(t.copier);
-        retire(t.writer);
+        end_context(w, t.copier);
+        end_context(w, t.writer);
     }
-    for (const Warpgroup &g : a.warpgroups) retire(g.unit);
+    for (const Warpgroup &g : a.warpgroups) end_context(w, g.unit);
     w.async = NULL;
 }
 

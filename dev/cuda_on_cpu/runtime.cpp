@@ -567,7 +567,7 @@ struct Graph {
         for (size_t i = 1; i < lanes && race_check(); i++) contexts.push_back(__tsan_create_fiber(0));
     }
     ~Graph() {
-        for (void *context : contexts) retire(context);
+        for (void *context : contexts) end_stream_context(context);
     }
 };
 
@@ -1069,7 +1069,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (s->capture) return refuse_captured(s, __func__);
     run_until([=] { return s->queue.empty(); });
     streams.erase(std::find(streams.begin(), streams.end(), s));
-    retire(s->context);
+    end_stream_context(s->context);
     delete s;
     return cudaSuccess;
 }

@@ -883,6 +883,13 @@ static void race_between_blocks(bool defect) {
     CHECK(defect || total.host()[0] == 255.0f * 128.0f, "%g", total.host()[0]);
 }
 
+static void race_in_later_launch(bool defect) {    // by threads of the race check that earlier launches have used
+    Device<float> in(count_up(256)), total(std::vector<float>{0});
+    for (int i = 0; i < 8; i++) launch(total_kernel, 8, 32, 0, NULL, total.p, in.p, false);
+    launch(total_kernel, 8, 32, 0, NULL, total.p, in.p, defect);
+    CHECK(defect || total.host()[0] == 9.0f * 255.0f * 128.0f, "%g", total.host()[0]);
+}
+
 // The last block to arrive adds the sums of the others, which need a fence before they announce them.
 KERNEL void last_block_kernel(float *out, float *sums, unsigned *arrived, const float *in, bool defect) {
     if (threadIdx.x == 0) {
@@ -913,6 +920,22 @@ static void unordered_kernels(bool defect) {    // two streams on the same data
     launch(add_one, 1, 32, 0, b, x.p, 32);
     CUDA(cudaDeviceSynchronize());
     CHECK(x.host()[5] == 7.0f, "%g", x.host()[5]);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+}
+
+static void unordered_kernels_far_apart(bool defect) {    // many launches after the first of the two
+    cudaStream_t a, b;
+    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
+    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+    Device<float> x(count_up(256)), y(count_up(256)), z(count_up(256));
+    launch(add_one, 1, 256, 0, a, x.p, 256);
+    for (int i = 0; i < 10; i++) launch(add_one, 1, 256, 0, a, y.p, 256);
+    for (int i = 0; i < 10; i++) launch(add_one, 1, 256, 0, b, z.p, 256);
+    if (!defect) CUDA(cudaStreamSynchronize(a));
+    launch(add_one, 1, 256, 0, b, x.p, 256);
+    CUDA(cudaDeviceSynchronize());
+    CHECK(x.host()[5] == 7.0f && y.host()[5] == 15.0f && z.host()[5] == 15.0f, "%g", x.host()[5]);
     CUDA(cudaStreamDestroy(a));
     CUDA(cudaStreamDestroy(b));
 }
@@ -1246,7 +1269,7 @@ static void shift_too_far(bool defect) {
     X(barrier_after_exit) X(deadlock) X(write_past_dynamic_shared) X(write_just_past_dynamic_shared)                   \
     X(write_past_shared_array) X(uninitialized_shared) X(uninitialized_device_memory) X(read_past_device_memory)       \
     X(write_just_past_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels) \
-    X(unordered_library)                                                                                               \
+    X(race_in_later_launch) X(unordered_kernels_far_apart) X(unordered_library)                                        \
     X(changed_argument_of_graph) X(other_buffer_than_captured) X(missing_edge_in_graph) X(missing_wait_before_graph)   \
     X(buffer_changed_under_graph) X(unjoined_fork_in_capture) X(wait_in_capture) X(query_in_capture)                   \
     X(allocation_in_capture) X(legacy_stream_in_capture) X(earlier_event_in_capture) X(pageable_copy_in_capture)       \

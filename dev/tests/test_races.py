@@ -54,7 +54,7 @@ def programs():
 
 
 def watched(blocks, **more):
-    return environment(TSAN_OPTIONS="detect_deadlocks=0", CUDA_ON_CPU_THREADS="2",
+    return environment(CUDA_ON_CPU_THREADS="2",
                        **({} if ALL else {"CUDA_ON_CPU_WATCHED": str(blocks)}), **more)
 
 
