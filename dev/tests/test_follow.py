@@ -45,12 +45,14 @@ def line(step, loss=None, **more):
 
 
 def write(run, lines, tail="", steps=100):
-    """Replaces a run's files as a resume does: by renaming new ones."""
+    """Replaces a run's files as a resume does, by renaming new ones. These come from outside: a folder that has files
+    and no lock is not taken for one of the trainer's."""
     run.mkdir(exist_ok=True)
-    for name, text in {"metrics.jsonl": "".join(json.dumps(x) + "\n" for x in lines) + tail,
-                       "run.json": json.dumps({"arguments": {"steps": steps, "attn": "ssmax"}})}.items():
-        (run / f"{name}.tmp").write_text(text)
-        (run / f"{name}.tmp").rename(run / name)
+    for name, text in {"run.json": json.dumps({"arguments": {"steps": steps, "attn": "ssmax"}}),
+                       "metrics.jsonl": "".join(json.dumps(x) + "\n" for x in lines) + tail}.items():
+        new = run.parent / f"{name}.tmp"
+        new.write_text(text)
+        new.rename(run / name)
 
 
 def append(run, text):
