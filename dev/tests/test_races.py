@@ -2,7 +2,7 @@
 (dev/cuda_on_cpu).
 
 Covers each kernel, each instance of attention forward and backward in float32 and bfloat16, and a step of the trainer
-with its streams. CI runs a few cases drawn by commit; RACES=all, which no other run includes, takes hours.
+with its streams. CI runs a few cases drawn by commit; RACES=all, which no other run includes, takes an hour.
 """
 import os
 import re
