@@ -243,16 +243,17 @@ static int next_thread(Worker &w) {
 
 // ---- threads of the race check
 
-// Pool's threads never end, so there is no use in waiting for them at the program's end. TSAN_OPTIONS comes after this.
+// By default ThreadSanitizer waits a second at the program's end for other threads, but those of Pool never end.
+// TSAN_OPTIONS overrides these settings.
 extern "C" const char *__tsan_default_options() {
     return "atexit_sleep_ms=0 detect_deadlocks=0";
 }
 
-// A context is one of ThreadSanitizer's threads. It is used again when its thread has ended, because making one costs
-// almost 300 KB of new pages. But it stays ordered after what its last thread was ordered after, and whatever that
-// thread accessed counts as its own, so no race with any of this would be found. Therefore only later launches of the
-// same stream use it, which come after all that anyway. (To destroy contexts would be no better: ThreadSanitizer gives
-// the accesses of a destroyed one to a new one.)
+// A context is one of ThreadSanitizer's threads: here, that of a CUDA thread, of a thread's copies, or of a stream. To
+// make one costs almost 300 KB of new pages, so it is used again when its CUDA thread has ended. The check then takes
+// the earlier accesses for the new thread's own and finds no race with them, nor with what came before them. So only
+// later launches of the same stream use it, which come after all of these anyway. Destroying contexts would not help:
+// ThreadSanitizer itself gives a destroyed context's place, with its accesses, to a new one.
 static Lock contexts_lock;
 static auto *contexts_of_streams = new std::map<void *, std::vector<void *>>;    // by the stream's own context
 static auto *ended_streams = new std::deque<void *>;                             // and their contexts
@@ -291,6 +292,7 @@ static void end_launch(Contexts &c) {
     (*contexts_of_streams)[__tsan_get_current_fiber()].swap(c.spare);
 }
 
+// Destroys the contexts of streams late, because their places go to new ones.
 void end_stream_context(void *stream) {
     static const size_t KEPT = 2 * BLOCK_THREADS;
     if (!stream) return;
