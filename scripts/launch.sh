@@ -173,13 +173,13 @@ interrupt() {
 }
 trap interrupt INT
 
-# Waits for a process, whatever signals arrive. Sets status.
+# Waits for a process, whatever signals arrive. Sets status. This asks again and again, since a signal that interrupts
+# bash's wait can cost the exit code: bash 5.2 loses that of a process which ends at the same moment.
+exec {never}<> <(:)    # a pipe that stays empty, to pause without a process
 wait_for() {
-    while :; do
-        status=0
-        wait "$1" 2> /dev/null || status=$?
-        kill -0 "$1" 2> /dev/null || break    # a signal interrupts wait while the process still runs
-    done
+    while kill -0 "$1" 2> /dev/null; do read -rt 0.1 -u "$never" || true; done
+    status=0
+    wait "$1" 2> /dev/null || status=$?
 }
 
 # Runs the job once. Sets status to its exit code.
@@ -191,7 +191,7 @@ run_job() {
         exec {errors}>&2
     fi
     began=$SECONDS
-    "${together[@]}" setsid "$@" <&0 2>&$errors {errors}>&- &
+    "${together[@]}" setsid "$@" <&0 2>&$errors {errors}>&- {never}>&- &
     job=$!
     exec {errors}>&-
     [ -z "$stopped" ] || stop    # it was asked for before there was a job

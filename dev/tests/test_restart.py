@@ -77,6 +77,17 @@ def test_a_stop_between_a_death_and_the_restart(data, tmp_path):
     assert time.monotonic() - asked < 30, "the stop waited for the end of the pause"
 
 
+def test_a_stop_at_the_moment_of_the_end(tmp_path):
+    """The program asks for a stop and ends before it arrives: its own exit code remains that of the job."""
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\ntrap "" USR1\nkill -TERM $PPID\nexit 75\n')
+    program.chmod(0o755)
+    for _ in range(10):
+        result = subprocess.run([str(LAUNCH), "--restart", "3", "1", str(program), "--out", "out"], cwd=tmp_path,
+                                capture_output=True, text=True, timeout=60)
+        assert (result.returncode, result.stdout, result.stderr) == (75, "", "")
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("restarts, waits", [(0, "sleep 0.1"), (1, "sleep 2 & wait"), (0, "sleep 2 &")])
 def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
