@@ -1,5 +1,6 @@
-"""A model of how the blocks of attention/flash90_backward.cuh follow each other on an H100: what the fixed order of the
-sums in dq costs, and what other orders of the blocks would.
+"""A model of how the blocks of attention/flash90_backward.cuh follow each other on an H100.
+
+It shows what the fixed order of the sums in dq costs, and what other orders of the blocks would.
 
     python3 dev/bench/backward_schedule.py                       # T = 1,024 to 16,384, 384 heads
     python3 dev/bench/backward_schedule.py --heads 24 --lengths 4096

@@ -1,5 +1,4 @@
-"""When each part of a step on several GPUs runs: the order and the dependencies come from the program, the times from
-step_model.py.
+"""When each part of a step on several GPUs runs, by the program's own order and the times of step_model.py.
 
     flags="--model layers=12,heads=1,channels=64,ffn=40 --batch 2 --seq-len 16 --dtype bf16 --steps 3 --graphs 0"
     for zero in 0 1; do
