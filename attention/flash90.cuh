@@ -71,8 +71,8 @@ DEVICE void ring_init(Ring<STAGES> &ring, int writers, int readers) {
     }
 }
 
-// The step-th tile that passes through a ring is in buffer step % STAGES. Before it is written: until all have read the
-// tile that was there.
+// The step-th tile that passes through a ring is in buffer step % STAGES. This waits until all have read the tile that
+// was there before, so that it can be written.
 template <int STAGES>
 DEVICE void ring_wait_empty(Ring<STAGES> &ring, unsigned step) {
     mbarrier_wait(&ring.empty[step % STAGES], (step / STAGES + 1) % 2);
@@ -100,8 +100,8 @@ DEVICE void ring_release(Ring<STAGES> &ring, unsigned step) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[step % STAGES]);
 }
 
-// The number of the thread's warpgroup. After a shuffle ptxas knows that all lanes have the same, and computes what
-// follows from it, such as the descriptors of tiles, once for a warp.
+// The number of the thread's warpgroup. Because of the shuffle, ptxas knows that all lanes have the same number, and
+// computes what follows from it, such as the descriptors of tiles, once for a warp.
 DEVICE int warpgroup() {
     return __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
 }

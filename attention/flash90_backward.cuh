@@ -19,10 +19,11 @@
 // flash90_last_queries_first() chooses:
 //
 //   last queries first   All blocks start with the last queries, and the sums with the first keys.
-//       Numbers begin with the first keys, which most queries see, of several heads. So the longest blocks start first,
-//       and the short ones fill the end. Blocks of a head that start together wait for each other only at first.
+//       Blocks are numbered from the first keys of several heads on. Most queries see these keys, so the longest blocks
+//       start first, and the short ones fill the end. Blocks of a head that start together wait for each other only at
+//       first.
 //   first queries first   Sums start with the last keys that a query sees, which is the order in which the blocks of a
-//       head reach it if they start together. Numbers go head by head, so that few heads are in the L2 cache.
+//       head reach it if they start together. Blocks are numbered head by head, so that few heads are in the L2 cache.
 //
 // flash90_dq_kernel (flash90_dq.cuh) then rounds the sums.
 //
@@ -31,8 +32,8 @@
 // of dq and dk. Blocks add dq in the order of their keys, then of their parts, every second part to a sum of its own.
 // Those of the same keys add dk in the order of their parts, and the last one stores it.
 //
-// With a head size of at most 64, there are at most as many blocks of the grid as SMs, and each draws one block of keys
-// after the other: it loads the next while it finishes the one before.
+// With a head size of at most 64, the grid has at most one block for each SM, and each draws one block of keys after
+// the other: it loads the next while it finishes the one before.
 //
 // Tested by dev/tests/test_flash.py.
 #ifndef ATTENTION_FLASH90_BACKWARD_CUH
@@ -59,9 +60,9 @@ struct Backward90Plan {
         KEY_PANEL = HS / 2,
         // Buffers of K: two if LOOPS. V needs only one, which is free as soon as V is in registers.
         KEY_STAGES = SMALL ? 2 : 1,
-        // Before a consumer writes the dz of step j, it has waited for the other's of step j - 2, which the other wrote
-        // after its dq of step j - 4 was complete, the last reader of this buffer. So with four buffers, nobody has to
-        // wait until one is free; three need barriers.
+        // Before a consumer writes the dz of step j, it has waited for the other's dz of step j - 2. The other wrote
+        // that after its dq of step j - 4, the last reader of this buffer, was complete. So with four buffers, no
+        // consumer has to wait until one is free; three need barriers.
         DZ_STAGES = SMALL ? 4 : 3,
         // A head size of 128 leaves room for one buffer of dq.
         DQ_STAGES = SMALL ? 4 : 1,
@@ -100,10 +101,10 @@ struct Backward90Maps {
     int together;    // the number of key heads whose blocks share a range of numbers
 };
 
-// A tile of keys of a head, and the tiles of queries that see some of them: `count` of each query head from h to
-// h_end - 1, from `first` on. In a loop over blocks, each needs two steps, because its last step waits for the next
-// block's K, whose buffer is free only after this block's first step. So a single step is followed by another one, of
-// zeros. With it, there are `steps`, up to head steps_h_end - 1. 0 steps: there is no block with this number.
+// A tile of keys of a head, and the tiles of queries that see some of them: `count` tiles of each query head from h on,
+// below h_end, from tile `first` on. In a loop over blocks, each needs two steps, because its last step waits for the
+// next block's K, whose buffer is free only after this block's first step. So a single step is followed by another one,
+// of zeros, which `steps` counts and for which steps_h_end is h_end + 1. 0 steps: there is no block with this number.
 //
 // With wide values, a block has a part of their columns, HS from part · HS on. call.rows has the numbers of a part's
 // heads together; those of the sequence's first head are at rows · T.
@@ -231,14 +232,14 @@ DEVICE int blocks_before(const FlashCall<bf16> &call, const Backward90Work &work
 // ---------------------------------------------------------------------------------------------------------------------
 // The producer's warps
 
-// Waits until the block-th block of keys has been drawn.
+// Waits until the block-th block of keys has been drawn, and returns it.
 template <class P>
 DEVICE const Backward90Work &work_of(const Backward90Shared<P> &shared, unsigned block) {
     ring_wait_full(shared.barriers.work, block);
     return shared.works[block % P::WORK_STAGES];
 }
 
-// The same, once it has been drawn: read from shared memory again, so that it occupies no registers.
+// The same without waiting, once it has been drawn: read from shared memory again, so that it occupies no registers.
 template <class P>
 DEVICE const Backward90Work &work_anew(const Backward90Shared<P> &shared, unsigned block) {
     return shared.works[anew((int)block) % P::WORK_STAGES];

@@ -27,7 +27,7 @@ struct Forward90Plan {
         STREAM = 128,
         NT = STREAM / 8,
         STAGES = HS <= 64 ? 4 : 2,    // of keys, and of values
-        OWN_STAGES = 2,               // of queries: those of the next rows come while these are in use
+        OWN_STAGES = 2,               // of queries: those of the next rows arrive while these are in use
         // With 168 registers for each of 384 threads at first, there are 64,512.
         PRODUCER_REGISTERS = 24,
         CONSUMER_REGISTERS = 240
@@ -35,16 +35,17 @@ struct Forward90Plan {
     static constexpr bool
         // Are there two sweeps over the keys, of which the first needs no values?
         TWICE = POST >= FLASH_RECENTER_L1,
-        // Does the matmul with v also sum its weights? Only those that are never negative, and not those of exp: it
-        // issues so little else that the tensor cores' time counts, and this made it 5 to 8 % slower (H200, T = 4,096
-        // and 16,384).
+        // Does the matmul with v also sum its weights? Only those that are never negative, and not those of exp: its
+        // kernel issues so little else that the tensor cores' time counts, and summing them this way made it 5 to 8 %
+        // slower (H200, T = 4,096 and 16,384).
         SUMS = HS <= 64 && (TWICE ? POST == FLASH_REWEIGHT : !phi_signed(PHI) && PHI != PHI_EXP),
         // Does a second matmul sum r^(P-1) (1 - r) times v, for the backward pass?
         ALONG = flash90_keeps_along(POST, HS),
-        // Does a block of the grid, of which there are then at most as many as SMs, compute several blocks of rows? It
-        // loads the next while it finishes the one before. Otherwise, for lack of registers, it computes one.
+        // Does a block of the grid compute several blocks of rows? Then the grid has at most one block for each SM, and
+        // a block loads the next rows while it finishes those before. Otherwise, for lack of registers, it computes one
+        // block of rows.
         LOOPS = HS <= 64 && POST < FLASH_REWEIGHT,
-        // Are a block's first scores issued before the block before it is stored? Where registers suffice.
+        // Are a block's first scores issued before the previous block is stored? They are where registers suffice.
         AHEAD = LOOPS && !TWICE && PHI != PHI_EXPM1;
     static constexpr int ONES = SUMS ? 8 : 0;    // the columns of ones after those of v
     // mish issues so many other instructions that its special functions have time for all divisions.
