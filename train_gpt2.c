@@ -75,7 +75,8 @@ static Matrix matrix_of(MatmulInput x, size_t n, bool transposed) {
     return (Matrix){x.f32, x.bf16, n, transposed};
 }
 
-// Layers compute such a row piece by piece: in its place, or in `piece`, which piece_done() then rounds.
+// Layers compute a row of such an array piece by piece: in place, or in `piece`, which piece_done() then rounds into
+// it.
 enum { PIECE = 256 };
 
 static real *piece_of(MatmulInput out, size_t at, real *piece) {

@@ -99,7 +99,7 @@ static void phase(Phase next) {
 #define LOSS_ROWS ((size_t)8192)    // rows whose logits are in memory at a time, or more: plan_more_logits()
 #endif
 
-// With --recompute, matmul inputs that can be recomputed from what is kept (h1, h2, act) have room for one layer
+// With --recompute, the matmul inputs h1, h2 and act, which the backward pass can recompute, have room for one layer
 // instead of all layers.
 template <class X>
 struct Activations {
@@ -118,8 +118,8 @@ struct Activations {
     X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
 };
 
-// The losses of this step so far, the squared gradients (next to them: both are summed over the ranks at once), the
-// losses of a validation.
+// The losses of this step so far; the squared gradients (next to them, because both are summed over the ranks at once);
+// the losses of a validation.
 enum { SUM_STEP, SUM_SQUARES, SUM_VALIDATION, SUM_PARTIALS };
 
 // What the host reads about a step once the device has finished it.
@@ -139,8 +139,8 @@ struct Model {
 
     float *params, *grads;    // (list.floats); params are the master weights
     bf16 *params_bf16;        // a rounded copy for the matmuls, with --dtype bf16
-    // With ZeRO-1, the parameters that other ranks have updated in a step arrive bucket by bucket. The stream has not
-    // waited for the last `arriving` of the buckets yet.
+    // With ZeRO-1, the parameters that other ranks have updated in a step arrive bucket by bucket. The last `arriving`
+    // buckets are those that the stream has not waited for yet.
     cudaEvent_t *gathered;    // (bucket_count) a bucket is there
     size_t arriving;
     int64_t updated;          // that step
@@ -1068,8 +1068,8 @@ static DeviceMemory device_memory(void) {
 
 // Plans more rows of logits at a time. Each block of rows but the first reads and writes the gradient of the output
 // projection once more: 309 MB for GPT-2's vocabulary and 768 channels. The logits may take a sixteenth of the GPU's
-// memory, and the plan nine tenths, otherwise it stays as it is. What is free plays no role, so that a run that is
-// resumed on the same GPU adds in the same order.
+// memory, and the whole plan nine tenths; otherwise the plan stays as it is. The amount of free memory plays no role,
+// so that a run resumed on the same GPU adds in the same order.
 static void plan_more_logits(Model *m, size_t memory) {
     size_t N = m->B * m->T, row = padded_vocab(&m->config) * (m->in_bf16 ? sizeof(bf16) : sizeof(float));
     size_t fitting = (memory / 16) / row, most = (fitting / 128) * 128, blocks = most ? (N + most - 1) / most : 0;

@@ -1,4 +1,4 @@
-// --task needle: is a fact found that stands somewhere in a long context? [SSMax] sections 3.3 and 3.4.
+// --task needle: does the model find a fact that is hidden in a long context? [SSMax] sections 3.3 and 3.4.
 //
 // A needle, "The special magic CITY number is: NUMBER.", is inserted into tokens of --data (the haystack), and the
 // model is asked for the number. One prompt after another:

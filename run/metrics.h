@@ -19,7 +19,7 @@ typedef struct {
     double ms;    // of this step
     double tok_per_s;
     double mfu;          // fraction of the machine's peak
-    bool validated;      // has this step a validation?
+    bool validated;      // did this step have a validation?
     float val_loss;      // if so
     const char *more;    // further members of the line's JSON object, each preceded by ", "; or NULL
 } StepMetrics;

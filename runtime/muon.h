@@ -1,5 +1,5 @@
-// Muon's constants, the same as torch.optim.Muon's defaults, and its learning rate. With
-// --optimizer muon, both trainers update every hidden matrix p (R,C), whose clipped gradient is g, as follows:
+// Muon's constants, the same as torch.optim.Muon's defaults, and its learning rate. With --optimizer muon, both
+// trainers update every hidden matrix p (R,C), whose clipped gradient is g, as follows:
 //
 //   m = m + (1 − momentum) (g − m),   u = g + momentum (m − g)                  Nesterov's momentum
 //   X = u/max(|u|, eps), then `rounds` times X = a X + (b A + c A²) X, A = X Xᵀ   Newton-Schulz

@@ -1,5 +1,4 @@
-// Stores that pass the caches by, for arrays that are larger than they are: such a line need not be read before it is
-// written.
+// Stores that bypass the caches, for arrays larger than the caches: a line stored this way need not be read first.
 #ifndef RUNTIME_STREAM_H
 #define RUNTIME_STREAM_H
 

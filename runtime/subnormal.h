@@ -1,7 +1,7 @@
 // The mode in which a thread counts subnormal numbers, those below 2^-126 (in double 2^-1022), as 0, both as inputs and
 // as results. Otherwise an x86 processor takes a hundred times as long for each of them. Small weights and their
-// gradients become subnormal, and so do AdamW's moments of a token that is never seen again; nothing needs what they
-// add.
+// gradients become subnormal, and so do AdamW's moments of a token that is never seen again. What they would add to a
+// result does not matter.
 #ifndef RUNTIME_SUBNORMAL_H
 #define RUNTIME_SUBNORMAL_H
 

@@ -1,7 +1,7 @@
 // Matmuls in blocks of 32 x 32 for attention, which multiplies the same keys and values by one block of queries after
-// the other. They are packed once, in the order in which the instructions read them; a library's matmul arranges them
-// anew in every call. That takes a third of the time in bfloat16 (AMX), and half of it in float32 (64 queries, 8,000
-// keys, oneDNN 2.6 on a Xeon).
+// the other. They are packed once, in the order in which the instructions read them, while a library's matmul
+// rearranges them in every call. So these matmuls take a third of the library's time in bfloat16 (AMX), and half of it
+// in float32 (64 queries, 8,000 keys, oneDNN 2.6 on a Xeon).
 #ifndef RUNTIME_TILES_H
 #define RUNTIME_TILES_H
 
