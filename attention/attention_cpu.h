@@ -20,7 +20,8 @@ typedef struct {
     size_t B, T, NH, NKV, HS, VS;    // sequences, their length, heads, head size of q and k, of v
     int L;                           // the training length
     // The T queries follow `past` earlier positions: query t is at position past + t, and each sequence of k and v has
-    // past + T rows, the normalizer's T. For decoding, cached: that T is each row's own length so far; forward only.
+    // past + T rows. The normalizer's T is past + T or, if `cached` (for decoding; forward only), each row's own length
+    // so far.
     bool cached;
     size_t past;
 } AttentionShape;

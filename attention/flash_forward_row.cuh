@@ -288,7 +288,7 @@ DEVICE RowPlace forward_row_of_lane(const FlashCall<X> &call, QueryBlock block) 
     return place_of(call, block.b, block.h, block.warp_row + (threadIdx.x % 32) % (16 * TILES));
 }
 
-// With `relative`, a row whose scale is negative has it negated, and its query, so that the largest score has the
+// With `relative`, a row whose scale is negative has its scale and its query negated, so that the largest score has the
 // largest z. Can there be such rows?
 template <class X>
 DEVICE bool forward_may_negate(const FlashCall<X> &call, bool relative) {

@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     Eval *e;
     FileLines *lines;
-    FileHash file;    // as it was read first: for all models and normalizers, it must be the same
+    FileHash file;    // as first read; it must stay the same for all models and normalizers
     ChoiceQuestion question;
     size_t question_count, ending;    // of the file; the question's next
     size_t right, right_norm, not_finite;
@@ -36,7 +36,7 @@ typedef struct {
 } Choice;
 
 // Reads --data and checks it. A sequence longer than --seq-lens (default: L) keeps its end. *c is zero before the first
-// model; before the next, it is what that one has left.
+// model, and later what the previous model left.
 void choice_settle(Choice *c, Eval *e);
 void choice_close(Choice *c);
 

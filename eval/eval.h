@@ -99,7 +99,8 @@ typedef struct {
 // Parses the flags. `config` is the program's, which eval_find() fills. e is zeroed before.
 void eval_open(Eval *e, ModelConfig *config, int argc, char **argv);
 
-// Finds the checkpoint of the model in turn and reads its config. False if it is deleted meanwhile or damaged.
+// Finds the checkpoint of the current model and reads its config. Returns false if it is damaged, or deleted in the
+// meantime.
 bool eval_find(Eval *e, Error *error);
 
 // Writes --seq-lens, where 0 means L. Returns how many there are.
@@ -125,10 +126,10 @@ void eval_count(Eval *e, bool finite);
 // After the evaluation under a normalizer: warns if some parts were not finite.
 void eval_finish(Eval *e);
 
-// Of a text in UTF-8: what aligns columns of names.
+// The number of characters of a UTF-8 text, for aligning columns of names.
 size_t eval_characters(const char *text);
 
-// A NaN without a sign, with which printf() would print "-nan".
+// Removes a NaN's sign, because printf() would print "-nan".
 static inline double shown(double x) {
     return isnan(x) ? (double)NAN : x;
 }
@@ -142,7 +143,7 @@ static inline double rounded(double x, double unit) {
 // switches, after the evaluation under the checkpoint's own normalizer.
 void eval_switch(Eval *e);
 
-// RoPE's angles for a text of T tokens. Under ntk, theta follows from T alone, also if further positions have angles.
+// RoPE's angles for a text of T tokens. Under ntk, theta follows from T alone, even if further positions have angles.
 RopeAngles eval_angles(const Eval *e, size_t T);
 
 // Records the model in "models".

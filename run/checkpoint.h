@@ -39,7 +39,7 @@ typedef struct {
     size_t hash_count;
 } Checkpoint;
 
-// Creates OUT/ckpt and checks that it is a writable folder, so that a run does not find out at its first save.
+// Creates OUT/ckpt and checks that it is a writable folder, so that a run does not fail only at its first save.
 bool checkpoint_prepare(const char *out_dir, Error *error);
 
 // Creates OUT/ckpt/.tmp-step-%08d after removing the leftovers of killed saves.

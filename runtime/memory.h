@@ -24,7 +24,7 @@ typedef struct {
         size_t bytes;
     } rows[MEMORY_ROWS];
     size_t count, total;
-    const char *remedy;    // how the program's user can need less: the end of an error, or NULL
+    const char *remedy;    // the last line of an error: how the program's user can need less; or NULL
     void *block;
 } MemoryPlan;
 

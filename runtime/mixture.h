@@ -33,7 +33,7 @@ typedef struct {
     Turn *turns;        // (period)
 } Mixture;
 
-// Does the text give weights? A text that names files as it is gives none, whatever their names.
+// Does the text give weights? A text that as a whole names files gives none, whatever their names.
 bool mixture_has_weights(const char *text);
 
 // Like shards_first_path(), of the first source.

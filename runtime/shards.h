@@ -31,7 +31,7 @@ typedef struct {
     bool shuffle;       // false: sequential
     PackMode pack;
     uint64_t min_windows;    // fewer windows are an error; a step needs this many sequences
-    size_t open_files;       // at most so many files stay open, up to 64; 0: 64
+    size_t open_files;       // at most this many files stay open, up to 64; 0: 64
     const char *remedy;      // the last line of that error: what the program's user can change, or NULL
 } ShardsConfig;
 

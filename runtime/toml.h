@@ -1,7 +1,7 @@
 // Reads the part of TOML that flags need: lines `key = value`, where a value is a string in quotes, a number, true,
 // false, or a list of numbers in brackets, which may span lines; blank lines, and comments from # on. Anything else,
-// tables among them, is an error that names the file and the line. What it reads, Python's tomllib reads with the same
-// values, except that it skips a byte order mark and leaves bytes that are not UTF-8, as in paths, as they are.
+// tables among them, is an error that names the file and the line. Python's tomllib reads the same values from such a
+// file, except that this reader skips a byte order mark and keeps bytes that are not UTF-8, as in paths.
 #ifndef RUNTIME_TOML_H
 #define RUNTIME_TOML_H
 
