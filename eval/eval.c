@@ -174,7 +174,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model", .uses = MODEL_RUNS,
          .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
         {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .uses = MODEL_RUNS,
-         .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; default: the checkpoint's"},
+         .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; without this flag: the checkpoint's"},
         {"data", OPT_TEXT, &o->data, .arg = "GLOB", .group = "Data",
          .uses = LOSSES | NEEDLE | CHOICE | ATTENTION,
          .help = "shards to evaluate on, for example 'data/shakespeare/*_val_*.bin'; for choice, a JSONL file"},
