@@ -1,6 +1,6 @@
 """attn_c's attention on a GPU through PyTorch: its results beside the CPU's, and its speed beside PyTorch's.
 
-    PYTHONPATH=PACKAGE python dev/bench/torch_gpu.py [--device cuda] [--seconds 0.3]
+    make attn_c && PYTHONPATH=build/python python dev/bench/torch_gpu.py [--device cuda] [--seconds 0.3]
 
 Every preset, in float32 and bfloat16, forward and backward, with grouped heads, padding and fewer queries than keys,
 must equal the CPU's float32 numbers. Then milliseconds of forward and backward of softmax, ssmax and lssar in bfloat16
