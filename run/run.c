@@ -231,6 +231,11 @@ bool run_batch(Run *run, Batch *batch) {
 
 // ---- a step
 
+// A NaN without its sign, with which printf would write "-nan". Any other number is unchanged.
+static double without_sign(double x) {
+    return isnan(x) ? NAN : x;
+}
+
 // A non-finite loss or gradient ends the run before its weights are saved.
 static void check_finite(Run *run, double loss, double norm) {
     if (isfinite(loss) && isfinite(norm)) return;
@@ -239,13 +244,16 @@ static void check_finite(Run *run, double loss, double norm) {
     progress_end(&run->progress);
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
     const Normalizer *attn = &run->config->attn;
-    const char *unbounded = attn->phi.kind == PHI_EXP && !norm_is_sum(attn->norm)
-                                ? "\n  phi=exp without norm=l1 is unbounded: exp(z) overflows from z = 88.8 on."
-                                : "";
+    bool grows = attn->phi.kind == PHI_EXP || attn->phi.kind == PHI_EXPM1;
+    char unbounded[96] = "";
+    if (grows && !norm_is_sum(attn->norm))
+        snprintf(unbounded, sizeof unbounded,
+                 "\n  phi=%s without norm=l1 is unbounded: exp(z) overflows from z = 88.8 on.",
+                 attn->phi.kind == PHI_EXP ? "exp" : "expm1");
     fail(EXIT_DIVERGED,
          "step %lld: the loss is %g and the gradient norm %g: training diverged. This step was discarded.%s\n"
          "  Last good checkpoint: %s. A lower --lr or a longer --warmup may help, or in a new run %s.",
-         (long long)run->step, loss, norm, unbounded, saved ? path : "none",
+         (long long)run->step, without_sign(loss), without_sign(norm), unbounded, saved ? path : "none",
          run->o.grad_clip != 0 ? "a smaller --grad-clip" : "--grad-clip, which is off");
 }
 

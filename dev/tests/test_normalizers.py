@@ -166,7 +166,9 @@ def test_a_resumed_run_has_the_same_bits(data, runs, tmp_path, block, name):
 
 def test_exp_says_why_it_diverged(data):
     wild = ["--warmup", 0, "--grad-clip", 0, "--steps", 60]
-    assert "phi=exp without norm=l1 is unbounded" in train(data, "--attn", "exp", "--lr", 100, *wild, code=5)
+    for attn, phi in (("exp", "exp"), ("relu2-n+phi=expm1", "expm1")):
+        text = train(data, "--attn", attn, "--lr", 100, *wild, code=5)
+        assert f"phi={phi} without norm=l1 is unbounded" in text and "-nan" not in text, text
     assert "unbounded" not in train(data, "--attn", "relu2-n+scale=const:1e30", *wild, code=5)
 
 
