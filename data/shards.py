@@ -452,6 +452,12 @@ def fraction(text):
     return number
 
 
+def prefix(text):
+    if not re.fullmatch(r"[^/*?\[]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected the beginning of a file's name, without any of / * ? [")
+    return text
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """States the defaults, except of flags that have none."""
 
@@ -464,7 +470,7 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True
     parser.formatter_class = HelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
-    parser.add_argument("--name", default=name, help="prefix of the shards' names")
+    parser.add_argument("--name", type=prefix, default=name, help="prefix of the shards' names")
     parser.add_argument("--tokenizer", default=tokenizer,
                         help="gpt2, " + "own, " * own + "or the path of a tokenizer.json or of a folder with one")
     parser.add_argument("--shard-tokens", type=count, default=10**8,

@@ -161,9 +161,14 @@ def decode(data):
     return data.decode("utf-8", errors="replace")
 
 
+def without_mark(text):
+    """The text without the byte order mark with which some programs begin a file."""
+    return text.removeprefix("\ufeff")
+
+
 def parse(data):
     """A JSON value in bytes, with or without a byte order mark."""
-    return json.loads(decode(data).removeprefix("\ufeff"))
+    return json.loads(without_mark(decode(data)))
 
 
 def without_surrogates(text):
@@ -176,6 +181,8 @@ def text_of(value, column, where):
     found = value.get(column, ...) if isinstance(value, dict) else ...
     if found is not None and not isinstance(found, str):
         keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        if found is not ...:
+            keys = f"{type(found).__name__} there"
         raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}.\n"
                                f"  Use --column to name another one.")
     return without_surrogates(found or "")
@@ -183,9 +190,10 @@ def text_of(value, column, where):
 
 def read_text(file, column, separator):
     if separator:
-        yield from (decode(piece) for _, piece in pieces(file, separator.encode()))
+        for offset, piece in pieces(file, separator.encode()):
+            yield decode(piece) if offset else without_mark(decode(piece))
     else:
-        yield decode(b"".join(chunks(file)))
+        yield without_mark(decode(b"".join(chunks(file))))
 
 
 def read_jsonl(file, column, separator):

@@ -419,6 +419,13 @@ def test_a_byte_order_mark_before_json(tmp_path):
         assert read(tmp_path / name) == TEXTS
 
 
+def test_a_byte_order_mark_before_plain_text(tmp_path):
+    """Only the first one is a mark; anywhere else it is a character."""
+    (tmp_path / "a.txt").write_bytes("\ufeff\ufeffone--\ufefftwo".encode())
+    assert read(tmp_path / "a.txt") == ["\ufeffone--\ufefftwo"]
+    assert read(tmp_path / "a.txt", "text", "--") == ["\ufeffone", "\ufefftwo"]
+
+
 def test_a_pipe_is_read_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=["text"])
@@ -447,7 +454,7 @@ def test_skip(tmp_path, skip):
     ("a.jsonl", jsonl(TEXTS) + b"{\"text\": \n", f"a.jsonl: line at byte {len(jsonl(TEXTS))}: not valid JSON"),
     ("a.jsonl", b"[" * 100_000, "not valid JSON"),
     ("a.jsonl", jsonl(TEXTS, "body"), "expected an object with the text under 'text', found body, meta."),
-    ("a.jsonl", b"{\"text\": 5}", "line at byte 0: expected an object with the text under 'text'"),
+    ("a.jsonl", b"{\"text\": 5}", "line at byte 0: expected an object with the text under 'text', found int there."),
     ("a.jsonl", b"[5]", "expected an object"),
     ("a.json", b"{}", "expected an array of objects, found dict"),
     ("a.json", b"[{}]", "element 0"),
@@ -550,6 +557,8 @@ def test_wrong_usage(tmp_path):
     text = script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
     assert "1 document, and no text to train on" in text
     assert "no such file. Expected gpt2 or a tokenizer.json" in script("text", *good, "--tokenizer", "gpt3", code=2)
+    for name in ("", "a/b", "a*"):
+        assert "expected the beginning of a file's name" in script("text", *good, "--name", name, code=2)
     assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
     for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"],
                  ["--shard-tokens", "inf"], ["--workers", "-1"]):
