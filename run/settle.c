@@ -72,6 +72,8 @@ static void settle_lineage(Run *run) {
     const char *attn = lineage_attn(run->lineage);
     if (run->step > 0 || !run->o.init_from || !attn || !strcmp(attn, config->attn.text)) return;
     run->loaded = config->attn;
+    run->loaded_L = config->seq_len;
+    if (run->o.norm_length) config->seq_len = (int)run->o.norm_length;
     if (!normalizer_parse(&config->attn, attn, message, sizeof message))
         fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
@@ -205,6 +207,7 @@ static void settle_loaded(Run *run) {
         !checkpoint_verify(o->init_from, true, &error) || !weights_check(config, o->init_from, &error))
         fail_with(&error);
     run->loaded = config->attn;
+    run->loaded_L = config->seq_len;
     run->vocab_from = " (from the loaded model)";
     if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
     if (train_options_given(o, "logit-softcap")) config->logit_softcap = o->logit_softcap;

@@ -136,9 +136,12 @@ bool run_change_due(Run *run, Change *change) {
     *change = (Change){.at_start = at_start,
                        .from = at_start ? run->loaded : now,
                        .to = at_start ? now : run->switches[0].to,
+                       .from_L = at_start ? run->loaded_L : run->config->seq_len,
+                       .to_L = run->config->seq_len,
                        .before = NAN,
                        .after = NAN};
     run->config->attn = change->from;
+    run->config->seq_len = change->from_L;
     return true;
 }
 
@@ -147,12 +150,14 @@ void run_change_apply(Run *run, Change *change) {
     if (!change->kept) fail(EXIT_RESOURCE, "out of memory for a switch of normalizer.");
     weights_keep_scalars(&run->weights, change->kept, false);
     run->config->attn = change->to;
+    run->config->seq_len = change->to_L;
     weights_start_scalars(&run->weights, &change->from);
 }
 
 void run_change_undo(Run *run, Change *change) {
     weights_keep_scalars(&run->weights, change->kept, true);
     run->config->attn = change->from;
+    run->config->seq_len = change->from_L;
     free(change->kept);
 }
 

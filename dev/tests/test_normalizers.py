@@ -338,6 +338,17 @@ def test_the_log_and_the_lineage_record_the_change(changed, case):
             and attn_config(checkpoint(switched, 4))["name"] == after)
 
 
+def test_the_loss_before_has_the_models_own_length(short_data, tmp_path):
+    """--norm-length sets L for the new normalizer, not for the one that the weights were trained with."""
+    flags = ["--val-data", short_data / "d_val_000000.bin", "--val-every", 3, "--out"]
+    train(short_data, *flags, tmp_path / "start", "--attn", "exp+norm=L", "--lr", 0.05, "--steps", 3)
+    init_from(short_data, checkpoint(tmp_path / "start", 3), *flags, tmp_path / "new", "--attn", "softmax",
+              "--norm-length", 64 * T, "--steps", 0)
+    own, = metrics(tmp_path / "start", ["val_loss"])[-1]
+    assert float(lineage(tmp_path / "new")[1]["val_loss_before"]) == pytest.approx(own, abs=2e-6)
+    assert attn_config(checkpoint(tmp_path / "new", 0))["seq_len"] == 64 * T
+
+
 def test_later_resumes_need_no_flag(changed, short_data, tmp_path):
     switched = changed["ssmax", "ssmax-bias"][1]
     for out in (tmp_path / "whole", tmp_path / "parts"):

@@ -32,7 +32,7 @@ def faults():
 def weights(data, tmp_path_factory):
     """A checkpoint to start from."""
     out = tmp_path_factory.mktemp("weights") / "out"
-    train(data, "--steps", 5, "--attn", "ssmax", "--out", out)
+    train(data, "--steps", 5, "--attn", "ssmax+norm=L", "--out", out)
     return checkpoint(out, 5)
 
 
@@ -75,6 +75,7 @@ CASES = {
     "switch at a checkpoint": ["--attn-switch", "3:ssmax"],
     "switch at the first step": ["--attn-switch", "0:ssmax"],
     "init-from": ["--init-from", "WEIGHTS", "--attn", "softmax"],
+    "init-from, another L": ["--init-from", "WEIGHTS", "--attn", "softmax", "--norm-length", 64],
     "two ranks": ["--attn-switch", "3:ssmax", "--batch", 2, "--val-tokens", 32],
 }
 
@@ -84,7 +85,7 @@ CASES = {
 def test_a_stop_anywhere(data, weights, faults, tmp_path, case):
     """Stops at each place where the run checks for a signal. Each stopped run is resumed by the command that started
     it."""
-    model = case != "init-from"
+    model = "init-from" not in case
     words = [*report(data), *(weights if word == "WEIGHTS" else word for word in CASES[case])]
     if case != "switch at a checkpoint":
         words += ["--ckpt-every", 0]
