@@ -57,8 +57,10 @@ def parse_line(path, number, line):
     """A complete line of metrics.jsonl as a dict."""
     try:
         found = json.loads(line)
-        found["step"], found["tokens"]
+        right = all(type(found[key]) is int for key in ("step", "tokens"))
     except (ValueError, KeyError, TypeError):
+        right = False
+    if not right:
         raise Refused(f"{path}: line {number}: expected a JSON object with step and tokens, found "
                       f"{line[:60].decode(errors='replace')!r}. Remove the line, or resume the run, which rewrites the "
                       "file.")

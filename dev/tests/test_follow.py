@@ -290,8 +290,9 @@ def test_wrong_usage_and_files(tmp_path):
     for folder in (run / "run.json", run / "run.json/a"):
         assert (f"follow.py: --tensorboard: {run}/run.json: expected a folder, found a file. Pass another folder"
                 in follow(run, "--tensorboard", folder, code=3))
-    write(run, [line(1)], tail='{"step": 2}\n')
-    assert ("metrics.jsonl: line 2: expected a JSON object with step and tokens, found '{\"step\": 2}'. Remove the line"
-            in follow(run, "--tensorboard", code=3))
+    for wrong in ('{"step": 2}', '{"step": "2", "tokens": 9}'):
+        write(run, [line(1)], tail=wrong + "\n")
+        assert (f"metrics.jsonl: line 2: expected a JSON object with step and tokens, found '{wrong}'. Remove the line"
+                in follow(run, "--tensorboard", code=3))
     (run / "metrics.jsonl").unlink()
     assert "0 steps" in follow(run, "--tensorboard", "--once")
