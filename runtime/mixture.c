@@ -121,8 +121,8 @@ static bool add_weighted(Mixture *m, char *word, const char *text, Error *error)
                          text, word, colon + 1, word);
     if (!number)
         return error_set(error, EXIT_USAGE,
-                         "%s: \"%s\" has no weight.\n  Give all sources a weight, as in \"%s:0.5\", or none.", text,
-                         word, word);
+                         "%s: \"%s\" has no weight.\n  Give all sources a weight, as in \"%s:0.5\", or none.%s", text,
+                         word, word, strchr(text, ' ') ? " A space separates sources; write ? for one in a name." : "");
     if (number - 1 == word)
         return error_set(error, EXIT_USAGE, "%s: \"%s\": expected the path or pattern of a shard before the weight.",
                          text, word);

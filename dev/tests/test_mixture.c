@@ -246,6 +246,8 @@ static void test_refusals(void) {
     }
     refused("%/a.bin:0.7,%/b.bin", EXIT_USAGE, "b.bin\" has no weight.\n  Give all sources a weight");
     refused("%/a.bin,%/b.bin:0.3", EXIT_USAGE, "a.bin\" has no weight");
+    refused("%/a b.bin:0.7,%/b.bin:0.3", EXIT_USAGE, "a\" has no weight");
+    refused("%/a b.bin:0.7,%/b.bin:0.3", EXIT_USAGE, "or none. A space separates sources; write ? for one in a name.");
     refused("%/a.bin:0.7,:0.3", EXIT_USAGE, "\":0.3\": expected the path or pattern of a shard before the weight");
     refused("%/a.bin:half,%/b.bin:0.3", EXIT_USAGE,
             "a.bin:half\": expected a weight after the colon, such as 0.7, found \"half\".\n  If the colon is part of");
