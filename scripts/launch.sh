@@ -97,19 +97,21 @@ watch_errors() {
     trap '' INT TERM HUP
     while IFS= read -r line || [ -n "$line" ]; do
         printf '%s\n' "$line" >&2
-        [[ $line != *"no heartbeat from rank "* ]] || kill -ALRM $$
+        [[ $line != *"no heartbeat from rank "* ]] || kill -PROF $$
     done
 }
 job=
-vanished=
-clients=    # mpirun's children, which may outlive it and would hold our output open
-on_vanished() {
+lost=        # a rank has reported such a machine
+vanished=    # the process that then ends mpirun
+clients=     # mpirun's children, which may outlive it and would hold our output open
+end_soon() {
+    lost=
     [ -z "$vanished" ] || return 0
     clients=$(cat /proc/"$job"/task/*/children 2> /dev/null || true)
     { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $clients; } > /dev/null 2>&1 &
     vanished=$!
 }
-trap on_vanished ALRM
+trap lost=1 PROF    # not ALRM, which bash uses for the limit of read
 
 # If a rank dies while it connects to mpirun, mpirun can deadlock on its way out, after all ranks have ended (Open MPI
 # 4.1 with PMIx 4.2). So mpirun is killed once its children have ended and it has not followed them for 10 seconds.
@@ -146,9 +148,20 @@ trap on_deadlock VTALRM
 
 signal=USR1
 stopped=    # a stop was asked for
-stop() {
-    stopped=1
-    [ -n "$job" ] || return 0
+asked=      # and has to be passed on to the job
+trap 'stopped=1 asked=1' TERM
+# Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
+# comes a second later ends the job at once.
+interrupted=
+interrupt() {
+    local now=${EPOCHREALTIME/[.,]/}
+    [ -z "$interrupted" ] || [ $((now - interrupted)) -lt 1000000 ] || signal=USR2
+    interrupted=${interrupted:-$now}
+    stopped=1 asked=1
+}
+trap interrupt INT
+pass_on() {
+    asked=
     kill "-$signal" "$job" 2> /dev/null || true
     # mpirun drops a signal for ranks that it has not started yet, so a young job gets it again; but not once its ranks
     # have ended, because it would die of it instead of returning their exit code.
@@ -161,25 +174,20 @@ stop() {
         } > /dev/null 2>&1 &
     fi
 }
-trap stop TERM
-# Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
-# comes a second later ends the job at once.
-interrupted=
-interrupt() {
-    local now=${EPOCHREALTIME/[.,]/}
-    [ -z "$interrupted" ] || [ $((now - interrupted)) -lt 1000000 ] || signal=USR2
-    interrupted=${interrupted:-$now}
-    stop
-}
-trap interrupt INT
 
-# Waits for a process, whatever signals arrive. Sets status. This asks again and again, since a signal that interrupts
-# bash's wait can cost the exit code: bash 5.2 loses that of a process which ends at the same moment.
-exec {never}<> <(:)    # a pipe that stays empty, to pause without a process
-wait_for() {
-    while kill -0 "$1" 2> /dev/null; do read -rt 0.1 -u "$never" || true; done
+# Waits for a job, whatever signals arrive. Sets status. It asks again and again, because a trapped signal that
+# interrupts bash's wait can cost the exit code: bash 5.2 loses that of a process which ends at the same moment. Traps
+# therefore run during `read`, where they must not start processes, so they only set variables.
+exec {never}<> <(:)    # a pipe that stays empty: reading from it is a pause
+wait_for_job() {
+    while kill -0 "$job" 2> /dev/null; do
+        read -rt 0.1 -u "$never" || true
+        [ -z "$asked" ] || pass_on
+        [ -z "$lost" ] || end_soon
+    done
     status=0
-    wait "$1" 2> /dev/null || status=$?
+    wait "$job" 2> /dev/null || status=$?
+    job=
 }
 
 # Runs the job once. Sets status to its exit code.
@@ -194,15 +202,13 @@ run_job() {
     "${together[@]}" setsid "$@" <&0 2>&$errors {errors}>&- {never}>&- &
     job=$!
     exec {errors}>&-
-    [ -z "$stopped" ] || stop    # it was asked for before there was a job
     local guard=
     deadlock=
     if [ "$ranks" -gt 1 ] && [ "$machines" -eq 1 ]; then
         watch_children "$job" > /dev/null 2>&1 &
         guard=$!
     fi
-    wait_for "$job"
-    job=
+    wait_for_job
     if [ -n "$guard" ]; then
         kill -KILL "$guard" 2> /dev/null || true
         wait "$guard" 2> /dev/null || true
@@ -231,10 +237,9 @@ for ((restart = 1; restart <= restarts; restart++)); do
     echo "launch.sh: the job ended with exit code $status. Restart $restart of $restarts follows in ${PAUSE:-5} s." >&2
     sleep "${PAUSE:-5}" > /dev/null 2>&1 &
     job=$!    # a stop ends the pause
-    [ -z "$stopped" ] || stop
     last=$status
-    wait_for "$job"
-    job= status=$last
+    wait_for_job
+    status=$last
     [ -z "$stopped" ] || break
     run_job "${command[@]}" --resume
 done
