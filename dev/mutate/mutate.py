@@ -123,6 +123,7 @@ TESTS_OF = (
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
     ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
     ("runtime/file.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
+    ("runtime/safetensors.c", [("build/tests/test_safetensors", ["build/tests/test_safetensors"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),
     ("data/squad.py", pytest_of("train_gpt2", "test_squad")),
     ("data/shards.py", [*pytest_of("train_gpt2", "test_squad"),

@@ -294,6 +294,41 @@ static void test_broken_lengths(void) {
     CHECK(truncate(path, 200000000) == 0 && refused(path, "at most 100000000 bytes"), "a header over 100 MB");
 }
 
+// Tensors that are read in several pieces: a value that is not finite in the second, and a comparison that ends there.
+static void test_pieces(void) {
+    check_group("tensors of more than a piece");
+    enum { N = (1 << 20) + 3 };
+    size_t shape = N;
+    float *values = calloc(N, sizeof *values), *read = malloc(N * sizeof *read);
+    double *wide = malloc(N * sizeof *wide);
+    TensorRow rows[] = {{"a", DTYPE_F32, 1, {N}, values}, {"b", DTYPE_BF16, 1, {N}, values}};
+    Error error = {0};
+    bool same = false;
+    CHECK(safetensors_write(in_folder("zeros"), rows, 2, NULL, NULL, &error), "%s", error.text);
+    values[N - 1] = INFINITY;
+    CHECK(safetensors_write(in_folder("pieces"), rows, 2, NULL, NULL, &error), "%s", error.text);
+    Safetensors *zeros = safetensors_open(in_folder("zeros"), &error),
+                *s = safetensors_open(in_folder("pieces"), &error);
+    for (int i = 0; s && i < 2; i++) {
+        CHECK(!safetensors_read(s, rows[i].name, 1, &shape, read, &error) &&
+                  strstr(error.text, "inf in element 1048578 of 1048579"),
+              "%s: %s", rows[i].name, error.text);
+        CHECK(!safetensors_read_f64(s, rows[i].name, 1, &shape, wide, &error) &&
+                  strstr(error.text, "inf in element 1048578 of 1048579"),
+              "%s: %s", rows[i].name, error.text);
+    }
+    for (int i = 0; s && zeros && i < 2; i++) {
+        const TensorInfo *one = safetensors_find(s, rows[i].name), *other = safetensors_find(zeros, rows[i].name);
+        CHECK(safetensors_same(one, one, &same, &error) && same, "%s and itself: %s", rows[i].name, error.text);
+        CHECK(safetensors_same(one, other, &same, &error) && !same, "%s, the last of which differs", rows[i].name);
+    }
+    safetensors_close(zeros);
+    safetensors_close(s);
+    free(values);
+    free(read);
+    free(wide);
+}
+
 // A tensor that begins past 4 GiB, in a sparse file.
 static void test_large(void) {
     check_group("a tensor past 4 GiB");
@@ -396,6 +431,7 @@ int main(void) {
     test_broken_headers();
     test_large_headers();
     test_broken_lengths();
+    test_pieces();
     test_large();
     test_sharded();
     test_write_failures();
