@@ -119,6 +119,7 @@ TESTS_OF = (
     ("runtime/start.c", [("build/tests/test_process", ["build/tests/test_process"])]),
     ("runtime/mixture.c", [("build/tests/test_mixture", ["build/tests/test_mixture"])]),
     ("runtime/memory.c", [("build/tests/test_memory", ["build/tests/test_memory"])]),
+    ("run/checkpoint.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
     ("run/metrics.c", [("build/tests/test_metrics", ["build/tests/test_metrics"])]),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
     ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),

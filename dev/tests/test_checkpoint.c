@@ -407,6 +407,11 @@ static void test_prune(void) {
     CHECK(checkpoint_prune(out_dir, 2, 50, &error) && count_entries(true) == 2 && there(50) && there(40),
           "keep 2 and 50");
     CHECK(checkpoint_prune(out_dir, 7, UINT64_MAX, &error) && count_entries(true) == 2, "keep 7");
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/ckpt/.old-step-00000050", out_dir);
+    CHECK(mkdir(path, 0777) == 0 && checkpoint_prune(out_dir, 2, UINT64_MAX, &error) && there(50) && there(40),
+          "a leftover of step 50 is not another checkpoint");
+    rmdir(path);
     CHECK(count_entries(false) == 0, "leftovers");
     CHECK(save(123456789012, 6, &error), "%s", error.text);
     uint64_t step = 0;
