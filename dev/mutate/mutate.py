@@ -112,7 +112,8 @@ TESTS_OF = (
       for file in ("runtime/tokenizer", "runtime/pretokenize.c", "runtime/search.h")),
     ("runtime/nfc.c", [("build/tests/test_tokenizer", ["build/tests/test_tokenizer"]),
                        *pytest_of("train_gpt2", "test_vocabularies", "-k", "short and qwen")]),
-    ("model/weights.c", pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "stored")),
+    ("model/weights.c", [*pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "stored"),
+                         *pytest_of("train_gpt2", "test_resume", "-k", "switch_and_back")]),
     ("model/config.c", pytest_of("train_gpt2", "test_families", "-k", "beyond")),
     ("scripts/to_gguf.py", pytest_of("train_gpt2", "test_to_gguf", "-k", "scaled or metadata_of")),
     ("runtime/chat.c", pytest_of("sample_gpt2 build/tests/logits", "test_chat", "-k", "date")),
@@ -121,6 +122,8 @@ TESTS_OF = (
     ("runtime/memory.c", [("build/tests/test_memory", ["build/tests/test_memory"])]),
     ("run/checkpoint.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
     ("run/metrics.c", [("build/tests/test_metrics", ["build/tests/test_metrics"])]),
+    *((file, pytest_of("train_gpt2", "test_resume", "-k", "keep_best or switch"))
+      for file in ("run/save.c", "run/settle.c")),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
     ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
     ("runtime/file.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),

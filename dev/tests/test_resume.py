@@ -237,7 +237,7 @@ def test_keep_best(data, tmp_path):
     best = int(np.argmin([loss for loss, in metrics(out, ["val_loss"])])) + 1
     assert best < 17 and steps(out) == [best, 22]
     shutil.rmtree(checkpoint(out, best))    # as if the run had gone without --keep-best until now
-    train(data, *flags, "--steps", 27, "--resume")
+    train(data, *flags, "--steps", 27, "--batch", 2, "--resume", processes=2)    # both must know that it is gone
     best = 23 + int(np.argmin([loss for loss, in metrics(out, ["val_loss"])][22:]))
     assert best < 27 and steps(out) == [best, 27]
 
@@ -331,12 +331,19 @@ def test_attn_switch_after_a_kill(data, tmp_path):
 
 def test_attn_switch_and_back(data, tmp_path):
     out = tmp_path / "out"
-    flags = ["--keep", 0, "--out", out]
+    flags = ["--keep", 0, "--ckpt-every", 2, "--out", out]
     train(data, *flags, "--attn", "ssmax", "--attn-switch", "3:softmax", "--steps", 6)
     assert not any("attn_scale" in name for name in read_header(checkpoint(out, 6) / "model.safetensors")[0])
     train(data, *flags, "--resume", "--attn-switch", "8:ssmax", "--steps", 10)
     assert [entry[2:] for entry in lineage(out)[1:]] == [("ssmax", "softmax"), ("softmax", "ssmax")]
     assert any("attn_scale" in name for name in read_header(checkpoint(out, 10) / "model.safetensors")[0])
+    # One process makes both switches, and the scale has lost its moments.
+    shutil.copytree(out, tmp_path / "parts")
+    for step in steps(out):
+        if step > 2:
+            shutil.rmtree(checkpoint(out, step))
+    train(data, *flags, "--resume", "--steps", 10)
+    assert_same_run(tmp_path / "parts", out, 10)
 
 
 # ---- a new run from weights
