@@ -124,6 +124,9 @@ TESTS_OF = (
     ("run/metrics.c", [("build/tests/test_metrics", ["build/tests/test_metrics"])]),
     *((file, pytest_of("train_gpt2", "test_resume", "-k", "keep_best or switch"))
       for file in ("run/save.c", "run/settle.c")),
+    ("run/report.c", [*pytest_of("train_gpt2", "test_normalizers", "-k", "describe"),
+                      *pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "trainer_samples")]),
+    ("run/run.c", pytest_of("train_gpt2", "test_order", "-k", "share_of_the_peak")),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
     ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
     ("runtime/file.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),

@@ -13,6 +13,7 @@ from safetensors.torch import save_file as save_torch
 
 from tiny import (BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train,
                   write_data)
+import trainer
 from trainer import saving_and_pruning
 
 
@@ -54,6 +55,18 @@ def test_each_sample_has_its_own_random_stream(runs):
     many, _ = sample(runs / "ids", *flags, "--num-samples", 11)
     one, _ = sample(runs / "ids", *flags)
     assert one == many[:1] and len(set(many)) > 8
+
+
+def test_the_trainer_samples_the_same(tmp_path):
+    """At step S, it draws what this program draws as sample S."""
+    build()
+    trainer.make_data(tmp_path)
+    trainer.train(tmp_path, "--seq-len", 64, "--steps", 3, "--sample-every", 3, "--out", tmp_path / "out")
+    drawn = (tmp_path / "out/samples.txt").read_text()
+    assert drawn.startswith("---- step 3\n")
+    texts, _ = sample(tmp_path / "out", "--num-samples", 4, "--max-new-tokens", 64)
+    ids = texts[3].split(",")[1:]       # without end-of-text, which begins it
+    assert len(ids) > 5 and ids == drawn.split("\n")[1].split()
 
 
 @pytest.mark.parametrize("shape", [f"{SHAPE},kv_heads=2", f"layers=2,block=gau,channels=32,vocab={VOCAB}"])
