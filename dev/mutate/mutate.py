@@ -42,7 +42,7 @@ SELECTION_TESTS = [("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
-TRAINER = ("train_gpt2.cu", "cuda/collective.cu", "cuda/graphs")
+TRAINER = ("train_gpt2.cu", "cuda/graphs")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
                  "or same_number or recomputing or resume or graphs or stored or z_loss")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
@@ -80,6 +80,8 @@ TESTS_OF = (
     ("attention/torch/transformers.py", pytest_of("", "test_torch_models", "-k", TORCH_MODELS)),
     ("attention/torch/", TORCH_TESTS),
     *((file, TRAINER_TESTS) for file in TRAINER),
+    ("cuda/collective.cu", [("build/on_cpu/tests/test_collective", ["build/on_cpu/tests/test_collective"]),
+                            *TRAINER_TESTS]),
     ("cuda/matmul", MATMUL_TESTS),
     ("cuda/muon.cuh", [*KERNEL_TESTS, *pytest_of("train_gpt2 train_gpt2cu_on_cpu", "test_training", "-k", "muon_by")]),
     ("runtime/muon.h", pytest_of("train_gpt2", "test_training", "-k", "muon_equals")),

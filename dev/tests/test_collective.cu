@@ -288,6 +288,20 @@ static void work_stuck(void) {
     printf("process %d came through\n", process.rank);
 }
 
+static void sleep_briefly(void *) {
+    usleep(500000);
+}
+
+// The work before a sum takes longer than the ranks wait for each other.
+static void work_slow(void) {
+    Array x(vector<float>(1000, 1.0f));
+    patience = 3;
+    for (int i = 0; i < 10; i++) CUDA_CHECK(cudaLaunchHostFunc(stream, sleep_briefly, NULL));
+    collective_all_reduce(collective, x.device, x.n, stream);
+    for (float y : x.read()) expect(y == (float)process.size, "a sum after other work", x.n);
+    if (process.rank == 0) printf("%d processes are right\n", process.size);
+}
+
 // Rank 1 has other owners than the other ranks.
 static void work_owners(void) {
     Array x(vector<float>(1000, 1.0f));
@@ -305,6 +319,7 @@ static int work(const char *what, int argc, char **argv) {
     collective = collective_start(!strcmp(what, "bf16"));
     if (!strcmp(what, "die")) work_die();
     else if (!strcmp(what, "stuck")) work_stuck();
+    else if (!strcmp(what, "slow")) work_slow();
     else if (!strcmp(what, "differ")) work_differ();
     else if (!strcmp(what, "owners")) work_owners();
     else if (!strcmp(what, "captured")) work_captured();
@@ -428,6 +443,9 @@ static void test_patience(void) {
     CHECK(code != 0 && strstr(output, "rank 0: timed out after 3 s waiting for the other ranks.") &&
               !strstr(output, "came through"),
           "code %d: %s", code, output);
+    setenv("CUDA_ON_CPU_STREAMS", "late", 1);
+    run_job("2", "slow");
+    unsetenv("CUDA_ON_CPU_STREAMS");
 }
 
 static bool on_a_cpu(void) {
