@@ -44,7 +44,7 @@ PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kerne
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/graphs")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
-                 "or same_number or recomputing or resume or graphs or stored or z_loss")
+                 "or same_number or recomputing or resume or graphs or stored or z_loss or sample or often")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "ssmax_bias_h4_kv2_T33"]),
@@ -79,6 +79,9 @@ TESTS_OF = (
     *((file, TORCH_CUDA_TESTS) for file in ("attention/torch/attn_c_cuda.cu", "attention/torch/cuda.py")),
     ("attention/torch/transformers.py", pytest_of("", "test_torch_models", "-k", TORCH_MODELS)),
     ("attention/torch/", TORCH_TESTS),
+    ("attention/modeling_attn_gpt.py",
+     [*pytest_of("build/tests/test_rope", "test_rope", "-k", "transformers"),
+      *pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_huggingface", "-k", "new_model")]),
     *((file, TRAINER_TESTS) for file in TRAINER),
     ("cuda/collective.cu", [("build/on_cpu/tests/test_collective", ["build/on_cpu/tests/test_collective"]),
                             *TRAINER_TESTS]),

@@ -5,6 +5,7 @@ TRAIN_GPT2CU names another build to test, which may be one for a GPU.
 """
 import ctypes
 import ctypes.util
+import fcntl
 import json
 import os
 import re
@@ -75,6 +76,16 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
         for p, q in zip(x, y):
             if p is not None:
                 np.testing.assert_allclose(q, p, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_is_a_single_document(cuda, data, tmp_path):
+    """Whatever documents the batch before it has."""
+    train(data, *SMALL, "--lr", 0.03, "--steps", 60, "--out", tmp_path)
+    flags = ["--init-from", checkpoint(tmp_path, 60), "--seq-len", 20, "--batch", 2, "--lr", 0, "--steps", 10,
+             "--sample-every", 1]
+    for masks in (0, 1):
+        train(data, *flags, "--doc-mask", masks, "--out", tmp_path / str(masks), program=cuda, model=False)
+    assert (tmp_path / "0/samples.txt").read_text() == (tmp_path / "1/samples.txt").read_text()
 
 
 @pytest.mark.drawn(2)
@@ -349,6 +360,15 @@ def test_stored_matmuls_are_used(cuda, data, tmp_path, measured):
     np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "3"), rtol=1e-4)
 
 
+def test_stored_matmuls_are_not_those_of_samples(cuda, data, tmp_path, measured):
+    """A sample's matmuls are not measured, and those after it are."""
+    flags, file = measured
+    train(data, *flags, "--matmuls", tmp_path / "with samples", "--deterministic", 0, "--steps", 4, "--sample-every", 1,
+          program=cuda)
+    shapes, all_shapes = ({entry.split(":")[0] for entry in stored(path)} for path in (file, tmp_path / "with samples"))
+    assert shapes == all_shapes
+
+
 def test_stored_matmuls_of_two_ranks(cuda, data, tmp_path):
     """Only rank 0 reads and writes the file, and its algorithms become those of all ranks."""
     file, wrapper = tmp_path / "matmuls", tmp_path / "wrapper"
@@ -389,6 +409,22 @@ def test_stored_matmuls_of_runs_at_once(cuda, data, tmp_path):
     for words in flags:
         train(data, *words, program=cuda)
     assert file.read_text() == text
+
+
+def test_stored_matmuls_wait_for_the_lock(cuda, data, tmp_path):
+    """While another run changes the file, a run reads it only once that run has written it."""
+    file = tmp_path / "matmuls"
+    lock = open(f"{file}.lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    job = subprocess.Popen(command(data, *SMALL, "--matmuls", file, "--steps", 2, "--deterministic", 0, program=cuda),
+                           env=environment(), stdout=subprocess.DEVNULL)
+    start = time.time()
+    while not re.search(rf"-> FLOCK .* {job.pid} ", Path("/proc/locks").read_text()) and time.time() - start < 60:
+        assert job.poll() is None
+        time.sleep(0.05)
+    assert not file.exists()
+    lock.close()
+    assert job.wait() == 0 and stored(file)
 
 
 def test_stored_matmuls_survive_a_kill(cuda, data, tmp_path):
@@ -548,8 +584,8 @@ def test_each_trainer_resumes_the_others_run(cuda, data, tmp_path, first, second
 
 
 def test_switch_mid_run(cuda, data, tmp_path):
-    """Both trainers switch from softmax to SSMax at step 3, also by a flag of the resumed run."""
-    a, b, c = tmp_path / "cpu", tmp_path / "cuda", tmp_path / "resumed"
+    """Both trainers switch from softmax to SSMax at step 3, also by a flag of the resumed run, and on two ranks."""
+    a, b, c, d = (tmp_path / name for name in ("cpu", "cuda", "resumed", "ranks"))
     flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 200, "--val-every", 3]
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", a)
     said = train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", b, program=cuda)
@@ -557,10 +593,12 @@ def test_switch_mid_run(cuda, data, tmp_path):
     np.testing.assert_allclose(losses(b), losses(a), atol=1e-4, rtol=0)
     train(data, *flags, "--steps", 3, "--out", c, program=cuda)
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)
-    np.testing.assert_allclose(losses(c), losses(a), atol=1e-4, rtol=0)
-    scales = [tensors(run, 6, "attn_scale") for run in (a, b, c)]
+    train(data, *flags, "--batch", 1, "--steps", 6, "--attn-switch", "3:ssmax", "--out", d, program=cuda, processes=2)
+    for run in (c, d):
+        np.testing.assert_allclose(losses(run), losses(a), atol=1e-4, rtol=0)
+    scales = [tensors(run, 6, "attn_scale") for run in (a, b, c, d)]
     assert np.ptp(scales[0]) > 1e-4      # the new scalars start equal in all heads and layers, and are trained
-    np.testing.assert_allclose(scales[1:], [scales[0]] * 2, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(scales[1:], [scales[0]] * 3, atol=1e-5, rtol=0)
 
 
 def tensors(out, step, word):
@@ -570,7 +608,17 @@ def tensors(out, step, word):
                            for name in sorted(header) if word in name])
 
 
-# ---- masks and all-zero rows
+# ---- the embedding's gradient, masks and all-zero rows
+
+
+def test_tokens_that_occur_often(cuda, data, tmp_path):
+    """The embedding's gradient sums the rows of a token in pieces of 64."""
+    write_shard(tmp_path / "d_train_000001.bin", np.random.default_rng(1).integers(0, 2, 3000))
+    for name, program in {"cpu": None, "cuda": cuda}.items():
+        train(tmp_path, *SMALL, "--model", f"{MODEL},tied=0", "--batch", 8, "--steps", 4, "--out", tmp_path / name,
+              program=program)
+    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
+    np.testing.assert_allclose(b, a, rtol=1e-4)
 
 
 def test_masks(cuda, data, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer import ROOT, checkpoint, make, train
+sys.path.insert(0, str(ROOT / "attention"))
+import modeling_attn_gpt as modeling
 
 KEYS = {"linear": ["factor"],
         "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
@@ -62,7 +65,8 @@ def program():
 
 @pytest.mark.parametrize("text, head, theta, L, T", [*CASES, *drawn(40)])
 def test_frequencies_equal_transformers(program, text, head, theta, L, T):
-    """transformers computes in float32, so its angles at position T are off by about T x 1e-7."""
+    """Those of the programs and of the modeling file. transformers computes in float32, so its angles at position T are
+    off by about T x 1e-7."""
     printed = subprocess.run([program, *map(str, (head, theta, L, T, text))], capture_output=True, text=True,
                              check=True).stdout
     (amplitude,), *ours = (np.array(line.split(), float) for line in printed.splitlines())
@@ -77,6 +81,9 @@ def test_frequencies_equal_transformers(program, text, head, theta, L, T):
     assert amplitude == pytest.approx(rope.attention_scaling, rel=1e-12)
     np.testing.assert_allclose(ours[0], rope.inv_freq.numpy(), rtol=2e-6)
     np.testing.assert_allclose(ours[1:], [cos, sin], rtol=0, atol=2e-6 + 3e-7 * T)
+    frequency, factor = modeling.rope_frequencies(parameters, head, L, torch.tensor([T]))
+    assert factor == pytest.approx(rope.attention_scaling, rel=1e-12)
+    np.testing.assert_allclose(frequency[0].numpy(), rope.inv_freq.numpy(), rtol=2e-6)
 
 
 # ---------------------------------------------------------------- runs
