@@ -211,6 +211,31 @@ def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
         assert all(p.stat().st_mtime_ns == t for p, t in finished.items()), "a finished shard was made again"
 
 
+def test_files_are_synced_before_they_count(tmp_path, often, monkeypatch):
+    """What a file contains before it is renamed; the parts and the names that a state file counts before it is."""
+    synced, renamed, rename = {}, [], os.replace      # synced: {inode: contents}
+
+    def sync(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.is_dir():
+            renamed.clear()
+        else:
+            synced[path.stat().st_ino] = path.read_bytes()
+
+    def replace(source, target):
+        is_state = Path(target).name == "small.json"
+        for path in (Path(source), *(tmp_path.glob("*.part") if is_state else ())):
+            assert synced.get(path.stat().st_ino) == path.read_bytes(), f"{path}, before {target} gets its name"
+        assert not (is_state and renamed)
+        rename(source, target)
+        renamed.append(target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_small(tmp_path)
+    assert synced and not renamed and len(list(tmp_path.glob("*.bin"))) > 2
+
+
 SLOW_RUN = """
 import sys, time
 sys.path[:0] = [{data!r}, {tests!r}]
