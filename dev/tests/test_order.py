@@ -103,17 +103,17 @@ def test_a_mixture_has_its_proportions(tmp_path):
 
 
 def test_the_share_of_the_peak_depends_on_the_length(data, tmp_path):
-    """FLOPs per token by hand, for a tied model of one layer with 16 channels. The peak may grow in the course of a
-    run, so they are approximate."""
-    train(data, "--seq-len", "8,512", "--batch", 1, "--steps", 12, "--model",
+    """FLOPs per token by hand, for a tied model of one layer with 16 channels. The peak is measured again in the first
+    steps, which are left out."""
+    train(data, "--seq-len", "8,512", "--batch", 1, "--steps", 16, "--model",
           "layers=1,heads=2,channels=16,ffn=24,vocab=97,tied=1", "--out", tmp_path)
-    ratios = np.array([mfu / speed for mfu, speed in metrics(tmp_path, ["mfu", "tok_per_s"])])
+    ratios = np.array([mfu / speed for mfu, speed in metrics(tmp_path, ["mfu", "tok_per_s"])[4:]])
     ratios /= ratios.min()
     matrices = 4 * 16 * 16 + 3 * 16 * 24 + 97 * 16 + 3 * 16       # and the gains of three norms
     longer = (6 * matrices + 6 * (16 + 16) * 512) / (6 * matrices + 6 * (16 + 16) * 8)
     is_long = ratios > 2
     assert 0 < is_long.sum() < 12
-    np.testing.assert_allclose(ratios, np.where(is_long, longer, 1), rtol=0.3)
+    np.testing.assert_allclose(ratios, np.where(is_long, longer, 1), rtol=0.01)
 
 
 def test_shuffle_and_seed_matter(data, tmp_path):
