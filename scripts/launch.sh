@@ -106,7 +106,7 @@ vanished=    # the process that then ends mpirun
 clients=     # mpirun's children, which may outlive it and would hold our output open
 end_soon() {
     lost=
-    [ -z "$vanished" ] || return 0
+    [ -n "$watcher" ] && [ -z "$vanished" ] || return 0    # no watcher: the report came after the end of its job
     clients=$(cat /proc/"$job"/task/*/children 2> /dev/null || true)
     { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $clients; } > /dev/null 2>&1 &
     vanished=$!
@@ -192,6 +192,7 @@ wait_for_job() {
 
 # Runs the job once. Sets status to its exit code.
 run_job() {
+    lost=
     if [ "$machines" -gt 1 ]; then
         exec {errors}> >(watch_errors)
         watcher=$!
@@ -225,6 +226,7 @@ run_job() {
     elif [ -n "$watcher" ]; then
         wait "$watcher" || true
     fi
+    watcher=
 }
 
 can_help() { case $1 in 0 | 2 | 3 | 4 | 5 | 7 | 75) return 1 ;; esac; }

@@ -88,6 +88,22 @@ def test_a_stop_at_the_moment_of_the_end(tmp_path):
         assert (result.returncode, result.stdout, result.stderr) == (75, "", "")
 
 
+def test_a_report_after_the_end_of_a_job(tmp_path):
+    """A rank's report of a vanished machine that comes after the end of its job does not end or fail the next one."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("""#!/bin/sh
+        [ ! -e started ] || exit 0
+        touch started
+        (sleep 0.5; echo "no heartbeat from rank 1" >&2) &
+        exit 6""")
+    mpirun.chmod(0o755)
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    result = subprocess.run([str(LAUNCH), "--restart", "3", "2", "true", "--out", "out"], cwd=tmp_path, text=True,
+                            env=environment(MPIRUN=str(mpirun), HOSTFILE="hosts", PAUSE="0.3"), capture_output=True,
+                            timeout=60)
+    assert result.returncode == 0 and result.stderr.count("Restart ") == 1, result.stderr
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("restarts, waits", [(0, "sleep 0.1"), (1, "sleep 2 & wait"), (0, "sleep 2 &")])
 def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
