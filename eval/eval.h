@@ -19,6 +19,7 @@
 
 #include "model/model.h"
 #include "runtime/file.h"
+#include "runtime/human.h"
 #include "runtime/options.h"
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
@@ -128,11 +129,6 @@ void eval_finish(Eval *e);
 
 // The number of characters of a UTF-8 text, for aligning columns of names.
 size_t eval_characters(const char *text);
-
-// Removes a NaN's sign, because printf() would print "-nan".
-static inline double shown(double x) {
-    return isnan(x) ? (double)NAN : x;
-}
 
 // Rounded to a multiple of 1/unit, zero without a sign: printf() prints "-0.0000" for a small negative number.
 static inline double rounded(double x, double unit) {

@@ -231,11 +231,6 @@ bool run_batch(Run *run, Batch *batch) {
 
 // ---- a step
 
-// A NaN without its sign, with which printf would write "-nan". Any other number is unchanged.
-static double without_sign(double x) {
-    return isnan(x) ? NAN : x;
-}
-
 // A non-finite loss or gradient ends the run before its weights are saved.
 static void check_finite(Run *run, double loss, double norm) {
     if (isfinite(loss) && isfinite(norm)) return;
@@ -253,7 +248,7 @@ static void check_finite(Run *run, double loss, double norm) {
     fail(EXIT_DIVERGED,
          "step %lld: the loss is %g and the gradient norm %g: training diverged. This step was discarded.%s\n"
          "  Last good checkpoint: %s. A lower --lr or a longer --warmup may help, or in a new run %s.",
-         (long long)run->step, without_sign(loss), without_sign(norm), unbounded, saved ? path : "none",
+         (long long)run->step, shown(loss), shown(norm), unbounded, saved ? path : "none",
          run->o.grad_clip != 0 ? "a smaller --grad-clip" : "--grad-clip, which is off");
 }
 
