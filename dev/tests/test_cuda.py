@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jobs import wait_for
 from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses,
                      metrics, read_header, steps, tokens, train, write_header, write_shard)
 
@@ -419,11 +420,8 @@ def test_stored_matmuls_wait_for_the_lock(cuda, data, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         job = subprocess.Popen(command(data, *SMALL, "--matmuls", file, "--steps", 2, "--deterministic", 0,
                                        program=cuda), env=environment(), stdout=subprocess.DEVNULL)
-        start = time.time()
-        while not re.search(rf"-> FLOCK .* {job.pid} ", Path("/proc/locks").read_text()) and time.time() - start < 60:
-            assert job.poll() is None
-            time.sleep(0.05)
-        assert not file.exists()
+        wait_for(lambda: re.search(rf"-> FLOCK .* {job.pid} ", Path("/proc/locks").read_text()), "a run that waits")
+        assert job.poll() is None and not file.exists()
     assert job.wait() == 0 and stored(file)
 
 
