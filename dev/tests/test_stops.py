@@ -347,6 +347,19 @@ def paused(process):
     process.send_signal(signal.SIGCONT)
 
 
+@contextlib.contextmanager
+def paused_between_saves(process, out):
+    """The run has checkpoints and samples only at multiples of 10 steps."""
+    while True:
+        with paused(process):
+            line = (out / "metrics.jsonl").read_text().splitlines()[-1]
+            if 2 <= json.loads(line)["step"] % 10 <= 7:
+                yield
+                return
+        time.sleep(0.01)
+        assert process.poll() is None
+
+
 @pytest.mark.parametrize("how", ["folder", "lock"])
 def test_the_run_folder_is_out_of_reach_mid_run(data, tmp_path, how):
     """While a file takes the folder's place, or the lock is not a file, saves fail and training continues. Once the
@@ -360,12 +373,12 @@ def test_the_run_folder_is_out_of_reach_mid_run(data, tmp_path, how):
                                    stderr=errors, env=environment())
     try:
         wait_for(process, lambda: last_step(out) >= 20)
-        with paused(process):
+        with paused_between_saves(process, out):
             gone.rename(away)
             gone.touch() if how == "folder" else gone.symlink_to("/dev/full")
         wait_for(process, lambda: log.read_text().count("Training continues; earlier checkpoints are intact") >= 3)
         wait_for(process, lambda: "is lost. Training continues." in log.read_text())
-        with paused(process):
+        with paused_between_saves(process, away / "out" if how == "folder" else out):
             gone.unlink()
             away.rename(gone)
             at = last_step(out)
