@@ -23,6 +23,7 @@
 #include "attention/l2.h"
 #include "model/model.h"
 #include "model/rope.h"
+#include "model/weights.h"
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
@@ -34,7 +35,6 @@
 #include "runtime/process.h"
 #include "runtime/real.h"
 #include "runtime/shards.h"
-#include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Phase timers: phase() ends the current phase and starts the next. --profile prints the totals.

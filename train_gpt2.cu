@@ -39,12 +39,13 @@
 #include "cuda/matmul_file.h"
 #include "cuda/muon.cuh"
 #include "cuda/norms.cuh"
-#include "cuda/rmsnorm.cuh"
 #include "cuda/qk_norm.cuh"
+#include "cuda/rmsnorm.cuh"
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
 #include "model/model.h"
 #include "model/rope.h"
+#include "model/weights.h"
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
@@ -52,7 +53,6 @@
 #include "runtime/human.h"
 #include "runtime/memory.h"
 #include "runtime/process.h"
-#include "model/weights.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Phase timers for --profile: phase() ends the current phase and starts the next. Phases are timed by events on the
