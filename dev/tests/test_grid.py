@@ -1023,6 +1023,20 @@ def test_programs_that_cannot_be_used_are_named(data, tmp_path):
             in run(path, tmp_path / "out", code=3, TRAIN_GPT2=str(program)))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_estimate_of_the_disk(data, tmp_path, dtype):
+    """That of a dry run is what the run's checkpoints then take."""
+    path = write(tmp_path, f'[[run]]\nattn = "softmax"\nflags = {{ dtype = "{dtype}", ckpt-every = 4, keep = 3 }}\n',
+                 data=data)
+    path.write_text(path.read_text().replace(MODEL, "layers=1,heads=2,channels=64,ffn=128,vocab=97"))
+    text = run(path, tmp_path / "out", "--dry-run")
+    number, unit = re.search(r"disk +about ([\d.]+) (kB|MB) of checkpoints", text).groups()
+    run(path, tmp_path / "out")
+    files = list(folder_of(tmp_path / "out", "softmax").glob("ckpt/*/*.safetensors"))
+    assert len(files) == 6
+    assert float(number) * {"kB": 1e3, "MB": 1e6}[unit] == pytest.approx(sum(f.stat().st_size for f in files), rel=0.03)
+
+
 def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
