@@ -5,17 +5,17 @@
 #   scripts/launch.sh 4 ./train_gpt2 --train-data "data/*_train_*.bin" ...
 #   scripts/launch.sh 8 ./train_gpt2cu ...      one rank per GPU
 #
-#   --restart R          if a rank dies, start the job again with --resume, up to R times; but not after Ctrl-C or
-#                        SIGTERM, nor if a restart cannot help: exit codes 0, 2 to 5, 7 and 75 (doc/training.md)
+#   --restart R          if a rank dies, start the job again with --resume, up to R times; but not after a signal
+#                        that stops it, nor if a restart cannot help: exit codes 0, 2 to 5, 7 and 75 (doc/training.md)
 #   PAUSE=5              seconds before a restart
 #   HOSTFILE=file        Open MPI's hostfile (one line per machine: name slots=K); without it all ranks run here
 #   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks
 #   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
 #   MPIRUN=mpirun        a different mpirun, optionally followed by flags for it
 #
-# Ctrl-C or SIGTERM lets the program save a checkpoint, however long that takes; a second Ctrl-C ends it at once, as
-# does kill -9 on launch.sh. When a machine vanishes, the remaining ranks end with exit code 6 (--rank-timeout), and
-# launch.sh follows a few seconds later with the same code.
+# Ctrl-C, SIGTERM, SIGHUP (as a closed terminal sends it) or SIGUSR1 lets the program save a checkpoint, however long
+# that takes; a second Ctrl-C ends it at once, as does kill -9 on launch.sh. When a machine vanishes, the remaining ranks
+# end with exit code 6 (--rank-timeout), and launch.sh follows a few seconds later with the same code.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 
@@ -94,7 +94,7 @@ together=()
 watcher=
 watch_errors() {
     local line
-    trap '' INT TERM HUP
+    trap '' INT TERM HUP USR1
     while IFS= read -r line || [ -n "$line" ]; do
         printf '%s\n' "$line" >&2
         [[ $line != *"no heartbeat from rank "* ]] || kill -PROF $$
@@ -117,7 +117,7 @@ trap lost=1 PROF    # not ALRM, which bash uses for the limit of read
 # 4.1 with PMIx 4.2). So mpirun is killed once its children have ended and it has not followed them for 10 seconds.
 watch_children() {
     local idle=0 line fields children
-    trap '' INT TERM HUP
+    trap '' INT TERM HUP USR1
     while [ "$idle" -lt 10 ]; do
         sleep 1
         read -r line < /proc/"$1"/stat || return
@@ -149,7 +149,7 @@ trap on_deadlock VTALRM
 signal=USR1
 stopped=    # a stop was asked for
 asked=      # and has to be passed on to the job
-trap 'stopped=1 asked=1' TERM
+trap 'stopped=1 asked=1' TERM HUP USR1    # nohup's ignored SIGHUP stays ignored
 # Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
 # comes a second later ends the job at once.
 interrupted=

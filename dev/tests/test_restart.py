@@ -9,7 +9,7 @@ import pytest
 
 import machines
 from jobs import line_count, ranks_of, wait_for
-from trainer import LAUNCH, assert_same_run, command, environment, train
+from trainer import LAUNCH, STOP_SIGNALS, assert_same_run, command, environment, train
 
 STEPS = 1500
 FLAGS = ["--steps", STEPS, "--ckpt-every", 50, "--batch", 2, "--lr", 0.0005]
@@ -55,7 +55,7 @@ def test_killed_ranks(data, tmp_path, ranks, victims):
     assert_same_run(tmp_path / "whole", tmp_path / "out", STEPS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", sorted(STOP_SIGNALS))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stop_is_not_restarted(data, tmp_path, ranks, number):
     job = Restarting(data, tmp_path / "out", 3, ranks)

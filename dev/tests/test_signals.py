@@ -59,9 +59,8 @@ def draw(backend, training, others):
     for i, phase in enumerate(phases):
         threads, ranks = (1, 1, 2, 2)[i % 4], (1, 2, 1, 2)[i % 4]
         number = names[threads, ranks, phase] = names.get((threads, ranks, phase), -1) + 1
-        # with several ranks, launch.sh receives the signal, and it handles only two
-        signals = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP, signal.SIGUSR1] if ranks == 1 else [])
-        yield Stop(backend, threads, ranks, phase, number, chance.random(), chance.choice(signals))
+        # with several ranks, launch.sh receives the signal
+        yield Stop(backend, threads, ranks, phase, number, chance.random(), chance.choice(sorted(STOP_SIGNALS)))
 
 
 ALL = [*draw("onednn", 21, 3), *draw("blas", 2, 1), *draw("loops", 2, 1)]
