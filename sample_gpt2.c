@@ -352,11 +352,6 @@ static void open_checkpoint(Sampler *s) {
 
 // ---- printing
 
-static void flush_stdout(void) {
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail(EXIT_RESOURCE, "stdout: cannot write the text: %s.", strerror(errno));
-}
-
 // Prints what is incomplete as U+FFFD, as with Python's errors="replace".
 static void utf8_end(Utf8 *u) {
     if (u->have) fputs(REPLACEMENT_BYTES, stdout);
@@ -412,7 +407,7 @@ static void show(Sampler *s, size_t count) {
         printf("\n");
         s->begun = false;
     }
-    flush_stdout();
+    flush_stdout("the text");
 }
 
 // ---- generating
@@ -559,13 +554,13 @@ static size_t answer(Sampler *s, float *logits, size_t from) {
         if (id == end || model_ends_text(&s->model.config, id)) break;
         put_token(s, id, at == from && *s->chat->answer);
         keep_reply(s, id);
-        flush_stdout();
+        flush_stdout("the text");
         decode(&s->decoder, &(DecodeRow){id, 0, at++}, 1);
         logits = decode_logits(&s->decoder, 0, 1, 0);
     }
     utf8_end(&s->utf8);
     printf("\n");
-    flush_stdout();
+    flush_stdout("the text");
     s->turns++;
     return at;
 }
@@ -629,7 +624,7 @@ int main(int argc, char **argv) {
     if (s.o.interactive) converse(&s);
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
-    flush_stdout();
+    flush_stdout("the text");
     if (s.longest > (size_t)s.model.config.seq_len)
         warn("a text of %zu tokens exceeds the length of %d with which the model was trained.", s.longest,
              s.model.config.seq_len);

@@ -1,6 +1,5 @@
 // The evaluation programs: their tasks and main(). eval_gpt2.c and eval_gpt2.cu include this file after they define
 // Computer, the model and how it runs (see eval_gpt2.c for what each function does).
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -315,8 +314,7 @@ int main(int argc, char **argv) {
     }
     if (e->o.task == TASK_LOSS || e->o.task == TASK_POSITIONS) losses_compare(e);
     if (e->o.out) eval_write(e);
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail(EXIT_RESOURCE, "stdout: cannot write the results: %s.", strerror(errno));
+    flush_stdout("the results");
     if (e->tokens)
         fprintf(stderr, "%s: %s token%s in %.2f s, %.1f tokens/s\n", PROGRAM, human_grouped(e->tokens).text,
                 e->tokens == 1 ? "" : "s", seconds, (double)e->tokens / seconds);

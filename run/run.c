@@ -106,6 +106,7 @@ bool run_take(Run *run) {
     if (run->o.dry_run) {
         rank0_try(data_whole(run, &error), &error);
         if (run_is_main()) printf("dry run: all tokens are below the vocabulary; nothing was written\n");
+        flush_stdout("the plan");
         return false;
     }
     rank0_try(take_folder(run, &error), &error);

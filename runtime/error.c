@@ -1,5 +1,6 @@
 #include "error.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,6 +44,11 @@ void warn(const char *format, ...) {
     va_end(args);
     fflush(stdout);
     fprintf(stderr, "%s: warning: %s\n", program_name, text);
+}
+
+void flush_stdout(const char *what) {
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail(EXIT_RESOURCE, "stdout: cannot write %s: %s.", what, strerror(errno));
 }
 
 bool error_set(Error *error, ExitCode code, const char *format, ...) {

@@ -48,6 +48,9 @@ void fail_with(const Error *error) __attribute__((noreturn));
 extern bool warn_off;
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+// Flushes stdout, and fails if what was printed could not be written. `what` names it: "the text".
+void flush_stdout(const char *what);
+
 // Fills the error and returns false, so that a function can end with `return error_set(...)`.
 bool error_set(Error *error, ExitCode code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

@@ -270,9 +270,15 @@ static void print_help(const Option *o) {
     print_wrapped(text, column);
 }
 
+// Ends the program after it has printed what a flag asked for.
+static _Noreturn void end_printed(const char *what) {
+    flush_stdout(what);
+    exit(EXIT_DONE);
+}
+
 static _Noreturn void print_version(void) {
     if (process_launched_rank() <= 0) printf("attn.c " ATTN_C_VERSION " (%s)\n", program_name);
-    exit(EXIT_DONE);
+    end_printed("the version");
 }
 
 static const char *group_of(const Option *o) {
@@ -326,7 +332,7 @@ static _Noreturn void print_config(const Option *table, size_t count) {
     printf("# Flags of %s (attn.c " ATTN_C_VERSION "), for --config. Comments are flags that were not given.\n",
            program_name);
     print_groups(table, count, "\n# %s\n", print_entry);
-    exit(EXIT_DONE);
+    end_printed("the flags");
 }
 
 // ---- flags
@@ -495,7 +501,7 @@ static _Noreturn void print_help_page(const CommandLine *c, const char *usage) {
     print_groups(c->table, c->count, "\n%s\n", print_help);
     print_groups(c->own, OWN_COUNT, "\n%s\n", print_help);
     printf("\nWrite --flag value or --flag=value. A bare switch means 1. If a flag is repeated, the last one wins.\n");
-    exit(EXIT_DONE);
+    end_printed("the help");
 }
 
 static bool has_word(const CommandLine *c, const char *word) {

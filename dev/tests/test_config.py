@@ -52,6 +52,15 @@ def test_every_flag_is_in_the_file():
         assert set(tomllib.loads(re.sub("^# (?=[a-z0-9-]+ = )", "", found, flags=re.M))) == flags
 
 
+@pytest.mark.parametrize("flags", [["--print-config"], ["--help"], ["--version"], ["--dry-run"]], ids=" ".join)
+def test_a_full_disk_is_reported(data, flags):
+    """What goes to a file is whole, or the exit code says that it is not."""
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([str(word) for word in (TRAIN, "--train-data", data / "d_train_*.bin", *FLAGS, *flags)],
+                                stdout=full, stderr=subprocess.PIPE, env=environment(), cwd="/")
+    assert result.returncode == 4 and b"stdout: cannot write the" in result.stderr
+
+
 LINES = ("steps = 1_000", "lr = 6e-4", "weight-decay = 0.1", 'attn = "ssmax" # one', "model = 'a\\b'", "seq-len = 8",
          'train-data = "\\u00e9 \\\\ \\t"', "seq-len = [8, 16, # two\n  32,\n]", "doc-mask = true", "warmup = 0\r")
 
