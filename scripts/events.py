@@ -5,6 +5,7 @@ bytes (little-endian). The bytes are protobuf messages: Event {wall_time 1: doub
 string, summary 5, session_log 7}, Summary {value 1, repeated}, Value {tag 1: string, simple_value 2: float}, SessionLog
 {status 1: START = 1}.
 """
+import contextlib
 import struct
 
 
@@ -60,17 +61,28 @@ def make_folder(folder):
                                  "move the file.") from None
 
 
+@contextlib.contextmanager
+def named(path):
+    """Gives an OSError the file's name, which those of write() and close() lack."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 class EventFile:
     """A new event file. Times are in seconds since `began`, in seconds since 1970."""
 
     def __init__(self, path, began):
         make_folder(path.parent)
-        self.file, self.began = open(path, "wb"), began
+        self.path, self.file, self.began = path, open(path, "wb"), began
         self.record(0, None, field(3, b"brain.Event:2"))
 
     def record(self, time, step, content):
         number = b"" if step is None else b"\x10" + varint(step)
-        self.file.write(record(b"\x09" + struct.pack("<d", self.began + time) + number + content))
+        with named(self.path):
+            self.file.write(record(b"\x09" + struct.pack("<d", self.began + time) + number + content))
 
     def write(self, step, time, scalars):
         """scalars: {tag: number}"""
@@ -81,10 +93,12 @@ class EventFile:
         self.record(time, step, field(7, b"\x08\x01"))
 
     def flush(self):
-        self.file.flush()
+        with named(self.path):
+            self.file.flush()
 
     def close(self):
-        self.file.close()
+        with named(self.path):
+            self.file.close()
 
     def __enter__(self):
         return self

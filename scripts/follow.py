@@ -226,7 +226,6 @@ def flags():
 def main():
     options = flags()
     signal.signal(signal.SIGTERM, interrupt)
-    sink = None
     try:
         wait_for_run(options.run, options)
         metrics = Metrics(options.run)
@@ -235,16 +234,16 @@ def main():
             sink = Wandb(options.run, options.project)
         else:
             sink = TensorBoard(options.run, Path(options.tensorboard or Path(options.run) / "tensorboard"), lines)
-        follow(options.run, sink, options, metrics, lines)
+        try:
+            follow(options.run, sink, options, metrics, lines)
+        finally:
+            sink.close()
     except (plot.Refused, OSError) as error:
         filename = getattr(error, "filename", None)
         print(f"follow.py: {f'{filename}: {error.strerror}.' if filename else error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         pass
-    finally:
-        if sink:
-            sink.close()
     return 0
 
 

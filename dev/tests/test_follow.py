@@ -2,6 +2,7 @@
 records its calls, and where it is installed, also wandb itself without a network."""
 import json
 import os
+import resource
 import select
 import signal
 import struct
@@ -280,6 +281,16 @@ def test_the_real_wandb(tmp_path):
     assert [values["step"] for values in found] == list(range(1, 62))
     assert all(values.items() >= line(i).items() for i, values in enumerate(found[:60], 1))
     assert found[60]["attn_scale/layer 0 mean"] == 0.5 and "attn_scale/layer 0 maximum" not in found[60]
+
+
+def test_a_full_disk(tmp_path):
+    """A limit on the size of files stands in for it. There is one message, which names the file."""
+    run = tmp_path / "run"
+    write(run, [line(step) for step in range(1, 200)])
+    result = subprocess.run([sys.executable, FOLLOW, run, "--tensorboard", "--once"], capture_output=True, text=True,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
+    file = f"{run}/tensorboard/events.out.tfevents.0.follow"
+    assert (result.returncode, result.stderr) == (3, f"follow.py: {file}: File too large.\n")
 
 
 def test_wrong_usage_and_files(tmp_path):
