@@ -21,6 +21,7 @@ import events
 import files
 import plot
 
+DAY = 86400     # seconds
 SAME = ("loss", "grad_norm", "lr", "val_loss")      # what a repeated step has to the last bit
 
 
@@ -204,8 +205,8 @@ def seconds_of(text):
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of seconds above 0")
+    if not 0 < value <= DAY:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of seconds above 0, at most {DAY:,}")
     return value
 
 

@@ -296,7 +296,8 @@ def test_a_full_disk(tmp_path):
 def test_wrong_usage_and_files(tmp_path):
     run = tmp_path / "run"
     assert "one of the arguments --wandb --tensorboard is required" in follow(run, code=2)
-    assert "--interval" in follow(run, "--tensorboard", "--interval", 0, code=2)
+    for seconds in ("0", "nan", "inf", "1e300"):
+        assert f"{seconds}: expected a num" in follow(run, "--tensorboard", "--interval", seconds, code=2)
     write(run, [line(1)])
     for folder in (run / "run.json", run / "run.json/a"):
         assert (f"follow.py: --tensorboard: {run}/run.json: expected a folder, found a file. Pass another folder"
