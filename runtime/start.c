@@ -81,9 +81,33 @@ void start_program(const char *name) {
     check_stack_size("GOMP_STACKSIZE");
 }
 
+static void *pass(void *gate) {
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+// Starts as many threads as OpenMP will, and ends them again. If OpenMP cannot start one, it ends the program without
+// saying what to do.
+static void check_threads(int count) {
+    pthread_t threads[MAX_THREADS];
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    int started = 1, status = 0;    // the main thread is one of them
+    pthread_mutex_lock(&gate);
+    while (started < count && (status = pthread_create(&threads[started], NULL, pass, &gate)) == 0) started++;
+    pthread_mutex_unlock(&gate);
+    for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
+    if (status != 0)
+        fail(EXIT_RESOURCE,
+             "cannot start %d threads: %s.\n"
+             "  Pass a smaller --threads, or raise the limit on processes (ulimit -u), or the container's limit.",
+             count, strerror(status));
+}
+
 void start_threads(int64_t threads) {
     if (threads) omp_set_num_threads((int)threads);
     if (omp_get_max_threads() > MAX_THREADS)
         usage_fail("OMP_NUM_THREADS asks for %d threads, but at most %d are supported. Override it with --threads N.",
                    omp_get_max_threads(), MAX_THREADS);
+    check_threads(omp_get_max_threads());
 }

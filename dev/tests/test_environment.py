@@ -6,6 +6,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -34,9 +36,9 @@ def words(program, data, run):
     return [str(word) for word in [TRAIN.parent / program, "--model", run, *flags]]
 
 
-def start(words, *, code=0, preexec_fn=None, **env):
+def start(words, *, code=0, preexec_fn=None, user=None, **env):
     result = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment() | env,
-                            timeout=120, cwd="/", stdin=subprocess.DEVNULL, preexec_fn=preexec_fn)
+                            timeout=120, cwd="/", stdin=subprocess.DEVNULL, preexec_fn=preexec_fn, user=user)
     assert result.returncode == code, f"exit code {result.returncode}, expected {code}\n{result.stdout}{result.stderr}"
     return result.stdout + result.stderr
 
@@ -165,6 +167,21 @@ def test_too_many_threads(data, run, program):
     text = start([*flags, "--threads", "100000"], code=USAGE)
     assert "--threads 100000: expected a whole number from 0 to 1024" in text
     start([*flags, "--threads", "1"], OMP_NUM_THREADS="100000")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to start programs as another user: root has no such limit")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_more_threads_than_ulimit_allows(data, run, program):
+    """The limit counts all processes of the user, so it is far above what the others of nobody may be."""
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [Path(shutil.copytree(path, f"{folder}/{path.name}")) for path in (data, run)]
+        path, *flags = words(program, *copies)
+        for reached in (folder, *copies):
+            os.chmod(reached, 0o755)
+        how = {"user": 65534, "preexec_fn": limit(resource.RLIMIT_NPROC, 400)}
+        text = start([shutil.copy(path, folder), *flags, "--threads", "800"], code=RESOURCE, **how)
+        assert f"{program}: cannot start 800 threads: Resource temporarily unavailable.\n  Pass a smaller" in text
+        start([f"{folder}/{program}", *flags, "--threads", "2"], **how)
 
 
 def shown(words, threads, **env):
