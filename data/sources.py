@@ -48,8 +48,9 @@ def local_files(paths, out=None):
         if not path.exists():
             raise DataError(INPUT, f"{path}: no such file or folder.")
         if path.is_dir():
-            if path.resolve() == out:
-                raise DataError(USAGE, f"--out {path}: the texts are read from this folder. Pass another --out.")
+            if out and path.resolve().is_relative_to(out):
+                where = "this folder" if path.resolve() == out else f"{path}, which is inside it"
+                raise DataError(USAGE, f"--out {out}: the texts are read from {where}. Pass another --out.")
             found += [p for p in sorted(path.rglob("*")) if p.is_file() and not (
                 is_hidden(p.relative_to(path)) or out and p.resolve().is_relative_to(out) or is_binary(p))]
         elif kind := path.is_file() and not_text(path):

@@ -542,6 +542,8 @@ def test_shards_among_the_texts(tmp_path):
     assert script("text", *words, tmp_path / "out") == script("text", *words, tmp_path / "out")
     assert documents_of(tmp_path / "out", "train") == ["text"]
     assert "the texts are read from this folder" in script("text", *words, f"{tmp_path}/out/..", code=2)
+    assert (f"--out {tmp_path.parent}: the texts are read from {tmp_path}, which is inside it. Pass another"
+            in script("text", *words, tmp_path.parent, code=2))
 
 
 def test_text_is_ordinary(tmp_path):
