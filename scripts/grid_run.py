@@ -32,10 +32,13 @@ def lock(out):
         raise Refused(f"--out: {out}/lock: {error.strerror}. Pass another --out.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.seek(0)
         raise Busy(f"{out}: another grid.py (process {file.read().strip() or 'unknown'}) is working here.\n"
                    f"  Wait for it, or pass another --out.") from None
+    except OSError as error:
+        raise Refused(f"--out: {out}/lock: cannot lock it: {error.strerror}.\n"
+                      f"  Pass an --out on a file system with locks.") from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()

@@ -1,4 +1,6 @@
 """The scripts in data/: the format of shards, every reader, resuming after a kill, and wrong usage."""
+import errno
+import fcntl
 import gzip
 import json
 import lzma
@@ -311,6 +313,16 @@ def test_two_runs_in_one_folder(tmp_path):
         shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
     assert caught.value.code == 7
     writer.close()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Lustre's, unless it is mounted with flock."""
+    def lacking(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    monkeypatch.setattr(fcntl, "flock", lacking)
+    with pytest.raises(shards.DataError, match="small.lock: cannot lock it: Function not implemented.") as caught:
+        shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
+    assert caught.value.code == 4
 
 
 def test_ids_are_checked(tmp_path):

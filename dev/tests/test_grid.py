@@ -1049,6 +1049,14 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("*.tmp")) and not results.path.exists()
 
 
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def lacking(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    monkeypatch.setattr(grid_run.fcntl, "flock", lacking)
+    with pytest.raises(Refused, match="^--out: .*/lock: cannot lock it: Function not implemented.\n  Pass an --out"):
+        grid_run.lock(tmp_path)
+
+
 def test_at_least_one_seed(tmp_path):
     assert "--seeds 0: expected 1 or more" in run(write(tmp_path, ROWS), tmp_path / "out", "--seeds", 0, code=2)
 
