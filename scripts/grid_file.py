@@ -397,7 +397,7 @@ class Reader:
 
     def read_row(self, one, where):
         scale, origin = self.scale, one.get("init-from", "")
-        if "attn" not in one and not origin:
+        if not one.get("attn") and not origin:
             raise Refused(f'{where}: attn is missing: add attn = "NAME"; `./train_gpt2 --attn help` lists the '
                           'normalizers.')
         if origin and ("switch" in one or "model" in one):

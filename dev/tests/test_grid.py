@@ -134,6 +134,7 @@ BAD = {    # what is appended to a correct file, and what the message says
     "key": ('[[run]]\nattn = "lssa"\nsede = [1]\n', r"[[run]] 2 (lssa): unknown key sede. Did you mean seeds?"),
     "type": ('[[run]]\nattn = "lssa"\nseeds = "all"\n', "seeds: expected a list of whole numbers, found 'all'"),
     "no attn": ('[[run]]\nname = "x"\n', "attn is missing"),
+    "empty attn": ('[[run]]\nname = "x"\nattn = ""\n', "attn is missing"),
     "no source": ('[data.small.mix]\ntrain = "a*.bin:0.7, "\nval = "b"\n',
                   "[data.small.mix]: train: expected a source on both sides of each comma, found 'a*.bin:0.7, '"),
     "no name": ('[[eval]]\ntask = "loss"\n', "name is missing"),
