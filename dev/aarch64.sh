@@ -8,7 +8,7 @@
 # (0.6 GB, of which 0.1 GB are downloaded, once). The programs have neither oneDNN nor MPI.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 out=$PWD/build/aarch64 root=$PWD/build/aarch64/root
 PACKAGES="gcc-12-aarch64-linux-gnu cpp-12-aarch64-linux-gnu binutils-aarch64-linux-gnu libgcc-12-dev-arm64-cross
     libgcc-s1-arm64-cross libgomp1-arm64-cross libc6-dev-arm64-cross libc6-arm64-cross linux-libc-dev-arm64-cross

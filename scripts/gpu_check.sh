@@ -42,7 +42,7 @@
 # Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage,
 # or OUT cannot be written; 75 time ran out: call again; 77 no GPU: nothing was measured.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 ALL="probe build tests determinism train attention step evaluation memory shapes others package counters sanitizer larger"
 PARTS="pack $ALL several"

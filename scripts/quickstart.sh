@@ -7,7 +7,7 @@
 # It is safe to rerun: finished steps are skipped, and with a larger N training continues.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 steps=${QUICKSTART_STEPS:-500}
 case "${1:-}" in

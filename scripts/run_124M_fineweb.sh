@@ -14,7 +14,7 @@
 #         At 400 TFLOP/s per GPU that is 6 hours on one and 45 minutes on eight
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 data=${DATA:-data/fineweb-10B}
 read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-1}}"    # scripts/run_multi_node.sbatch sets LAUNCH

@@ -16,7 +16,7 @@
 #         + 12 · layers · channels · T), 3.6e20 in all. At 400 TFLOP/s per GPU that is 31 hours on eight, 8 hours on 32
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 data=${DATA:-data/slimpajama}
 read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-8}}"    # scripts/run_multi_node.sbatch sets LAUNCH

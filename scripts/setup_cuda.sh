@@ -9,7 +9,7 @@
 # second. The programs need a driver for CUDA 13.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 say() { echo "setup_cuda: $*"; }
 stop() { echo "setup_cuda: $*" >&2; exit 1; }

@@ -16,7 +16,7 @@
 #         + 12 · layers · channels · T), 7.6e17 in all. At 400 TFLOP/s per GPU that is 32 minutes on one
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 [ -n "${MODEL:-}" ] || {
     echo "squad_sft.sh: name the checkpoint to start from: MODEL=FOLDER scripts/squad_sft.sh" >&2

@@ -11,7 +11,7 @@
 # it is, copy its folder first.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 out=${OUT:-out/162M_slimpajama_softmax}
 newest=

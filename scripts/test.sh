@@ -10,7 +10,7 @@
 # group; the very last is "N passed, N failed". The exit status is 0 if none failed and some passed.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 export WERROR=1    # for every make, including those that tests start, so that nothing is built twice
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}    # tests share the cores: a waiting thread leaves its core
 PYTEST=(.venv/bin/python -m pytest -q -rs -p no:cacheprovider)

@@ -12,9 +12,9 @@ case ${1:-} in "" | 0* | *[!0-9]*)
 esac
 seconds=$1
 shift
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 command -v clang > /dev/null || { echo "dev/fuzz/run.sh: clang is not installed. Debian: apt install clang" >&2; exit 2; }
-[ $# -gt 0 ] || set -- $(cd dev/fuzz && ls fuzz_*.c | sed 's/\.c$//')
+[ $# -gt 0 ] || set -- $(CDPATH='' cd dev/fuzz && ls fuzz_*.c | sed 's/\.c$//')
 each=$((seconds / $# > 0 ? seconds / $# : 1))
 out=build/fuzz
 python3 dev/fuzz/seeds.py $out/corpus

@@ -222,6 +222,20 @@ def test_threads_of_ranks(data):
     assert "2 threads on 2 ranks" in train(data, "--steps", 1, "--threads", 2, processes=2)
 
 
+def test_cdpath(tmp_path):
+    """With CDPATH, cd prefers a folder there to the one below the current folder. Runs the line of each script that
+    goes to the repository's root."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    (ours / "scripts").mkdir(parents=True)
+    (other / "scripts").mkdir(parents=True)
+    lines = {line for path in (ROOT / "scripts").glob("*.sh") for line in path.read_text().splitlines()
+             if "cd \"$(dirname" in line}
+    (ours / "scripts/lines.sh").write_text("".join(f"({line}; pwd)\n" for line in lines))
+    found = subprocess.run(["bash", "scripts/lines.sh"], cwd=ours, env=os.environ | {"CDPATH": str(other)},
+                           capture_output=True, text=True, check=True).stdout
+    assert lines and found == f"{ours}\n" * len(lines)
+
+
 def test_an_interrupted_setup_goes_on(tmp_path):
     """scripts/setup_cuda.sh, killed while it copies what it has downloaded, finishes the copy in its next call."""
     def program(name, text):
