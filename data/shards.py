@@ -495,8 +495,18 @@ def interrupt(number, frame):
     raise KeyboardInterrupt
 
 
+def open_standard_files():
+    """Opens /dev/null in place of a closed standard input, output or error. Python leaves those None, which tqdm cannot
+    write to, and the next file that is opened would get the descriptor."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+
+
 def run(main):
     """Runs main() and exits, with a message and an exit code if something went wrong."""
+    open_standard_files()
     signal.signal(signal.SIGTERM, interrupt)
     code, text = 0, ""
     try:

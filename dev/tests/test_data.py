@@ -307,6 +307,15 @@ def test_full_disk(tmp_path):
     assert len(read_shard(tmp_path / "out" / "text_val_000000.bin")) > 1_000_000
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_descriptors(tmp_path, closed):
+    (tmp_path / "a.txt").write_text("text")
+    words = [sys.executable, DATA / "text.py", tmp_path / "a.txt", "--val-fraction", "0", "--out", tmp_path / "out"]
+    subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], check=True)
+    assert documents_of(tmp_path / "out", "train") == ["text"]
+    assert (tmp_path / "out/.text.lock").read_text() == ""
+
+
 def test_two_runs_in_one_folder(tmp_path):
     writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
     with pytest.raises(shards.DataError, match="another run is writing small here") as caught:
