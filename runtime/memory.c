@@ -52,8 +52,9 @@ void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes
         }
         if (first && bytes) printf("  %-38s %12s\n", plan->rows[i].kind, human_bytes((double)bytes).text);
     }
-    printf("  %-38s %12s of %s free\n", "total", human_bytes((double)plan->total).text,
-           human_bytes((double)free_bytes).text);
+    printf("  %-38s %12s", "total", human_bytes((double)plan->total).text);
+    if (free_bytes < UINT64_MAX) printf(" of %s free", human_bytes((double)free_bytes).text);
+    printf("\n");
 }
 
 // Returns the number that follows `key` at the start of a line, or the fallback.
@@ -129,7 +130,8 @@ static bool listed(const char *list, const char *name) {
 uint64_t memory_available_under(const char *root) {
     char path[PATH_MAX], line[PATH_MAX];
     snprintf(path, sizeof path, "%s/proc/meminfo", root);
-    uint64_t least = number_in(path, "MemAvailable:", UINT64_MAX / 1024) * 1024;
+    uint64_t kilobytes = number_in(path, "MemAvailable:", UINT64_MAX);
+    uint64_t least = kilobytes < UINT64_MAX / 1024 ? kilobytes * 1024 : UINT64_MAX;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *file = fopen(path, "r");
     while (file && fgets(line, sizeof line, file)) {    // "4:memory:/a/b" in version 1, "0::/a/b" in version 2

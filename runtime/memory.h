@@ -34,7 +34,7 @@ void memory_add(MemoryPlan *plan, const char *kind, void **where, size_t bytes);
 // Changes the size of a planned buffer.
 void memory_resize(MemoryPlan *plan, void **where, size_t bytes);
 
-// Prints the title, one line per kind, and the total next to the free memory.
+// Prints the title, one line per kind, and the total next to the free memory, unless that is UINT64_MAX.
 void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes);
 
 // Fails with EXIT_RESOURCE unless the plans of this machine's ranks, all of this size, fit into its available memory.
@@ -45,7 +45,7 @@ void memory_take(MemoryPlan *plan);
 void memory_release(MemoryPlan *plan);
 
 // Returns the bytes that this process can still allocate: the machine's available memory, or less if a control group
-// limits it.
+// limits it. UINT64_MAX if nothing says so, as without /proc.
 uint64_t memory_available(void);
 
 // The same, with `root` prepended to /proc and /sys, for tests.

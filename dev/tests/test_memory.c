@@ -49,6 +49,14 @@ static void test_none(void) {
     expect(1024000000, "no limit in version 1");
 }
 
+static void test_unknown(void) {
+    check_group("without /proc: unknown");
+    char command[PATH_MAX];
+    snprintf(command, sizeof command, "rm -rf %s/*", root);
+    if (system(command) != 0) abort();
+    expect(UINT64_MAX, "no /proc");
+}
+
 static void test_version_2(void) {
     check_group("control groups, version 2");
     start("0::/a/b\n");
@@ -107,6 +115,7 @@ static void test_too_large(void) {
 int main(void) {
     if (!mkdtemp(root)) return 1;
     test_none();
+    test_unknown();
     test_version_2();
     test_version_1();
     test_resize();
