@@ -172,7 +172,10 @@ static const char *const HARMLESS[] = {
     "return_dict_in_generate", "id2label", "label2id", "problem_type", "task_specific_params",
     "bos_token_id", "pad_token_id", "initializer_range", "attention_dropout",
     "do_sample", "temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "max_new_tokens", "num_beams",
-    "repetition_penalty", "length_penalty",
+    "num_beam_groups", "num_return_sequences", "early_stopping", "repetition_penalty", "length_penalty",
+    "diversity_penalty", "exponential_decay_length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values",
     "is_llama_config", "transformers.js_config",       // SmolLM2
 };
 // clang-format on
