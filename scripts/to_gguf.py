@@ -304,18 +304,24 @@ def add_tokenizer(writer, config, folder):
     add_special(writer, config, folder, names, whole)
 
 
+def token_id(config, key):
+    """An id in config.json, or the first of a list; None if it is not one of the vocabulary, such as -1."""
+    found = config.get(key)
+    found = found[0] if isinstance(found, list) and found else found
+    return found if isinstance(found, int) and 0 <= found < config["vocab_size"] else None
+
+
 def add_special(writer, config, folder, names, whole):
     """The ids of the special tokens, and the chat template."""
     settings = {}
     if (folder / "tokenizer_config.json").exists():
         settings = read_json(folder / "tokenizer_config.json", "JSON")
     for name, key in SPECIAL:
-        found = config.get(f"{name}_token_id")
+        found = token_id(config, f"{name}_token_id")
         text = settings.get(f"{name}_token")
         text = text.get("content") if isinstance(text, dict) else text
         if found is None and text in names:
             found = names.index(text)
-        found = found[0] if isinstance(found, list) else found
         if found is not None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", found)
     writer.add_add_bos_token(adds_bos(settings, whole))

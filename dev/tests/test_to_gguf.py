@@ -262,6 +262,21 @@ def test_the_tokenizer(name, pre, data, tmp_path):
         assert get("ggml.merges") == [" ".join(pair) for pair in whole["model"]["merges"]]
 
 
+def test_ids_that_are_no_tokens(data, tmp_path):
+    """They count as missing, as they do in the trainer. Folders of the first Llama have a pad_token_id of -1."""
+    import gguf
+    folder = with_tokenizer("own", data, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    wrong = {"pad_token_id": -1, "bos_token_id": config["vocab_size"], "eos_token_id": []}
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "a"}))
+    convert(folder, tmp_path / "out.gguf")
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    ids = {key: field.contents() for key, field in fields.items() if key.endswith("_token_id")}
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    assert ids == {"tokenizer.ggml.bos_token_id": whole["model"]["vocab"]["a"]}
+
+
 WRONG = {
     "ssmax": ({"attention_normalizer": {"name": "ssmax"}}, ["ssmax", "softmax alone"]),
     "gau": ({"attention_normalizer": {"name": "softmax", "block": "gau"}}, ["gated attention units"]),
