@@ -19,6 +19,7 @@ import os
 import re
 import struct
 import sys
+import textwrap
 from pathlib import Path
 
 import events
@@ -354,14 +355,34 @@ def curves(runs, colors=None):
             ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
 
 
+def fit_legend(labels, columns, width, size):
+    """The labels, wrapped so that `columns` of them fit side by side into `width` inches at a font's `size` in points,
+    and how many lines the tallest column has."""
+    import numpy as np
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+    room = 72 * width / columns - 5 * size      # beside the line and the space around it
+
+    def wrap(label):
+        needed, _, _ = text_to_path.get_text_width_height_descent(label, FontProperties(size=size), ismath=False)
+        return textwrap.fill(label, int(len(label) * room / needed)) if needed > room else label
+
+    wrapped = [wrap(label) for label in labels]
+    return wrapped, max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(wrapped, columns))
+
+
 def picture(runs):
-    """A figure of the four panels of curves()."""
+    """A figure of the four panels of curves(), which grows with its legend."""
     plt = pyplot()
     figure, grid = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
     for axes, (name, draw) in zip(grid.flat, curves(runs)):
         draw(axes)
         axes.set_title(name)
-    figure.legend(loc="outside upper center", ncols=1 if len(runs) < 4 else 2, frameon=False, fontsize=11)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    columns, size = (1, 11) if len(runs) < 4 else (2, 10)
+    labels, lines = fit_legend(labels, columns, 12, size)
+    figure.set_figheight(8 + 0.25 * max(0, lines - 4))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
     return figure
 
 

@@ -129,6 +129,16 @@ def test_the_panels_show_every_run(tmp_path):
     assert legend == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
 
 
+@pytest.mark.parametrize("runs", [1, 3, 12])
+def test_long_names_fit_into_the_legend(tmp_path, runs):
+    folders = [make_run(tmp_path / (f"{i}-shakespeare" * 12), 20) for i in range(runs)]
+    figure = plot.picture([str(folder) for folder in folders])
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.height < figure.bbox.height / 2
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
 def test_names_with_dollars_are_no_formulas(tmp_path):
     folders = [make_run(tmp_path / name, 20) for name in (r"m$\foo$1", "x $x$")]
     figure = plot.picture([str(folder) for folder in folders])

@@ -481,6 +481,19 @@ def test_names_with_dollars_are_no_formulas(tmp_path, task):
     assert "x $x$" in report.report([str(tmp_path), str(make_run(tmp_path / r"m$\foo$1"))], "t")
 
 
+@pytest.mark.parametrize("task", ALL)
+def test_long_names_fit_into_the_legend(tmp_path, task):
+    models = "-".join(["one model of two"] * 6), "-".join(["a longer name"] * 9)
+    rows = [row | {"model": model} for model in models for row in ALL[task]()]
+    write(tmp_path, task, rows, [(model, "softmax") for model in models])
+    for figure in figures(tmp_path).values():
+        figure.draw_without_rendering()
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert 0 <= box.x0 and box.x1 <= figure.bbox.x1, (box, figure.bbox)
+            assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
 @pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])
 def test_small_models_and_short_prompts(tmp_path, T, layers, heads):
     folder = attention_folder(tmp_path, T, layers, heads, prompts=1, spearman=False)

@@ -144,7 +144,10 @@ def figure(picture):
     rows = [panels[i:i + columns] for i in range(0, len(panels), columns)]
     widths = [max(row[i].width for row in rows if i < len(row)) for i in range(columns)]
     heights = [max(panel.height for panel in row) for row in rows]
-    lines = -(-len(picture.legend) // legend_columns(picture, sum(widths))) if picture.legend else 0
+    labels, lines = [label for label, *_ in picture.legend], 0
+    if labels:
+        ncols = legend_columns(labels, max(sum(widths), 4))
+        labels, lines = plot.fit_legend(labels, ncols, max(sum(widths), 4), size=10)
     title = wrapped(picture.title, max(sum(widths), 4))
     top = 0.3 * len(title.splitlines()) + 0.24 * lines
     out = plt.figure(figsize=(max(sum(widths), 4), sum(heights) + top), layout="constrained")
@@ -155,19 +158,18 @@ def figure(picture):
         axes.set_title(wrapped(panel.title, panel.width - 0.7))
     if picture.legend:
         handles = [Line2D([], [], color=color, linestyle=dash, linewidth=2.5) for _, color, dash in picture.legend]
-        legend = out.legend(handles, [label for label, *_ in picture.legend], loc="outside upper center", frameon=False,
-                            title=title or None, ncols=legend_columns(picture, sum(widths)),
-                            title_fontproperties={"weight": "bold", "size": 11})
+        legend = out.legend(handles, labels, loc="outside upper center", frameon=False, title=title or None,
+                            ncols=ncols, title_fontproperties={"weight": "bold", "size": 11})
         legend.get_title().set_multialignment("center")
     elif title:
         out.suptitle(title, weight="bold", fontsize=11)
     return out
 
 
-def legend_columns(picture, width):
-    """As many columns as fit."""
-    longest = max(len(label) for label, *_ in picture.legend)
-    return max(1, min(len(picture.legend), int(width / (0.7 + 0.085 * longest))))
+def legend_columns(labels, width):
+    """As many columns as fit into `width` inches."""
+    longest = max(map(len, labels))
+    return max(1, min(len(labels), int(width / (0.7 + 0.085 * longest))))
 
 
 def svg(panel, identity):
