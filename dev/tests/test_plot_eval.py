@@ -482,7 +482,7 @@ def test_names_with_dollars_are_no_formulas(tmp_path, task):
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_long_names_fit_into_the_legend(tmp_path, task):
+def test_long_names_fit_into_the_picture(tmp_path, task):
     models = "-".join(["one model of two"] * 6), "-".join(["a longer name"] * 9)
     rows = [row | {"model": model} for model in models for row in ALL[task]()]
     write(tmp_path, task, rows, [(model, "softmax") for model in models])
@@ -492,6 +492,7 @@ def test_long_names_fit_into_the_legend(tmp_path, task):
             box = legend.get_window_extent()
             assert 0 <= box.x0 and box.x1 <= figure.bbox.x1, (box, figure.bbox)
             assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+        assert all(text.get_window_extent().x0 >= 0 for axes in figure.axes for text in axes.get_yticklabels())
 
 
 @pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])

@@ -1,6 +1,7 @@
 """The panels of --task loss, positions, needle, scores and choice. Each task ends with the function that arranges its
 pictures."""
 import math
+import textwrap
 
 import numpy as np
 
@@ -338,7 +339,7 @@ def draw_accuracies(axes, series):
     axes.axvline(chance(series), color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     axes.annotate("chance", (chance(series), 0), (3, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
                   fontsize=8, alpha=charts.MUTED)
-    axes.set_yticks(places, [s.label for s in series])
+    axes.set_yticks(places, [textwrap.fill(s.label, 32) for s in series])
     axes.set(xlim=(0, 1.55), ylim=(len(series) - 0.5, -0.5), xlabel="accuracy")
     axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     axes.grid(axis="y", visible=False)
