@@ -129,7 +129,7 @@ typedef struct {
     double opened;              // when the program started
     double mark;                // when the last step ended, plus the time during which the clock was paused
     double paused;              // when the clock was paused
-    double seconds;             // per step, smoothed
+    double seconds;             // per step, smoothed, without this process's first step
     double flops;               // peak FLOP/s of all ranks together
     uint64_t rows, all_zero;    // attention rows in the last step, and those among them that are all zero
 

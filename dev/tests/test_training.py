@@ -1,13 +1,18 @@
 """The program's steps against the reference in float64: ten steps from the same initial weights, with accumulation,
 clipping, decay, warmup and a cosine schedule. Also bfloat16 steps against float32 steps."""
+import json
 import math
+import re
+import signal
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from trainer import ROOT, VOCAB, checkpoint, cuda_program, metrics, read_header, tokens, train, write_shard
+from trainer import (ROOT, VOCAB, checkpoint, command, cuda_program, environment, make_data, metrics, read_header,
+                     tokens, train, write_shard)
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
@@ -35,6 +40,27 @@ def test_threads_change_nothing(tmp_path, environment):
         train(tmp_path, "--model", f"layers=1,heads=6,channels=384,ffn=32,vocab={VOCAB}", "--batch", 1, "--seq-len",
               "512,1024", "--steps", 6, "--lr", 0.01, "--warmup", 1, "--out", tmp_path / name, env=env)
     np.testing.assert_allclose(metrics(tmp_path / "several", ["loss"]), metrics(tmp_path / "one", ["loss"]), rtol=1e-5)
+
+
+def test_the_time_left_does_not_count_the_first_step(tmp_path):
+    """The first step also allocates memory and, on a GPU, loads code."""
+    make_data(tmp_path)
+    steps, shown = 1_000_000, []
+    with subprocess.Popen(command(tmp_path, "--steps", steps, "--out", tmp_path / "out"), stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, text=True, env=environment()) as process:
+        for line in process.stdout:
+            if left := re.fullmatch(r"step .* \| (.*) left\n", line):
+                shown.append(sum(int(count) * {"d": 86400, "h": 3600, "min": 60, "s": 1}[unit]
+                                 for count, unit in re.findall(r"(\d+) (\w+)", left[1])))
+            if len(shown) == 4:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    ms = [json.loads(line)["ms"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    mean = ms[1]
+    for step in 2, 3, 4:
+        mean = 0.9 * mean + 0.1 * ms[step - 1]
+        assert shown[step - 1] == pytest.approx(mean / 1000 * (steps - step), rel=0.02), (step, ms[:4])
 
 
 def flags(out, attn, tied, batch, T, accumulate, clip, steps=STEPS, shape=SHAPE):
