@@ -587,6 +587,7 @@ def final_picture(plan):
         names = sorted(first, key=order.index)
         axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
     axes.set_title(f"Final validation loss, difference from {base}, seed by seed")
+    axes.set_xlabel("nats per token")
     return figure
 
 

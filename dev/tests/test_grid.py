@@ -549,6 +549,7 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
     assert [text.get_text() for text in axes.texts] == [" -0.0200", " +0.0000", " +0.0633", " diverged"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["lssa", "softmax", "ssmax", "exp"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["A", "B"], "the colors are the rows' groups"
+    assert axes.get_xlabel() == "nats per token"
 
 
 def test_numbers_of_the_paper_stand_beside_ours(tmp_path):
