@@ -28,6 +28,7 @@ import files
 TOKEN_UNITS = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "))
 TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
 SCALARS = ("loss", "val_loss", "lr", "grad_norm", "tok_per_s", "mfu")
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
 class Refused(Exception):
@@ -233,19 +234,19 @@ def title(name, lines, run):
     return name + losses + change_at_start(run)
 
 
-def draw_smooth(axes, x, y, color, label=None):
+def draw_smooth(axes, x, y, color, dash="-", label=None):
     """Draws the values faintly and their running mean on top; if there are only a few, also as points."""
     axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8, marker="." if len(x) < 10 else None)
-    axes.plot(x, smooth(y), color=color, linewidth=1.4, label=label)
+    axes.plot(x, smooth(y), color=color, linestyle=dash, linewidth=1.4, label=label)
 
 
-def draw_loss(axes, x, lines, color, label):
+def draw_loss(axes, x, lines, color, dash, label):
     """The training loss, and the validation losses as points on a thicker, darker line."""
-    draw_smooth(axes, x, column(lines, "loss"), color, label)
+    draw_smooth(axes, x, column(lines, "loss"), color, dash, label)
     points = [(a, b) for a, b in zip(x, column(lines, "val_loss")) if math.isfinite(b)]
     if points:
-        axes.plot(*zip(*points), color=[0.75 * c for c in color], linewidth=2, alpha=0.8, marker="o", markersize=5,
-                  markeredgecolor="white", markeredgewidth=0.8)
+        axes.plot(*zip(*points), color=[0.75 * c for c in color], linestyle=dash, linewidth=2, alpha=0.8, marker="o",
+                  markersize=5, markeredgecolor="white", markeredgewidth=0.8)
 
 
 def draw_switches(axes, at, color, labels=True):
@@ -298,6 +299,11 @@ def run_colors(count):
     return [palette[i % len(palette)] for i in range(count)]
 
 
+def dashes_of(colors):
+    """A line style for each color, which tells apart those that are alike."""
+    return [DASHES[colors[:i].count(color) % len(DASHES)] for i, color in enumerate(colors)]
+
+
 def curves(runs, colors=None):
     """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
     tokens. Only the first one labels the runs."""
@@ -305,13 +311,14 @@ def curves(runs, colors=None):
     loaded = [read_metrics(run) for run in runs]
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
     time_size, time_name = unit(max(seconds(lines)[-1] for lines in loaded), TIME_UNITS)
-    each = list(zip(runs, loaded, names(runs), colors or run_colors(len(runs))))
+    colors = colors or run_colors(len(runs))
+    each = list(zip(runs, loaded, names(runs), colors, dashes_of(colors)))
 
     def tokens_of(lines):
         return [value / token_size for value in column(lines, "tokens")]
 
     def against(axes, size, name, place, labels):
-        for run, lines, _, color in each:
+        for run, lines, _, color, _ in each:
             mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
             draw_switches(axes, [(at[place] / size, at[2]) for at in read_switches(run, lines)], mark, labels)
         axes.set_xlabel(name)
@@ -322,28 +329,28 @@ def curves(runs, colors=None):
         say_what_is_cut_off(axes, loaded)
 
     def by_tokens(axes):
-        for run, lines, name, color in each:
-            draw_loss(axes, tokens_of(lines), lines, color, title(name, lines, run))
+        for run, lines, name, color, dash in each:
+            draw_loss(axes, tokens_of(lines), lines, color, dash, title(name, lines, run))
         against(axes, token_size, f"{token_name}tokens", 0, True)
         draw_losses(axes)
 
     def by_time(axes):
-        for _, lines, _, color in each:
-            draw_loss(axes, [value / time_size for value in seconds(lines)], lines, color, None)
+        for _, lines, _, color, dash in each:
+            draw_loss(axes, [value / time_size for value in seconds(lines)], lines, color, dash, None)
         against(axes, time_size, time_name, 1, True)
         draw_losses(axes)
 
     def rate(axes):
-        for _, lines, _, color in each:
-            axes.plot(tokens_of(lines), column(lines, "lr"), color=color, linewidth=1.4,
+        for _, lines, _, color, dash in each:
+            axes.plot(tokens_of(lines), column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
                       marker="." if len(lines) < 10 else None)
         against(axes, token_size, f"{token_name}tokens", 0, False)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         axes.set_ylim(bottom=0)
 
     def norm(axes):
-        for _, lines, _, color in each:
-            draw_smooth(axes, tokens_of(lines), column(lines, "grad_norm"), color)
+        for _, lines, _, color, dash in each:
+            draw_smooth(axes, tokens_of(lines), column(lines, "grad_norm"), color, dash)
         against(axes, token_size, f"{token_name}tokens", 0, False)
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))

@@ -192,7 +192,7 @@ def about_runs(folders, colors):
         return found
     folders, names, chosen = zip(*started)
     drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, chosen)]
-    legend = page.legend([(name, color, "-") for name, color in zip(names, chosen)])
+    legend = page.legend(list(zip(names, chosen, plot.dashes_of(chosen))))
     found.append(("Training", legend + page.panels(drawn, "training")))
     scalars = scalar_panels(folders, names)
     if scalars:

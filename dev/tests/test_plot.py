@@ -129,14 +129,22 @@ def test_the_panels_show_every_run(tmp_path):
     assert legend == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
 
 
-@pytest.mark.parametrize("runs", [1, 3, 12])
-def test_long_names_fit_into_the_legend(tmp_path, runs):
-    folders = [make_run(tmp_path / (f"{i}-shakespeare" * 12), 20) for i in range(runs)]
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_long_names_fit_into_the_legend(tmp_path, count):
+    folders = [make_run(tmp_path / (f"{i}-shakespeare" * 12), 20) for i in range(count)]
     figure = plot.picture([str(folder) for folder in folders])
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.height < figure.bbox.height / 2
     assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+def test_each_of_many_runs_has_a_line_of_its_own(tmp_path):
+    """As many as there are normalizers; the palettes have 10 and 20 colors."""
+    folders = [str(make_run(tmp_path / f"{i}", 20)) for i in range(34)]
+    for figure in plot.picture(folders), runs.comparison(folders, False, folders[0]):
+        lines = figure.legends[0].get_lines()
+        assert len({(tuple(line.get_color()), str(line._dash_pattern)) for line in lines}) == 34
 
 
 def test_names_with_dollars_are_no_formulas(tmp_path):

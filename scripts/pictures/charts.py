@@ -39,10 +39,8 @@ class Picture:
 
 def colors_of(count):
     """[(color, dash)] that tell `count` series apart."""
-    from matplotlib import colormaps
-    palette = colormaps["tab10" if count <= 10 else "tab20"].colors
-    dashes = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-    return [(palette[i % len(palette)], dashes[i // len(palette) % len(dashes)]) for i in range(count)]
+    colors = plot.run_colors(count)
+    return list(zip(colors, plot.dashes_of(colors)))
 
 
 def paint(series):

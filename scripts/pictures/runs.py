@@ -43,6 +43,7 @@ class Group:
     name: str
     runs: list
     color: object = None
+    dash: object = "-"
 
     @property
     def label(self):
@@ -73,7 +74,7 @@ def by_seed(runs):
 def groups_of(paths, seeds):
     runs = [load(path) for path in paths]
     groups = by_seed(runs) if seeds else [Group(name, [run]) for name, run in zip(plot.names(paths), runs)]
-    for group, (group.color, _) in zip(groups, charts.colors_of(len(groups))):
+    for group, (group.color, group.dash) in zip(groups, charts.colors_of(len(groups))):
         pass
     return groups
 
@@ -120,7 +121,7 @@ def draw_curves(axes, groups, base, key, unit):
         if key == "loss":
             values = np.array([plot.smooth(list(row)) for row in values])
         x, mean = [token / unit[0] for token in tokens], values.mean(axis=0)
-        axes.plot(x, mean, color=group.color, linewidth=1.6,
+        axes.plot(x, mean, color=group.color, linestyle=group.dash, linewidth=1.6,
                   marker="o" if key != "loss" or len(x) < 10 else None, markersize=3.5)
         if len(values) > 1:
             axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=group.color, alpha=0.18, linewidth=0)
@@ -200,7 +201,7 @@ def comparison(paths, seeds, baseline):
               for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))]
     for panel in panels[2:]:
         panel.title += f", difference to {base.name}"
-    legend = [(label_of(group, base, unit), group.color, "-") for group in groups]
+    legend = [(label_of(group, base, unit), group.color, group.dash) for group in groups]
     return charts.figure(Picture("comparison", panels, 2, legend, "mean and range over seeds" if seeds else ""))
 
 
