@@ -42,17 +42,17 @@ class File:
 
 def local_files(paths, out=None):
     """The given files and all files in the given folders, sorted by name, without hidden and binary ones and without
-    the folder `out`, to which the shards are written."""
+    the folder `out`, to which the shards are written, if it is inside one of them."""
     found, out = [], out and out.resolve()
     for path in map(Path, paths):
         if not path.exists():
             raise DataError(INPUT, f"{path}: no such file or folder.")
         if path.is_dir():
-            if out and path.resolve().is_relative_to(out):
-                where = "this folder" if path.resolve() == out else f"{path}, which is inside it"
-                raise DataError(USAGE, f"--out {out}: the texts are read from {where}. Pass another --out.")
+            if path.resolve() == out:
+                raise DataError(USAGE, f"--out {path}: the texts are read from this folder. Pass another --out.")
+            within = out and out.is_relative_to(path.resolve())
             found += [p for p in sorted(path.rglob("*")) if p.is_file() and not (
-                is_hidden(p.relative_to(path)) or out and p.resolve().is_relative_to(out) or is_binary(p))]
+                is_hidden(p.relative_to(path)) or within and p.resolve().is_relative_to(out) or is_binary(p))]
         elif kind := path.is_file() and not_text(path):
             raise DataError(INPUT, f"{path}: expected text in UTF-8, found {kind}.\n  Convert it first.")
         else:
