@@ -90,8 +90,9 @@ def began(run, lines):
 
 
 def names(runs):
-    """The folders' names if they are distinct, otherwise their paths below the folder that has all of them."""
-    paths = [Path(run).resolve() for run in runs]
+    """The folders' names if they are distinct, otherwise their paths below the folder that has all of them. A link has
+    its own name, as in eval_gpt2."""
+    paths = [Path(os.path.abspath(run)) for run in runs]
     short = [path.name for path in paths]
     if len(set(short)) == len(short):
         return short

@@ -99,6 +99,13 @@ def test_names_are_short_unless_ambiguous():
     assert plot.names(["../x/run", "/y/run/", "run"])[1:] == ["y/run", str(Path("run").resolve())[1:]]
 
 
+def test_a_link_has_its_own_name(tmp_path):
+    """eval_gpt2 gives a model that name, too, and by it a report finds the color of the model's evaluations."""
+    make_run(tmp_path / "run", 20)
+    (tmp_path / "best").symlink_to("run")
+    assert plot.names([tmp_path / "best", tmp_path / "run"]) == ["best", "run"]
+
+
 # ---------------------------------------------------------------- the picture
 
 def test_one_run_is_drawn_beside_its_metrics(tmp_path):
