@@ -250,16 +250,19 @@ def draw_loss(axes, x, lines, color, dash, label):
                   markersize=5, markeredgecolor="white", markeredgewidth=0.8)
 
 
-def draw_switches(axes, at, color, labels=True):
-    """A dashed line for each (x, text), labeled or not. Labels stand at the top, where losses rarely are, and have a
-    narrow rim instead of a box, which would hide curves."""
+def rim():
+    """The path effects of a label that stands on curves: a narrow rim instead of a box, which would hide them."""
     from matplotlib import patheffects
+    return [patheffects.withStroke(linewidth=2, foreground="white")]
+
+
+def draw_switches(axes, at, color, labels=True):
+    """A dashed line for each (x, text), labeled or not. Labels stand at the top, where losses rarely are."""
     for x, text in at:
         axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
         if labels:
             axes.annotate(text, (x, 0.93), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          rotation=90, ha="right", va="top", fontsize=8.5, color=color, zorder=5,
-                          path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
+                          rotation=90, ha="right", va="top", fontsize=8.5, color=color, zorder=5, path_effects=rim())
 
 
 def loss_limits(loaded):

@@ -108,6 +108,13 @@ def test_a_link_has_its_own_name(tmp_path):
 
 # ---------------------------------------------------------------- the picture
 
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    import matplotlib.pyplot as plt
+    plt.close("all")
+
+
 def test_one_run_is_drawn_beside_its_metrics(tmp_path):
     run = make_run(tmp_path / "a", 30, tail="{")
     result = command(run)

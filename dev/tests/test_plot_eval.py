@@ -298,6 +298,7 @@ def test_marks_of_different_training_lengths_name_their_models(tmp_path):
     axes = panel(figures(write(tmp_path / "l", "loss", loss_rows("a") + loss_rows("b"), models[:2]))["lengths"], "Loss")
     assert texts(axes) == ["trained at 32, see below", "trained at 128, see below"]
     assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b", "trained at 128: a"]
+    assert all(text.get_path_effects() for text in axes.texts), "a rim keeps a mark legible where it crosses a curve"
 
 
 def test_the_stated_window_of_the_running_mean(tmp_path):

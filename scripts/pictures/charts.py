@@ -114,7 +114,7 @@ def mark_trained(axes, series, end=math.inf):
             axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
             axes.annotate(f"trained at {L:,}" + ", see below" * (len(owners) > 1), (L, 0.98), (-3, 0),
                           xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="right",
-                          va="top", fontsize=8, alpha=MUTED, zorder=5)
+                          va="top", fontsize=8, color="0.35", zorder=5, path_effects=plot.rim())
     lines = [f"trained at {L:,}{', beyond this axis' * (L > end)}: {'; '.join(labels)}"
              for L, labels in sorted(owners.items())]
     return "".join("\n" + textwrap.fill(line, 60) for line in lines) if len(owners) > 1 else ""
