@@ -567,6 +567,11 @@ def wrong_format(path):
     return None
 
 
+def is_no_run(path):
+    """Is it a file, such as a picture, or the folder of an evaluation?"""
+    return path.is_file() or (path / "eval.json").exists() and not (path / "metrics.jsonl").exists()
+
+
 def chosen(options):
     """The figure that the flags ask for, and its file's default name."""
     from pictures import runs
@@ -593,8 +598,8 @@ def main():
     what.add_argument("--tensorboard", metavar="DIR", type=Path,
                       help="write an event file for each run to DIR/NAME instead")
     options = parser.parse_args()
-    if len(options.runs) > 1:       # RUN/*: there may be pictures among the runs
-        options.runs = [run for run in options.runs if not Path(run).is_file()] or options.runs
+    if len(options.runs) > 1:       # out/*: there may be pictures and evaluations among the runs
+        options.runs = [run for run in options.runs if not is_no_run(Path(run))] or options.runs
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
         parser.error("to plot several runs in one picture, pass --out FILE")
     if options.baseline and (options.scalars or options.heads or options.tensorboard):

@@ -161,6 +161,17 @@ def test_each_of_many_runs_has_a_line_of_its_own(tmp_path):
         assert len({(tuple(line.get_color()), str(line._dash_pattern)) for line in lines}) == 34
 
 
+def test_what_is_no_run_among_several_is_left_out(tmp_path):
+    """out/* also has pictures and the folders of eval_gpt2."""
+    names = [make_run(tmp_path / name, 20) for name in "ab"]
+    (tmp_path / "both.png").touch()
+    for folder in tmp_path / "eval", names[1]:
+        folder.mkdir(exist_ok=True)
+        (folder / "eval.json").write_text("{}")
+    result = command(*sorted(tmp_path.iterdir()), "--tensorboard", tmp_path / "events")
+    assert (result.returncode, len(result.stdout.splitlines())) == (0, 2), result.stderr
+
+
 def test_names_with_dollars_are_no_formulas(tmp_path):
     folders = [make_run(tmp_path / name, 20) for name in (r"m$\foo$1", "x $x$")]
     figure = plot.picture([str(folder) for folder in folders])
