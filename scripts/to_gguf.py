@@ -267,7 +267,7 @@ def scores(names, merges):
 
 def adds_bos(settings, whole):
     """Does every text start with the token bos? If tokenizer_config.json does not say so, tokenizer.json does."""
-    if "add_bos_token" in settings:
+    if settings.get("add_bos_token") is not None:
         return bool(settings["add_bos_token"])
     processor = whole.get("post_processor") or {}
     return any("SpecialToken" in step["single"][0] for step in processor.get("processors", [processor])

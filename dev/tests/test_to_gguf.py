@@ -368,7 +368,7 @@ def test_out_is_not_a_file(data, tmp_path):
 
 
 def test_a_template_that_starts_with_bos(data, tmp_path):
-    """Without add_bos_token, tokenizer.json's post_processor says whether texts start with bos."""
+    """Without add_bos_token, or if it is null, tokenizer.json's post_processor says whether texts start with bos."""
     import gguf
     folder = with_tokenizer("own", data, tmp_path / "model")
     whole = json.loads((folder / "tokenizer.json").read_text())
@@ -380,3 +380,4 @@ def test_a_template_that_starts_with_bos(data, tmp_path):
         convert(folder, tmp_path / "out.gguf")
         reader = gguf.GGUFReader(tmp_path / "out.gguf")
         assert reader.fields["tokenizer.ggml.add_bos_token"].contents() is adds
+        assert to_gguf.adds_bos({"add_bos_token": None}, {"post_processor": processor}) is adds
