@@ -84,7 +84,7 @@ static void write_own(cJSON *json, const ModelConfig *config) {
 }
 
 // Adds RoPE's parameters under the name of transformers 5 and, if they are scaled, also of transformers 4, which would
-// otherwise load the model without scaling. transformers 4 cannot load our own model type.
+// otherwise load the model without scaling. Our own model type needs only the first: its modeling file reads that.
 static void write_rope(cJSON *json, const ModelConfig *config, bool plain) {
     const RopeScaling *scaling = &config->rope_scaling;
     const RopeShape *shape = &rope_shapes[scaling->kind];
@@ -177,6 +177,7 @@ static const char *const HARMLESS[] = {
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
     "remove_invalid_values",
     "is_llama_config", "transformers.js_config",       // SmolLM2
+    "unsloth_version", "unsloth_fixed",                // folders that Unsloth wrote
 };
 // clang-format on
 

@@ -566,11 +566,12 @@ def test_values_that_mean_the_same(change, folder, data):
 
 
 def test_published_llama_configs_load(folder, data):
-    """All keys of SmolLM2-1.7B, with this model's sizes."""
+    """All keys of SmolLM2-1.7B, with this model's sizes, and those that Unsloth adds."""
     expected = evaluate(folder, data)
     edit(folder, rope_parameters=..., rope_theta=10000, rope_scaling=None, torch_dtype="bfloat16",
          transformers_version="4.42.3", rope_interleaved=False,
-         is_llama_config=True, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})
+         is_llama_config=True, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+         unsloth_version="2025.9.1", unsloth_fixed=True)
     assert evaluate(folder, data) == expected and expected[0] == 0
 
 
