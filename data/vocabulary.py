@@ -252,8 +252,9 @@ def load_json(path):
     """Loads a tokenizer.json, or a folder with one, with the `tokenizers` library."""
     tokenizers = library("tokenizers", f"--tokenizer {path}")
     path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    if not path.exists():
-        raise DataError(USAGE, f"--tokenizer {path}: no such file. Expected gpt2 or a tokenizer.json.")
+    if not path.is_file():      # a pipe could only be read once
+        found = "not a regular file" if path.exists() else "no such file"
+        raise DataError(USAGE, f"--tokenizer {path}: {found}. Expected gpt2 or a tokenizer.json.")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:   # the library raises Exception itself

@@ -536,10 +536,12 @@ def replace(path, content):
 
 
 def save(figure, path):
-    """Writes a picture in the format that its name ends with; without an ending, a PNG."""
+    """Writes a picture in the format that its name ends with; without an ending, a PNG. Returns the file's path."""
     path, file = Path(path), io.BytesIO()
     figure.savefig(file, format=path.suffix[1:] or "png", dpi=110)
-    replace(path if path.suffix else path.with_suffix(".png"), file.getvalue())
+    path = path if path.suffix else path.with_suffix(".png")
+    replace(path, file.getvalue())
+    return path
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -617,8 +619,7 @@ def main():
             figure, name = chosen(options)
             out = options.out or str(Path(options.runs[0]) / name)
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            save(figure, out)
-            print(out)
+            print(save(figure, out))
     except (Refused, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 3

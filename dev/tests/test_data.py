@@ -612,6 +612,9 @@ def test_wrong_usage(tmp_path):
     text = script("text", tmp_path / "empty.txt", "--val-fraction", "0", "--out", tmp_path / "p", code=2)
     assert "1 document, and no text to train on" in text
     assert "no such file. Expected gpt2 or a tokenizer.json" in script("text", *good, "--tokenizer", "gpt3", code=2)
+    os.mkfifo(tmp_path / "fifo")
+    assert (f"--tokenizer {tmp_path}/fifo: not a regular file. Expected gpt2 or a tokenizer.json"
+            in script("text", *good, "--tokenizer", tmp_path / "fifo", code=2))
     for name in ("", "a/b", "a*"):
         assert "expected the beginning of a file's name" in script("text", *good, "--name", name, code=2)
     assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)

@@ -273,6 +273,8 @@ def test_each_run_has_a_column(tmp_path):
     assert [axes.texts[0].get_text() for axes in figure.axes[:2]] == ["a", "b"]
     one, other = (axes.lines[1].get_color() for axes in figure.axes[:2])
     assert one == other, "a layer has one color in all runs"
+    result = command(both, "--scalars", "--out", tmp_path / "no ending")
+    assert result.stdout == f"{tmp_path}/no ending.png\n" and (tmp_path / "no ending.png").exists()
 
 
 @pytest.mark.parametrize("dtype, error", [("F32", 1e-6), ("BF16", 2**-7)])
