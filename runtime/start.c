@@ -88,14 +88,18 @@ static void *pass(void *gate) {
 }
 
 // Starts as many threads as OpenMP will, and ends them again. If OpenMP cannot start one, it ends the program without
-// saying what to do.
+// saying what to do. The stacks are as small as OpenMP's may be, so that only the number of threads matters.
 static void check_threads(int count) {
     pthread_t threads[MAX_THREADS];
+    pthread_attr_t small;
     pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
     int started = 1, status = 0;    // the main thread is one of them
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, STACK_NEEDED);
     pthread_mutex_lock(&gate);
-    while (started < count && (status = pthread_create(&threads[started], NULL, pass, &gate)) == 0) started++;
+    while (started < count && (status = pthread_create(&threads[started], &small, pass, &gate)) == 0) started++;
     pthread_mutex_unlock(&gate);
+    pthread_attr_destroy(&small);
     for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
     if (status != 0)
         fail(EXIT_RESOURCE,
@@ -109,5 +113,6 @@ void start_threads(int64_t threads) {
     if (omp_get_max_threads() > MAX_THREADS)
         usage_fail("OMP_NUM_THREADS asks for %d threads, but at most %d are supported. Override it with --threads N.",
                    omp_get_max_threads(), MAX_THREADS);
-    check_threads(omp_get_max_threads());
+    int limit = omp_get_thread_limit();    // OMP_THREAD_LIMIT
+    check_threads(limit < omp_get_max_threads() ? limit : omp_get_max_threads());
 }

@@ -19,8 +19,8 @@ enum { MAX_THREADS = 1024 };
 void start_program(const char *name);
 
 // Call this after parsing the flags and before the first parallel region. Sets the number of threads to `threads` or,
-// if it is 0, to OMP_NUM_THREADS or one per core. Exits with EXIT_USAGE above MAX_THREADS,
-// and with EXIT_RESOURCE if the system does not allow that many threads.
+// if it is 0, to OMP_NUM_THREADS or one per core. Exits with EXIT_USAGE above MAX_THREADS, and with
+// EXIT_RESOURCE if the system does not allow that many threads.
 void start_threads(int64_t threads);
 
 #ifdef __cplusplus

@@ -176,12 +176,13 @@ def test_more_threads_than_ulimit_allows(data, run, program):
     with tempfile.TemporaryDirectory() as folder:
         copies = [Path(shutil.copytree(path, f"{folder}/{path.name}")) for path in (data, run)]
         path, *flags = words(program, *copies)
-        for reached in (folder, *copies):
-            os.chmod(reached, 0o755)
+        for reached in (Path(folder), *Path(folder).rglob("*")):
+            reached.chmod(0o755)
         how = {"user": 65534, "preexec_fn": limit(resource.RLIMIT_NPROC, 400)}
         text = start([shutil.copy(path, folder), *flags, "--threads", "800"], code=RESOURCE, **how)
         assert f"{program}: cannot start 800 threads: Resource temporarily unavailable.\n  Pass a smaller" in text
         start([f"{folder}/{program}", *flags, "--threads", "2"], **how)
+        start([f"{folder}/{program}", *flags, "--threads", "800"], OMP_THREAD_LIMIT="2", **how)
 
 
 def shown(words, threads, **env):
