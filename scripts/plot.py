@@ -376,7 +376,7 @@ def fit_legend(labels, columns, width, size):
 
     def wrap(label):
         needed, _, _ = text_to_path.get_text_width_height_descent(label, FontProperties(size=size), ismath=False)
-        return textwrap.fill(label, int(len(label) * room / needed)) if needed > room else label
+        return textwrap.fill(label, max(1, int(len(label) * room / needed))) if needed > room else label
 
     wrapped = [wrap(label) for label in labels]
     return wrapped, max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(wrapped, columns))

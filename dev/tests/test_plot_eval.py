@@ -482,6 +482,14 @@ def test_names_with_dollars_are_no_formulas(tmp_path, task):
     assert "x $x$" in report.report([str(tmp_path), str(make_run(tmp_path / r"m$\foo$1"))], "t")
 
 
+def test_a_name_wider_than_its_column(tmp_path):
+    """One wide letter, in a legend of so many models that the columns are narrow."""
+    models = [*"MWQOGDNHUAVKRX"]
+    rows = [row | {"model": model} for model in models for row in loss_rows(model)]
+    for figure in figures(write(tmp_path, "loss", rows, [(model, "softmax") for model in models])).values():
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == models
+
+
 @pytest.mark.parametrize("task", ALL)
 def test_long_names_fit_into_the_picture(tmp_path, task):
     models = "-".join(["one model of two"] * 6), "-".join(["a longer name"] * 9)
