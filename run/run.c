@@ -277,8 +277,7 @@ void run_step_done(Run *run, uint64_t rows, uint64_t all_zero) {
     run->rows = rows;
     run->all_zero = all_zero;
     // A process's first step is slow: it also allocates memory and loads code. So the average begins with the second.
-    bool begins = run->step <= run->first_step + 2 || !(run->seconds > 0);
-    run->seconds = begins ? seconds : 0.9 * run->seconds + 0.1 * seconds;
+    run->seconds = run->step <= run->first_step + 2 ? seconds : 0.9 * run->seconds + 0.1 * seconds;
     run->last.ms = 1000 * seconds;
     run->last.tok_per_s = speed;
     run->last.mfu = speed * run->token_flops / run->flops;
