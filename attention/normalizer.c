@@ -424,5 +424,6 @@ bool normalizer_help(const char *text) {
     if (strncmp(text, "help", 4) != 0 || (text[4] && text[4] != ':')) return false;
     if (text[4]) print_one(text + 5);
     else print_table();
+    flush_stdout("the normalizers");
     return true;
 }

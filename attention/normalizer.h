@@ -461,7 +461,7 @@ bool normalizer_equal(const Normalizer *a, const Normalizer *b);
 extern const char normalizer_flag_help[];
 
 // Prints the answer to --attn help (the whole table) or help:NAME (one normalizer's stages and shortest name). Returns
-// false if `text` is neither. An unknown NAME ends the program.
+// false if `text` is neither. Ends the program if NAME is unknown or the answer cannot be written.
 bool normalizer_help(const char *text);
 
 #ifdef __cplusplus

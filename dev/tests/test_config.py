@@ -52,7 +52,8 @@ def test_every_flag_is_in_the_file():
         assert set(tomllib.loads(re.sub("^# (?=[a-z0-9-]+ = )", "", found, flags=re.M))) == flags
 
 
-@pytest.mark.parametrize("flags", [["--print-config"], ["--help"], ["--version"], ["--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--print-config"], ["--help"], ["--version"], ["--dry-run"], ["--attn", "help"]],
+                         ids=" ".join)
 def test_a_full_disk_is_reported(data, flags):
     """What goes to a file is whole, or the exit code says that it is not."""
     with open("/dev/full", "w") as full:
