@@ -104,14 +104,15 @@ def read_shard(path):
 
 
 def take_lock(handle, path, busy):
-    """Locks an open file or folder until it is closed or the process ends. busy: what another process is doing there"""
+    """Locks an open file or folder until it is closed or the process ends. busy: what to say if
+    another process holds the lock"""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DataError(BUSY, f"{busy}.\n  Wait for it, or pass another --out.") from None
     except OSError as error:
         raise DataError(RESOURCE, f"{path}: cannot lock it: {error.strerror}.\n"
-                                  f"  Pass an --out on a file system with locks.") from None
+                                  "  Pass an --out on a file system with locks.") from None
 
 
 def lock(folder, name):
@@ -496,8 +497,8 @@ def interrupt(number, frame):
 
 
 def open_standard_files():
-    """Opens /dev/null in place of a closed standard input, output or error. Python leaves those None, which tqdm cannot
-    write to, and the next file that is opened would get the descriptor."""
+    """Opens /dev/null for each of standard input, output and error that is closed. Python sets these to None, which
+    tqdm cannot write to, and the next file to be opened would take over the descriptor."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(handle)

@@ -252,7 +252,7 @@ def load_json(path):
     """Loads a tokenizer.json, or a folder with one, with the `tokenizers` library."""
     tokenizers = library("tokenizers", f"--tokenizer {path}")
     path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    if not path.is_file():      # a pipe could only be read once
+    if not path.is_file():      # it is read several times, which a pipe does not allow
         found = "not a regular file" if path.exists() else "no such file"
         raise DataError(USAGE, f"--tokenizer {path}: {found}. Expected gpt2 or a tokenizer.json.")
     try:

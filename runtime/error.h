@@ -16,7 +16,7 @@ typedef enum {
     EXIT_DONE = 0,
     EXIT_USAGE = 2,       // invalid flags
     EXIT_INPUT = 3,       // invalid input file
-    EXIT_RESOURCE = 4,    // out of memory or disk space, or too many threads
+    EXIT_RESOURCE = 4,    // out of memory or disk space, or more threads than the system allows
     EXIT_DIVERGED = 5,    // the loss is not finite
     EXIT_PEER = 6,        // a device or another rank failed
     EXIT_BUSY = 7,        // another process is using the run folder

@@ -87,8 +87,8 @@ static void *pass(void *gate) {
     return NULL;
 }
 
-// Starts as many threads as OpenMP will, and ends them again. If OpenMP cannot start one, it ends the program without
-// saying what to do. The stacks are as small as OpenMP's may be, so that only the number of threads matters.
+// Checks that the system allows as many threads as OpenMP will start, by starting and ending them. OpenMP itself would
+// end the program without any advice. The stacks have the smallest size allowed, so only the number of threads matters.
 static void check_threads(int count) {
     pthread_t threads[MAX_THREADS];
     pthread_attr_t small;

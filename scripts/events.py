@@ -63,7 +63,7 @@ def make_folder(folder):
 
 @contextlib.contextmanager
 def named(path):
-    """Gives an OSError the file's name, which those of write() and close() lack."""
+    """Adds the file's name to an OSError. Those of write() and close() lack it."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,7 @@
 #   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
 #   MPIRUN=mpirun        a different mpirun, optionally followed by flags for it
 #
-# Ctrl-C, SIGTERM, SIGHUP (as a closed terminal sends it) or SIGUSR1 lets the program save a checkpoint, however long
+# Ctrl-C, SIGTERM, SIGHUP (sent when the terminal closes) or SIGUSR1 lets the program save a checkpoint, however long
 # that takes; a second Ctrl-C ends it at once, as does kill -9 on launch.sh. When a machine vanishes, the remaining ranks
 # end with exit code 6 (--rank-timeout), and launch.sh follows a few seconds later with the same code.
 set -euo pipefail
@@ -149,7 +149,7 @@ trap on_deadlock VTALRM
 signal=USR1
 stopped=    # a stop was asked for
 asked=      # and has to be passed on to the job
-trap 'stopped=1 asked=1' TERM HUP USR1    # nohup's ignored SIGHUP stays ignored
+trap 'stopped=1 asked=1' TERM HUP USR1    # under nohup, SIGHUP stays ignored
 # Ctrl-C may arrive twice within moments, from the terminal and from a wrapper that passes it on, so only one that
 # comes a second later ends the job at once.
 interrupted=

@@ -304,7 +304,7 @@ def run_colors(count):
 
 
 def dashes_of(colors):
-    """A line style for each color, which tells apart those that are alike."""
+    """A line style for each color. Equal colors get different ones."""
     return [DASHES[colors[:i].count(color) % len(DASHES)] for i, color in enumerate(colors)]
 
 

@@ -170,7 +170,7 @@ def test_too_many_threads(data, run, program):
 
 
 def counts_processes():
-    """Does the limit on processes hold for another user? Not for root, nor in every container."""
+    """Is a limit on processes enforced for the user nobody? It never is for root, and some containers ignore it."""
     try:
         return subprocess.run(["sh", "-c", "true & wait"], stderr=subprocess.DEVNULL, user=65534,
                               preexec_fn=limit(resource.RLIMIT_NPROC, 1)).returncode != 0
@@ -181,7 +181,7 @@ def counts_processes():
 @pytest.mark.skipif(not counts_processes(), reason="cannot start programs as a user with a limit on processes")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_more_threads_than_ulimit_allows(data, run, program):
-    """The limit counts all processes of the user, so it is far above what the others of nobody may be."""
+    """The limit applies to all processes of the user nobody, so it leaves room for others."""
     with tempfile.TemporaryDirectory() as folder:
         copies = [Path(shutil.copytree(path, f"{folder}/{path.name}")) for path in (data, run)]
         path, *flags = words(program, *copies)
@@ -233,8 +233,8 @@ def test_threads_of_ranks(data):
 
 
 def test_cdpath(tmp_path):
-    """With CDPATH, cd prefers a folder there to the one below the current folder. Runs the line of each script that
-    goes to the repository's root."""
+    """If CDPATH is set, cd prefers a folder there to one in the current folder. Runs the line of each script that
+    changes to the repository's root."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     (ours / "scripts").mkdir(parents=True)
     (other / "scripts").mkdir(parents=True)

@@ -284,7 +284,7 @@ def test_the_real_wandb(tmp_path):
 
 
 def test_a_full_disk(tmp_path):
-    """A limit on the size of files stands in for it. There is one message, which names the file."""
+    """A full disk, simulated by a limit on file sizes, ends the script with one message, which names the file."""
     run = tmp_path / "run"
     write(run, [line(step) for step in range(1, 200)])
     result = subprocess.run([sys.executable, FOLLOW, run, "--tensorboard", "--once"], capture_output=True, text=True,

@@ -349,7 +349,8 @@ def paused(process):
 
 @contextlib.contextmanager
 def paused_between_saves(process, out):
-    """The run has checkpoints and samples only at multiples of 10 steps."""
+    """Pauses the process while it saves nothing. It saves checkpoints and samples only at multiples of 10 steps."""
+    end = time.time() + 120
     while True:
         with paused(process):
             line = (out / "metrics.jsonl").read_text().splitlines()[-1]
@@ -357,7 +358,7 @@ def paused_between_saves(process, out):
                 yield
                 return
         time.sleep(0.01)
-        assert process.poll() is None
+        assert process.poll() is None and time.time() < end
 
 
 @pytest.mark.parametrize("how", ["folder", "lock"])

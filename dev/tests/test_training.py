@@ -60,7 +60,7 @@ def test_the_time_left_does_not_count_the_first_step(tmp_path):
     mean = ms[1]
     for step in 2, 3, 4:
         mean = 0.9 * mean + 0.1 * ms[step - 1]
-        # the time is cut to two units, such as 1 d 0 h
+        # the line shows two units and rounds down, as in 1 d 0 h
         assert shown[step - 1] == pytest.approx(mean / 1000 * (steps - step), rel=0.05), (step, ms[:4])
 
 
