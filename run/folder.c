@@ -72,9 +72,16 @@ TokenMatch folder_match_shards(const char *folder, const Shards *shards, FolderP
     return TOKENS_EQUAL;
 }
 
+bool folder_check_name(const char *out, Error *error) {
+    enum { LONGEST = PATH_MAX - 100 };    // leaves room for the files of a checkpoint
+    if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
+    return strlen(out) <= LONGEST ||
+           error_set(error, EXIT_USAGE, "--out %.60s...: expected a path of at most %d bytes, found %zu.", out, LONGEST,
+                     strlen(out));
+}
+
 bool folder_lock(int *lock, const char *out, bool create, Error *error) {
     if (*lock >= 0) return true;
-    if (!out[0]) return error_set(error, EXIT_USAGE, "--out is empty: expected the name of the run folder.");
     if (create && !file_make_folders(out, error)) return false;
     const FolderPath file = folder_path(out, "lock");
     const char *path = file.text;

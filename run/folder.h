@@ -13,6 +13,9 @@
 #include "run/train_options.h"
 #include "runtime/shards.h"
 
+// Fails with EXIT_USAGE if OUT is empty, or so long that the paths of files in it would exceed PATH_MAX.
+bool folder_check_name(const char *out, Error *error);
+
 // Locks OUT/lock until the process ends in any way. *lock is the descriptor that holds the lock, or -1 while there is
 // none. Does nothing if *lock already holds one. `create` creates the folder and the lock file if they are missing;
 // otherwise a folder without a lock file, which no run has used yet, is left unlocked, so that nothing is written

@@ -54,7 +54,9 @@ static _Noreturn void end_early(Run *run) {
 
 // `create` creates the folder and its lock file if they are missing; see folder_lock().
 static bool lock_folder(Run *run, bool create, Error *error) {
-    return !run->o.out || run->o.dry_run || folder_lock(&run->lock, run->o.out, create, error);
+    if (!run->o.out) return true;
+    return folder_check_name(run->o.out, error) &&
+           (run->o.dry_run || folder_lock(&run->lock, run->o.out, create, error));
 }
 
 // Until a new run has the lock, another job may start and finish a run in the same folder.

@@ -87,7 +87,11 @@ def locked(folder):
     """Holds the lock of a folder, for as long as it takes to replace a file in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            raise Refused(f"{folder}: cannot lock it: {error.strerror}.\n"
+                          f"  Pass --results FILE on a file system with locks.") from None
         yield
     finally:
         os.close(handle)

@@ -41,6 +41,7 @@ names_out() {
     done
     return 1
 }
+[[ ${GRACE:-2} =~ ^(0|[1-9][0-9]{0,5})$ ]] || usage "GRACE=$GRACE: expected a number of seconds without a fraction."
 [[ ${PAUSE:-5} =~ ^[0-9]+(\.[0-9]+)?$ ]] || usage "PAUSE=$PAUSE: expected a number of seconds."
 [ $# -ge 2 ] || usage "expected a number of ranks and a program, found $# arguments."
 ranks=$1

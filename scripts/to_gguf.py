@@ -242,7 +242,7 @@ def token_names(whole, vocab):
     for name, i in model["vocab"].items():
         byte = not byte_level and vocabulary.Names(True).byte(name) is not None
         names[i], kinds[i] = name, BYTE if byte else NORMAL
-    for token in whole["added_tokens"]:
+    for token in whole.get("added_tokens") or []:
         names[token["id"]] = token["content"]
         kinds[token["id"]] = USER_DEFINED if token.get("special") is False else CONTROL
     if not byte_level and model.get("unk_token"):
@@ -315,7 +315,9 @@ def add_special(writer, config, folder, names, whole):
     """The ids of the special tokens, and the chat template."""
     settings = {}
     if (folder / "tokenizer_config.json").exists():
-        settings = read_json(folder / "tokenizer_config.json", "JSON")
+        settings = read_json(folder / "tokenizer_config.json", "a tokenizer's settings")
+        if not isinstance(settings, dict):
+            raise DataError(INPUT, f"{folder}/tokenizer_config.json: expected an object.")
     for name, key in SPECIAL:
         found = token_id(config, f"{name}_token_id")
         text = settings.get(f"{name}_token")
@@ -361,6 +363,9 @@ def convert(folder, out, half, ignored):
     config = read_json(folder / "config.json", "a model's config.json, in the folder of a checkpoint or of a run")
     check(config if isinstance(config, dict) else {}, folder)
     check_by_trainer(folder, ignored)
+    # Sizes may be written as 16.0.
+    config = {key: int(value) if isinstance(value, float) and value.is_integer() else value
+              for key, value in config.items()}
     temporary = out.with_name(out.name + ".part")
     writer = gguf.GGUFWriter(temporary, ARCHITECTURES[config["model_type"]])
     try:

@@ -380,6 +380,12 @@ def test_nonfinite_weight(data, model, value):
          f"offset {8 + size + begin + 4 * 53}", "earlier checkpoint")
 
 
+def test_a_weight_beyond_float32(data, model):
+    """Of a file in float64."""
+    edit_tensors(model, lambda tensors: tensors.update({UP: tensors[UP].astype("float64") * 1e300}))
+    says(init_from(data, model), UP, "expected finite values", "the number is beyond float32, or the file is damaged")
+
+
 @pytest.mark.parametrize("length, remedy", [(10 ** 7, "damaged"), (100_000_001, "not a safetensors file"),
                                             (2 ** 63, "not a safetensors file")])
 def test_header_past_the_end(data, model, length, remedy):
@@ -703,6 +709,17 @@ def test_no_such_folder(data, tmp_path):
     (tmp_path / "file").write_text("")
     says(train(data, "--steps", 1, "--out", tmp_path / "file/out", code=RESOURCE), tmp_path / "file", "folder",
          "Choose another")
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"], ["--resume"]], ids=str)
+def test_names_of_out(data, tmp_path, flags):
+    """A path with no room for the files of a checkpoint is rejected before any training, as is an empty one."""
+    says(train(data, "--out", "", *flags, code=USAGE), "--out is empty")
+    longest = str(tmp_path) + "/folder" * 540
+    longest += "x" * (3996 - len(longest))
+    says(train(data, "--steps", 1, "--out", longest + "y", *flags, code=USAGE), "--out", "at most 3996 bytes", "3997")
+    train(data, "--steps", 1, "--out", longest, *flags)
+    assert os.path.exists(longest + "/ckpt/step-00000001/manifest.json") == ("--dry-run" not in flags)
 
 
 def test_no_folder_for_checkpoints(data, tmp_path):

@@ -1057,6 +1057,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(grid_run.fcntl, "flock", lacking)
     with pytest.raises(Refused, match="^--out: .*/lock: cannot lock it: Function not implemented.\n  Pass an --out"):
         grid_run.lock(tmp_path)
+    with pytest.raises(Refused, match="^.*: cannot lock it: Function not implemented.\n  Pass --results FILE on a file"):
+        grid_store.Results(tmp_path / "results.json").add("a", {})
 
 
 def test_at_least_one_seed(tmp_path):

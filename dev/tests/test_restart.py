@@ -164,6 +164,12 @@ def test_other_codes_restart_up_to_the_limit(tmp_path, code):
     assert f"ended with exit code {code} after restart 2, the limit of --restart." in text
 
 
+@pytest.mark.parametrize("name, value", [("GRACE", "1.5"), ("GRACE", "soon"), ("PAUSE", "soon")])
+def test_variables_that_are_no_numbers(tmp_path, name, value):
+    result = subprocess.run([str(LAUNCH), "2", "true"], env=environment(**{name: value}), capture_output=True, text=True)
+    assert result.returncode == 2 and f"{name}={value}: expected a number of seconds" in result.stderr
+
+
 def test_the_last_code_counts(tmp_path):
     assert "Restart 1 of 9" in launch("--restart", 9, 1, failing(tmp_path, 139, 5), "--out=x", code=5)
 

@@ -277,6 +277,25 @@ def test_ids_that_are_no_tokens(data, tmp_path):
     assert ids == {"tokenizer.ggml.bos_token_id": whole["model"]["vocab"]["a"]}
 
 
+def test_what_may_be_missing_or_written_otherwise(data, tmp_path):
+    """Sizes such as 16.0 and a tokenizer without added_tokens change nothing; a list of settings is rejected."""
+    folder = with_tokenizer("own", data, tmp_path / "model")
+    convert(folder, tmp_path / "out.gguf")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {key: float(value) for key, value in config.items() if type(value) is int}
+    assert "hidden_size" in sizes and "vocab_size" in sizes
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    convert(folder, tmp_path / "same.gguf")
+    assert (tmp_path / "same.gguf").read_bytes() == (tmp_path / "out.gguf").read_bytes()
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    whole["model"]["vocab"] |= {token["content"]: token["id"] for token in whole.pop("added_tokens")}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    convert(folder, tmp_path / "out.gguf")
+    (folder / "tokenizer_config.json").write_text("[]")
+    assert "tokenizer_config.json: expected an object" in convert(folder, tmp_path / "list.gguf", code=3)[1]
+    assert not list(tmp_path.glob("list.gguf*"))
+
+
 WRONG = {
     "ssmax": ({"attention_normalizer": {"name": "ssmax"}}, ["ssmax", "softmax alone"]),
     "gau": ({"attention_normalizer": {"name": "softmax", "block": "gau"}}, ["gated attention units"]),

@@ -31,8 +31,7 @@ def build():
     if BIN != ROOT:                                         # a build with other flags: do not rebuild what it has
         targets = [target for target in targets if not target.exists()]
     if targets:
-        subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", *map(make_path, targets)],
-                       cwd=ROOT, check=True)
+        trainer.make("-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", *map(make_path, targets), check=True)
 
 
 def make_path(path):
