@@ -150,7 +150,7 @@ static bool write_checkpoint(const Run *run, bool *whole, Error *error) {
 }
 
 // If the run has its tokenizer from one of its own checkpoints, which will be pruned, the next saves take it from this
-// one.
+// one. If a file could not be copied, they do so only once the other one is gone.
 static void follow_tokenizer(Run *run) {
     FolderPath all = folder_path(run->o.out, "ckpt/");
     char name[64];
@@ -168,9 +168,9 @@ void run_save(Run *run) {
         done = restore_run_folder(run, &error) && write_checkpoint(run, &whole, &error);
         if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
-            if (whole) follow_tokenizer(run);
             uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
             if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
+            if (whole || access(run->tokenizer_folder, F_OK) != 0) follow_tokenizer(run);
         } else if (!last) {
             warn("%s\n  Training continues; earlier checkpoints are intact.", error.text);
         }

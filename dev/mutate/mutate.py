@@ -127,7 +127,8 @@ TESTS_OF = (
     ("runtime/memory.c", [("build/tests/test_memory", ["build/tests/test_memory"])]),
     ("run/checkpoint.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
     ("run/metrics.c", [("build/tests/test_metrics", ["build/tests/test_metrics"])]),
-    *((file, pytest_of("train_gpt2", "test_resume", "-k", "keep_best or switch"))
+    *((file, [*pytest_of("train_gpt2", "test_resume", "-k", "keep_best or switch"),
+              *pytest_of("train_gpt2", "test_stops", "-k", "tokenizer")])
       for file in ("run/save.c", "run/settle.c")),
     ("run/report.c", [*pytest_of("train_gpt2", "test_normalizers", "-k", "describe"),
                       *pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "trainer_samples")]),

@@ -1057,7 +1057,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(grid_run.fcntl, "flock", lacking)
     with pytest.raises(Refused, match="^--out: .*/lock: cannot lock it: Function not implemented.\n  Pass an --out"):
         grid_run.lock(tmp_path)
-    with pytest.raises(Refused, match="^.*: cannot lock it: Function not implemented.\n  Pass --results FILE on a file"):
+    with pytest.raises(Refused, match="^.*: cannot lock it: Function not implemented.\n  Pass --results FILE on"):
         grid_store.Results(tmp_path / "results.json").add("a", {})
 
 

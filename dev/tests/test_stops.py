@@ -464,6 +464,21 @@ def test_a_tokenizer_file_that_cannot_be_copied(data, tmp_path):
     assert (checkpoint(tmp_path / "out", 1) / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("keep, attempts", [(0, 3), (2, 2)])
+def test_a_tokenizer_is_taken_from_where_it_is_whole(data, tmp_path, keep, attempts):
+    """If one file cannot be copied, the next save does not take the rest for all of it, but tries again, as long as
+    the checkpoint that has it exists."""
+    folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "out"
+    byte_text.write_tokenizer(folder)
+    flags = ["--out", out, "--model", MODEL.replace("vocab=97", "vocab=300"), "--ckpt-every", 1, "--keep", keep]
+    train(folder, *flags, "--steps", 1)
+    (folder / "tokenizer.json").unlink()
+    (checkpoint(out, 1) / "chat_template.jinja").mkdir()
+    text = train(folder, *flags, "--steps", 4, "--resume")
+    assert text.count("step-00000001/chat_template.jinja: ") == attempts, text
+    assert (checkpoint(out, 4) / "tokenizer.json").exists()
+
+
 def test_a_tokenizer_that_only_the_run_has(data, tmp_path):
     """It goes from checkpoint to checkpoint, although the one that a resume found it in is removed."""
     folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "out"
