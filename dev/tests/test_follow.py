@@ -16,6 +16,9 @@ from event_files import events_of
 from jobs import wait_for
 from trainer import ROOT, environment, metrics, train
 
+sys.path.insert(0, str(ROOT / "scripts"))
+import follow as follow_script  # noqa: E402
+
 FOLLOW = ROOT / "scripts/follow.py"
 STUB = """
 import json, os, pathlib
@@ -71,6 +74,18 @@ def follow(*words, code=0, **env):
     out, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err, out + err
     return out + err
+
+
+def test_a_file_that_gets_shorter(tmp_path):
+    """Where a file is overwritten, not replaced, it is read from its start again."""
+    write(tmp_path / "run", [line(1), line(2), line(3)])
+    found = follow_script.Metrics(tmp_path / "run")
+    assert [x["step"] for x in found.new_lines()] == [1, 2, 3] and found.new_lines() == []
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(line(2, 4.0)) + "\n")
+    assert [(x["step"], x["loss"]) for x in found.new_lines()] == [(2, 4.0)]
+    append(tmp_path / "run", json.dumps(line(3)) + "\n")
+    assert [x["step"] for x in found.new_lines()] == [3]
+    found.close()
 
 
 def contents(folder):
