@@ -420,6 +420,68 @@ static void check_rope(const Run *run) {
             config->seq_len);
 }
 
+// ---- the same run on all ranks
+
+// Flags that may differ between ranks: what they name is compared itself, or only rank 0 uses it, or it changes nothing
+// in the results.
+static bool may_differ(const char *flag) {
+    static const char *const NAMES[] = {"train-data",   "val-data", "out",    "threads",
+                                        "rank-timeout", "profile",  "matmuls"};
+    for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
+        if (strcmp(flag, NAMES[i]) == 0) return true;
+    return false;
+}
+
+// What all ranks must agree on, as a flat object of texts.
+static cJSON *common_facts(const Run *run) {
+    const TrainOptions *o = &run->o;
+    cJSON *facts = cJSON_CreateObject();
+    char name[64], value[1024];
+    for (size_t i = 0; i < o->count; i++) {
+        if (o->table[i].only_in || may_differ(o->table[i].name)) continue;
+        snprintf(name, sizeof name, "--%s", o->table[i].name);
+        cJSON_AddStringToObject(facts, name, options_text(&o->table[i], value, sizeof value));
+    }
+    cJSON_AddStringToObject(facts, "--matmuls", o->matmuls ? "given" : "not given");
+    cJSON_AddStringToObject(facts, "the model", model_text(run->config, value, sizeof value));
+    cJSON_AddStringToObject(facts, "the training data", run->train_print);
+    cJSON_AddStringToObject(facts, "the validation data", run->val_print ? run->val_print : "none");
+    return facts;
+}
+
+static bool same_facts(const cJSON *mine, const cJSON *first, Error *error) {
+    const cJSON *fact;
+    cJSON_ArrayForEach(fact, mine) {
+        const char *other = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(first, fact->string));
+        if (!other || strcmp(fact->valuestring, other) != 0)
+            return error_set(error, EXIT_USAGE,
+                             "rank %d: %s is %s, but on rank 0 it is %s.\n"
+                             "  All ranks need the same flags, --config files and data.",
+                             process.rank, fact->string, fact->valuestring, other ? other : "missing");
+    }
+    return true;
+}
+
+// Ends the program if ranks would train different models, or on different data: on a machine with other files under the
+// same paths, for example. Their sums would be meaningless, or they would wait for each other forever. Collective.
+static void check_same_on_all_ranks(const Run *run) {
+    Error error;
+    if (process.size == 1) return;
+    cJSON *mine = common_facts(run);
+    char *text = cJSON_PrintUnformatted(mine);
+    size_t size = text ? strlen(text) + 1 : 0;
+    process_broadcast(&size, sizeof size);
+    char *theirs = process.rank == 0 ? text : malloc(size + 1);
+    if (!text || !theirs) fail(EXIT_RESOURCE, "out of memory for the flags.");
+    process_broadcast(theirs, size);
+    cJSON *first = cJSON_Parse(theirs);
+    process_agree(same_facts(mine, first, &error), &error);
+    if (theirs != text) free(theirs);
+    free(text);
+    cJSON_Delete(mine);
+    cJSON_Delete(first);
+}
+
 void settle(Run *run) {
     char *weights = run->weights_folder;
     size_t size = sizeof run->weights_folder;
@@ -462,6 +524,7 @@ void settle(Run *run) {
     if (is_kept(run) && (!run_json_same_data(o->out, "train", run->train_print, &error) ||
                          !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);
+    check_same_on_all_ranks(run);
     run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule,
                                .lr = o->lr,
                                .min_lr_frac = o->min_lr_frac,

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import byte_text
-from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program, metrics,
-                     read_header, sign, steps, tokens, train, write_header, write_shard)
+from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program,
+                     make_data, metrics, read_header, sign, steps, tokens, train, write_header, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY, STOPPED = 2, 3, 4, 5, 6, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup
@@ -962,6 +962,42 @@ def test_ranks_that_find_different_checkpoints(data, run, tmp_path):
     text = resume(data, run, "--batch", 2, processes=2, code=PEER, program=program)
     says(text, "some ranks find step 4 in", "others step 2", "same --out folder")
     assert text.count("train_gpt2: ") == 1, text
+
+
+RANKS_DIFFER = {
+    "a flag": (["--lr", 0.5], "rank 1: --lr is 0.5, but on rank 0 it is 0.01."),
+    "a dry run": (["--dry-run"], "rank 1: --dry-run is 1, but on rank 0 it is 0."),
+    "a switch": (["--attn-switch", "1:ssmax"], "rank 1: --attn-switch is 1:ssmax, but on rank 0 it is none."),
+    "a --config file": (["--config", "{folder}/config.toml"], "rank 1: --seed is 7, but on rank 0 it is 1337."),
+    "the data": (["--train-data", "{folder}/d_train_*.bin"], "rank 1: the training data is {{\"files\": 1, "),
+    "the vocabulary": (["--model", MODEL.replace("97", "98")], "rank 1: --model is"),
+}
+
+
+@pytest.mark.parametrize("name", RANKS_DIFFER)
+def test_ranks_that_differ(data, tmp_path, name):
+    """They would add gradients of different models or data, or wait for each other forever."""
+    flags, message = RANKS_DIFFER[name]
+    other, program = tmp_path / "other", tmp_path / "program"
+    other.mkdir()
+    make_data(other, train=2990)
+    (other / "config.toml").write_text("seed = 7\n")
+    words = " ".join(f"'{str(flag).format(folder=other)}'" for flag in flags)
+    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\nexec {TRAIN} "$@" {words}\n')
+    program.chmod(0o755)
+    text = train(data, "--steps", 2, "--out", tmp_path / "out", processes=2, code=USAGE, program=program)
+    says(text, message.format(), "All ranks need the same flags, --config files and data.")
+    assert text.count("train_gpt2: rank") == 1 and not (tmp_path / "out").exists(), text
+
+
+def test_what_ranks_may_have_of_their_own(data, tmp_path):
+    """The same data under another path, a number of threads, a profile."""
+    other, program = tmp_path / "other", tmp_path / "program"
+    shutil.copytree(data, other)
+    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\n'
+                       f'exec {TRAIN} "$@" --train-data "{other}/*_train_*.bin" --threads 2 --profile\n')
+    program.chmod(0o755)
+    train(data, "--steps", 2, processes=2, program=program)
 
 
 def test_a_bad_token_on_one_rank(tmp_path):
