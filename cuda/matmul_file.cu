@@ -163,6 +163,14 @@ void matmul_file_open(MatmulFile *file, const char *path, const char *device, si
     process_agree(read_choices(&file->choices, path, text, measure, &error) && check_choices(file, &error), &error);
 }
 
+// The file behind a link, which stays a link: whatever its names, all runs lock and replace the same file.
+static std::string target_of(const char *path) {
+    char *real = realpath(path, NULL);
+    std::string target = real ? real : path;
+    free(real);
+    return target;
+}
+
 // Adds this run's choices to what the file has now.
 static bool merge(const MatmulFile *file, Error *error) {
     std::string text;
@@ -171,11 +179,11 @@ static bool merge(const MatmulFile *file, Error *error) {
         return false;
     for (const MatmulChoice &choice : file->choices)
         if (choice.line == 0 && !matmul_file_find(&there, choice.shape)) there.choices.push_back(choice);
-    return file_replace_text(file->path, matmul_file_text(there.choices).c_str(), error);
+    return file_replace_text(target_of(file->path).c_str(), matmul_file_text(there.choices).c_str(), error);
 }
 
 static bool merge_alone(const MatmulFile *file, Error *error) {
-    std::string path = std::string(file->path) + ".lock";
+    std::string path = target_of(file->path) + ".lock";
     int lock = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     bool done = lock >= 0 && flock(lock, LOCK_EX) == 0;
     if (!done)
