@@ -131,6 +131,7 @@ def test_rope_scalings(cuda, data, tmp_path, model, attn, scaling):
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"], ["--recompute"],
                                    ["--dtype", "bf16", "--stochastic-rounding"],
+                                   ["--optimizer", "muon", "--dtype", "bf16", "--stochastic-rounding"],
                                    ["--model", MODEL + ",tied=0"], ["--seq-len", "10,20"],
                                    ["--model", GAU, "--attn", "lssar"], ["--model", QK_NORM, "--recompute"]],
                          ids=lambda x: " ".join(x[:2] + x[2:][-1:]) or "plain")
@@ -159,6 +160,17 @@ def test_a_resume_after_scalars_are_gone(cuda, data, tmp_path, how):
     shutil.rmtree(checkpoint(parts, 4))
     train(data, "--out", parts, "--resume", program=cuda, model=False)
     assert_same_run(whole, parts, 4)
+
+
+def test_stochastic_rounding_depends_on_the_seed(cuda, data, tmp_path):
+    """Two runs that differ in nothing else."""
+    train(data, *SMALL, "--steps", 0, "--out", tmp_path / "first", program=cuda)
+    for out, rounding, seed in (("a", 1, 1), ("b", 1, 2), ("c", 0, 1), ("d", 0, 2)):
+        train(data, *SMALL[2:], "--init-from", checkpoint(tmp_path / "first", 0), "--dtype", "bf16", "--shuffle", 0,
+              "--steps", 1, "--stochastic-rounding", rounding, "--seed", seed, "--out", tmp_path / out, program=cuda,
+              model=False)
+    a, b, c, d = (losses(tmp_path / out) for out in "abcd")
+    assert a != b and c == d
 
 
 @pytest.mark.parametrize("model", (MODEL, GAU), ids=("llama", "gau"))
@@ -412,6 +424,14 @@ def test_stored_matmuls_of_runs_at_once(cuda, data, tmp_path):
     assert file.read_text() == text
 
 
+def test_stored_matmuls_behind_a_link(cuda, data, tmp_path):
+    """What a run measures is added to the link's target."""
+    (tmp_path / "file").write_text("attn.c matmuls 1\nend\n")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    train(data, *SMALL, "--matmuls", tmp_path / "link", "--deterministic", 0, "--steps", 2, program=cuda)
+    assert stored(tmp_path / "file") and (tmp_path / "link").is_symlink()
+
+
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="/proc/locks shows who waits for a lock")
 def test_stored_matmuls_wait_for_the_lock(cuda, data, tmp_path):
     """While another run has the lock, a run waits before it writes the file."""
@@ -599,6 +619,15 @@ def test_switch_mid_run(cuda, data, tmp_path):
     np.testing.assert_allclose(scales[1:], [scales[0]] * 3, atol=1e-5, rtol=0)
 
 
+def test_a_switch_that_fixes_a_scalar(cuda, data, tmp_path):
+    """Moments from before the switch no longer move it."""
+    flags = [*SMALL, "--lr", 0.02, "--warmup", 0, "--steps", 5, "--attn", "ssmax", "--attn-switch", "3:ssmax-fixed"]
+    for name, program in {"cpu": None, "cuda": cuda}.items():
+        train(data, *flags, "--out", tmp_path / name, program=program)
+        assert (tensors(tmp_path / name, 5, "attn_scale") == 1).all()
+    np.testing.assert_allclose(losses(tmp_path / "cuda"), losses(tmp_path / "cpu"), rtol=1e-4)
+
+
 def tensors(out, step, word):
     """The values of all tensors whose names contain the word."""
     header, raw = read_header(checkpoint(out, step) / "model.safetensors")
@@ -639,8 +668,8 @@ def test_all_zero_rows(cuda, data, tmp_path):
     """The line of each step has their share in that step alone, not in a validation before it."""
     said = []
     for name, program in {"cpu": None, "cuda": cuda}.items():
-        text = train(data, *SMALL, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin", "--val-every", 1,
-                     "--val-tokens", 200, "--steps", 4, "--out", tmp_path / name, program=program)
+        text = train(data, *SMALL, "--model", QK_NORM, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin",
+                     "--val-every", 1, "--val-tokens", 200, "--steps", 4, "--out", tmp_path / name, program=program)
         said.append([float(share) for share in re.findall(r"([\d.]+) % all-zero rows", text)])
     assert len(said[0]) == 4 and 0 < said[0][0] < 100
     np.testing.assert_allclose(said[1], said[0], atol=2)

@@ -190,6 +190,17 @@ def test_doc_mask_keeps_documents_apart(models, tmp_path):
     assert abs(masked - on_gpu) < 1e-4 and abs(masked - plain) > 1e-2, losses
 
 
+def test_all_zero_rows_of_each_length(models, tmp_path):
+    """The share of attention's rows at a length, of all layers and heads, in batches that are full at both lengths."""
+    files, found = models("ssmax-pn"), []
+    for program in (tiny.BIN / "eval_gpt2", cuda_program("eval_gpt2cu")):
+        tiny.run(program, "--model", files["model"], "--data", f"{files['data']}/*_val_*.bin", "--attn", "relu-l1",
+                 "--seq-lens", "20,32", "--max-tokens", 2048, "--picture", 0, "--out", tmp_path / "out")
+        results = json.loads((tmp_path / "out/eval.json").read_text())["results"]
+        found.append([row["all_zero_rows"] for row in results if row["attn"] == "relu-l1"])
+    assert found[0] == found[1] and 0.5 < found[0][0] / found[0][1] / (32 / 20) < 2 and found[0][1] > 0.01, found
+
+
 @pytest.mark.parametrize("task", ["needle", "attention"])
 @pytest.mark.parametrize("attn", ["relu2-T", "relu2-n+norm=T2", "sigmoid+offset=-logT"])
 def test_weights_depend_on_T(attn, task, models, tmp_path):
