@@ -44,7 +44,8 @@ PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kerne
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/graphs")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
-                 "or same_number or recomputing or resume or graphs or stored or z_loss or sample or often")
+                 "or same_number or recomputing or resume or graphs or stored or z_loss or sample or often "
+                 "or on_the_seed or is_measured or of_all_ranks")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "ssmax_bias_h4_kv2_T33"]),
@@ -150,7 +151,8 @@ TESTS_OF = (
     ("scripts/follow.py", pytest_of("train_gpt2", "test_follow")),
     ("scripts/grid", pytest_of("eval_gpt2", "test_grid")),
     ("eval_gpt2.cu", pytest_of("eval_gpt2 eval_gpt2cu_on_cpu", "test_eval_cuda",
-                               "-k", "fp32 and ssmax and (mask or needle) or haystack or depend_on or doc_mask")),
+                               "-k", "fp32 and ssmax and (mask or needle) or haystack or depend_on or doc_mask "
+                                     "or zero_rows")),
     ("dev/bench/gpu_", pytest_of("eval_gpt2", "test_gpu_check", "-k", "verdict or bound or evaluator or is_timed")),
     ("", TESTS),
 )
