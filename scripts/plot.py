@@ -308,7 +308,7 @@ def dashes_of(colors):
     return [DASHES[colors[:i].count(color) % len(DASHES)] for i, color in enumerate(colors)]
 
 
-def curves(runs, colors=None):
+def curves(runs, colors=None, dashes=None):
     """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
     tokens. Only the first one labels the runs."""
     from matplotlib import ticker
@@ -316,7 +316,7 @@ def curves(runs, colors=None):
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
     time_size, time_name = unit(max(seconds(lines)[-1] for lines in loaded), TIME_UNITS)
     colors = colors or run_colors(len(runs))
-    each = list(zip(runs, loaded, names(runs), colors, dashes_of(colors)))
+    each = list(zip(runs, loaded, names(runs), colors, dashes or dashes_of(colors)))
 
     def tokens_of(lines):
         return [value / token_size for value in column(lines, "tokens")]

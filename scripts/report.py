@@ -172,9 +172,10 @@ def scalar_panels(folders, names):
 
 
 def colors_of(names, runs, used):
-    """A run has the color of its evaluations, or one that no evaluation has. used: {(name, place): color}"""
-    palette = plot.run_colors(len(names) + len(used))
-    free = itertools.cycle([color for color in palette if color not in used.values()] or palette)
+    """[(color, dash)]: a run has those of its evaluations, or some that no evaluation has. used: {(name, place):
+    (color, dash)}"""
+    styles = charts.colors_of(len(names) + len(used))
+    free = itertools.cycle([style for style in styles if style not in used.values()] or styles)
     keys = [(results.join([name, last_normalizer(run)]), 0) for name, run in zip(names, runs)]
     return [used[key] if key in used else next(free) for key in keys]
 
@@ -191,8 +192,8 @@ def about_runs(folders, colors):
     if not started:
         return found
     folders, names, chosen = zip(*started)
-    drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, chosen)]
-    legend = page.legend(list(zip(names, chosen, plot.dashes_of(chosen))))
+    drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, *zip(*chosen))]
+    legend = page.legend([(name, *style) for name, style in zip(names, chosen)])
     found.append(("Training", legend + page.panels(drawn, "training")))
     scalars = scalar_panels(folders, names)
     if scalars:
@@ -283,7 +284,7 @@ SECTIONS = {"loss": ("Loss by length", about_losses), "positions": ("Loss by pos
 
 
 def read_evaluations(folders):
-    """({task: series}, {(name, place): color}): a model has one color under one normalizer in all sections."""
+    """({task: series}, {(name, place): (color, dash)}): a model has one style under one normalizer in all sections."""
     found = {}
     for folder in folders:
         for s in results.read(folder):
@@ -297,7 +298,7 @@ def read_evaluations(folders):
     for (key, group), style in zip(keys.items(), charts.colors_of(len(keys))):
         for s in group:
             s.color, s.dash = style
-        keys[key] = style[0]
+        keys[key] = style
     return {task: found[task] for task in SECTIONS if task in found}, keys
 
 

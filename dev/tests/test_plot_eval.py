@@ -867,9 +867,24 @@ def test_a_run_has_the_color_of_its_evaluations():
     runs = [{"arguments": {"attn": attn}} for attn in ("softmax", "ssmax", "lssar", "lssa")]
     palette = plot.run_colors(10)
     used = {("softmax", 0): palette[1], ("b, ssmax", 0): palette[0], ("softmax", 1): palette[2]}
+    used = {key: (color, "-") for key, color in used.items()}
     found = report.colors_of(["softmax", "b", "lssar", "d"], runs, used)
-    assert found[:2] == [palette[1], palette[0]]
-    assert len(set(found)) == 4 and palette[2] not in found
+    assert found[:2] == [(palette[1], "-"), (palette[0], "-")]
+    assert len(set(found)) == 4 and (palette[2], "-") not in found
+
+
+def test_a_run_has_the_line_style_of_its_evaluations(tmp_path):
+    """Also beyond the 20 colors, where evaluations have dashes."""
+    rows = [row for i in range(21) for row in loss_rows(f"m{i}")]
+    folder = write(tmp_path / "loss", "loss", rows, [(f"m{i}", "softmax") for i in range(21)])
+    run_folder = make_run(tmp_path / "m20", attn="softmax")
+    described = json.loads((run_folder / "run.json").read_text())
+    (run_folder / "run.json").write_text(json.dumps(described | {"lineage": []}))
+    text = report.report([str(folder), str(run_folder), str(make_run(tmp_path / "other"))], "t")
+    entries = re.findall(r"<li>(<svg.*?</svg>)(.*?)</li>", text)
+    mine = [swatch for swatch, label in entries if label == "m20"]
+    assert len(mine) == 2 and mine[0] == mine[1] and "stroke-dasharray" in mine[0]
+    assert len({swatch for swatch, _ in entries}) == 22, "each model and run has a style of its own"
 
 
 def test_the_report_has_everything(whole_report):
