@@ -18,6 +18,15 @@ function attentionPage(root, data) {
         return code === 0 || level === 0 ? 0 : Math.sign(level) * top * 10 ** (data.decades * (Math.abs(level) / steps - 1));
     }
 
+    // The weight behind a code, in words. Level 0 stands for 0 and for what rounds to less than the first level.
+    function reading_of(code) {
+        const s = current(), top = s.tops[state.layer][state.head], steps = s.signed ? 127 : 254;
+        if (code === 0) return "not visible";
+        if (top === 0) return "no weight";
+        const kind = s.cell > 1 ? "mean weight " : "weight ";
+        return kind + (weight(code) === 0 ? (s.signed ? "within ±" : "below ") + plain(top * 10 ** (data.decades * (0.5 / steps - 1))) : plain(weight(code)));
+    }
+
     // The index of a color, from 1 to 255.
     function shade(code) {
         const s = current();
@@ -71,8 +80,7 @@ function attentionPage(root, data) {
         const column = Math.floor((event.clientX - box.left) / box.width * s.side);
         if (!state.codes || row < 0 || column < 0 || row >= s.side || column >= s.side) return;
         const code = state.codes[row * s.side + column];
-        const value = code === 0 ? "not visible" : weight(code) === 0 ? "no weight" : (s.cell > 1 ? "mean weight " : "weight ") + plain(weight(code));
-        reading.textContent = `query ${range(s, row)}, key ${range(s, column)}: ${value}`;
+        reading.textContent = `query ${range(s, row)}, key ${range(s, column)}: ${reading_of(code)}`;
     }
 
     function scale() {
@@ -163,11 +171,11 @@ function attentionPage(root, data) {
     };
 
     // Bars or a line over the powers of two.
-    function chart(where, values, line, reference) {
+    function chart(where, title, values, line, reference) {
         const W = 260, H = 140, left = 34, bottom = 22, known = values.filter(x => x !== null);
         const most = Math.max(...known, ...(reference || []), 1e-9), step = (W - left - 6) / values.length;
         const x = i => left + (i + 0.5) * step, y = v => H - bottom - v / most * (H - bottom - 10);
-        const out = svg("svg", {viewBox: `0 0 ${W} ${H}`, width: "100%", role: "img"});
+        const out = svg("svg", {viewBox: `0 0 ${W} ${H}`, width: "100%", role: "img", "aria-label": title});
         for (const v of [0, most / 2, most]) {
             out.append(svg("line", {x1: left, x2: W, y1: y(v), y2: y(v), stroke: "var(--line)"}));
             out.append(svg("text", {x: left - 4, y: y(v) + 3, "font-size": 9, "text-anchor": "end", fill: "var(--muted)"}, plain(+v.toPrecision(2))));
@@ -204,6 +212,7 @@ function attentionPage(root, data) {
         if (before !== state.series || !find("overview").firstChild) overview();
         mark();
         find("name").textContent = `${s.label}: layer ${state.layer}, head ${state.head}`;
+        canvas.setAttribute("aria-label", `Attention map, ${find("name").textContent}`);
         const last = s.T, half = Math.round(last / 2);
         for (const ticks of root.querySelectorAll(".ticks")) ticks.replaceChildren(...[1, half, last].map(x => {
             const tick = document.createElement("span");
@@ -218,8 +227,8 @@ function attentionPage(root, data) {
         scale();
         table();
         const n = s.entropy_by_n[state.layer][state.head];
-        chart(find("entropy"), n, true, n.map((_, b) => Math.log(Math.sqrt(2 ** b * (2 ** (b + 1) - 1)))));
-        chart(find("distance"), s.weight_by_distance[state.layer][state.head], false);
+        chart(find("entropy"), "Entropy by n", n, true, n.map((_, b) => Math.log(Math.sqrt(2 ** b * (2 ** (b + 1) - 1)))));
+        chart(find("distance"), "Weight by distance", s.weight_by_distance[state.layer][state.head], false);
     }
 
     root.addEventListener("keydown", event => {
@@ -235,5 +244,6 @@ function attentionPage(root, data) {
     find("heads").onchange = event => pick({head: +event.target.value});
     find("color").onchange = () => { paint(); scale(); };
     find("statistic").onchange = overview;
+    root.hidden = false;
     pick({});
 }

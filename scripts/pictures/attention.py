@@ -102,7 +102,8 @@ def coarsen(values, cell, T, most):
 def encode(values, signed):
     """(codes, largest |weight|): 0 is a key after the query, 1 (signed: 128) a weight of 0 or below the scale. The
     others are logarithmic: up to 255 over DECADES; signed ones count from 128 to both sides, 127 steps for as many
-    decades. weight() in attention.js decodes them."""
+    decades. The nearest level is within 2.4 % of the weight, or within 4.7 % if signed. weight() in attention.js
+    decodes them."""
     x = np.where(np.isfinite(values), values, 0.0)
     top = float(np.abs(x).max()) if x.size else 0.0
     if not top > 0 or not math.isfinite(top):
@@ -110,7 +111,7 @@ def encode(values, signed):
     else:
         steps = 127 if signed else 254
         with np.errstate(divide="ignore"):
-            level = np.clip(np.ceil(steps * (1 + np.log10(np.abs(x) / top) / DECADES)), 0, steps).astype(int)
+            level = np.clip(np.rint(steps * (1 + np.log10(np.abs(x) / top) / DECADES)), 0, steps).astype(int)
         codes = 128 + np.where(x < 0, -level, level) if signed else 1 + level
     hidden = np.arange(x.shape[1])[None, :] > np.arange(x.shape[0])[:, None]
     return np.where(hidden, 0, codes).astype(np.uint8), top

@@ -131,7 +131,8 @@ def attention(series, identity="attention"):
     statistic = "".join(f'<option value="{key}">{name}</option>'
                         for key, name in shown if key != "map" or any(s["maps"] for s in data["series"]))
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")     # no tags in the page
-    return f"""<div class="attention" id="{identity}" tabindex="0">
+    return f"""<noscript><p>The maps need JavaScript.</p></noscript>
+<div class="attention" id="{identity}" tabindex="0" hidden>
 <div class="controls">{model}
 <label>Layer <select class="layers"></select></label> <label>Head <select class="heads"></select></label>
 <label>Color <select class="color"><option>logarithmic</option><option class="linear">linear</option></select></label>\
@@ -139,9 +140,9 @@ def attention(series, identity="attention"):
 <p class="muted">Arrow keys: up and down change the layer, left and right the head. Or click one below.</p>
 <div class="columns">
 <figure><h3 class="name"></h3>
-<div class="map"><div class="ticks down"></div><canvas class="canvas"></canvas><div class="ticks wide"></div>
+<div class="map"><div class="ticks down"></div><canvas class="canvas" role="img"></canvas><div class="ticks wide"></div>
 <p class="reading wide"></p>
-<div class="scale wide"><span class="least"></span><canvas class="bar"></canvas><span class="most"></span></div></div>
+<div class="scale wide"><span class="least"></span><canvas class="bar" aria-hidden="true"></canvas><span class="most"></span></div></div>
 <figcaption>Down: queries; across: keys. <span class="cells"></span></figcaption></figure>
 <div><div class="scroll"><table><thead>\
 <tr><th>head</th><th>first prompt</th><th>all prompts</th><th>with end-of-text</th></tr></thead>
@@ -153,7 +154,6 @@ def attention(series, identity="attention"):
 <figcaption>dashed: ln n, all keys alike</figcaption></figure>
 <figure><h3>Weight by distance</h3><div class="distance"></div>\
 <figcaption>in ranges that double</figcaption></figure></div>
-<noscript><p>The maps need JavaScript.</p></noscript>
 </div>
 <script type="application/json" id="{identity}-data">{text}</script>
 <script>

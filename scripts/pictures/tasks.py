@@ -270,7 +270,7 @@ def draw_scales(axes, s, ab):
     from matplotlib import colormaps
     n = np.geomspace(1, 4 * s.L, 100)
     for layer, heads in enumerate(ab):
-        color = colormaps["viridis"](0.1 + 0.8 * layer / max(1, len(ab) - 1))
+        color = colormaps["viridis"](0.25 + 0.65 * layer / max(1, len(ab) - 1))    # seen on dark and on light pages
         for head, (a1, a2) in enumerate(heads):
             axes.plot(n, a1 * np.log(n) + a2, color=color, linewidth=0.9, alpha=0.7,
                       label=f"layer {layer}" if head == 0 else None)
