@@ -551,7 +551,7 @@ static void draw(const Eval *e) {
         return;
     }
     if (access(python, X_OK) != 0) snprintf(python, sizeof python, "python3");
-    char *words[] = {python, script, (char *)e->o.out, NULL};
+    char *words[] = {python, script, "--", (char *)e->o.out, NULL};
     pid_t child;
     int status = 0;
     fflush(stdout);
