@@ -34,7 +34,7 @@ QUESTION = "\nWhat is the special magic {city} number? The special magic {city} 
 
 
 def cities():
-    return (DATA / "cities.txt").read_text().splitlines()
+    return (DATA / "cities.txt").read_text("utf-8").splitlines()
 
 
 def source_shards(folder, split):
@@ -104,7 +104,7 @@ def recorded(args, settings):
         return {}
     if not state.exists():
         raise DataError(USAGE, f"--out {args.out}: it holds another dataset ({names[0]}).\n  Pass another --out.")
-    found = json.loads(state.read_text())
+    found = json.loads(state.read_text("utf-8"))
     if found["settings"] != settings:
         raise DataError(USAGE, f"{args.out} holds needles made with other settings or from another dataset.\n"
                                f"  Pass another --out, or remove the folder to start over.")

@@ -508,6 +508,8 @@ def open_standard_files():
 def run(main):
     """Runs main() and exits, with a message and an exit code if something went wrong."""
     open_standard_files()
+    if sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")       # an escape for what its encoding lacks
     signal.signal(signal.SIGTERM, interrupt)
     code, text = 0, ""
     try:

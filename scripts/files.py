@@ -1,5 +1,6 @@
-"""Files that are replaced atomically."""
+"""Files that are replaced atomically, and text for terminals of any encoding."""
 import os
+import sys
 from pathlib import Path
 
 
@@ -23,3 +24,14 @@ def replace(path, content):
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+def printable(path):
+    """A path as text in UTF-8, whatever the locale. Other bytes become escapes, such as \\xe9."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def print_escapes():
+    """From now on, what standard output cannot encode is printed as an escape instead of ending the program."""
+    if sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -225,6 +225,7 @@ def flags():
 
 
 def main():
+    files.print_escapes()
     options = flags()
     signal.signal(signal.SIGTERM, interrupt)
     try:

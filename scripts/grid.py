@@ -18,6 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
+import files
 import grid_file
 import grid_parts
 import grid_report
@@ -161,6 +162,7 @@ def run_grid(grid, options):
 
 def main():
     signal.signal(signal.SIGTERM, grid_run.stopped)
+    files.print_escapes()
     options = parse()
     sys.stdout.reconfigure(line_buffering=True)      # in a log, too, messages follow what they are about
     failed = {}

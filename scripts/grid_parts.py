@@ -417,7 +417,7 @@ def said(log):
 def machine():
     """The processor's name and the number of cores that this process may use."""
     try:
-        name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)[1]
+        name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text("utf-8"), re.M)[1]
     except (OSError, TypeError):
         name = "unknown processor"
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
@@ -431,7 +431,7 @@ def entry_of(plan, part, code, seconds, threads):
              "text": row.data.name, "outcome": ""}
     info = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": threads}
     if part.eval:
-        report = json.loads((part.folder / "eval.json").read_text())
+        report = json.loads((part.folder / "eval.json").read_text("utf-8"))
         entry |= {"eval": part.eval.name, "identity": eval_identity(grid, run, part.eval, plan.texts),
                   "values": loss_values(report) if part.eval.task in ("loss", "positions") else other_values(report)}
     else:

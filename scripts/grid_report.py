@@ -830,6 +830,6 @@ def write(plan, folder, failed, draw=True):
             markdown += [f"### {plain(table.title)}\n"] * named + [table.markdown()]
             text += [f"-- {table.title}\n"] * named + [table.text()]
         markdown += [f"![{plain(name)}]({slug(name)}.png)\n" for name in names if name in drawn]
-    (folder / "report.md").write_text("\n".join(markdown))
-    (folder / "report.txt").write_text("\n".join(text))
+    (folder / "report.md").write_text("\n".join(markdown), "utf-8")
+    (folder / "report.txt").write_text("\n".join(text), "utf-8")
     return "\n".join(text)

@@ -55,7 +55,7 @@ class Results:
 
     def read(self):
         try:
-            whole = json.loads(self.path.read_text())
+            whole = json.loads(self.path.read_text("utf-8"))
             found, entries = whole["format"], whole["results"]
             if not isinstance(entries, dict):
                 raise TypeError(f"\"results\" is a {type(entries).__name__}, not an object")

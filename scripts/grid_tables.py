@@ -55,13 +55,13 @@ def main():
             stale.append(match["name"])
         return f"<!-- table: {match['name']} -->\n\n{found}\n"
     try:
-        text = MARKED.sub(fresh, options.page.read_text())
+        text = MARKED.sub(fresh, options.page.read_text("utf-8"))
     except (grid_file.Refused, OSError) as error:
         sys.exit(f"grid_tables.py: {error}")
     for name in stale:
         print(f"{options.page}: {name}: {'differs' if options.check else 'rewritten'}")
     if not options.check:
-        options.page.write_text(text.rstrip("\n") + "\n")
+        options.page.write_text(text.rstrip("\n") + "\n", "utf-8")
     return 1 if stale and options.check else 0
 
 

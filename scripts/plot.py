@@ -89,7 +89,7 @@ def began(run, lines):
     return (Path(run) / "metrics.jsonl").stat().st_mtime - seconds(lines)[-1]
 
 
-def names(runs):
+def folder_names(runs):
     """The folders' names if they are distinct, otherwise their paths below the folder that has all of them. A link has
     its own name, as in eval_gpt2."""
     paths = [Path(os.path.abspath(run)) for run in runs]
@@ -98,6 +98,11 @@ def names(runs):
         return short
     above = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(above)) for path in paths]
+
+
+def names(runs):
+    """folder_names() as text for pictures and pages."""
+    return [files.printable(name) for name in folder_names(runs)]
 
 
 def triples(lines, key, path):
@@ -157,7 +162,7 @@ def read_tensor(path, name):
 def read_json(path):
     """The JSON object in a file, or {} if there is none."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -549,12 +554,15 @@ def save(figure, path):
 def write_events(run, folder):
     """Writes one event file with the run's SCALARS into the folder, replacing an earlier one."""
     lines = read_metrics(run)
-    partial = folder / "partial"
-    with events.EventFile(partial, began(run, lines)) as file:
-        for line, time in zip(lines, seconds(lines)):
-            file.write(line["step"], time, {key: line[key] for key in SCALARS if line.get(key) is not None})
-    path = folder / "events.out.tfevents.0.metrics"
-    os.replace(partial, path)
+    partial, path = folder / "partial", folder / "events.out.tfevents.0.metrics"
+    try:
+        with events.EventFile(partial, began(run, lines)) as file:
+            for line, time in zip(lines, seconds(lines)):
+                file.write(line["step"], time, {key: line[key] for key in SCALARS if line.get(key) is not None})
+        os.replace(partial, path)
+    finally:
+        if partial.is_file():
+            partial.unlink()
     return path
 
 
@@ -585,6 +593,7 @@ def chosen(options):
 
 
 def main():
+    files.print_escapes()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", metavar="FILE",
@@ -613,7 +622,7 @@ def main():
         parser.error(wrong)
     try:
         if options.tensorboard:
-            for run, name in zip(options.runs, names(options.runs)):
+            for run, name in zip(options.runs, folder_names(options.runs)):
                 print(write_events(run, options.tensorboard / name))
         else:
             figure, name = chosen(options)

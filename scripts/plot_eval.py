@@ -22,6 +22,7 @@ import re
 import sys
 from pathlib import Path
 
+import files
 import plot
 from pictures import attention, charts, page, results, tasks
 
@@ -90,15 +91,16 @@ def record(path, names):
     """Adds the names to "files" in eval.json, so that the next eval_gpt2 that replaces this file also removes its
     pictures. The rest of the text stays as it is."""
     def extended(found):
-        files = json.loads(found[2])
-        return found[1] + json.dumps(files + [name for name in names if name not in files])
-    text = path.read_text()
+        listed = json.loads(found[2])
+        return found[1] + json.dumps(listed + [name for name in names if name not in listed])
+    text = path.read_text("utf-8")
     changed = re.sub(r'("files":\s*)(\[[^\[\]{}]*\])', extended, text, count=1)
     if changed != text:
         plot.replace(path, changed.encode())
 
 
 def main():
+    files.print_escapes()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with eval.json")
     parser.add_argument("--out", metavar="FILE",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+import files
 import plot
 from pictures import attention, charts, page, results, tasks
 from pictures.results import shown
@@ -103,8 +104,9 @@ def summary_row(folder, name, run):
 
 SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "mean loss", "validation", "best validation",
            "largest gradient norm", "clipped steps", "time in steps"]
-ABOUT_SUMMARY = ('<p class="muted">Mean loss: the training loss, averaged over the last 1 % of the steps. A validation '
-                 "loss without a step is that of the last step.</p>\n")
+ABOUT_SUMMARY = ('<p class="muted">Mean loss: the training loss, averaged over the last 1 % of the steps; of fewer '
+                 "than 100 steps, that of the last one. A validation loss without a step is that of the last "
+                 "step.</p>\n")
 
 
 def configuration(names, runs):
@@ -305,7 +307,7 @@ def read_evaluations(folders):
 def settings(series):
     """What all series of a section have in common, where they are from, and how they were made."""
     common, flags = results.label(series), results.flags_of(series)
-    folders = ", ".join(f"<code>{escape(str(folder))}</code>" for folder in flags)
+    folders = ", ".join(f"<code>{escape(files.printable(folder))}</code>" for folder in flags)
     name = common or (series[0].full_name if len(series) == 1 else "")
     about = f"{escape(name)}. " if name else ""
     return (f'<p class="muted">{about}From {folders}.</p>\n'
@@ -333,6 +335,7 @@ def report(folders, title):
 
 
 def main():
+    files.print_escapes()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, an evaluation, or both")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"),
@@ -347,7 +350,7 @@ def main():
         parser.error(f"--out {options.out}: cannot create the folder {options.out.parent} ({error.strerror}). Pass a "
                      "path in a folder that can be written")
     try:
-        title = options.title or ", ".join(dict.fromkeys(plot.names(options.folders)))
+        title = files.printable(options.title or "") or ", ".join(dict.fromkeys(plot.names(options.folders)))
         plot.replace(options.out, report(list(dict.fromkeys(options.folders)), title).encode())
         print(options.out)
     except (plot.Refused, OSError) as error:

@@ -569,6 +569,18 @@ def test_event_files_record_by_record(tmp_path):
     assert scalars[300] == {}
 
 
+def test_a_full_disk_leaves_the_earlier_event_file_alone(tmp_path):
+    """The disk is simulated by a limit on the size of files."""
+    run = make_run(tmp_path / "a", 300)
+    assert command(run, "--tensorboard", tmp_path / "events").returncode == 0
+    path, = (tmp_path / "events" / "a").iterdir()
+    earlier = path.read_bytes()
+    result = subprocess.run(["bash", "-c", 'ulimit -f 1; exec "$@"', "-", sys.executable, ROOT / "scripts/plot.py", run,
+                             "--tensorboard", tmp_path / "events"], capture_output=True, text=True)
+    assert result.returncode == 3 and "File too large" in result.stderr, result.stderr
+    assert list(path.parent.iterdir()) == [path] and path.read_bytes() == earlier
+
+
 # ---------------------------------------------------------------- attention/README.md
 
 COLUMNS = ("name", "qk", "scale", "offset", "phi", "norm", "post", "source")

@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import files  # noqa: E402
 import plot  # noqa: E402
 import plot_eval  # noqa: E402
 import report  # noqa: E402
@@ -865,7 +866,7 @@ def rows_of(text, heading):
 def test_the_page_on_a_phone_on_paper_and_without_javascript(tmp_path):
     """Without a browser, a test can only show that the rules are there."""
     text = page.attention_page(results.read(attention_folder(tmp_path)), "t")
-    assert re.search(r'<noscript><p>The maps need JavaScript.</p></noscript>\n<div class="attention"[^>]* hidden>', text)
+    assert re.search(r'<noscript><p>The maps need JavaScript.</p></noscript>\n<div class="attention"[^>]* hidden', text)
     assert "root.hidden = false;" in text and '<canvas class="canvas" role="img">' in text
     assert '"aria-label": title' in text and 'canvas.setAttribute("aria-label"' in text
     assert ".attention label { min-width: 0; }" in text and "h1, h3, p, li { overflow-wrap: anywhere; }" in text
@@ -1062,6 +1063,48 @@ def test_links_and_pipes_stay(tmp_path):
     assert (tmp_path / "link.html").is_symlink() and (tmp_path / "pipe.html").is_fifo()
 
 
+def in_locale(script, *words, **variables):
+    """Runs a script in a process of its own. Returns what it printed, as bytes."""
+    variables = {"LC_ALL": "C.UTF-8", "MPLBACKEND": "agg"} | variables
+    done = subprocess.run([sys.executable, ROOT / "scripts" / script, *words], capture_output=True,
+                          env=os.environ | variables)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
+    return done.stdout
+
+
+def test_the_locale_does_not_matter(tmp_path):
+    """POSIX without UTF-8, and an output for ASCII alone."""
+    name = "naïve→"
+    folders = [make_run(tmp_path / name), write(tmp_path / "é", "loss", loss_rows(name), [(name, "softmax")])]
+    text = (folders[1] / "eval.json").read_text()
+    (folders[1] / "eval.json").write_text(json.dumps(json.loads(text), ensure_ascii=False), "utf-8")
+    pages = []
+    for variables in ({}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+                      {"PYTHONIOENCODING": "ascii"}):
+        printed = in_locale("report.py", *folders, "--title", "→", "--out", tmp_path / "é.html", **variables)
+        assert printed == f"{tmp_path}/é.html\n".encode("ascii" if "PYTHONIOENCODING" in variables else "utf-8",
+                                                        "backslashreplace")
+        pages.append((tmp_path / "é.html").read_text("utf-8"))
+        assert in_locale("plot.py", folders[0], **variables).endswith(b"/loss.png\n")
+        in_locale("follow.py", folders[0], "--tensorboard", "--once", **variables)
+    assert pages[0] == pages[1] == pages[2] and "<td>naïve→" in pages[0] and "<h1>→</h1>" in pages[0]
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    raw = os.fsdecode(b"caf\xe9")
+    try:
+        run_folder = make_run(tmp_path / raw, out="caf")      # the trainer refuses the name, but folders can be renamed
+    except OSError:
+        pytest.skip("this file system has no such names")
+    folder = write(tmp_path / "eval" / raw, "loss", loss_rows())
+    text = report.report([str(run_folder), str(folder)], files.printable(raw))
+    assert "<h1>caf\\xe9</h1>" in text and f"<code>{tmp_path}/eval/caf\\xe9</code>" in text and text.encode()
+    for words in [], ["--seeds"], ["--scalars"], ["--tensorboard", tmp_path / "events"]:
+        in_locale("plot.py", run_folder, *words)
+    assert (tmp_path / "events" / raw).is_dir() and (run_folder / "loss.png").exists()
+    in_locale("report.py", run_folder, folder, "--title", raw, "--out", tmp_path / "r.html")
+
+
 def test_a_run_alone_is_reported(tmp_path):
     result = command("report.py", make_run(tmp_path / "a"), "--out", tmp_path / "r.html", "--title", "T")
     assert result.returncode == 0 and result.stdout.strip() == str(tmp_path / "r.html"), result.stderr
@@ -1145,6 +1188,13 @@ def test_eval_gpt2_draws_from_any_folder(trained, tmp_path, monkeypatch):
     output, errors = evaluate(trained, "loss", "out")
     assert output.splitlines()[-1] == "out/lengths.png" and "picture" not in errors
     assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_folder_that_looks_like_a_flag(trained, tmp_path):
+    root, folder = trained
+    result = subprocess.run([BIN / "eval_gpt2", "--model", folder, "--data", f"{root}/data/*_val_*.bin", "--max-tokens",
+                             "64", "--out", "-x"], capture_output=True, text=True, cwd=tmp_path, env=environment())
+    assert result.returncode == 0 and "-x/lengths.png" in result.stdout and "picture" not in result.stderr
 
 
 @pytest.mark.parametrize("missing, said",

@@ -25,7 +25,7 @@ def page(title, body, focus=""):
     script = f"<script>document.querySelector({focus!r}).focus({{preventScroll: true}})</script>" if focus else ""
     return ('<!DOCTYPE html>\n<html lang="en">\n'
             '<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(title)}</title>\n<style>\n{(FOLDER / 'page.css').read_text()}</style>\n"
+            f"<title>{escape(title)}</title>\n<style>\n{(FOLDER / 'page.css').read_text('utf-8')}</style>\n"
             f"</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n{script}</body>\n</html>\n")
 
 
@@ -142,7 +142,8 @@ def attention(series, identity="attention"):
 <figure><h3 class="name"></h3>
 <div class="map"><div class="ticks down"></div><canvas class="canvas" role="img"></canvas><div class="ticks wide"></div>
 <p class="reading wide"></p>
-<div class="scale wide"><span class="least"></span><canvas class="bar" aria-hidden="true"></canvas><span class="most"></span></div></div>
+<div class="scale wide"><span class="least"></span><canvas class="bar" aria-hidden="true"></canvas>\
+<span class="most"></span></div></div>
 <figcaption>Down: queries; across: keys. <span class="cells"></span></figcaption></figure>
 <div><div class="scroll"><table><thead>\
 <tr><th>head</th><th>first prompt</th><th>all prompts</th><th>with end-of-text</th></tr></thead>
@@ -157,7 +158,7 @@ def attention(series, identity="attention"):
 </div>
 <script type="application/json" id="{identity}-data">{text}</script>
 <script>
-{(FOLDER / 'attention.js').read_text()}
+{(FOLDER / 'attention.js').read_text("utf-8")}
 attentionPage(document.getElementById("{identity}"), \
 JSON.parse(document.getElementById("{identity}-data").textContent));
 </script>

@@ -58,7 +58,7 @@ def read(folder):
                               "eval_gpt2 again.")
         return Object(found)
     try:
-        data = json.loads(path.read_text(), object_hook=checked)
+        data = json.loads(path.read_text("utf-8"), object_hook=checked)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a folder that eval_gpt2 wrote, its --out.")
     except ValueError as error:
