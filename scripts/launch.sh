@@ -156,7 +156,8 @@ trap 'stopped=1 asked=1' TERM HUP USR1    # under nohup, SIGHUP stays ignored
 interrupted=
 interrupt() {
     local now=${EPOCHREALTIME/[.,]/}
-    [ -z "$interrupted" ] || [ $((now - interrupted)) -lt 1000000 ] || signal=USR2
+    local apart=$((now - ${interrupted:-$now}))    # microseconds; negative if the clock was set back
+    [ -z "$interrupted" ] || [ "${apart#-}" -lt 1000000 ] || signal=USR2
     interrupted=${interrupted:-$now}
     stopped=1 asked=1
 }

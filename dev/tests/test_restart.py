@@ -1,6 +1,7 @@
 """scripts/launch.sh --restart: a job whose rank is killed ends with the same bits as one that never died; what is not
 restarted."""
 import os
+import re
 import signal
 import subprocess
 import time
@@ -201,3 +202,14 @@ def test_a_restart_needs_out(tmp_path, text, code):
         done = subprocess.run([str(LAUNCH), "--restart", "1", "1", "true", *map(str, words)], capture_output=True,
                               text=True)
         assert done.returncode == code and ("--restart needs --out" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize("second, signal_then", [("1000.900000", "USR1"), ("1001.000000", "USR2"), ("400.500000", "USR2")])
+def test_a_second_interrupt(second, signal_then):
+    """One second after the first it ends the job, also if the clock was set back. Unset, EPOCHREALTIME is a variable
+    like any other."""
+    function = re.search(r"^interrupt\(\) \{\n.*?^\}\n", LAUNCH.read_text(), re.M | re.S)[0]
+    script = (f"set -eu; unset EPOCHREALTIME; signal=USR1 interrupted=\n{function}"
+              f"EPOCHREALTIME=1000.000000; interrupt; EPOCHREALTIME={second}; interrupt; echo $signal $asked")
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout == f"{signal_then} 1\n", done.stderr
