@@ -13,7 +13,7 @@
 //
 // Each block reads its row twice: first forward, for maximum and sum in a single pass (each thread rescales its sum
 // when its maximum grows), then backward, to write the gradient. So the end of the row, which was read last, is still
-// in L1, and the rest should be in L2: a row of GPT-2's vocabulary is 100 KB in bf16, 2 rows on each of 132 SMs are 26
+// in L1, and the rest should be in L2: a row of GPT-2's vocabulary is 100 KB in bf16, 2 rows on each of 132 SMs are 27
 // MB, and an H100's L2 has 50 MB. (An H200 moved 3.39 GB instead of 3.3, and 4.23 GB with 4 rows on each, by blocks of
 // 512 threads.) Only the second reading tells the caches that it is the last. Nothing of size rows·VP is ever stored in
 // float.
