@@ -1,5 +1,6 @@
 """Builds the CUDA sources with nvcc, without a GPU: there must be no warnings, no spilled registers, and no more
-registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`).
+registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`). The registers and the
+occupancy in the table of doc/kernels.md must be those of the compiler.
 
 By default it builds every other kernel for sm_90, and two instances of attention for sm_80 and sm_90: exp, which has
 kernels for Hopper, and one drawn by commit.
