@@ -34,6 +34,8 @@ INSTANCES = {
     "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
 # For attention/flash90.cuh: so many tiles that they reuse its buffers, and rows of q that it negates.
 WITH_EXP = ["softmax_T257_d64", "softmax_T257_d128", "softmax+qk=l2+scale=const:-7_T64_d64"]
+# With two SMs, a block of its kernels computes several blocks of rows or keys.
+SETTINGS = {"CUDA_ON_CPU_THREADS": "2", "CUDA_ON_CPU_PROCESSORS": "2"}
 # CI runs two instances, drawn by commit, and builds only those and the general ones.
 NAMES = draw.sample(INSTANCES, 2) if os.environ.get("DRAW") else list(INSTANCES)
 BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "exp", "any", "any_recenter", "any_two_sweeps", "float",
@@ -53,7 +55,7 @@ def programs():
 
 
 def threads(**more):
-    return environment(CUDA_ON_CPU_THREADS="2", **more)
+    return environment(**SETTINGS, **more)
 
 
 def run(program, word):
