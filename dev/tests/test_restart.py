@@ -204,7 +204,8 @@ def test_a_restart_needs_out(tmp_path, text, code):
         assert done.returncode == code and ("--restart needs --out" in done.stderr) == (code == 2)
 
 
-@pytest.mark.parametrize("second, signal_then", [("1000.900000", "USR1"), ("1001.000000", "USR2"), ("400.500000", "USR2")])
+@pytest.mark.parametrize("second, signal_then",
+                         [("1000.900000", "USR1"), ("1001.000000", "USR2"), ("400.500000", "USR2")])
 def test_a_second_interrupt(second, signal_then):
     """One second after the first it ends the job, also if the clock was set back. Unset, EPOCHREALTIME is a variable
     like any other."""
