@@ -422,42 +422,72 @@ static void check_rope(const Run *run) {
 
 // ---- the same run on all ranks
 
-// Flags that may differ between ranks: what they name is compared itself, or only rank 0 uses it, or it changes nothing
-// in the results.
-static bool may_differ(const char *flag) {
-    static const char *const NAMES[] = {"train-data",   "val-data", "out",    "threads",
-                                        "rank-timeout", "profile",  "matmuls"};
+// Flags whose values may differ between ranks: each rank may have its own path to the same data, only rank 0 writes to
+// --out, and the others do not change the results. All ranks have these flags, or none: with --out, they save together.
+static bool is_own_path(const char *flag) {
+    static const char *const NAMES[] = {"train-data", "val-data", "init-from", "out", "matmuls"};
     for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
         if (strcmp(flag, NAMES[i]) == 0) return true;
     return false;
 }
 
+static bool is_own_number(const char *flag) {
+    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "profile");
+}
+
+static void add_flags(cJSON *facts, const TrainOptions *o) {
+    char name[64], value[1024];
+    for (const Option *row = o->table; row < o->table + o->count; row++) {
+        if (row->only_in || is_own_number(row->name)) continue;
+        snprintf(name, sizeof name, "--%s", row->name);
+        const char *text = options_text(row, value, sizeof value);
+        if (is_own_path(row->name)) text = *(const char *const *)row->value ? "given" : "not given";
+        cJSON_AddStringToObject(facts, name, text);
+    }
+}
+
+// Adds each key of the model's config.json.
+static void add_model(cJSON *facts, const ModelConfig *config) {
+    char name[64], *text = model_config_json(config, false);
+    cJSON *json = cJSON_Parse(text);
+    const cJSON *item;
+    cJSON_ArrayForEach(item, json) {
+        char *value = cJSON_PrintUnformatted(item);
+        snprintf(name, sizeof name, "the model's %s", item->string);
+        cJSON_AddStringToObject(facts, name, value);
+        free(value);
+    }
+    cJSON_Delete(json);
+    free(text);
+}
+
 // What all ranks must agree on, as a flat object of texts.
 static cJSON *common_facts(const Run *run) {
-    const TrainOptions *o = &run->o;
     cJSON *facts = cJSON_CreateObject();
-    char name[64], value[1024];
-    for (size_t i = 0; i < o->count; i++) {
-        if (o->table[i].only_in || may_differ(o->table[i].name)) continue;
-        snprintf(name, sizeof name, "--%s", o->table[i].name);
-        cJSON_AddStringToObject(facts, name, options_text(&o->table[i], value, sizeof value));
-    }
-    cJSON_AddStringToObject(facts, "--matmuls", o->matmuls ? "given" : "not given");
-    cJSON_AddStringToObject(facts, "the model", model_text(run->config, value, sizeof value));
+    cJSON_AddStringToObject(facts, "the program", program_name);
+    add_flags(facts, &run->o);
+    add_model(facts, run->config);
+    cJSON_AddStringToObject(facts, "the normalizer before the start", run->loaded.text[0] ? run->loaded.text : "none");
     cJSON_AddStringToObject(facts, "the training data", run->train_print);
     cJSON_AddStringToObject(facts, "the validation data", run->val_print ? run->val_print : "none");
     return facts;
 }
 
-static bool same_facts(const cJSON *mine, const cJSON *first, Error *error) {
+static const char *fact_of(const cJSON *facts, const char *name) {
+    const char *text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(facts, name));
+    return text ? text : "missing";
+}
+
+// Compares what `names` has. Of long texts, such as those of many shards, the message has the start.
+static bool same_facts(const cJSON *names, const cJSON *mine, const cJSON *first, Error *error) {
     const cJSON *fact;
-    cJSON_ArrayForEach(fact, mine) {
-        const char *other = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(first, fact->string));
-        if (!other || strcmp(fact->valuestring, other) != 0)
+    cJSON_ArrayForEach(fact, names) {
+        const char *here = fact_of(mine, fact->string), *there = fact_of(first, fact->string);
+        if (strcmp(here, there) != 0)
             return error_set(error, EXIT_USAGE,
-                             "rank %d: %s is %s, but on rank 0 it is %s.\n"
-                             "  All ranks need the same flags, --config files and data.",
-                             process.rank, fact->string, fact->valuestring, other ? other : "missing");
+                             "rank %d: %s is %.800s, but on rank 0 it is %.800s.\n"
+                             "  All ranks need the same program, flags, --config files, model and data.",
+                             process.rank, fact->string, here, there);
     }
     return true;
 }
@@ -475,7 +505,7 @@ static void check_same_on_all_ranks(const Run *run) {
     if (!text || !theirs) fail(EXIT_RESOURCE, "out of memory for the flags.");
     process_broadcast(theirs, size);
     cJSON *first = cJSON_Parse(theirs);
-    process_agree(same_facts(mine, first, &error), &error);
+    process_agree(same_facts(mine, mine, first, &error) && same_facts(first, mine, first, &error), &error);
     if (theirs != text) free(theirs);
     free(text);
     cJSON_Delete(mine);
@@ -489,7 +519,11 @@ void settle(Run *run) {
     Error error;
     run->best.step = run->last_best.step = run->saved = -1;
     settle_model(run, weights, size);
-    if (process_max_int(run->resumed) != run->resumed)
+    int64_t resumes = process_max_int(o->resume), resumed = process_max_int(run->resumed);
+    if (resumes != o->resume)
+        fail(EXIT_USAGE, "rank %d has no --resume, but another rank has it. All ranks need the same flags.",
+             process.rank);
+    if (resumed != run->resumed)
         fail(EXIT_PEER, "rank %d finds no run in %s, but another rank does. All machines need the same --out folder.",
              process.rank, o->out);
     int64_t newest = process_max_int(run->step), oldest = -process_max_int(-run->step);

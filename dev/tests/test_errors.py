@@ -986,8 +986,47 @@ def test_ranks_that_differ(data, tmp_path, name):
     program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\nexec {TRAIN} "$@" {words}\n')
     program.chmod(0o755)
     text = train(data, "--steps", 2, "--out", tmp_path / "out", processes=2, code=USAGE, program=program)
-    says(text, message.format(), "All ranks need the same flags, --config files and data.")
+    says(text, message.format(), "All ranks need the same program, flags, --config files, model and data.")
     assert text.count("train_gpt2: rank") == 1 and not (tmp_path / "out").exists(), text
+
+
+def on_each_rank(path, *flags):
+    """Writes a program that trains with other flags on each rank."""
+    cases = " ".join(f"{rank}) set -- \"$@\" {words};;" for rank, words in enumerate(flags))
+    path.write_text(f'#!/bin/sh\ncase $OMPI_COMM_WORLD_RANK in {cases} esac\nexec {TRAIN} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_only_one_rank_has_a_run_folder(data, tmp_path):
+    """The others would not save with it."""
+    program = on_each_rank(tmp_path / "program", f"--out {tmp_path}/out", "")
+    text = train(data, "--steps", 1, processes=2, code=USAGE, program=program)
+    says(text, "rank 1: --out is not given, but on rank 0 it is given.")
+    train(data, "--steps", 1, "--out", tmp_path / "out")
+    program = on_each_rank(tmp_path / "program", f"--out {tmp_path}/out --resume", "")
+    says(train(data, "--steps", 2, processes=2, code=USAGE, program=program), "rank 1 has no --resume")
+
+
+@pytest.mark.parametrize("flags, attn, message", [
+    (["--rope-theta", 500], [], "rank 1: the model's rope_theta is 500, but on rank 0 it is 10000."),
+    (["--logit-softcap", 30, "--attn", "ssmax"], ["--attn", "ssmax"],
+     "rank 1: the model's final_logit_softcapping is 30, but on rank 0 it is missing."),
+    (["--attn", "ssmax"], ["--attn", "softmax"],
+     "rank 1: the normalizer before the start is ssmax, but on rank 0 it is softmax.")],
+                         ids=["rope", "softcap", "attn"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ranks_that_start_from_different_models(data, tmp_path, flags, attn, message, swapped):
+    """Of the same shape. A key of config.json may be missing on either rank."""
+    before = ["--attn", "ssmax"] if "ssmax" in attn else []
+    for name, own in {"a": before, "b": flags}.items():
+        train(data, "--steps", 0, *own, "--out", tmp_path / name)
+    paths = [f"--init-from {checkpoint(tmp_path / name, 0)}" for name in ("ba" if swapped else "ab")]
+    text = train(data, *attn, "--steps", 1, processes=2, code=USAGE, model=False,
+                 program=on_each_rank(tmp_path / "program", *[path + " --seq-len 8 --warmup 0" for path in paths]))
+    if swapped:
+        message = re.sub(r"is (\w+), but on rank 0 it is (\w+)", r"is \2, but on rank 0 it is \1", message)
+    says(text, message)
 
 
 def test_what_ranks_may_have_of_their_own(data, tmp_path):
