@@ -7,6 +7,11 @@
 // settle.c: checks the flags, the run folder and the data, and fills in the run. Writes nothing.
 void settle(Run *run);
 
+// agree.c: ends the program if ranks would train different models, or on different data: on a machine with other files
+// under the same paths, for example. Their sums would be meaningless, or they would wait for each other forever.
+// Collective.
+void check_same_on_all_ranks(const Run *run);
+
 // switches.c: fills run->switches from --attn-switch and the switches that a resumed run has to repeat.
 void settle_switches(Run *run);
 

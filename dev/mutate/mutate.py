@@ -131,6 +131,7 @@ TESTS_OF = (
     *((file, [*pytest_of("train_gpt2", "test_resume", "-k", "keep_best or switch"),
               *pytest_of("train_gpt2", "test_stops", "-k", "tokenizer")])
       for file in ("run/save.c", "run/settle.c")),
+    ("run/agree.c", pytest_of("train_gpt2", "test_errors", "-k", "ranks and (differ or own) or only_one_rank")),
     ("run/report.c", [*pytest_of("train_gpt2", "test_normalizers", "-k", "describe"),
                       *pytest_of("train_gpt2 sample_gpt2 build/tests/logits", "test_sample", "-k", "trainer_samples")]),
     ("run/run.c", [*pytest_of("train_gpt2", "test_order", "-k", "share_of_the_peak"),

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from jobs import wait_for
-from trainer import (ROOT, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses,
+from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses,
                      metrics, read_header, steps, tokens, train, write_header, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
@@ -40,6 +40,15 @@ def presets():
 
 QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
 BIAS = MODEL + ",heads=4,kv_heads=2,head_dim=16,bias=qkv"
+
+
+def test_ranks_of_both_trainers(cuda, data, tmp_path):
+    """They would wait for each other forever."""
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {cuda} "$@"\nexec {TRAIN} "$@"\n')
+    program.chmod(0o755)
+    text = train(data, *SMALL, "--steps", 1, processes=2, code=2, program=program)
+    assert "rank 1: the program is train_gpt2, but on rank 0 it is train_gpt2cu." in text
 
 
 @pytest.mark.drawn(10)

@@ -964,6 +964,14 @@ def test_ranks_that_find_different_checkpoints(data, run, tmp_path):
     assert text.count("train_gpt2: ") == 1, text
 
 
+def on_each_rank(path, *flags):
+    """Writes a program that trains with more flags, of its own on each rank."""
+    cases = " ".join(f"{rank}) set -- \"$@\" {words};;" for rank, words in enumerate(flags))
+    path.write_text(f'#!/bin/sh\ncase $OMPI_COMM_WORLD_RANK in {cases} esac\nexec {TRAIN} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 RANKS_DIFFER = {
     "a flag": (["--lr", 0.5], "rank 1: --lr is 0.5, but on rank 0 it is 0.01."),
     "a dry run": (["--dry-run"], "rank 1: --dry-run is 1, but on rank 0 it is 0."),
@@ -978,24 +986,14 @@ RANKS_DIFFER = {
 def test_ranks_that_differ(data, tmp_path, name):
     """They would add gradients of different models or data, or wait for each other forever."""
     flags, message = RANKS_DIFFER[name]
-    other, program = tmp_path / "other", tmp_path / "program"
+    other = tmp_path / "other"
     other.mkdir()
     make_data(other, train=2990)
     (other / "config.toml").write_text("seed = 7\n")
-    words = " ".join(f"'{str(flag).format(folder=other)}'" for flag in flags)
-    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\nexec {TRAIN} "$@" {words}\n')
-    program.chmod(0o755)
+    program = on_each_rank(tmp_path / "program", "", " ".join(f"'{str(flag).format(folder=other)}'" for flag in flags))
     text = train(data, "--steps", 2, "--out", tmp_path / "out", processes=2, code=USAGE, program=program)
     says(text, message.format(), "All ranks need the same program, flags, --config files, model and data.")
     assert text.count("train_gpt2: rank") == 1 and not (tmp_path / "out").exists(), text
-
-
-def on_each_rank(path, *flags):
-    """Writes a program that trains with other flags on each rank."""
-    cases = " ".join(f"{rank}) set -- \"$@\" {words};;" for rank, words in enumerate(flags))
-    path.write_text(f'#!/bin/sh\ncase $OMPI_COMM_WORLD_RANK in {cases} esac\nexec {TRAIN} "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 def test_only_one_rank_has_a_run_folder(data, tmp_path):
@@ -1031,12 +1029,9 @@ def test_ranks_that_start_from_different_models(data, tmp_path, flags, attn, mes
 
 def test_what_ranks_may_have_of_their_own(data, tmp_path):
     """The same data under another path, a number of threads, a profile."""
-    other, program = tmp_path / "other", tmp_path / "program"
-    shutil.copytree(data, other)
-    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\n'
-                       f'exec {TRAIN} "$@" --train-data "{other}/*_train_*.bin" --threads 2 --profile\n')
-    program.chmod(0o755)
-    train(data, "--steps", 2, processes=2, program=program)
+    other = shutil.copytree(data, tmp_path / "other")
+    own = f"--train-data '{other}/*_train_*.bin' --threads 2 --profile"
+    train(data, "--steps", 2, processes=2, program=on_each_rank(tmp_path / "program", "", own))
 
 
 def test_a_bad_token_on_one_rank(tmp_path):

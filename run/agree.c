@@ -1,0 +1,98 @@
+#include "run/parts.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "model/model.h"
+#include "runtime/error.h"
+#include "runtime/process.h"
+
+// Each rank may have its own path to the same data or model, and only rank 0 uses those of --out and --matmuls. But all
+// ranks have such a flag, or none.
+static bool is_own_path(const char *flag) {
+    static const char *const NAMES[] = {"train-data", "val-data", "init-from", "out", "matmuls"};
+    for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
+        if (strcmp(flag, NAMES[i]) == 0) return true;
+    return false;
+}
+
+// Flags that change nothing in the results.
+static bool is_own_choice(const char *flag) {
+    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "profile");
+}
+
+static void add_flags(cJSON *facts, const TrainOptions *o) {
+    char name[64], value[1024];
+    for (const Option *row = o->table; row < o->table + o->count; row++) {
+        if (row->only_in || is_own_choice(row->name)) continue;
+        snprintf(name, sizeof name, "--%s", row->name);
+        const char *text = options_text(row, value, sizeof value);
+        if (is_own_path(row->name)) text = *(const char *const *)row->value ? "given" : "not given";
+        cJSON_AddStringToObject(facts, name, text);
+    }
+}
+
+// Adds each key of the model's config.json.
+static void add_model(cJSON *facts, const ModelConfig *config) {
+    char name[64], *text = model_config_json(config, false);
+    cJSON *json = cJSON_Parse(text);
+    const cJSON *item;
+    cJSON_ArrayForEach(item, json) {
+        char *value = cJSON_PrintUnformatted(item);
+        snprintf(name, sizeof name, "the model's %s", item->string);
+        cJSON_AddStringToObject(facts, name, value);
+        free(value);
+    }
+    cJSON_Delete(json);
+    free(text);
+}
+
+// What all ranks must agree on, as a flat object of texts.
+static cJSON *common_facts(const Run *run) {
+    cJSON *facts = cJSON_CreateObject();
+    cJSON_AddStringToObject(facts, "the program", program_name);
+    add_flags(facts, &run->o);
+    add_model(facts, run->config);
+    cJSON_AddStringToObject(facts, "the normalizer before the start", run->loaded.text[0] ? run->loaded.text : "none");
+    cJSON_AddStringToObject(facts, "the training data", run->train_print);
+    cJSON_AddStringToObject(facts, "the validation data", run->val_print ? run->val_print : "none");
+    return facts;
+}
+
+static const char *fact_of(const cJSON *facts, const char *name) {
+    const char *text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(facts, name));
+    return text ? text : "missing";
+}
+
+// Compares the facts that `names` has. The message has only the start of a long text, such as that of many shards.
+static bool same_facts(const cJSON *names, const cJSON *mine, const cJSON *first, Error *error) {
+    const cJSON *fact;
+    cJSON_ArrayForEach(fact, names) {
+        const char *here = fact_of(mine, fact->string), *there = fact_of(first, fact->string);
+        if (strcmp(here, there) != 0)
+            return error_set(error, EXIT_USAGE,
+                             "rank %d: %s is %.800s, but on rank 0 it is %.800s.\n"
+                             "  All ranks need the same program, flags, --config files, model and data.",
+                             process.rank, fact->string, here, there);
+    }
+    return true;
+}
+
+void check_same_on_all_ranks(const Run *run) {
+    Error error;
+    if (process.size == 1) return;
+    cJSON *mine = common_facts(run);
+    char *text = cJSON_PrintUnformatted(mine);
+    size_t size = text ? strlen(text) + 1 : 0;
+    process_broadcast(&size, sizeof size);
+    char *theirs = process.rank == 0 ? text : malloc(size + 1);
+    if (!text || !theirs) fail(EXIT_RESOURCE, "out of memory for the flags.");
+    process_broadcast(theirs, size);
+    cJSON *first = cJSON_Parse(theirs);
+    process_agree(same_facts(mine, mine, first, &error) && same_facts(first, mine, first, &error), &error);
+    if (theirs != text) free(theirs);
+    free(text);
+    cJSON_Delete(mine);
+    cJSON_Delete(first);
+}
