@@ -65,7 +65,7 @@ static const char *fact_of(const cJSON *facts, const char *name) {
     return text ? text : "missing";
 }
 
-// Compares the facts that `names` has. The message has only the start of a long text, such as that of many shards.
+// Compares the facts named in `names`. The message quotes only the start of a long text, such as that of many shards.
 static bool same_facts(const cJSON *names, const cJSON *mine, const cJSON *first, Error *error) {
     const cJSON *fact;
     cJSON_ArrayForEach(fact, names) {

@@ -150,7 +150,7 @@ static bool write_checkpoint(const Run *run, bool *whole, Error *error) {
 }
 
 // If the run has its tokenizer from one of its own checkpoints, which will be pruned, the next saves take it from this
-// one. If a file could not be copied, they do so only once the other one is gone.
+// one. If a file could not be copied, they do so only once the old one is gone.
 static void follow_tokenizer(Run *run) {
     FolderPath all = folder_path(run->o.out, "ckpt/");
     char name[64];

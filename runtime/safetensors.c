@@ -634,12 +634,13 @@ bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Erro
 }
 
 static bool nonfinite(const TensorInfo *info, size_t index, double value, Error *error) {
-    return error_set(
-        error, EXIT_INPUT,
-        "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64
-        ").\n  The run that wrote it had diverged, %s. Use an earlier checkpoint.",
-        info->path, info->name, value, index, info->elements, info->offset + index * dtype_size(info->dtype),
-        info->dtype == DTYPE_F64 ? "the number is beyond float32, or the file is damaged" : "or the file is damaged");
+    return error_set(error, EXIT_INPUT,
+                     "%s: tensor %s: expected finite values, found %g in element %zu of %zu (offset %" PRIu64
+                     ").\n  The run that wrote it had diverged, %s. Use an earlier checkpoint.",
+                     info->path, info->name, value, index, info->elements,
+                     info->offset + index * dtype_size(info->dtype),
+                     info->dtype == DTYPE_F64 ? "the number is beyond float32's range, or the file is damaged"
+                                              : "or the file is damaged");
 }
 
 bool safetensors_read(const Safetensors *s, const char *name, int ndim, const size_t *shape, float *out, Error *error) {

@@ -320,8 +320,8 @@ def test_weighted_texts(tmp_path):
 
 
 def test_texts_are_those_of_the_trainer(tmp_path, monkeypatch):
-    """The grid finds the shards that the trainer finds, for lists without weights, names with spaces, a pattern that
-    matches folders, and a path that starts with ~."""
+    """The grid and the trainer find the same shards. The texts are lists without weights, names with spaces, a pattern
+    that matches folders, and a path that starts with ~."""
     for name in ("a/x_1", "b/x_2", "with a space/x_3", "[1]/x_4"):
         (tmp_path / name).parent.mkdir()
         write_shard(tmp_path / f"{name}.bin", [1] * 300)

@@ -167,7 +167,7 @@ def test_other_codes_restart_up_to_the_limit(tmp_path, code):
 
 @pytest.mark.parametrize("name, value", [("GRACE", "1.5"), ("GRACE", "soon"), ("PAUSE", "soon")])
 def test_variables_that_are_no_numbers(tmp_path, name, value):
-    """launch() sets PAUSE itself."""
+    """Started without launch(), which sets PAUSE."""
     result = subprocess.run([str(LAUNCH), "2", "true"], capture_output=True, text=True,
                             env=environment(**{name: value}))
     assert result.returncode == 2 and f"{name}={value}: expected a number of seconds" in result.stderr
