@@ -241,12 +241,12 @@ def test_kept_grids(path):
         grid_parts.check_flags(grid, programs)
         plan = grid_parts.Plan(grid, grid_store.Results("/nowhere/results.json"), {}, Path("out"))
         tokens = [part.cost for part in plan.parts.values() if not part.eval]
-        assert max(tokens) <= 1e7 if scale == "small" else max(tokens) > 3e8
+        assert max(tokens) <= 2e7 if scale == "small" else max(tokens) > 3e8
         assert not grid.notes, "no two rows are the same"
         for row in grid.rows.values():
             every = grid_parts.run_flags(grid, row)["val-every"]
             assert row.flags["steps"] % every == 0, f"{row.name}: no validation at its end"
-    assert scales == (["small"] if path.stem in ("comparison", "lssar") else ["small", "paper"])
+    assert scales[0] == "small"
 
 
 def test_the_comparison_has_every_preset():

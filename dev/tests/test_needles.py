@@ -19,8 +19,8 @@ T, VOCAB = 256, 280
 END = VOCAB - 1
 
 
-def script(*arguments, code=0):
-    result = subprocess.run([sys.executable, ROOT / "data/needles.py", *map(str, arguments)], capture_output=True,
+def script(*arguments, code=0, name="needles.py"):
+    result = subprocess.run([sys.executable, ROOT / "data" / name, *map(str, arguments)], capture_output=True,
                             text=True)
     assert result.returncode == code and "Traceback" not in result.stderr, result.stdout + result.stderr
     return result.stdout + result.stderr
@@ -202,3 +202,21 @@ def test_the_texts_are_those_of_the_evaluation():
     code = (ROOT / "eval/needle.c").read_text()
     for text in (needles.NEEDLE, needles.NUMBER, needles.NEEDLE_END, needles.QUESTION):
         assert json.dumps(text.format(city="%s", digits="%s")) in code
+
+
+def test_chunks_lie_inside_documents(source, tmp_path):
+    """data/chunks.py: the whole chunks of each document in order, and a mask that leaves out the targets across
+    borders."""
+    tokens = np.random.default_rng(2).integers(0, END, 700)
+    tokens[[0, 250, 300]] = END      # documents of 250, 50 and 400 tokens
+    write_shard(tmp_path / "d_val_000000.bin", tokens)
+    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    out = tmp_path / "out"
+    said = script(tmp_path, "--out", out, "--tokens", 100, name="chunks.py")
+    assert "6 chunks of 100 tokens from 2 documents" in said
+    kept = np.concatenate([tokens[:200], tokens[300:700]])
+    assert (read_shard(out / "d_val_000000.bin")[:600] == kept).all()
+    mask = np.fromfile(out / "d_val_000000.mask", np.uint8)[shards.HEADER_BYTES:]
+    assert np.flatnonzero(mask == 0).tolist() == [0, 200, 600]
+    assert "no validation document has 500 tokens" in script(tmp_path, "--out", out, "--tokens", 500, code=3,
+                                                             name="chunks.py")
