@@ -80,11 +80,55 @@ def gpt2_json():
 def load_gpt2():
     encoding = gpt2_encoding()
 
-    def encode_batch(texts):
+    def encode(texts):
         return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
+    encode_batch = in_pieces(encode, encode, WHITE)   # tiktoken takes a run at the end of a text, of any length
     files = {"tokenizer.json": gpt2_json(), "tokenizer_config.json": json.dumps(CONFIG).encode()}
     return Tokenizer(encode_batch, 50257, 50256, files)
+
+
+# Long texts. The patterns try a run of white space again and again, so that a run of a million makes tiktoken raise, and
+# one of ten million `tokenizers`. The latter needs 200 bytes of memory for a byte of text.
+
+WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"    # \s in Rust and Oniguruma
+WHITE_IN_LINE = WHITE.replace("\t-\r", "\t\v\f")
+LONG = 100_000           # characters of a text, or of a run in it
+PIECE = 1 << 20          # characters to encode at once, where white space allows
+
+
+def cut(text, white, words):
+    """(piece, is it one word?) of a long text; only long runs are words, if `words`. The pieces' ids, one after another,
+    are those of the text, because GPT-2's pattern, with WHITE, and Llama 3's and Qwen's, with WHITE_IN_LINE, start a
+    word at each cut."""
+    at = 0
+    for run in re.finditer(f"[{white}]+", text):
+        start, end = run.span()
+        if end < len(text):
+            if text[end] in "\r\n":      # Llama 3's pattern extends the word to the last line break
+                continue
+            end -= 1                     # the next word's, or else a word
+        if words and end - start >= LONG:
+            yield from ((text[at:start], False), (text[start:end], True))
+            at = end
+        elif start - at >= PIECE:
+            yield text[at:start], False
+            at = start
+    yield text[at:], False
+
+
+def in_pieces(encode, encode_words, white):
+    """encode(texts) for texts of any length. encode_words(texts) takes each text as one word, or is None."""
+
+    def encode_long(text):
+        pieces = cut(text, white, encode_words is not None)
+        return np.concatenate([(encode_words if word else encode)([piece])[0] for piece, word in pieces])
+
+    def encode_batch(texts):
+        short = iter(encode([text for text in texts if len(text) < LONG]))
+        return [next(short) if len(text) < LONG else encode_long(text) for text in texts]
+
+    return encode_batch
 
 
 def alphabet():
@@ -120,14 +164,18 @@ def pair_of(item, key):
     return parts if isinstance(parts, list) and len(parts) == 2 else [{}, {}]
 
 
+def splits(words):
+    """Is it a pre_tokenizer with Llama 3's or Qwen's pattern?"""
+    first, second = pair_of(words, "pretokenizers")
+    return (first.get("type") == "Split" and first.get("behavior") == "Isolated" and empty(first.get("invert"))
+            and (first.get("pattern") or {}).get("Regex") in PATTERNS and is_byte_level(second, False))
+
+
 def known_words(words):
     """Is it the pre_tokenizer of a byte-level tokenizer that we know?"""
     first, second = pair_of(words, "pretokenizers")
     digits = first.get("type") == "Digits" and first.get("individual_digits") is True
-    split = (first.get("type") == "Split" and first.get("behavior") == "Isolated" and empty(first.get("invert"))
-             and (first.get("pattern") or {}).get("Regex") in PATTERNS)
-    return (is_byte_level(words, True) or (digits and is_byte_level(second, True))
-            or (split and is_byte_level(second, False)))
+    return is_byte_level(words, True) or splits(words) or (digits and is_byte_level(second, True))
 
 
 def known_spaces(normalizer, words):
@@ -275,19 +323,40 @@ def load_json(path):
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         if path.with_name(name).exists():
             files[name] = path.with_name(name).read_bytes()
-    inside = without_space(json.loads(path.read_bytes()))
-    inside = encoder(tokenizers.Tokenizer.from_str(json.dumps(inside))) if inside else None
-    return Tokenizer(encoder(tokenizer), vocab, end_of_text, files, inside)
+    whole = json.loads(path.read_bytes())
+    inside = without_space(whole)
+    return Tokenizer(encoder(whole), vocab, end_of_text, files, inside and library_encoder(inside))
 
 
-def encoder(tokenizer):
-    """encode_batch() of a tokenizer of the library."""
+def encoder(whole):
+    """encode_batch() of a tokenizer.json."""
+    encode, words = library_encoder(whole), whole.get("pre_tokenizer") or {}
+    plain = [token["content"] for token in whole.get("added_tokens") or [] if token.get("special") is False]
+    if (whole.get("normalizer") or {"type": "NFC"})["type"] != "NFC" or not known_words(words) or any(
+            re.search(f"[{WHITE}]", content) for content in plain):
+        return encode
+    one_word = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    encode_words = library_encoder(whole | {"pre_tokenizer": one_word})
+    if splits(words):
+        return in_pieces(encode, encode_words, WHITE_IN_LINE)
+    return in_pieces(encode, encode_words if is_byte_level(words, True) else None, WHITE)
+
+
+def library_encoder(whole):
+    """encode_batch() of a tokenizer.json in the library."""
+    tokenizer = library("tokenizers", "a tokenizer.json").Tokenizer.from_str(json.dumps(whole))
     tokenizer.encode_special_tokens = True   # names of special tokens in a text are ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
     def encode_batch(texts):
-        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:   # the library raises Exception itself, and a panic is a BaseException
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            raise DataError(INPUT, f"the tokenizer cannot encode one of the documents: {error}.\n"
+                                   "  Pass another --tokenizer, or remove the document.") from None
         return [np.array(one.ids, np.uint32) for one in found]
 
     return encode_batch

@@ -199,6 +199,14 @@ def test_long_words(gpt2, tiktoken_gpt2, word):
     assert same(gpt2.encode(text.encode()), tiktoken_gpt2.encode_to_numpy(text, disallowed_special=()), text)
 
 
+@pytest.mark.parametrize("run", [" ", "\t", " \n"])
+def test_runs_that_are_too_long_for_tiktoken(gpt2, tiktoken_gpt2, run):
+    text = f"word{run * (1_000_000 // len(run))}word"
+    with pytest.raises(ValueError):
+        tiktoken_gpt2.encode_to_numpy(text)
+    assert same(vocabulary.load_gpt2().encode_batch(["a", text])[1], gpt2.encode(text.encode()), text)
+
+
 # ---- a vocabulary of our own
 
 def test_equals_tokenizers(library, texts, tmp_path):

@@ -4,6 +4,7 @@ else the default."""
 import copy
 import ctypes
 import json
+import random
 import subprocess
 import sys
 
@@ -249,6 +250,30 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
 
 
 # ---------------------------------------------------------------- through the programs
+
+SPLITS = {"ours": bpe(), "digits": bpe(digits_first()), "llama3": bpe(split_words(vocabulary.PATTERNS[0])),
+          "qwen": bpe(split_words(vocabulary.PATTERNS[1]), normalizer=normalizers.NFC())}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_long_texts_are_cut_where_words_start(name, monkeypatch):
+    monkeypatch.setattr(vocabulary, "LONG", 4)
+    monkeypatch.setattr(vocabulary, "PIECE", 8)
+    whole, cut = vocabulary.library_encoder(SPLITS[name]), vocabulary.encoder(SPLITS[name])
+    rng = random.Random(1)
+    alphabet = [*" " * 8, *"\n\r\t\v\x1c\x85\u2000\u2028\u00a0\u200bab'1½!\u0301é中", "'s"]
+    texts = ["".join(rng.choice(alphabet) * rng.choice((1, 1, 1, 7)) for _ in range(25)) for _ in range(3000)]
+    for text, expected, found in zip(texts, whole(texts), cut(texts)):
+        assert found.tolist() == expected.tolist(), repr(text)
+
+
+def test_a_text_that_the_library_rejects(tmp_path, capsys):
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="?"))
+    tokenizer.save(str(path))
+    with pytest.raises(vocabulary.DataError, match="cannot encode.*\n.*--tokenizer"):
+        vocabulary.load(path).encode_batch(["b"])
+
 
 def encode(tokenizer, folder):
     """Makes shards with a tokenizer.json by data/text.py; returns their folder and the output."""
