@@ -159,34 +159,33 @@ bool folder_is_new(const char *out, Error *error) {
 
 #define NEW_RUN "  Use --init-from %s/ckpt/step-... to start a new run from its weights."
 
-cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error) {
+bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *before, RunJson *found, Error *error) {
     const FolderPath path = folder_path(out, "run.json");
-    if (access(path.text, F_OK) != 0 && errno == ENOENT) {
-        error_set(error, EXIT_INPUT, "%s: this file is missing, without which --resume is not possible.\n" NEW_RUN,
-                  path.text, out);
-        return NULL;
-    }
+    if (access(path.text, F_OK) != 0 && errno == ENOENT)
+        return error_set(error, EXIT_INPUT,
+                         "%s: this file is missing, without which --resume is not possible.\n" NEW_RUN, path.text, out);
     cJSON *json = json_read(path.text, error);
-    if (!json) return NULL;
+    if (!json) return false;
     cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
     cJSON *lineage = cJSON_DetachItemFromObjectCaseSensitive(json, "lineage");
+    cJSON *history = cJSON_DetachItemFromObjectCaseSensitive(json, "history");
     char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
-    if (!text || !cJSON_IsArray(lineage)) {
-        error_set(error, EXIT_INPUT,
-                  "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n" NEW_RUN,
-                  path.text, out);
-        cJSON_Delete(lineage);
-        lineage = NULL;
-    } else if (!options_resume(options->table, options->count, text, error)) {
-        cJSON_Delete(lineage);
-        lineage = NULL;
-    }
+    *found = (RunJson){lineage, history, 0};
+    json_u64(cJSON_GetObjectItemCaseSensitive(json, "history_omitted"), &found->omitted);
+    bool ok = (text && cJSON_IsArray(lineage)) ||
+              error_set(error, EXIT_INPUT,
+                        "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n" NEW_RUN,
+                        path.text, out);
+    ok = ok && (!history || cJSON_IsArray(history) ||
+                error_set(error, EXIT_INPUT, "%s: expected \"history\" to be an array.\n  Remove it.", path.text));
+    ok = ok && options_resume(before->table, before->count, text, error) &&
+         options_resume(options->table, options->count, text, error);
     cJSON *to_repeat = cJSON_GetObjectItemCaseSensitive(json, "to_repeat");
-    while (lineage && cJSON_GetArraySize(to_repeat) > 0)
+    while (ok && cJSON_GetArraySize(to_repeat) > 0)
         cJSON_AddItemToArray(lineage, cJSON_DetachItemFromArray(to_repeat, 0));
     free(text);
     cJSON_Delete(json);
-    return lineage;
+    return ok;
 }
 
 int64_t run_json_rank_timeout(const char *out, int64_t otherwise) {
@@ -230,7 +229,7 @@ void folder_add_program(cJSON *json) {
 }
 
 bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val,
-                    const cJSON *lineage, const cJSON *to_repeat, Error *error) {
+                    const RunJson *rest, const cJSON *to_repeat, Error *error) {
     cJSON *json = cJSON_CreateObject();
     char *arguments = options_json(options->table, options->count);
     cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
@@ -239,7 +238,9 @@ bool run_json_write(const char *out, const TrainOptions *options, const char *tr
     cJSON *data = cJSON_AddObjectToObject(json, "data");
     add_data(data, "train", train);
     add_data(data, "val", val);
-    cJSON_AddItemToObject(json, "lineage", cJSON_Duplicate(lineage, true));
+    cJSON_AddItemToObject(json, "lineage", cJSON_Duplicate(rest->lineage, true));
+    cJSON_AddItemToObject(json, "history", cJSON_Duplicate(rest->history, true));
+    if (rest->omitted) cJSON_AddNumberToObject(json, "history_omitted", (double)rest->omitted);
     if (cJSON_GetArraySize(to_repeat) > 0) cJSON_AddItemToObject(json, "to_repeat", cJSON_Duplicate(to_repeat, true));
     char *text = cJSON_Print(json);
     bool done = text && file_replace_text(folder_path(out, "run.json").text, text, error);
@@ -250,7 +251,7 @@ bool run_json_write(const char *out, const TrainOptions *options, const char *tr
     return done;
 }
 
-void lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
+cJSON *lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
     cJSON *entry = cJSON_CreateObject();
     cJSON_AddNumberToObject(entry, "step", (double)step);
     cJSON_AddStringToObject(entry, "event", event);
@@ -260,6 +261,7 @@ void lineage_add(cJSON *lineage, int64_t step, const char *event, ...) {
         cJSON_AddStringToObject(entry, key, va_arg(args, const char *));
     va_end(args);
     cJSON_AddItemToArray(lineage, entry);
+    return entry;
 }
 
 static const char *entry_text(const cJSON *entry, const char *key) {

@@ -36,10 +36,17 @@ bool folder_lock_again(int *lock, const char *out, Error *error);
 bool folder_has_run(const char *out);
 bool folder_is_new(const char *out, Error *error);
 
-// Reads run.json for --resume: uses its arguments for all flags that were not given, and rejects given flags that a
-// resumed run cannot change (EXIT_USAGE). Returns the run's lineage followed by the switches to repeat; the caller owns
-// it. Returns NULL with *error set on failure.
-cJSON *run_json_resume(const char *out, TrainOptions *options, Error *error);
+// What run.json keeps of a run besides its flags. `lineage`: how it began, and each change of normalizer. `history`: an
+// object for each start and resume, of which `omitted` earlier ones are no longer listed; NULL in version 0.2.
+typedef struct {
+    cJSON *lineage, *history;
+    uint64_t omitted;
+} RunJson;
+
+// Reads run.json for --resume: sets `before` to its arguments, uses them for all flags of `options` that were not
+// given, and rejects given flags that a resumed run cannot change (EXIT_USAGE). *found: what else it has, with the
+// switches to repeat at the end of the lineage; the caller owns it.
+bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *before, RunJson *found, Error *error);
 
 // Returns the --rank-timeout that run.json has, or `otherwise` if it has none.
 int64_t run_json_rank_timeout(const char *out, int64_t otherwise);
@@ -47,15 +54,15 @@ int64_t run_json_rank_timeout(const char *out, int64_t otherwise);
 // Compares the fingerprint of the "train" or "val" data with the run's. Different data is an error (EXIT_USAGE).
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error);
 
-// Writes run.json atomically: arguments, version, commit, data fingerprints (JSON text, or NULL), lineage, and the
-// normalizer switches that the run made after the checkpoint from which it resumed and still has to repeat (both arrays
-// are copied).
+// Writes run.json atomically: arguments, version, commit, data fingerprints (JSON text, or NULL), lineage, history, and
+// the normalizer switches that the run made after the checkpoint from which it resumed and still has to repeat (all
+// arrays are copied).
 bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val,
-                    const cJSON *lineage, const cJSON *to_repeat, Error *error);
+                    const RunJson *rest, const cJSON *to_repeat, Error *error);
 
 // Appends {"step": N, "event": "start|init-from|attn-at-start|attn-switch", ...} to a lineage. The details are key,
-// value, ..., NULL.
-void lineage_add(cJSON *lineage, int64_t step, const char *event, ...);
+// value, ..., NULL. Returns the entry.
+cJSON *lineage_add(cJSON *lineage, int64_t step, const char *event, ...);
 
 // Removes normalizer switches after the checkpoint of this step from the lineage and returns them in an array that the
 // caller owns. A checkpoint is usually saved before the switch at its own step. If it was saved after it, `made` is its

@@ -21,6 +21,13 @@ bool change_at_step(const Run *run);
 // Moves switches after the run's step from the lineage to run->switches, to be repeated. `made` as in lineage_cut().
 void repeat_switches(Run *run, cJSON *lineage, const char *made);
 
+// history.c: the flags that differ from those that run.json had, {"lr": {"from": 0.001, "to": 0.0001}, ...}. The caller
+// owns it.
+cJSON *changed_flags(const Run *run);
+
+// Adds this start or resume to run->history.
+void history_add(Run *run);
+
 // save.c: opens metrics.jsonl, removes the lines that will be written again, and writes run.json.
 void open_run_folder(Run *run);
 

@@ -98,8 +98,10 @@ typedef struct {
     Mixture *train;
     Shards *val;
     char *train_print, *val_print;    // fingerprints
-    cJSON *lineage;
-    int lock;    // of the run folder; see folder_lock()
+    cJSON *lineage, *history;         // of run.json; see folder.h
+    uint64_t history_omitted;
+    TrainOptions before;    // what run.json had, if the run existed
+    int lock;               // of the run folder; see folder_lock()
     Metrics *metrics;
     Progress progress;
     Heartbeat *heartbeat;    // NULL if there is none

@@ -21,7 +21,8 @@ static bool write_run_json(const Run *run, Error *error) {
     cJSON *to_repeat = cJSON_CreateArray();
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
         if (s->repeated) lineage_add(to_repeat, s->step, "attn-switch", "attn", s->to.text, NULL);
-    bool done = run_json_write(run->o.out, &run->o, run->train_print, run->val_print, run->lineage, to_repeat, error);
+    const RunJson rest = {run->lineage, run->history, run->history_omitted};
+    bool done = run_json_write(run->o.out, &run->o, run->train_print, run->val_print, &rest, to_repeat, error);
     cJSON_Delete(to_repeat);
     return done;
 }
@@ -52,6 +53,7 @@ void open_run_folder(Run *run) {
     find_best(run);
     snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
     rank0_try(open_metrics(run, path, &error), &error);
+    history_add(run);
     write_run(run);
 }
 

@@ -78,22 +78,32 @@ static void settle_lineage(Run *run) {
         fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
 
+// Takes over what run.json has.
+static void read_run_json(Run *run) {
+    RunJson found;
+    Error error;
+    train_options_init(&run->before, "", run->program->gpus);
+    if (!run_json_resume(run->o.out, &run->o, &run->before, &found, &error)) fail_with(&error);
+    run->lineage = found.lineage;
+    run->history = found.history;
+    run->history_omitted = found.omitted;
+}
+
 // Handles a run that ended before its first checkpoint: it keeps its arguments and starts from the beginning.
 static void settle_started_over(Run *run) {
     TrainOptions *o = &run->o;
-    Error error;
     if (checkpoint_any(o->out))
         fail(EXIT_INPUT,
              "%s/ckpt: every checkpoint is damaged; see the warnings above. Nothing was changed.\n"
              "  Restore an intact checkpoint, or start a new run in another --out.",
              o->out);
     if (!folder_has_run(o->out)) return;
-    cJSON *lineage = run_json_resume(o->out, o, &error);
-    if (!lineage) fail_with(&error);
-    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(lineage, 0), "attn"));
+    read_run_json(run);
+    const cJSON *first = cJSON_GetArrayItem(run->lineage, 0);
+    const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(first, "attn"));
     if (attn) o->attn = strdup(attn);
-    repeat_switches(run, lineage, NULL);
-    cJSON_Delete(lineage);
+    repeat_switches(run, run->lineage, NULL);
+    cJSON_Delete(run->lineage);
     run->started_over = true;
     if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
 }
@@ -110,9 +120,8 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
         settle_started_over(run);
         return false;
     }
-    run->lineage = run_json_resume(o->out, o, &error);
-    if (!run->lineage || !checkpoint_verify(folder, false, &error) ||
-        !model_config_read(run->config, folder, NULL, &error))
+    read_run_json(run);
+    if (!checkpoint_verify(folder, false, &error) || !model_config_read(run->config, folder, NULL, &error))
         fail_with(&error);
     read_state(run, folder);
     if (run->step != (int64_t)step)

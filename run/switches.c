@@ -165,13 +165,20 @@ static void loss_text(char text[32], double loss) {
     snprintf(text, 32, isfinite(loss) ? "%.6f" : "not measured", loss);
 }
 
+// Adds the loss with as many digits, or null if it was not measured.
+static void add_loss(cJSON *entry, const char *name, double loss) {
+    cJSON_AddNumberToObject(entry, name, round(1e6 * loss) / 1e6);
+}
+
 void run_change_finish(Run *run, Change *change) {
     char before[32], after[32];
     const Normalizer *from = &change->from, *to = &change->to;
     loss_text(before, change->before);
     loss_text(after, change->after);
-    lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from", from->text, "attn",
-                to->text, "val_loss_before", before, "val_loss_after", after, NULL);
+    cJSON *entry = lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from",
+                               from->text, "attn", to->text, NULL);
+    add_loss(entry, "val_loss_before", change->before);
+    add_loss(entry, "val_loss_after", change->after);
     if (run_is_main()) {
         progress_end(&run->progress);
         show_new_scalars(run->config, from, to);

@@ -416,3 +416,33 @@ def test_a_glob_with_a_space(tmp_path):
     folder.mkdir()
     make_data(folder)
     train(folder, "--steps", 1)
+
+
+# ---------------------------------------------------------------- the history in run.json
+
+def test_run_json_keeps_its_history(data, tmp_path):
+    """One entry for each start and resume, with the flags that changed; a run of version 0.2 has no history."""
+    out, path = ["--out", tmp_path, "--resume", "--steps"], tmp_path / "run.json"
+    train(data, *out, 4)
+    train(data, *out, 8, "--lr", 0.02, "--batch", 2, "--attn-switch", "6:ssmax", processes=2)
+    run = json.loads(path.read_text())
+    first, second = run["history"]
+    assert (first["step"], first["event"], first["ranks"]) == (0, "start", 1) and "changed" not in first
+    assert (second["step"], second["event"], second["ranks"]) == (4, "resume", 2)
+    assert all(entry["commit"] == run["commit"] and entry["program"] == "train_gpt2" for entry in run["history"])
+    assert first["time"] <= second["time"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", second["time"])
+    assert second["changed"] == {"steps": {"from": 4, "to": 8}, "lr": {"from": 0.01, "to": 0.02},
+                                 "batch": {"from": 4, "to": 2}, "attn-switch": {"from": None, "to": "6:ssmax"}}
+    assert run["lineage"][1]["val_loss_before"] is None, "a number, or null if it was not measured"
+    old = {key: value for key, value in run.items() if key != "history"}
+    long = [first, second] + 2000 * [{"step": 8, "event": "resume"}, {"step": 8, "event": "resume", "changed": {}}]
+    for history, omitted in (None, 0), (long, 2 + 4000 + 1 - 200):
+        path.write_text(json.dumps(old | {"history": history} if history else old))
+        train(data, *out, 10)
+        run = json.loads(path.read_text())
+        assert run["history"][-1]["step"] == 8 and run["history"][-1]["changed"]["steps"] == {"from": 8, "to": 10}
+        assert run.get("history_omitted", 0) == omitted
+        shutil.rmtree(checkpoint(tmp_path, 10))
+    assert run["history"][0] == first and len(run["history"]) == 200
+    path.write_text(json.dumps(old | {"history": 5}))
+    assert "history" in train(data, *out, 10, code=3)
