@@ -296,6 +296,34 @@ def unusable(text):
     return other_kind(whole) or wrong_tokens(whole)
 
 
+# A key that contains one of these names code or decides whether it runs (runtime/tokenizer_settings.c).
+CODE = "auto_map", "custom_pipelines", "trust_remote_code", "code_revision"
+
+
+def settings_without_code(path):
+    """The bytes of a tokenizer_config.json without what names Python code, which transformers would run under
+    trust_remote_code=True, and without the name of a class that is not one of transformers' own."""
+    changed = False
+
+    def kept(pairs):
+        nonlocal changed
+        rest = {key: value for key, value in pairs if not any(word in key for word in CODE)}
+        changed |= len(rest) < len(pairs)
+        return rest
+
+    try:
+        settings = json.loads(path.read_bytes(), object_pairs_hook=kept)
+    except (ValueError, RecursionError) as error:
+        raise DataError(INPUT, f"{path}: expected JSON, found something else: {error}.\n"
+                               "  Repair or remove this file.") from None
+    if not isinstance(settings, dict):
+        raise DataError(INPUT, f"{path}: expected a JSON object, found another value.\n  Repair or remove this file.")
+    kind = settings.get("tokenizer_class")
+    if not changed and (kind is None or isinstance(kind, str) and re.fullmatch(r"\w+", kind, re.A)):
+        return path.read_bytes()
+    return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}).encode()
+
+
 def load_json(path):
     """Loads a tokenizer.json, or a folder with one, with the `tokenizers` library."""
     tokenizers = library("tokenizers", f"--tokenizer {path}")
@@ -320,9 +348,11 @@ def load_json(path):
               file=sys.stderr)
     config = CONFIG | dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.id_to_token(end_of_text))
     files = {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(config).encode()}
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        if path.with_name(name).exists():
-            files[name] = path.with_name(name).read_bytes()
+    settings, template = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
+    if settings.exists():
+        files[settings.name] = settings_without_code(settings)
+    if template.exists():
+        files[template.name] = template.read_bytes()
     whole = json.loads(path.read_bytes())
     inside = without_space(whole)
     return Tokenizer(encoder(whole), vocab, end_of_text, files, inside and library_encoder(inside))

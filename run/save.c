@@ -104,6 +104,13 @@ static char *state_json(const Run *run) {
     return text;
 }
 
+static bool copy_settings(Checkpoint *c, const char *path, const char *name, Error *error) {
+    char *text = tokenizer_settings(path, error);
+    bool done = text && file_write_text(checkpoint_path(c, name), text, error);
+    free(text);
+    return done;
+}
+
 // A file that cannot be read is left out: better a checkpoint without it than none. *whole: none was left out,
 // and there were some
 static bool copy_tokenizer(const Run *run, Checkpoint *c, bool *whole, Error *error) {
@@ -112,9 +119,10 @@ static bool copy_tokenizer(const Run *run, Checkpoint *c, bool *whole, Error *er
     *whole = false;
     if (!run->tokenizer_folder[0]) return true;
     for (size_t i = 0; tokenizer_files[i]; i++) {
-        snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, tokenizer_files[i]);
+        const char *name = tokenizer_files[i];
+        snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, name);
         if (access(path, F_OK) != 0 && errno == ENOENT) continue;
-        bool done = checkpoint_copy(c, path, error);
+        bool done = i == TOKENIZER_SETTINGS ? copy_settings(c, path, name, error) : checkpoint_copy(c, path, error);
         copied += done;
         left_out += !done;
         if (done) continue;

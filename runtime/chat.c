@@ -116,7 +116,7 @@ static bool read_template(const char *folder, char **text, Error *error) {
     *text = NULL;
     snprintf(path, sizeof(path), "%s/chat_template.jinja", folder);
     if (access(path, F_OK) == 0) { return (*text = file_read(path, 1 << 20, &size, error)) != NULL; }
-    snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[1]);
+    snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[TOKENIZER_SETTINGS]);
     if (access(path, F_OK) != 0) { return true; }
     cJSON *json = json_read(path, error);
     const char *found = template_text(cJSON_GetObjectItemCaseSensitive(json, "chat_template"));
@@ -173,7 +173,7 @@ static bool has_its_tokens(const ChatTemplate *chat, const char *folder, Error *
         const char *key, *name;
     } tokens[] = {{"bos_token", chat->begin}, {"eos_token", chat->ends_text ? chat->end : ""}};
     char path[PATH_MAX];
-    snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[1]);
+    snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[TOKENIZER_SETTINGS]);
     if (access(path, F_OK) != 0) { return true; }
     cJSON *json = json_read(path, error);
     bool right = json != NULL;

@@ -7,7 +7,7 @@
 #include "file.h"
 
 // cJSON needs at least 64 bytes per value.
-enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000, JSON_BYTES = 64 << 20 };
+enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000 };
 
 // ---- a scan for everything that cJSON would accept
 
@@ -138,7 +138,7 @@ static cJSON *malformed(const char *text, const char *at, JsonPlace place, const
     return NULL;
 }
 
-cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error) {
+cJSON *json_parse_repeated(const char *text, size_t size, JsonPlace place, Error *error) {
     Scan scan = {.at = (const unsigned char *)text, .end = (const unsigned char *)text + size};
     if (!scan_text(&scan)) return malformed(text, (const char *)scan.at, place, scan.wrong, error);
     const char *end = text;
@@ -149,6 +149,11 @@ cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error) 
         cJSON_Delete(item);
         return malformed(text, end, place, "more text after its end", error);
     }
+    return item;
+}
+
+cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error) {
+    cJSON *item = json_parse_repeated(text, size, place, error);
     const char *name = repeated_name(item);
     if (name) {
         error_set(

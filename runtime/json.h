@@ -20,7 +20,12 @@ typedef struct {
 // Parses `size` bytes. Returns NULL on error, EXIT_INPUT; free the result with cJSON_Delete().
 cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error);
 
-// Reads and parses a file of at most 64 MiB. Returns NULL on error.
+// The same, but names may be repeated in an object, of which Python uses the last.
+cJSON *json_parse_repeated(const char *text, size_t size, JsonPlace place, Error *error);
+
+enum { JSON_BYTES = 64 << 20 };
+
+// Reads and parses a file of at most JSON_BYTES. Returns NULL on error.
 cJSON *json_read(const char *path, Error *error);
 
 // Returns true and sets *value if the item is an integer from 0 to 2^53 - 1 (a JSON number is a double). The item may

@@ -20,6 +20,11 @@ typedef struct Tokenizer Tokenizer;
 // The files of a complete tokenizer, terminated by NULL; checkpoints copy them. The first is required, the others are
 // for transformers' AutoTokenizer, and may have the chat template.
 extern const char *const tokenizer_files[];
+enum { TOKENIZER_SETTINGS = 1 };    // the index of tokenizer_config.json
+
+// What a checkpoint stores of the tokenizer_config.json `path`: the file without what names Python code (auto_map),
+// which transformers would run under trust_remote_code=True. The caller frees it. Returns NULL on error.
+char *tokenizer_settings(const char *path, Error *error);
 
 // Opens `path`, a tokenizer.json or a folder that contains one. Returns NULL with *error set if it is missing, not
 // JSON, inconsistent, or unsupported. Supported is (unusable() in data/vocabulary.py implements the same rules;

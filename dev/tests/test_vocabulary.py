@@ -314,6 +314,57 @@ def test_training_on_shards_of_any_tokenizer(name, tmp_path):
                 in run(BIN / "sample_gpt2", "--model", folder, "--prompt", "the cat", code=2)[1])
 
 
+# What a stranger may have in tokenizer_config.json: transformers would import the module under trust_remote_code=True.
+CLASS = '["../module.Stranger", "../module.Stranger"]'
+STRANGERS = {
+    "plain": f'{{"auto_map": {{"AutoTokenizer": {CLASS}}}, "tokenizer_class": "Stranger", '
+             '"eos_token": "<|endoftext|>"}',
+    "old": f'{{"auto_map": {CLASS}, "eos_token": "<|endoftext|>"}}',
+    "escaped": f'{{"\\u0061uto\\u005Fm\\u0061p": {{"AutoTokenizer": {CLASS}}}, "eos_token": "<|endoftext|>"}}',
+    "twice": f'{{"auto_map": {{}}, "eos_token": "<|endoftext|>", "auto_map": {{"AutoTokenizer": {CLASS}}}}}',
+    "inside": f'{{"a": [{{"b": {{"auto_map": {CLASS}}}}}], "a": 1, "custom_pipelines": {{"x": {CLASS}}}, '
+              '"eos_token": "<|endoftext|>"}',
+    "class": '{"tokenizer_class": "stranger/x--module.Stranger", "eos_token": "<|endoftext|>"}',
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_strangers_code_stays_behind(name, tmp_path, monkeypatch):
+    """It gets neither from a tokenizer into shards nor from a folder of shards into a checkpoint, and other settings
+    stay."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    from transformers import AutoTokenizer
+    whole = FILES["ours"][0]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "module.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Stranger: pass\n")
+    tokenizer, settings = tmp_path / "data/tokenizer.json", tmp_path / "data/tokenizer_config.json"
+    tokenizer.write_text(json.dumps(whole))
+    settings.write_text(STRANGERS[name])
+    copied = vocabulary.load_json(tokenizer).files[settings.name]
+    write_shard(tmp_path / "data/d_train_000001.bin", np.arange(3000) % 97)
+    train(tmp_path / "data", "--model", SHAPE, *FLAGS, "--steps", 0, "--out", tmp_path / "out", model=False)
+    folder = checkpoint(tmp_path / "out", 0)
+    for text in copied, (folder / settings.name).read_bytes():
+        assert json.loads(text)["eos_token"] == "<|endoftext|>"
+        pairs = []
+        json.loads(text, object_pairs_hook=pairs.extend)
+        assert not any("auto_map" in key or "custom" in key or "module" in str(value) for key, value in pairs)
+    assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("the cat")["input_ids"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_harmless_settings_are_copied_as_they_are(tmp_path):
+    """Also numbers that C would write in another way; a file that is not JSON stays behind."""
+    make_data(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(FILES["ours"][0]))
+    for text, kept in ('{"model_max_length": 1000000000000000019884624838656,\n "tokenizer_class": "GPT2Tokenizer"}',
+                       True), ('{"a": NaN, "auto_map": 1}', False):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        printed = train(tmp_path, "--model", SHAPE, *FLAGS, "--steps", 0, "--out", tmp_path / f"out{kept}", model=False)
+        copied = checkpoint(tmp_path / f"out{kept}", 0) / "tokenizer_config.json"
+        assert copied.read_text() == text if kept else "saved without" in printed and not copied.exists()
+
+
 def test_a_damaged_tokenizer_is_an_error(tmp_path):
     make_data(tmp_path)
     for text in ('{"model": {"vocab": ', "{}"):
