@@ -523,34 +523,32 @@ cJSON *eval_row(Eval *e) {
     return row;
 }
 
-enum { PARENTS = 2 };    // a build in build/NAME is this many folders below scripts/
-
-// Writes the path of a file that is in the program's folder or one of its next PARENTS, or else in the current one.
-static void find_beside(char *out, size_t size, const char *name) {
-    char folder[PATH_MAX];
-    ssize_t length = readlink("/proc/self/exe", folder, sizeof folder - 1);
-    folder[length > 0 ? length : 0] = 0;
-    for (int up = 0; up <= PARENTS; up++) {
-        char *slash = strrchr(folder, '/');
-        if (!slash) break;
-        *slash = 0;
-        snprintf(out, size, "%s/%s", folder, name);
-        if (access(out, R_OK) == 0) return;
-    }
-    snprintf(out, size, "%s", name);
+// Writes the path of a file of the checkout that has this program, in its root or in build/NAME. Other folders, such as
+// the current one, may be somebody else's. Returns false without the file.
+static bool find_beside(char *out, size_t size, const char *name) {
+    char root[PATH_MAX];
+    ssize_t length = readlink("/proc/self/exe", root, sizeof root - 1);
+    root[length > 0 ? length : 0] = 0;
+    char *slash = strrchr(root, '/');
+    if (!slash) return false;
+    *slash = 0;
+    char *build = strrchr(root, '/');
+    if (build && build - root >= 6 && !memcmp(build - 6, "/build", 6)) build[-6] = 0;
+    snprintf(out, size, "%s/%s", root, name);
+    return access(out, R_OK) == 0;
 }
 
 // Runs scripts/plot_eval.py, which needs Python and matplotlib. Without them the results are complete but for pictures.
 // posix_spawn() neither copies the page tables of gigabytes nor runs the fork handlers of libraries with threads.
 static void draw(const Eval *e) {
-    char script[PATH_MAX + 32], python[PATH_MAX + 32];
-    find_beside(script, sizeof script, "scripts/plot_eval.py");
-    find_beside(python, sizeof python, ".venv/bin/python");
-    if (access(script, R_OK) != 0) {
-        warn("no picture: there is no %s beside this program. eval.json is complete.", script);
+    char script[PATH_MAX + 32] = "scripts/plot_eval.py", python[PATH_MAX + 32];
+    if (!find_beside(script, sizeof script, "scripts/plot_eval.py")) {
+        warn("no picture: there is no %s. eval.json is complete.\n  With a checkout of attn.c: .venv/bin/python "
+             "scripts/plot_eval.py %s",
+             script, e->o.out);
         return;
     }
-    if (access(python, X_OK) != 0) snprintf(python, sizeof python, "python3");
+    if (!find_beside(python, sizeof python, ".venv/bin/python")) snprintf(python, sizeof python, "python3");
     char *words[] = {python, script, "--", (char *)e->o.out, NULL};
     pid_t child;
     int status = 0;

@@ -13,11 +13,14 @@ values.
 """
 import argparse
 import csv
+import io
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+
+import files
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev/reference"))
 import model as reference  # noqa: E402
@@ -78,7 +81,9 @@ def draw(axes, name, values):
 
 
 def save(figure, path):
-    figure.savefig(path, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    files.replace(path, file.getvalue())
 
 
 def draw_all(found):
@@ -107,7 +112,7 @@ def draw_all(found):
 # ---------------------------------------------------------------- numbers
 
 def write(found):
-    with open(FOLDER / "weights.csv", "w", newline="") as file:
+    with files.create(FOLDER / "weights.csv", "w") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["j", *found])
         rows.writerows([j, *(f"{values[j]:.8g}" for values in found.values())] for j in range(N))
@@ -116,8 +121,7 @@ def write(found):
 def differences(found):
     """Lists the stored numbers and pictures that differ from what would be made now."""
     try:
-        with open(FOLDER / "weights.csv", newline="") as file:
-            names, *rows = csv.reader(file)
+        names, *rows = csv.reader(files.read(FOLDER / "weights.csv", files.JSON).decode().splitlines())
         kept = dict(zip(names, np.array(rows, float).T))
     except (OSError, ValueError) as error:
         return [f"weights.csv: {error}"]

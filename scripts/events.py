@@ -8,6 +8,8 @@ string, summary 5, session_log 7}, Summary {value 1, repeated}, Value {tag 1: st
 import contextlib
 import struct
 
+import files
+
 
 def crc32c_table():
     table = []
@@ -76,7 +78,7 @@ class EventFile:
 
     def __init__(self, path, began):
         make_folder(path.parent)
-        self.path, self.file, self.began = path, open(path, "wb"), began
+        self.path, self.file, self.began = path, files.create(path), began
         self.record(0, None, field(3, b"brain.Event:2"))
 
     def record(self, time, step, content):

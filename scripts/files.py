@@ -1,20 +1,82 @@
-"""Files that are replaced atomically, and text for terminals of any encoding."""
+"""Files that are read and written without surprises, and text for terminals of any encoding.
+
+Folders of runs, evaluations and grids may be somebody else's, with links, pipes and devices in place of files. Scripts
+open files through this module only.
+"""
+import contextlib
+import errno
 import os
+import stat
 import sys
 from pathlib import Path
 
+# The most bytes of each kind of file.
+JSON, GRID, TEXT, EVAL, METRICS, RESULTS, ARRAY = 1 << 24, 1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 30, 1 << 32
 
-def replace(path, content):
-    """Replaces a file's contents, bytes, atomically: `path` is either unchanged or complete. A link stays, and its
-    target is replaced. What is not a regular file, such as /dev/stdout, is written in place."""
+
+def open_checked(path, flags, refuse):
+    """A file descriptor; an OSError, before anything is read or written, if refuse(os.stat_result) says why not. A
+    pipe does not block."""
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    if why := refuse(os.fstat(handle)):
+        os.close(handle)
+        raise OSError(errno.EINVAL, why, str(path))
+    return handle
+
+
+def is_not_regular(status):
+    if stat.S_ISDIR(status.st_mode):
+        return os.strerror(errno.EISDIR)
+    return "" if stat.S_ISREG(status.st_mode) else "expected a regular file, found a pipe, a device or a socket"
+
+
+def open_regular(path, limit=None):
+    """Opens a regular file of at most `limit` bytes (None: any) for reading. Devices and pipes may have no end."""
+    def refuse(status):
+        too_long = limit is not None and status.st_size > limit
+        return is_not_regular(status) or (f"it has {status.st_size:,} bytes, but a file of this kind has at most "
+                                          f"{limit:,}" if too_long else "")
+    return os.fdopen(open_checked(path, os.O_RDONLY, refuse), "rb")
+
+
+def read(path, limit):
+    """The bytes of a regular file of at most `limit` bytes."""
+    with open_regular(path, limit) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def create(path, mode="wb"):
+    """Opens a new file for writing. What had its name, a link or a pipe included, is removed first, never followed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), mode)
+
+
+def extend(path):
+    """Opens a file for reading and appending text. One that has other names, by links, is refused."""
+    def refuse(status):
+        return is_not_regular(status) or "it has another name, by a hard link" * (status.st_nlink != 1)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    try:
+        return os.fdopen(open_checked(path, flags, refuse), "a+")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "expected a file, found a link. Remove it"
+        raise
+
+
+def replace(path, content, named=False):
+    """Replaces a file's contents, bytes, atomically: `path` is either unchanged or complete. No link is followed,
+    unless the user has named the file: then a link stays, and its target is replaced; and what is not a regular file,
+    such as /dev/stdout, is written in place."""
     path = Path(path)
-    if path.exists() and not path.is_file():
+    if named and path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    target = path.resolve()
+    target = path.resolve() if named else path
     part = target.with_name(f".{target.name}.tmp")
     try:
-        with open(part, "wb") as file:
+        with create(part) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -23,7 +85,8 @@ def replace(path, content):
         error.filename = error.filename or str(path)
         raise
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def printable(path):

@@ -49,7 +49,7 @@ class Metrics:
         there = os.stat(self.path)
         if self.file and os.path.samestat(there, os.fstat(self.file.fileno())) and there.st_size >= self.file.tell():
             return
-        file = open(self.path, "rb")
+        file = files.open_regular(self.path, files.METRICS)
         self.close()
         self.file, self.number = file, 0
 

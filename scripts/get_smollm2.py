@@ -20,6 +20,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import files
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 import shards  # noqa: E402     (first, because it says what to do if packages are missing)
 import numpy as np  # noqa: E402
@@ -149,7 +151,7 @@ def write_weights(model, config, path):
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with files.create(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, (_, shape) in tqdm(shapes.items(), unit=" tensors", disable=None):
             file.write(weights_of(model, config, name, shape).astype("<f4").tobytes())

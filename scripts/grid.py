@@ -48,7 +48,10 @@ def parse():
     parser.add_argument("--seeds", type=int, metavar="N", help="only the first N seeds of each row")
     parser.add_argument("--commit", action="store_true",
                         help="commit the results with git whenever a run and its evaluations are done")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, prepare no text and write nothing")
+    parser.add_argument("--trust-grid", action="store_true",
+                        help="let the grid file start other programs than the scripts of data/ and the trainers and "
+                             "eval_gpt2 of this checkout, and write elsewhere; read such a file first")
     parser.add_argument("--report", action="store_true", help="write the report of the results so far, and run nothing")
     parser.add_argument("--no-pictures", action="store_true", help="leave the pictures out of the report")
     options = parser.parse_args()
@@ -124,6 +127,8 @@ def cores():
 
 def read(path, options):
     grid = grid_file.read(path, options.scale, lambda: grid_parts.presets(grid_parts.find("TRAIN_GPT2", "train_gpt2")))
+    if not options.trust_grid and not options.report:
+        grid_parts.check_trust(grid)
     return grid_file.limited(grid, options.only, options.seeds)
 
 

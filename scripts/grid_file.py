@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import files
+
 LENGTHS = ("seq-len", "seq-lens", "norm-length")                       # flags whose values may be multiples of L
 STEPS = ("steps", "warmup", "val-every", "ckpt-every")                 # and of S
 COUNTS = ("seq-len", "steps", "batch", "max-tokens")                   # flags that are at least 1
@@ -76,7 +78,7 @@ def check(table, where, kinds, required=()):
             raise Refused(f"{where}: unknown key {key}.{nearest(key, list(kinds))}\n  Its keys are {', '.join(kinds)}.")
         if not is_kind(value, kinds[key]):
             raise Refused(f"{where}: {key}: expected {EXPECTED[kinds[key]]}, found {value!r}.")
-        if kinds[key] == FLAGS:
+        if kinds[key] == FLAGS and "flags" in key:
             check_flags(value, f"{where}: {key}")
     for key in required:
         if key not in table:
@@ -85,6 +87,8 @@ def check(table, where, kinds, required=()):
 
 def check_flags(flags, where):
     for name in flags:
+        if not re.fullmatch("[a-z][a-z0-9-]*", name):
+            raise Refused(f"{where}: expected the name of a flag without its dashes, found {name!r}.")
         if name in OWN:
             raise Refused(f"{where}: --{name} is set by grid.py. Remove it.")
         if name in SET_HERE:
@@ -275,8 +279,7 @@ def load(path):
     except ImportError:
         raise Refused("grid.py needs Python 3.11 or newer, for tomllib.") from None
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(files.read(path, files.GRID).decode())
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a grid file, such as grids/lssa.toml.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

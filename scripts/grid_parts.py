@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import files
 import plot
 from grid_file import Refused, Run, base_of
 from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, matches,
@@ -16,6 +17,8 @@ from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, finge
 
 DIVERGED = 5                     # exit code of the trainer
 POINTS = 64                      # of a curve in results.json
+# Flags of the trainer that reach beyond the run folder.
+RISKY = {"matmuls": "writes a file of its own", "foreign-folder": "writes to folders of other users"}
 FORWARD = 1 / 3                  # the cost of a token in an evaluation, in tokens of training
 
 
@@ -39,7 +42,7 @@ class Part:
 
     def output(self):
         """The log's text. The trainer prints samples as the bytes of their tokens, which may be invalid UTF-8."""
-        return self.log().read_text("utf-8", "replace") if self.log().exists() else ""
+        return files.read(self.log(), files.METRICS).decode(errors="replace") if self.log().exists() else ""
 
 
 def slug(text):
@@ -90,6 +93,38 @@ def presets(program):
     return re.findall(r"^  (\S+)", table[1], re.M)
 
 
+def escapes(command):
+    """Why a command of `prepare` may do more than make a dataset of this checkout, or ""."""
+    script, *words = command.split() or [""]
+    path, data = ROOT / script, (ROOT / "data").resolve()
+    if path.resolve().parent != data or path.suffix != ".py" or not path.is_file():
+        return "expected a script of data/"
+    for word in words:
+        paths = [Path(part) for part in re.split("[=,:]", word)]
+        if any(path.is_absolute() or ".." in path.parts or str(path).startswith("~") for path in paths):
+            return f"expected paths in this checkout, found {word}"
+    outs = [value for word, value in zip(words, [*words[1:], ""]) if word == "--out"]
+    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
+    if any(Path(out).parts[:1] not in (("data",), ("out",)) or len(Path(out).parts) < 2 for out in outs):
+        return "expected --out in data/ or out/"
+    return ""
+
+
+def check_trust(grid):
+    """Rejects what a grid file could start or write beyond the scripts of data/, our programs and the run folders."""
+    scale, where = grid.scale, f"{grid.path}: [model.{grid.scale.name}]"
+    found = [(f"{grid.path}: [data.{scale.name}.{data.name}]: prepare: {command}", why)
+             for data in scale.data.values() for command in data.prepare if (why := escapes(command))]
+    for key, name, kind in ("program", scale.program, "train"), ("eval-program", scale.eval_program, "eval"):
+        ours = [f"{kind}_gpt2{ending}" for ending in ("", "cu", "cu_on_cpu")]
+        if name not in ours:
+            found.append((f"{where}: {key}", f"expected one of {', '.join(ours)}, found {name}"))
+    for part in [*grid.rows.values(), *grid.evals]:
+        found += [(f"{part.where}: flags", f"--{name} {what}") for name, what in RISKY.items() if name in part.flags]
+    if found:
+        raise Refused(f"{': '.join(found[0])}.\n  If you have read the file and trust it, pass --trust-grid.")
+
+
 def check_words(words, needed, where):
     """Rejects flags that a program rejects. It checks them before it asks for its input, the flag `needed`."""
     found = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL).stderr
@@ -106,7 +141,7 @@ def check_flags(grid, programs):
         check_words([programs.eval, *task_words(e)], "--model", e.where)
     attns = {eval_attn(grid, run, e): e.where for run in grid.runs() for e in grid.evals_of(run) if e.attn}
     for attn, where in attns.items():
-        check_words([programs.train, "--attn", attn], "--train-data", where)
+        check_words([programs.train, f"--attn={attn}"], "--train-data", where)
 
 
 # ---------------------------------------------------------------- texts
@@ -214,12 +249,10 @@ def checkpoint(grid, part, step=0):
 # ---------------------------------------------------------------- command lines
 
 def words_of(flags):
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            value = int(value)
-        words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return words
+    """--NAME=VALUE of each flag: as one word, no value can pass for a flag."""
+    def text(value):
+        return ",".join(map(str, value)) if isinstance(value, list) else str(int(value) if value is True else value)
+    return [f"--{name}={text(value)}" for name, value in flags.items()]
 
 
 def from_root(path):
@@ -246,22 +279,23 @@ def run_flags(grid, row):
 
 def row_words(grid, row, size):
     """The trainer's flags for a row, without its data and seed."""
-    words = [] if row.init_from else ["--model", model_of(grid, row, size)]
+    flags = {} if row.init_from else {"model": model_of(grid, row, size)}
     if row.switch:
-        words += ["--attn", grid.rows[row.switch["from"]].attn, "--attn-switch", f"{row.switch['at']}:{row.attn}"]
+        flags |= {"attn": grid.rows[row.switch["from"]].attn, "attn-switch": f"{row.switch['at']}:{row.attn}"}
     elif row.attn:
-        words += ["--attn", row.attn]
-    return words + words_of(run_flags(grid, row))
+        flags["attn"] = row.attn
+    return words_of(flags | run_flags(grid, row))
 
 
 def train_words(plan, part, programs, threads):
     """The trainer's command line. The same command resumes the run."""
     row = plan.grid.rows[part.run.row]
-    words = [*programs.launch, programs.train, "--train-data", row.data.train, "--val-data", row.data.val]
+    data = {"train-data": row.data.train, "val-data": row.data.val}
     if row.init_from:
-        words += ["--init-from", from_root(checkpoint(plan.grid, plan.parts[part.needs[0]]))]
-    return [*words, *row_words(plan.grid, row, part.run.size), "--seed", str(part.run.seed),
-            "--threads", str(threads), "--out", from_root(part.folder), "--resume"]
+        data["init-from"] = from_root(checkpoint(plan.grid, plan.parts[part.needs[0]]))
+    own = {"seed": part.run.seed, "threads": threads, "out": from_root(part.folder), "resume": 1}
+    return [*programs.launch, programs.train, *words_of(data), *row_words(plan.grid, row, part.run.size),
+            *words_of(own)]
 
 
 def copy_base(plan, part):
@@ -273,6 +307,7 @@ def copy_base(plan, part):
         return
     temporary = part.folder.with_name(part.folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()       # fails if a link is in its place
     source = checkpoint(plan.grid, base, row.switch["at"])
     shutil.copytree(source, temporary / "ckpt" / source.name)
     for name in ("run.json", "metrics.jsonl"):
@@ -282,19 +317,19 @@ def copy_base(plan, part):
 
 def task_words(e):
     """eval_gpt2's flags for an evaluation, without its model, normalizer and data."""
-    return ["--task", e.task, *words_of({"seq-lens": e.lengths} if e.lengths else {}), *words_of(e.flags)]
+    return words_of({"task": e.task} | ({"seq-lens": e.lengths} if e.lengths else {}) | e.flags)
 
 
 def eval_words(plan, part, programs, threads):
     grid, run, e = plan.grid, part.run, part.eval
     attn = eval_attn(grid, run, e)
     data = grid.scale.data[e.data] if e.data else grid.rows[run.row].data
-    words = [programs.eval, "--model", from_root(checkpoint(grid, plan.parts[part.needs[0]]))]
-    words += ["--data", data.val] if e.reads_text() else []
-    words += task_words(e)
-    words += ["--attn", attn] if attn else []
+    flags = {"model": from_root(checkpoint(grid, plan.parts[part.needs[0]]))}
+    flags |= {"data": data.val} if e.reads_text() else {}
+    flags |= {"attn": attn} if attn else {}
     # The report has pictures of all runs.
-    return [*words, "--picture", "0", "--threads", str(threads), "--out", from_root(part.folder)]
+    own = {"picture": 0, "threads": threads, "out": from_root(part.folder)}
+    return [programs.eval, *words_of(flags), *task_words(e), *words_of(own)]
 
 
 # ---------------------------------------------------------------- what is kept
@@ -431,7 +466,7 @@ def entry_of(plan, part, code, seconds, threads):
              "text": row.data.name, "outcome": ""}
     info = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": threads}
     if part.eval:
-        report = json.loads((part.folder / "eval.json").read_text("utf-8"))
+        report = json.loads(files.read(part.folder / "eval.json", files.EVAL))
         entry |= {"eval": part.eval.name, "identity": eval_identity(grid, run, part.eval, plan.texts),
                   "values": loss_values(report) if part.eval.task in ("loss", "positions") else other_values(report)}
     else:

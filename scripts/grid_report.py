@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from html import escape
 
+import files
 import plot
 from grid_file import LONGEST, Run, terms
 from grid_parts import from_root, slug
@@ -805,7 +806,7 @@ def draw_pictures(plan, folder):
     try:
         for name, figure in pictures(plan):
             if figure:
-                figure.savefig(folder / f"{slug(name)}.png", dpi=110)
+                plot.save(figure, folder / f"{slug(name)}.png")
                 plot.pyplot().close(figure)
                 drawn.add(name)
     except ImportError as error:
@@ -830,6 +831,6 @@ def write(plan, folder, failed, draw=True):
             markdown += [f"### {plain(table.title)}\n"] * named + [table.markdown()]
             text += [f"-- {table.title}\n"] * named + [table.text()]
         markdown += [f"![{plain(name)}]({slug(name)}.png)\n" for name in names if name in drawn]
-    (folder / "report.md").write_text("\n".join(markdown), "utf-8")
-    (folder / "report.txt").write_text("\n".join(text), "utf-8")
+    for name, lines in ("report.md", markdown), ("report.txt", text):
+        files.replace(folder / name, "\n".join(lines).encode())
     return "\n".join(text)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import files
 import grid_parts
 from grid_file import Refused
 from grid_parts import DIVERGED
@@ -27,7 +28,7 @@ def lock(out):
     """Locks the folder of the runs for this process. The lock of a dead process has no effect."""
     make_folder("--out", out)
     try:
-        file = open(out / "lock", "a+")
+        file = files.extend(out / "lock")
     except OSError as error:
         raise Refused(f"--out: {out}/lock: {error.strerror}. Pass another --out.") from None
     try:
@@ -56,8 +57,6 @@ def prepare(grid):
         for command in data.prepare:
             print(f"== {command}", flush=True)
             words = command.split()
-            if not (ROOT / words[0]).exists():
-                raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare: there is no {words[0]}.")
             if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL,
                                       preexec_fn=die_with_parent).returncode:
                 raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code "
@@ -78,7 +77,7 @@ def die_with_parent():
 def start(words, log, threads):
     """Starts a program in the repository's root; its output is appended to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a") as file:
+    with files.extend(log) as file:
         # A group of its own, because a second Ctrl-C would end it without a checkpoint; but the same session, by which
         # Linux shares the cores.
         return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -115,11 +114,10 @@ def measured(plan, programs, threads, limit=60):
         return None, None
     flags = plan.grid.rows[part.run.row].flags
     words = grid_parts.train_words(plan, part, programs, threads)
-    words = words[:words.index("--out")] + ["--steps", "6", "--val-every", "0", "--warmup", "0"]
-    if "--attn-switch" in words:
-        del words[words.index("--attn-switch"):words.index("--attn-switch") + 2]
+    words = [word for word in words if not word.startswith(("--out=", "--resume=", "--attn-switch="))]
+    words += ["--steps=6", "--val-every=0", "--warmup=0"]
     if "batch" in flags:
-        words += ["--total-batch-tokens", str(flags["batch"] * max(flags["seq-len"]))]
+        words.append(f"--total-batch-tokens={flags['batch'] * max(flags['seq-len'])}")
     try:
         text = subprocess.run(words, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL,
                               preexec_fn=die_with_parent, timeout=limit).stdout
@@ -293,7 +291,7 @@ class Work:
     def steps_of(part):
         """The last step in a run's metrics."""
         try:
-            with open(part.folder / "metrics.jsonl", "rb") as file:
+            with files.open_regular(part.folder / "metrics.jsonl") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
                 found = re.findall(rb'^\{"step": (\d+)', file.read(), re.M)
         except OSError:

@@ -55,7 +55,7 @@ class Results:
 
     def read(self):
         try:
-            whole = json.loads(self.path.read_text("utf-8"))
+            whole = json.loads(files.read(self.path, files.RESULTS))
             found, entries = whole["format"], whole["results"]
             if not isinstance(entries, dict):
                 raise TypeError(f"\"results\" is a {type(entries).__name__}, not an object")
@@ -79,7 +79,7 @@ class Results:
             self.entries = self.read() | {key: entry}
             rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(self.entries[key], allow_nan=False, sort_keys=True)}"
                               for key in sorted(self.entries))
-            files.replace(self.path, f'{{"format": {FORMAT}, "results": {{\n{rows}\n}}}}\n'.encode())
+            files.replace(self.path, f'{{"format": {FORMAT}, "results": {{\n{rows}\n}}}}\n'.encode(), named=True)
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ def shards_fingerprint(pattern):
     for path in paths:
         size = path.stat().st_size
         found.update(size.to_bytes(8, "little"))
-        with open(path, "rb") as file:
+        with files.open_regular(path) as file:
             for at in (0, size // 2, max(0, size - SAMPLE)) if sampled else range(0, size, SAMPLE):
                 file.seek(at)
                 found.update(file.read(SAMPLE))
@@ -212,7 +212,7 @@ def eval_attn(grid, run, e):
 def contents(name):
     """A hash of what a file that a flag names contains; the path is relative to the repository's root."""
     try:
-        return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(files.read(ROOT / name, files.TEXT)).hexdigest()[:16]
     except OSError as error:
         raise Refused(f"{ROOT / name}: {error.strerror}. Correct prompt-file in the grid file.") from None
 

@@ -16,6 +16,7 @@ import re
 import sys
 from pathlib import Path
 
+import files
 import grid_file
 import grid_parts
 import grid_report
@@ -55,13 +56,13 @@ def main():
             stale.append(match["name"])
         return f"<!-- table: {match['name']} -->\n\n{found}\n"
     try:
-        text = MARKED.sub(fresh, options.page.read_text("utf-8"))
+        text = MARKED.sub(fresh, files.read(options.page, files.TEXT).decode())
     except (grid_file.Refused, OSError) as error:
         sys.exit(f"grid_tables.py: {error}")
     for name in stale:
         print(f"{options.page}: {name}: {'differs' if options.check else 'rewritten'}")
     if not options.check:
-        options.page.write_text(text.rstrip("\n") + "\n", "utf-8")
+        files.replace(options.page, f"{text.rstrip()}\n".encode(), named=True)
     return 1 if stale and options.check else 0
 
 

@@ -45,7 +45,7 @@ def read_metrics(run):
     """The lines of run/metrics.jsonl as dicts. A last line without a newline is still being written and is skipped."""
     path = Path(run) / "metrics.jsonl"
     try:
-        text = path.read_bytes()
+        text = files.read(path, files.METRICS)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a run folder, the trainer's --out.")
     whole = text[:text.rfind(b"\n") + 1]
@@ -55,22 +55,28 @@ def read_metrics(run):
     return lines
 
 
+def is_number(value):
+    """A number that is not too large to count with, or null, which stands for NaN in JSON."""
+    return value is None or type(value) is float or type(value) is int and abs(value) < 1 << 63
+
+
 def parse_line(path, number, line):
     """A complete line of metrics.jsonl as a dict."""
     try:
         found = json.loads(line)
-        right = all(type(found[key]) is int for key in ("step", "tokens"))
-    except (ValueError, KeyError, TypeError):
+        right = (all(type(found[key]) is int for key in ("step", "tokens"))
+                 and all(is_number(found.get(key, 0)) for key in ("step", "tokens", "ms", *SCALARS)))
+    except (ValueError, KeyError, TypeError, RecursionError):
         right = False
     if not right:
-        raise Refused(f"{path}: line {number}: expected a JSON object with step and tokens, found "
+        raise Refused(f"{path}: line {number}: expected a JSON object with numbers, step and tokens among them, found "
                       f"{line[:60].decode(errors='replace')!r}. Remove the line, or resume the run, which rewrites the "
                       "file.")
     return found
 
 
 def column(lines, key):
-    """The key's value on each line as a float; NaN if the line has none (or null, which stands for NaN in JSON)."""
+    """The key's value on each line as a float; NaN if the line has none or null."""
     values = (line.get(key) for line in lines)
     return [math.nan if value is None else float(value) for value in values]
 
@@ -135,12 +141,16 @@ def read_tensors(path, pattern):
     import numpy as np
     found = {}
     try:
-        with open(path, "rb") as file:
+        with files.open_regular(path) as file:
             size, = struct.unpack("<Q", file.read(8))
+            if size > files.TEXT:
+                raise ValueError(f"a header of {size:,} bytes")
             header = json.loads(file.read(size))
             matching = [name for name in header if re.fullmatch(pattern, name)]
             for name in sorted(matching, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)]):
                 begin, end = header[name]["data_offsets"]
+                if not 0 <= end - begin <= files.TEXT:
+                    raise ValueError(f"{name} has {end - begin:,} bytes")
                 file.seek(8 + size + begin)
                 data = file.read(end - begin)
                 kind = {"F32": "<f4", "BF16": "<u2"}[header[name]["dtype"]]
@@ -162,10 +172,10 @@ def read_tensor(path, name):
 def read_json(path):
     """The JSON object in a file, or {} if there is none."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(files.read(path, files.JSON))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{path}: expected a JSON object ({error}).")
     return value if isinstance(value, dict) else {}
 
@@ -531,21 +541,22 @@ def scalars_picture(runs):
 
 # ---------------------------------------------------------------- output
 
-def replace(path, content):
+def replace(path, content, named=False):
     """As files.replace()."""
     try:
-        files.replace(path, content)
+        files.replace(path, content, named)
     except OSError as error:
         raise Refused(f"{path}: it could not be written ({error.strerror}), and what was there is unchanged.\n"
                       "  Make room for it, or pass another --out.") from None
 
 
-def save(figure, path):
-    """Writes a picture in the format that its name ends with; without an ending, a PNG. Returns the file's path."""
+def save(figure, path, named=False):
+    """Writes a picture in the format that its name ends with; without an ending, a PNG. Returns the file's path. named:
+    has the user named the file?"""
     path, file = Path(path), io.BytesIO()
     figure.savefig(file, format=path.suffix[1:] or "png", dpi=110)
     path = path if path.suffix else path.with_suffix(".png")
-    replace(path, file.getvalue())
+    replace(path, file.getvalue(), named)
     return path
 
 
@@ -628,7 +639,7 @@ def main():
             figure, name = chosen(options)
             out = options.out or str(Path(options.runs[0]) / name)
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            print(save(figure, out))
+            print(save(figure, out, bool(options.out)))
     except (Refused, OSError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 3

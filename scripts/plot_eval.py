@@ -74,12 +74,12 @@ def write(folders, out, baseline=None):
         if out:
             path = Path(out) if i == 0 else Path(out).with_stem(f"{Path(out).stem}-{picture.name.rpartition('-')[2]}")
         figure = charts.figure(picture)
-        plot.save(figure, path)
+        plot.save(figure, path, bool(out))
         plt.close(figure)
         paths.append(path)
     if series[0].task == "attention":
         paths.append(Path(out).with_suffix(".html") if out else Path(folders[0]) / "attention.html")
-        plot.replace(paths[-1], page.attention_page(series, title or f"{len(series)} models").encode())
+        plot.replace(paths[-1], page.attention_page(series, title or f"{len(series)} models").encode(), bool(out))
     if not paths:
         print(f"{', '.join(s.full_name for s in series)}: no learned scalars, nothing to draw")
     if not out:
@@ -93,7 +93,7 @@ def record(path, names):
     def extended(found):
         listed = json.loads(found[2])
         return found[1] + json.dumps(listed + [name for name in names if name not in listed])
-    text = path.read_text("utf-8")
+    text = files.read(path, files.EVAL).decode()
     changed = re.sub(r'("files":\s*)(\[[^\[\]{}]*\])', extended, text, count=1)
     if changed != text:
         plot.replace(path, changed.encode())

@@ -338,21 +338,21 @@ def main():
     files.print_escapes()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, an evaluation, or both")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"),
-                        help="the page (default report.html)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default report.html)")
     parser.add_argument("--title", help="the page's title (default: the folders' names)")
     options = parser.parse_args()
-    if options.out.is_dir():
-        parser.error(f"--out {options.out}: this is a folder; expected a file, such as {options.out / 'report.html'}")
+    out = options.out or Path("report.html")
+    if out.is_dir():
+        parser.error(f"--out {out}: this is a folder; expected a file, such as {out / 'report.html'}")
     try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--out {options.out}: cannot create the folder {options.out.parent} ({error.strerror}). Pass a "
-                     "path in a folder that can be written")
+        parser.error(f"--out {out}: cannot create the folder {out.parent} ({error.strerror}). Pass a path in a folder "
+                     "that can be written")
     try:
         title = files.printable(options.title or "") or ", ".join(dict.fromkeys(plot.names(options.folders)))
-        plot.replace(options.out, report(list(dict.fromkeys(options.folders)), title).encode())
-        print(options.out)
+        plot.replace(out, report(list(dict.fromkeys(options.folders)), title).encode(), bool(options.out))
+        print(out)
     except (plot.Refused, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 3

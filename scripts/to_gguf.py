@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import files
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
 import shards  # noqa: E402     (first, because it says what to do if packages are missing)
@@ -49,7 +51,7 @@ def model_folder(path):
 
 def read_json(path, what):
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(files.read(path, files.JSON))
     except (OSError, ValueError) as error:
         raise DataError(INPUT, f"{path}: expected {what}: {error}.") from None
 
@@ -283,10 +285,11 @@ def add_tokenizer(writer, config, folder):
     path = folder / "tokenizer.json"
     if not path.exists():
         return add_no_tokenizer(writer, f"{folder}: no tokenizer.json")
-    if reasons := vocabulary.unusable(path.read_bytes()):
+    content = files.read(path, files.TEXT)
+    if reasons := vocabulary.unusable(content):
         raise DataError(INPUT, f"{path}: this tokenizer cannot be written as GGUF:"
                                + "".join(f"\n  - {reason}" for reason in reasons))
-    whole = json.loads(path.read_bytes())
+    whole = json.loads(content)
     names, kinds = token_names(whole, config["vocab_size"])
     merges = whole["model"]["merges"]
     if not merges:
@@ -328,7 +331,7 @@ def add_special(writer, config, folder, names, whole):
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", found)
     writer.add_add_bos_token(adds_bos(settings, whole))
     jinja = folder / "chat_template.jinja"
-    template = jinja.read_text("utf-8") if jinja.exists() else settings.get("chat_template")
+    template = files.read(jinja, files.JSON).decode() if jinja.exists() else settings.get("chat_template")
     if template:
         writer.add_chat_template(template)
 
@@ -367,6 +370,7 @@ def convert(folder, out, half, ignored):
     config = {key: int(value) if isinstance(value, float) and value.is_integer() else value
               for key, value in config.items()}
     temporary = out.with_name(out.name + ".part")
+    files.create(temporary).close()
     writer = gguf.GGUFWriter(temporary, ARCHITECTURES[config["model_type"]])
     try:
         writer.add_name(model_name(folder))

@@ -1100,10 +1100,38 @@ def test_texts_are_prepared(tmp_path):
     assert "no shards match" in run(path, tmp_path / "out", code=3)
     prepare = f'prepare = ["{tmp_path}/make.py {tmp_path}/text"]'
     path.write_text(path.read_text().replace("[data.small.text]", f"[data.small.text]\n{prepare}"))
-    assert "softmax, seed 1337: validation loss" in run(path, tmp_path / "out")
+    assert "pass --trust-grid" in run(path, tmp_path / "out", code=3) and not (tmp_path / "text").exists()
+    run(path, tmp_path / "out", "--trust-grid", "--dry-run")
+    assert not (tmp_path / "text").exists()
+    assert "softmax, seed 1337: validation loss" in run(path, tmp_path / "out", "--trust-grid")
     shutil.rmtree(tmp_path / "text")
     (tmp_path / "make.py").write_text("raise SystemExit(3)\n")
-    assert "ended with exit code 3" in run(path, tmp_path / "out", code=3)
+    assert "ended with exit code 3" in run(path, tmp_path / "out", "--trust-grid", code=3)
+
+
+@pytest.mark.parametrize("section, line", [
+    *(("[data.small.text]", f'prepare = ["{command}"]') for command in (
+        "/bin/sh -c x", "../x.py", "data/../scripts/grid.py x", "data/docs/x.py", "data/x.sh", "", "scripts/plot.py x",
+        "data/text.py x --out /tmp/x", "data/text.py x --out=../x", "data/text.py ~/.ssh --out data/x",
+        "data/text.py x --out scripts/x", "data/text.py x --out data")),
+    ("[model.small]", 'program = "/bin/sh"'), ("[model.small]", 'program = "eval_gpt2"'),
+    ("[model.small]", 'eval-program = "../eval_gpt2"'), ("[[run]]", 'flags = { matmuls = "x" }'),
+    ("[[run]]", "flags = { foreign-folder = 1 }")])
+def test_what_a_grid_file_may_not_start_or_write(tmp_path, section, line):
+    """Without --trust-grid. TRAIN_GPT2 and EVAL_GPT2 are the user's own."""
+    path = write(tmp_path, '[[run]]\nattn = "softmax"\n')
+    path.write_text(path.read_text().replace(section, f"{section}\n{line}"))
+    with pytest.raises(Refused, match="--trust-grid"):
+        grid_parts.check_trust(grid_file.read(path, "small", list))
+
+
+def test_no_value_of_a_grid_file_is_a_flag(data, tmp_path):
+    """A switch takes no word after it that looks like a flag."""
+    rows = f'[[run]]\nattn = "softmax"\nflags = {{ doc-mask = "--out={tmp_path}/other" }}\n'
+    assert "--doc-mask" in run(write(tmp_path, rows, data=data), tmp_path / "out", code=3)
+    with pytest.raises(Refused, match="expected the name of a flag"):
+        read(tmp_path, f'[[run]]\nattn = "softmax"\nflags = {{ "out={tmp_path}/other" = 1 }}\n')
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.drawn(3, of="further calls")
@@ -1176,13 +1204,13 @@ def test_a_stop_before_the_first_run_leaves_no_process(data, tmp_path, what, how
     (tmp_path / "make.py").write_text(f"import os, time\nopen('{tmp_path}/pid', 'w').write(f'{{os.getpid()}}\\n')\n"
                                       "time.sleep(600)\n")
     train = tmp_path / "slow_train"
-    train.write_text(f'#!/bin/sh\ncase "$*" in *"--steps 6 "*) echo $$ > {tmp_path}/pid; exec sleep 600;; esac\n'
+    train.write_text(f'#!/bin/sh\ncase "$*" in *"--steps=6 "*) echo $$ > {tmp_path}/pid; exec sleep 600;; esac\n'
                      f'exec {TRAIN} "$@"\n')
     train.chmod(0o755)
     path = write(tmp_path, '[[run]]\nattn = "softmax"\n', data=tmp_path / "text" if what == "prepare" else data)
     path.write_text(path.read_text().replace("[data.small.text]",
                                              f'[data.small.text]\nprepare = ["{tmp_path}/make.py"]'))
-    process = started(path, tmp_path / "out", TRAIN_GPT2=str(train))
+    process = started(path, tmp_path / "out", "--trust-grid", TRAIN_GPT2=str(train))
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), process)
     process.send_signal(how)
     said = process.communicate(timeout=60)[0]

@@ -3,6 +3,7 @@ table and the pictures of attention/README.md."""
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import events  # noqa: E402
+import files  # noqa: E402
 import plot  # noqa: E402
 from pictures import runs  # noqa: E402
 from event_files import crc32c, events_of, unmask  # noqa: E402
@@ -104,6 +106,73 @@ def test_a_link_has_its_own_name(tmp_path):
     make_run(tmp_path / "run", 20)
     (tmp_path / "best").symlink_to("run")
     assert plot.names([tmp_path / "best", tmp_path / "run"]) == ["best", "run"]
+
+
+# ---------------------------------------------------------------- somebody else's folder
+
+def link(path, kind, victim):
+    """Puts something into a file's place."""
+    if kind == "symlink":
+        path.symlink_to(victim)
+    elif kind == "hard link":
+        os.link(victim, path)
+    else:
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name, kind", [
+    ("loss.png", "symlink"), (".loss.png.tmp", "hard link"), (".loss.png.tmp", "pipe"),
+    ("tensorboard/events.out.tfevents.0.follow", "symlink")])
+def test_what_has_the_name_of_a_file_to_write_is_replaced_never_followed(tmp_path, name, kind):
+    run, victim = make_run(tmp_path / "a", 3), tmp_path / "victim"
+    victim.write_text("kept")
+    (run / name).parent.mkdir(exist_ok=True)
+    link(run / name, kind, victim)
+    script, *flags = ["follow.py", "--once", "--tensorboard"] if "events" in name else ["plot.py"]
+    result = subprocess.run([sys.executable, ROOT / "scripts" / script, run, *flags], capture_output=True, timeout=60)
+    assert result.returncode == 0 and victim.read_text() == "kept" and victim.stat().st_nlink == 1, result.stderr
+    assert not (run / ".loss.png.tmp").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe"])
+def test_a_log_is_not_appended_to_what_is_elsewhere(tmp_path, kind):
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    link(tmp_path / "log", kind, victim)
+    with pytest.raises(OSError, match="log"):
+        files.extend(tmp_path / "log")
+    assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize("script, name, content", [
+    ("plot.py", "metrics.jsonl", "holes"), ("plot.py", "run.json", "/dev/zero"), ("follow.py", "metrics.jsonl", "pipe"),
+    ("plot_eval.py", "eval.json", "pipe"), ("grid.py", "grid.toml", "/dev/zero"),
+    ("plot.py", "ckpt/step-00000003/state.json", "pipe"), ("plot.py", "ckpt/step-00000003/model.safetensors", "holes")])
+def test_what_may_have_no_end_is_not_read(tmp_path, script, name, content):
+    run = make_run(tmp_path / "a", 3)
+    path = run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if "state" in name:
+        (path.parent / "model.safetensors").write_bytes(b"")
+    path.unlink(missing_ok=True)
+    if content == "holes":
+        path.touch()
+        os.truncate(path, 1 << 40)
+        if "safetensors" in name:
+            path.open("r+b").write(struct.pack("<Q", 1 << 39))
+    else:
+        path.symlink_to(content) if content == "/dev/zero" else os.mkfifo(path)
+    flags = {"follow.py": ["--once", "--tensorboard"], "plot.py": ["--scalars"] * ("ckpt" in name)}.get(script, [])
+    result = subprocess.run(["prlimit", "--as=4000000000", sys.executable, ROOT / "scripts" / script,
+                             path if script == "grid.py" else run, *flags], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 3 and name in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "tokens": 5, "loss": "x"}', '{"step": 1, "tokens": 5, "ms": [1]}',
+                                  '{"step": 1, "tokens": 1' + "0" * 400 + "}", "[" * 100_000])
+def test_numbers_are_numbers(tmp_path, line):
+    with pytest.raises(plot.Refused, match="metrics.jsonl: line 4: expected a JSON object with numbers"):
+        plot.read_metrics(make_run(tmp_path / "a", 3, tail=line + "\n"))
 
 
 # ---------------------------------------------------------------- the picture

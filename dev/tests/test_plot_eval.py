@@ -1051,13 +1051,13 @@ def test_the_pages_own_panel(tmp_path):
     assert done.returncode == 0 and (tmp_path / "lengths.png").exists(), done.stderr
 
 
-def test_links_and_pipes_stay(tmp_path):
+def test_links_and_pipes_that_the_user_named_stay(tmp_path):
     (tmp_path / "page.html").write_text("earlier")
     (tmp_path / "link.html").symlink_to("page.html")
     os.mkfifo(tmp_path / "pipe.html")
     pipe = os.open(tmp_path / "pipe.html", os.O_RDWR | os.O_NONBLOCK)
     for name in "link.html", "pipe.html":
-        plot.replace(tmp_path / name, b"new")
+        plot.replace(tmp_path / name, b"new", named=True)
     assert os.read(pipe, 9) == (tmp_path / "page.html").read_bytes() == b"new"
     os.close(pipe)
     assert (tmp_path / "link.html").is_symlink() and (tmp_path / "pipe.html").is_fifo()
@@ -1198,12 +1198,16 @@ def test_a_folder_that_looks_like_a_flag(trained, tmp_path):
 
 
 @pytest.mark.parametrize("missing, said",
-                         [("script", "there is no scripts/plot_eval.py"), ("python", "python3: No such file"),
+                         [("script", "there is no {}/scripts/plot_eval.py"), ("python", "python3: No such file"),
                           ("matplotlib", "pip install -r requirements.txt")])
 def test_without_what_pictures_need_the_results_are_complete(missing, said, trained, tmp_path):
     """The program in a folder without .venv, and a PATH with nothing but a Python that has no packages."""
     (root, folder), program = trained, tmp_path / "program"
     program.mkdir()
+    for name in "scripts/plot_eval.py", ".venv/bin/python":     # somebody else's, in the current folder
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+        (tmp_path / name).chmod(0o755)
     shutil.copy(BIN / "eval_gpt2", program)
     if missing != "script":
         (program / "scripts").symlink_to(ROOT / "scripts")
@@ -1214,5 +1218,7 @@ def test_without_what_pictures_need_the_results_are_complete(missing, said, trai
              "--out", tmp_path / "out"]
     result = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=tmp_path,
                             env=environment() | {"PATH": str(tmp_path)})
+    said = said.format(program)
+    assert not (tmp_path / "ran").exists()
     assert result.returncode == 0 and said in result.stderr and "eval.json is complete" in result.stderr, result.stderr
     assert (tmp_path / "out/eval.json").exists()

@@ -1,8 +1,10 @@
 """--task attention: where attention goes by layer and head, what the residual stream looks like, and the maps."""
 import math
+from pathlib import Path
 
 import numpy as np
 
+import files
 from plot import Refused
 
 from . import charts
@@ -59,15 +61,15 @@ def load_map(series, row):
     or the file is gone. A cell is the mean over the visible weights of cell x cell positions."""
     if "map" not in row:
         return None
-    path = series.folder / row["map"]
+    path, cell, T = series.folder / Path(str(row["map"])).name, row["map_cell"], row["tokens"]
     try:
+        files.open_regular(path, files.ARRAY).close()
         maps = np.load(path, mmap_mode="r")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise Refused(f"{path}: expected an array of NumPy ({error}). Run eval_gpt2 again.")
-    cell, T = int(row["map_cell"]), int(row["tokens"])
-    side = -(-T // cell)
+    side = -(-T // max(1, cell))
     if maps.shape != (len(row["layers"]), len(row["layers"][0]["heads"]), side, side):
         raise Refused(f"{path}: an array of {maps.shape} does not belong to this eval.json. Run eval_gpt2 again.")
     return maps, cell, T

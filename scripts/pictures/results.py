@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+import files
 from plot import Refused, names
 
 TASKS = ("loss", "positions", "needle", "attention", "scores", "choice")
@@ -58,10 +59,10 @@ def read(folder):
                               "eval_gpt2 again.")
         return Object(found)
     try:
-        data = json.loads(path.read_text("utf-8"), object_hook=checked)
+        data = json.loads(files.read(path, files.EVAL), object_hook=checked)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a folder that eval_gpt2 wrote, its --out.")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{path}: not a complete JSON file ({error}). Run eval_gpt2 again.")
     if not isinstance(data, dict):
         raise Refused(f"{path}: expected a JSON object, found {str(data)[:60]}.")
