@@ -107,8 +107,15 @@ class Normalizer(torch.nn.Module):
         self.normalizer, self.heads, self.seq_len = normalizer, heads, seq_len
         self.names = scalar_names(normalizer)
         for name, scalar in library.scalars_of(normalizer, heads, seq_len).items():
-            value = torch.full((scalar.size,), scalar.start, device=device, dtype=dtype)
+            value = torch.empty(scalar.size, device=device, dtype=dtype)
             self.register_parameter(name, torch.nn.Parameter(value, requires_grad=scalar.trained))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        """Writes the initial values of all scalars, those that the normalizer fixes among them, as after to_empty()."""
+        for name, scalar in library.scalars_of(self.normalizer, self.heads, self.seq_len).items():
+            getattr(self, name).fill_(scalar.start)
 
     def forward(self, q, k, v, start=None, scaling=None):
         shape = getattr(q, "shape", ())

@@ -30,6 +30,9 @@ def check_tensors(**arguments):
         if isinstance(x, torch.Tensor) and (x.layout != torch.strided or x.is_nested):
             raise ValueError(f"attn_c: expected {name} to be a dense tensor, found "
                              f"{'a nested one' if x.is_nested else x.layout}; convert it")
+        if hasattr(x, "placements"):
+            raise ValueError(f"attn_c: expected {name} to be a plain tensor, found a DTensor with {x.placements}; pass "
+                             f"{name}.to_local(), with whole heads and sequences on each device")
 
 
 def check_devices(q, **others):

@@ -215,6 +215,69 @@ def test_copies_of_the_module(attn_c):
         assert torch.equal(copied(q, k, v), module(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["ssmax-bias", "ssmax-fixed", "softmax-sink", "ssmax-pn"])
+def test_a_module_without_memory_gets_initial_values(attn_c, name):
+    with torch.device("meta"):
+        module = attn_c.Normalizer(name, heads=4, seq_len=L)
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 4e23)
+    module.reset_parameters()
+    expected = attn_c.Normalizer(name, heads=4, seq_len=L)
+    for key, x in expected.named_parameters():
+        assert torch.equal(getattr(module, key), x) and getattr(module, key).requires_grad == x.requires_grad
+
+
+SHARDED = """
+import os, torch, warnings
+warnings.simplefilter("ignore")
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+import attn_c
+
+class Layer(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.projection, self.normalizer = nn.Linear(24, 72), attn_c.Normalizer(name, 3, 20)
+
+    def forward(self, x):
+        return self.normalizer(*self.projection(x).view(2, 10, 9, 8).transpose(1, 2).chunk(3, 1))
+
+distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+x, mesh = torch.randn(2, 10, 24), init_device_mesh("cpu", (1,))
+for name in "ssmax-bias", "ssmax-fixed":
+    torch.manual_seed(0)
+    expected = Layer(name)(x)
+    with torch.device("meta"):
+        first, second = Layer(name), Layer(name)
+    torch.manual_seed(0)        # FSDP 1 calls to_empty() and reset_parameters() itself
+    first = FullyShardedDataParallel(first, device_id=torch.device("cpu"), use_orig_params=True)
+    fully_shard(second, mesh=mesh)
+    second.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in second.projection, second.normalizer:
+        module.reset_parameters()
+    for module in first, second:
+        found = module(x)
+        found.sum().backward()
+        assert torch.equal(found, expected)
+q = distribute_tensor(torch.randn(2, 3, 10, 8), mesh, [Shard(1)])
+for function in attn_c.Normalizer("ssmax", 3, 20), lambda q, k, v: attn_c.attention(q, k, v, "softmax"):
+    try:
+        function(q, q, q)
+    except ValueError as error:
+        print(error)
+distributed.destroy_process_group()
+"""
+
+
+def test_sharded_by_fsdp(attn_c):
+    """FSDP 1 and 2, built on the meta device; tensors that are sharded over devices are rejected by name."""
+    printed = python(SHARDED).communicate()[0]
+    assert printed.count("expected q to be a plain tensor, found a DTensor") == 2 and "to_local()" in printed
+
+
 def test_scalars_of_any_shape(attn_c):
     """The modeling file of our checkpoints passes (heads, 1, 1)."""
     case = Case("ssmax-bias", SHAPES[0], torch.float32)
