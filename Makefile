@@ -143,7 +143,7 @@ for_v4     = $(AVX512)
 for_bf16   = $(AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
 for_double = -march=x86-64-v3 -DREAL=double
 torch_sources = attention/attention_cpu.c attention/normalizer.c attention/torch/attn_c.c runtime/error.c runtime/number.c runtime/spelling.c \
-  runtime/tiles.c $(if $(filter double,$(1)),attention/torch/gemm_double.c,runtime/gemm.c runtime/gemm_tiles.c)
+  runtime/tiles.c runtime/utf8.c $(if $(filter double,$(1)),attention/torch/gemm_double.c,runtime/gemm.c runtime/gemm_tiles.c)
 
 # TORCH_CUDA=1 adds the library for GPUs, which takes 8 minutes on two cores.
 TORCH_CUDA ?= 0
@@ -290,7 +290,7 @@ $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 
 # The objects of the library that flash.so and attn_c_cuda.so contain, built for a shared library; without MPI, since there is
 # one rank.
-$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/number.o runtime/process.o runtime/spelling.o)
+$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/number.o runtime/process.o runtime/spelling.o runtime/utf8.o)
 	@ar rcs $@ $^
 
 $(BUILD)/pic/%.o: %.c $(BUILD)/flags

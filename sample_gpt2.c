@@ -29,6 +29,7 @@ static const char CHATS[] = "auto|raw|chatml|qwen3|llama3|llama3.1|llama3.2|zeph
 
 typedef struct {
     const char *model, *attn, *ignore_config_key, *prompt, *prompt_file, *system;
+    TextList stop;
     int64_t max_new_tokens, top_k, seed, num_samples, threads, context;
     int dtype, chat;
     bool interactive;
@@ -42,19 +43,21 @@ typedef struct {
     size_t count;
 } Prompt;
 
+// The text of the tokens so far, up to the first of the --stop texts.
+typedef struct {
+    char *text;
+    size_t length, room, printed;
+    bool stopped;
+} Written;
+
 // A text that is being generated: sample number `sample` of a prompt. It occupies one sequence of the decoder's cache.
 typedef struct {
     size_t prompt, sample;
     int32_t *ids;    // sampled so far; has room for max_new_tokens
     size_t count;
+    Written written;    // the text of these ids, if there is a tokenizer
     bool done;
 } Text;
-
-// UTF-8 bytes on their way to stdout. A character is printed once all its bytes are there.
-typedef struct {
-    uint8_t bytes[4];
-    size_t have;
-} Utf8;
 
 typedef struct {
     SampleOptions o;
@@ -71,9 +74,8 @@ typedef struct {
     const ChatTemplate *chat;    // of a conversation
     char system[2048];           // its system message; empty: none
     size_t context, turns;       // the most tokens that it has; how many answers were given in it
-    char *reply;                 // the text of its last answer
-    size_t reply_length;
-    Utf8 utf8;
+    Written reply;               // its last answer
+    Utf8Printer out;
     size_t current, shown;         // the text that is being printed, and how many of its ids have been
     bool begun;                    // has its prompt been printed?
     size_t longest;                // the longest text, including its prompt
@@ -93,7 +95,7 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
     *o = (SampleOptions){
         .max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
     Option table[] = {
-        {"model", OPT_TEXT, &o->model, .any_bytes = true, .arg = "DIR", .group = "Model",
+        {"model", OPT_TEXT, &o->model, .any_bytes = true, .arg = "DIR", .group = "Model", .required = true,
          .help =
              "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
@@ -108,6 +110,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"max-new-tokens", OPT_INT, &o->max_new_tokens, 1, MAX_SEQ_LEN, .arg = "N", .group = "Text",
          .help = "maximum number of tokens after a prompt; a text also ends at end-of-text"},
         {"num-samples", OPT_INT, &o->num_samples, 1, 1e6, .arg = "N", .group = "Text", .help = "texts per prompt"},
+        {"stop", OPT_TEXT_LIST, &o->stop, .any_bytes = true, .arg = "TEXT", .group = "Text",
+         .help = "a text or an answer ends before this text; repeat the flag for several"},
         {"interactive", OPT_SWITCH, &o->interactive, .group = "Conversation",
          .help = "answer each line of stdin; Ctrl-C stops an answer, Ctrl-D ends"},
         {"chat", OPT_CHOICE, &o->chat, .choices = CHATS, .group = "Conversation",
@@ -140,6 +144,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
              "--interactive reads from stdin: omit --prompt, --prompt-file and --num-samples, or --interactive.");
     if (!o->interactive && (o->chat || o->system || o->context))
         fail(EXIT_USAGE, "--chat, --system and --context need --interactive.");
+    for (size_t i = 0; i < o->stop.count; i++)
+        if (!*o->stop.values[i]) fail(EXIT_USAGE, "--stop is empty: expected a text that ends what is generated.");
     if (o->context && o->context <= o->max_new_tokens)
         fail(EXIT_USAGE, "--context %lld: expected more than --max-new-tokens, which is %lld.", (long long)o->context,
              (long long)o->max_new_tokens);
@@ -164,11 +170,15 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     int vocab, end_of_text;
     if (checkpoint_vanished(folder))
         return error_set(error, EXIT_INPUT, "%s: it was deleted while being read.", folder);
+    const char *no_stop = s->o.stop.count ? "\n  --stop needs one that this program supports." : NULL;
+    if (!has_tokenizer && no_stop)
+        fail(EXIT_INPUT, "%s: expected a %s, found none.%s", folder, tokenizer_files[0], no_stop);
     if (!has_tokenizer) return true;
     if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) {
         if (error->code != EXIT_INPUT || !tokenizer_ids(folder, &vocab, &end_of_text)) return false;
-        if (s->o.interactive)
-            fail(EXIT_INPUT, "%s\n  --interactive needs one that this program supports.", error->text);
+        if (s->o.interactive || no_stop)
+            fail(EXIT_INPUT, "%s%s", error->text,
+                 no_stop ? no_stop : "\n  --interactive needs one that this program supports.");
         if (!s->prompt_count) warn("%s\n  Prompts and texts are token ids instead.", error->text);
         return true;
     }
@@ -350,43 +360,58 @@ static void open_checkpoint(Sampler *s) {
     }
 }
 
-// ---- printing
+// ---- the text of the tokens
 
-// Prints what is incomplete as U+FFFD, as with Python's errors="replace".
-static void utf8_end(Utf8 *u) {
-    if (u->have) fputs(REPLACEMENT_BYTES, stdout);
-    u->have = 0;
+// The first place in the text, from byte `from` on, where one of the --stop texts begins, or the text's length.
+static size_t find_stop(const Sampler *s, const char *text, size_t from, size_t length) {
+    for (size_t i = from; i < length; i++)
+        for (size_t j = 0; j < s->o.stop.count; j++) {
+            size_t size = strlen(s->o.stop.values[j]);
+            if (size <= length - i && !memcmp(text + i, s->o.stop.values[j], size)) return i;
+        }
+    return length;
 }
 
-static void utf8_add(Utf8 *u, char c) {
-    u->bytes[u->have++] = (uint8_t)c;
-    while (u->have) {
-        size_t width, valid = utf8_valid(u->bytes, u->have);
-        utf8_get(u->bytes, u->have, &width);
-        if (!valid && width == u->have) return;    // it may still become a character
-        if (valid) fwrite(u->bytes, 1, width, stdout);
-        else fputs(REPLACEMENT_BYTES, stdout);
-        u->have -= width;
-        memmove(u->bytes, u->bytes + width, u->have);
-    }
+// The length of the text without what could be the start of a --stop text.
+static size_t certain_length(const Sampler *s, const char *text, size_t from, size_t length) {
+    for (size_t i = from; i < length; i++)
+        for (size_t j = 0; j < s->o.stop.count; j++)
+            if (!strncmp(s->o.stop.values[j], text + i, length - i)) return i;
+    return length;
 }
 
-// `first`: it begins a text, so that its first space may be the tokenizer's.
-static void put_token(Sampler *s, int32_t id, bool first) {
+// Appends a token's bytes. `first`: it begins a text, so that its first space may be the tokenizer's.
+static void write_token(Sampler *s, Written *w, int32_t id, bool first) {
     size_t length = 0;
     const char *bytes = s->tokenizer ? tokenizer_token(s->tokenizer, id, &length) : NULL;
-    if (!s->tokenizer) printf(",%d", id);
     if (first && length && *bytes == ' ' && tokenizer_adds_space(s->tokenizer)) {
         bytes++;
         length--;
     }
-    for (size_t i = 0; i < length; i++) utf8_add(&s->utf8, bytes[i]);
+    if (w->length + length >= w->room) {
+        w->room = 2 * (w->length + length) + 256;
+        if (!(w->text = realloc(w->text, w->room))) fail(EXIT_RESOURCE, "out of memory for a text.");
+    }
+    if (length) memcpy(w->text + w->length, bytes, length);
+    w->length += length;
+    size_t stop = find_stop(s, w->text, w->printed, w->length);
+    w->stopped = stop < w->length;
+    w->length = stop;
 }
+
+// Prints what is new in a text. What may be the start of a --stop text waits until it is known, or the text is done.
+static void print_written(Sampler *s, Written *w, bool done) {
+    size_t end = done ? w->length : certain_length(s, w->text, w->printed, w->length);
+    utf8_print(&s->out, w->text + w->printed, end - w->printed);
+    w->printed = end;
+}
+
+// ---- printing
 
 static void put_prompt(Sampler *s, const Text *t) {
     const Prompt *p = &s->prompts[t->prompt];
     if (text_count(s) > 1) printf("---- prompt %zu, sample %zu\n", t->prompt + 1, t->sample + 1);
-    for (size_t i = 0; s->tokenizer && i < p->length; i++) utf8_add(&s->utf8, p->text[i]);
+    if (s->tokenizer) utf8_print(&s->out, p->text, p->length);
     for (size_t i = 0; !s->tokenizer && i < p->count; i++) printf("%s%d", i ? "," : "", p->ids[i]);
 }
 
@@ -394,16 +419,16 @@ static void put_prompt(Sampler *s, const Text *t) {
 // is done.
 static void show(Sampler *s, size_t count) {
     for (; s->current < count; s->current++) {
-        const Text *t = &s->texts[s->current];
+        Text *t = &s->texts[s->current];
         if (!s->begun) {
             put_prompt(s, t);
             s->begun = true;
             s->shown = 0;
         }
-        for (; s->shown < t->count; s->shown++)
-            put_token(s, t->ids[s->shown], !s->shown && !s->prompts[t->prompt].length);
+        for (; !s->tokenizer && s->shown < t->count; s->shown++) printf(",%d", t->ids[s->shown]);
+        print_written(s, &t->written, t->done);
         if (!t->done) break;
-        utf8_end(&s->utf8);
+        utf8_print_end(&s->out);
         printf("\n");
         s->begun = false;
     }
@@ -412,19 +437,34 @@ static void show(Sampler *s, size_t count) {
 
 // ---- generating
 
-// Samples the next token. Sample i uses random stream i, independently of the other texts.
-static void sample(Sampler *s, Text *t, float *logits) {
+// Draws the token at a position of a text from the random stream with this number.
+static int32_t draw_token(Sampler *s, float *logits, uint64_t stream, size_t count, size_t position) {
     const SampleOptions *o = &s->o;
-    double u = random_uniform((uint64_t)o->seed, t->sample, t->count);
+    double u = random_uniform((uint64_t)o->seed, stream, count);
     int32_t token = sample_token(logits, s->candidates, (size_t)s->model.config.vocab, o->temperature, (size_t)o->top_k,
                                  o->top_p, u);
+    if (token >= 0) return token;
+    if (s->begun) printf("\n");
+    fail(
+        EXIT_DIVERGED,
+        "under %s, the logits after %zu token%s are not finite, so no token can be sampled and the text ends here.\n  %s",
+        s->model.config.attn.text, position, position == 1 ? "" : "s",
+        s->o.attn ? "The activations overflow under this --attn. Omit it, or use another normalizer."
+                  : "The activations overflow: training has probably diverged. Use an earlier checkpoint.");
+}
+
+// Samples the next token. Sample i uses random stream i, independently of the other texts.
+static void sample(Sampler *s, Text *t, float *logits) {
+    size_t prompt = s->prompts[t->prompt].count;
+    int32_t token = draw_token(s, logits, t->sample, t->count, prompt + t->count);
     s->sampled_count++;
     if (model_ends_text(&s->model.config, token)) {
         t->done = true;
         return;
     }
+    write_token(s, &t->written, token, !t->count && !s->prompts[t->prompt].length);
     t->ids[t->count++] = token;
-    t->done = t->count == (size_t)o->max_new_tokens;
+    t->done = t->written.stopped || t->count == (size_t)s->o.max_new_tokens;
 }
 
 // Generates the next token of each unfinished text. Returns false if all texts are finished.
@@ -484,7 +524,8 @@ static void write_texts(Sampler *s, size_t first, size_t count) {
     for (size_t i = 0; i < count; i++)
         s->texts[i] = (Text){.prompt = (first + i) / samples,
                              .sample = (first + i) % samples,
-                             .ids = s->sampled + i * (size_t)s->o.max_new_tokens};
+                             .ids = s->sampled + i * (size_t)s->o.max_new_tokens,
+                             .written = {.text = s->texts[i].written.text, .room = s->texts[i].written.room}};
     s->current = 0;
     for (size_t i = 0; i < count; i++) {
         show(s, i + 1);
@@ -532,33 +573,26 @@ static char *read_line(size_t *length) {
     return count < 0 ? NULL : line;
 }
 
-static void keep_reply(Sampler *s, int32_t id) {
-    size_t length;
-    const char *bytes = tokenizer_token(s->tokenizer, id, &length);
-    s->reply = realloc(s->reply, s->reply_length + length + 1);
-    if (!s->reply) fail(EXIT_RESOURCE, "out of memory for an answer.");
-    if (length) memcpy(s->reply + s->reply_length, bytes, length);
-    s->reply_length += length;
-}
-
 // Prints the answer that follows `logits`, at position `from`. Returns the position after its last token, which is not
 // in the cache if the answer is cut off.
 static size_t answer(Sampler *s, float *logits, size_t from) {
-    const SampleOptions *o = &s->o;
-    size_t at = from, V = (size_t)s->model.config.vocab;
+    size_t at = from;
     int32_t end = chat_end(s->chat, s->tokenizer);
-    s->reply_length = 0;
-    while (at < from + (size_t)o->max_new_tokens && !interrupted) {
-        double u = random_uniform((uint64_t)o->seed, s->turns, at);
-        int32_t id = sample_token(logits, s->candidates, V, o->temperature, (size_t)o->top_k, o->top_p, u);
+    Written *reply = &s->reply;
+    *reply = (Written){.text = reply->text, .room = reply->room};
+    s->begun = true;
+    while (at < from + (size_t)s->o.max_new_tokens && !interrupted) {
+        int32_t id = draw_token(s, logits, s->turns, at, at);
         if (id == end || model_ends_text(&s->model.config, id)) break;
-        put_token(s, id, at == from && *s->chat->answer);
-        keep_reply(s, id);
+        write_token(s, reply, id, at == from && *s->chat->answer);
+        print_written(s, reply, false);
         flush_stdout("the text");
+        if (reply->stopped) break;
         decode(&s->decoder, &(DecodeRow){id, 0, at++}, 1);
         logits = decode_logits(&s->decoder, 0, 1, 0);
     }
-    utf8_end(&s->utf8);
+    print_written(s, reply, true);
+    utf8_print_end(&s->out);
     printf("\n");
     flush_stdout("the text");
     s->turns++;
@@ -595,13 +629,13 @@ static void converse(Sampler *s) {
         if (!ids) continue;
         size_t last = decode_span(&s->decoder, ids, count, 0, used) - 1, from = used + count;
         used = answer(s, decode_logits(&s->decoder, last, 1, 0), from);
-        turn.answer_length = s->reply_length;
-        turn.answer = chat_kept(s->chat, s->reply ? s->reply : "", &turn.answer_length);
-        if (turn.answer_length == s->reply_length) turn.answer = NULL;    // its tokens stay
+        turn.answer_length = s->reply.length;
+        turn.answer = chat_kept(s->chat, s->reply.text ? s->reply.text : "", &turn.answer_length);
+        if (turn.answer_length == s->reply.length && !s->reply.stopped) turn.answer = NULL;    // its tokens stay
         else used = from;
         free(ids);
     }
-    free(s->reply);
+    free(s->reply.text);
 }
 
 // The first token of each text comes from its prompt's logits, and does not count in the speed of writing.
@@ -617,6 +651,7 @@ static void report_speed(const Sampler *s) {
 
 int main(int argc, char **argv) {
     static Sampler s;
+    s.out = utf8_printer(stdout);
     start_program("sample_gpt2");
     parse_flags(&s.o, argc, argv);
     start_threads(s.o.threads);

@@ -163,7 +163,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
     *o = DEFAULTS;
     // clang-format off
     Option table[] = {
-        {"model", OPT_TEXT, &o->model, .arg = "DIR[,DIR...]", .group = "Model",
+        {"model", OPT_TEXT, &o->model, .arg = "DIR[,DIR...]", .group = "Model", .required = true,
          .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
          .help = "also evaluate under another normalizer, without training; `--attn help` lists them"},

@@ -12,6 +12,7 @@
 #include "runtime/error.h"
 #include "runtime/random.h"
 #include "runtime/sampler.h"
+#include "runtime/utf8.h"
 
 // ---- a step
 
@@ -85,12 +86,14 @@ void run_report(Run *run, const char *more, const char *line) {
 // ---- samples
 
 static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t count) {
+    Utf8Printer printer = utf8_printer(file);
     for (size_t i = 0; i < count; i++) {
         size_t length;
         const char *bytes = run->tokenizer ? tokenizer_token(run->tokenizer, ids[i], &length) : NULL;
-        if (bytes) fwrite(bytes, 1, length, file);
+        if (bytes) utf8_print(&printer, bytes, length);
         else fprintf(file, "%d ", ids[i]);
     }
+    utf8_print_end(&printer);
 }
 
 // Opens a file for appending, if it is not a FIFO. O_NONBLOCK keeps open() from waiting for its reader.
@@ -137,7 +140,10 @@ void run_sample_start(const Run *run, Sample *sample) {
 bool run_sample_add(const Run *run, Sample *sample, float *logits) {
     double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, sample->count - 1);
     int32_t id = sample_token(logits, run->candidates, (size_t)run->config->vocab, 0.9, 50, 1.0, u);
-    if (model_ends_text(run->config, id)) return false;
+    if (id < 0)
+        warn("the sample of step %lld ends after %zu tokens, because its logits are not finite. Training continues.",
+             (long long)run->step, sample->count - 1);
+    if (id < 0 || model_ends_text(run->config, id)) return false;
     sample->ids[sample->count++] = id;
     return sample->count <= run_sample_length(run);
 }

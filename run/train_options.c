@@ -40,7 +40,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = DEFAULTS;
     // clang-format off
     const Option table[] = {
-        {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .help = "training shards, for example 'data/shakespeare/*_train_*.bin', or sources with weights: 'a*.bin:0.7,b*.bin:0.3'"},
+        {"train-data",  OPT_TEXT, &o->train_data, .arg = "GLOB", .group = "Data", .required = true, .help = "training shards, for example 'data/shakespeare/*_train_*.bin', or sources with weights: 'a*.bin:0.7,b*.bin:0.3'"},
         {"val-data",    OPT_TEXT, &o->val_data, .arg = "GLOB", .group = "Data", .help = "validation shards; without them, no validation"},
         {"shuffle",     OPT_SWITCH, &o->shuffle, .group = "Data", .help = "shuffle the windows by seed and epoch; 0: read them in order"},
         {"pack",        OPT_CHOICE, &o->pack, .choices = "stream|example", .group = "Data", .help = "stream: windows of one stream of tokens; example: one document per row"},

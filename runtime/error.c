@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/utf8.h"
+
 // Global, because fail() and warn() may be called anywhere. main() and process_start() set them once.
 const char *program_name = "gpt2";
 bool (*fail_speaker)(bool says) = NULL;
@@ -16,6 +18,14 @@ static _Noreturn void end(ExitCode code) {
     fflush(stdout);
     if (fail_hook) fail_hook(code);
     exit(code);
+}
+
+// A message may quote a name from a file that a stranger made, so nothing in it acts on a terminal. One write keeps the
+// messages of several ranks apart.
+static void say(const char *kind, const char *text) {
+    uint8_t escaped[4 * sizeof(((Error *)0)->text)];
+    size_t length = utf8_escape((const uint8_t *)text, strlen(text), escaped);
+    fprintf(stderr, "%s: %s%.*s\n", program_name, kind, (int)length, (const char *)escaped);
 }
 
 void fail(ExitCode code, const char *format, ...) {
@@ -31,19 +41,19 @@ void fail_with(const Error *error) {
     bool says = error->text[0] != 0;
     fflush(stdout);
     if (fail_speaker) says = fail_speaker(says);
-    if (says) fprintf(stderr, "%s: %s\n", program_name, error->text);
+    if (says) say("", error->text);
     end(error->code);
 }
 
 void warn(const char *format, ...) {
-    char text[2048];
+    char text[sizeof(((Error *)0)->text)];
     va_list args;
     if (warn_off) return;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     fflush(stdout);
-    fprintf(stderr, "%s: warning: %s\n", program_name, text);
+    say("warning: ", text);
 }
 
 void flush_stdout(const char *what) {

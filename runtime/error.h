@@ -3,6 +3,7 @@
 // A function whose failure a caller may want to survive (a full disk while saving, a damaged file under a fuzzer) takes
 // an `Error *` and returns false. A function that cannot continue calls fail(). A message says what was expected, what
 // was found, in which file and at which offset, and what to do about it. Further lines are indented by two spaces.
+// Printed messages contain no control characters: those of a name that they quote appear as escapes, such as \x1b.
 #ifndef RUNTIME_ERROR_H
 #define RUNTIME_ERROR_H
 
@@ -17,7 +18,7 @@ typedef enum {
     EXIT_USAGE = 2,       // invalid flags
     EXIT_INPUT = 3,       // invalid input file
     EXIT_RESOURCE = 4,    // out of memory or disk space, or more threads than the system allows
-    EXIT_DIVERGED = 5,    // the loss is not finite
+    EXIT_DIVERGED = 5,    // the loss is not finite, or the logits to sample from
     EXIT_PEER = 6,        // a device or another rank failed
     EXIT_BUSY = 7,        // another process is using the run folder
     EXIT_STOPPED = 75     // stopped by a signal after saving a checkpoint

@@ -43,7 +43,7 @@ static bool has_bounds(const Option *o) {
 }
 
 static const char *kind_name(const Option *o) {
-    if (o->type == OPT_TEXT) return "text in UTF-8";
+    if (o->type == OPT_TEXT || o->type == OPT_TEXT_LIST) return "text in UTF-8";
     if (o->type == OPT_FLOAT) return "a number";
     return o->type == OPT_INT ? "a whole number" : "1 to " AS_TEXT(OPTION_LIST_MAX) " comma-separated whole numbers";
 }
@@ -107,6 +107,7 @@ static bool value_read(const Option *o, const char *text, Value *v) {
     switch (o->type) {
     case OPT_INT: return read_integer(o, text, strlen(text), &v->integer);
     case OPT_FLOAT: return read_float(o, text, &v->number);
+    case OPT_TEXT_LIST:
     case OPT_TEXT: v->text = text; return o->any_bytes || is_utf8(text);
     case OPT_SWITCH: v->on = text[0] == '1'; return (text[0] == '0' || text[0] == '1') && text[1] == 0;
     case OPT_CHOICE: return read_choice(o, text, &v->choice);
@@ -123,8 +124,16 @@ static Value value_get(const Option *o) {
     case OPT_SWITCH: return (Value){.on = *(const bool *)o->value};
     case OPT_CHOICE: return (Value){.choice = *(const int *)o->value};
     case OPT_INT_LIST: return (Value){.list = *(const IntList *)o->value};
+    case OPT_TEXT_LIST: break;
     }
     return (Value){0};
+}
+
+static void list_add(const Option *o, const char *text) {
+    TextList *list = o->value;
+    if (list->count == OPTION_LIST_MAX)
+        usage_fail("--%s: expected at most " AS_TEXT(OPTION_LIST_MAX) " of them, found more.", o->name);
+    list->values[list->count++] = text;
 }
 
 static void value_set(const Option *o, Value v) {
@@ -135,6 +144,7 @@ static void value_set(const Option *o, Value v) {
     case OPT_SWITCH: *(bool *)o->value = v.on; break;
     case OPT_CHOICE: *(int *)o->value = v.choice; break;
     case OPT_INT_LIST: *(IntList *)o->value = v.list; break;
+    case OPT_TEXT_LIST: list_add(o, v.text); break;
     }
 }
 
@@ -148,6 +158,7 @@ static void value_text(const Option *o, Value v, char *out, size_t size) {
     switch (o->type) {
     case OPT_INT: snprintf(out, size, "%lld", (long long)v.integer); break;
     case OPT_FLOAT: snprintf(out, size, "%s", number_text(v.number).text); break;
+    case OPT_TEXT_LIST:
     case OPT_TEXT: snprintf(out, size, "%s", v.text ? v.text : "none"); break;
     case OPT_SWITCH: snprintf(out, size, "%d", v.on); break;
     case OPT_CHOICE: choice_text(o, v.choice, out, size); break;
@@ -218,7 +229,8 @@ const char *nearest_word(const char *words, const char *text, char *out, size_t 
 static _Noreturn void wrong_value(const Option *o, const char *text) {
     char want[256], near[96];
     expected(o, want, sizeof want);
-    if (o->type == OPT_TEXT) usage_fail("--%s: expected %s, found other bytes.", o->name, want);
+    if (o->type == OPT_TEXT || o->type == OPT_TEXT_LIST)
+        usage_fail("--%s: expected %s, found other bytes.", o->name, want);
     if (o->type != OPT_CHOICE) usage_fail("--%s %s: expected %s, found \"%s\".", o->name, text, want, text);
     usage_fail("--%s %s: expected %s.%s", o->name, text, want, nearest_word(o->choices, text, near, sizeof near));
 }
@@ -235,7 +247,7 @@ static const char *arg_name(const Option *o) {
     if (o->type == OPT_SWITCH) return "0|1";
     if (o->type == OPT_CHOICE) return o->choices;
     if (o->arg) return o->arg;
-    if (o->type == OPT_TEXT) return "TEXT";
+    if (o->type == OPT_TEXT || o->type == OPT_TEXT_LIST) return "TEXT";
     if (o->type == OPT_FLOAT) return "X";
     return o->type == OPT_INT ? "N" : "N[,N...]";
 }
@@ -264,9 +276,11 @@ static void print_help(const Option *o) {
         printf("\n");
         column = 0;
     }
-    bool unset = o->type == OPT_TEXT && !*(const char *const *)o->value;
-    if (unset) snprintf(value, sizeof value, "no default");
-    snprintf(text, sizeof text, "%s (%s%s)", o->help ? o->help : "", unset ? "" : "default ", value);
+    bool is_text = o->type == OPT_TEXT || o->type == OPT_TEXT_LIST, unset = is_text && !value_get(o).text;
+    snprintf(text, sizeof text, "%s", o->help ? o->help : "");
+    size_t length = strlen(text);
+    if (unset && o->required) snprintf(text + length, sizeof text - length, " (no default)");
+    if (!unset) snprintf(text + length, sizeof text - length, " (default %s)", value);
     print_wrapped(text, column);
 }
 
@@ -306,6 +320,17 @@ static void print_quoted(const char *text) {
     putchar('"');
 }
 
+static void print_texts(const Option *o) {
+    const TextList *list = o->value;
+    putchar('[');
+    for (size_t i = 0; i < list->count; i++) {
+        if (i > 0) printf(", ");
+        print_quoted(list->values[i]);
+    }
+    if (!list->count) print_quoted(arg_name(o));
+    putchar(']');
+}
+
 // Prints `name = value`. Defaults are comments, because some flags have another effect if they are given.
 static void print_entry(const Option *o) {
     char text[512];
@@ -313,6 +338,8 @@ static void print_entry(const Option *o) {
     printf("%s%s = ", o->given ? "" : "# ", o->name);
     if (o->type == OPT_TEXT) {
         print_quoted(v.text ? v.text : arg_name(o));
+    } else if (o->type == OPT_TEXT_LIST) {
+        print_texts(o);
     } else if (o->type == OPT_SWITCH) {
         printf("%s", v.on ? "true" : "false");
     } else {
@@ -350,7 +377,8 @@ static void set_value(Option *o, Value v) {
 
 // ---- --config
 
-static const char *const TOML_NAMES[] = {"text in quotes", "a number", "true or false", "a list"};    // by TomlKind
+static const char *const TOML_NAMES[] = {"text in quotes", "a number", "true or false", "a list",
+                                         "a list of texts"};    // by TomlKind
 
 static bool fits_kind(const Option *o, TomlKind kind) {
     switch (o->type) {
@@ -360,15 +388,31 @@ static bool fits_kind(const Option *o, TomlKind kind) {
     case OPT_INT:
     case OPT_FLOAT: return kind == TOML_NUMBER;
     case OPT_INT_LIST: return kind == TOML_NUMBER || kind == TOML_LIST;
+    case OPT_TEXT_LIST: return kind == TOML_STRING || kind == TOML_TEXTS;
     }
     return false;
 }
 
 static void expected_entry(const Option *o, char *out, size_t size) {
-    if (o->type == OPT_TEXT) snprintf(out, size, "UTF-8 text in quotes");
+    if (o->type == OPT_TEXT || o->type == OPT_TEXT_LIST) snprintf(out, size, "UTF-8 text in quotes");
     else if (o->type == OPT_SWITCH) snprintf(out, size, "true or false");
     else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s, in quotes", o->choices);
     else expected(o, out, size);
+}
+
+// A list of texts takes the place of one in an earlier file.
+static void set_texts(Option *o, const TomlEntry *entry) {
+    size_t size = 0;
+    ((TextList *)o->value)->count = 0;
+    for (size_t i = 0; i < entry->count; i++) size += strlen(entry->text + size) + 1;
+    free(o->owned);
+    o->owned = malloc(size + 1);
+    if (!o->owned) fail(EXIT_RESOURCE, "out of memory for the flags.");
+    memcpy(o->owned, entry->text, size);
+    for (size_t i = 0, at = 0; i < entry->count; i++) {
+        set_value(o, (Value){.text = o->owned + at});
+        at += strlen(o->owned + at) + 1;
+    }
 }
 
 static void set_entry(Option *o, const TomlEntry *entry, const char *where) {
@@ -378,6 +422,10 @@ static void set_entry(Option *o, const TomlEntry *entry, const char *where) {
     expected_entry(o, want, sizeof want);
     if (!fits_kind(o, entry->kind))
         usage_fail("%s%s: expected %s, found %s.", where, o->name, want, TOML_NAMES[entry->kind]);
+    if (o->type == OPT_TEXT_LIST) {
+        set_texts(o, entry);
+        return;
+    }
     if (o->type == OPT_SWITCH) text = strcmp(text, "true") == 0 ? "1" : "0";
     if (!value_read(o, text, &v)) {
         if (o->type == OPT_CHOICE) nearest_word(o->choices, text, near, sizeof near);
@@ -510,6 +558,13 @@ static bool has_word(const CommandLine *c, const char *word) {
     return false;
 }
 
+// The command line takes the place of a --config file.
+static void forget_texts(Option *o) {
+    ((TextList *)o->value)->count = 0;
+    free(o->owned);
+    o->owned = NULL;
+}
+
 void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage) {
     CommandLine c;
     const char *text;
@@ -522,6 +577,7 @@ void options_parse(Option *table, size_t count, int argc, char **argv, const cha
     for (Option *o; (o = next_flag(&c, &text));) {
         Value v;
         if (!value_read(o, text, &v)) wrong_value(o, text);
+        if (o->type == OPT_TEXT_LIST && o->owned) forget_texts(o);
         set_value(o, v);
     }
     if (c.print) print_config(table, count);
@@ -534,6 +590,7 @@ static cJSON *value_json(const Option *o, Value v) {
     switch (o->type) {
     case OPT_INT: return cJSON_CreateNumber((double)v.integer);
     case OPT_FLOAT: return cJSON_CreateNumber(v.number);
+    case OPT_TEXT_LIST:
     case OPT_TEXT: return v.text ? cJSON_CreateString(v.text) : cJSON_CreateNull();
     case OPT_SWITCH: return cJSON_CreateBool(v.on);
     case OPT_CHOICE: choice_text(o, v.choice, text, sizeof text); return cJSON_CreateString(text);
@@ -584,6 +641,7 @@ static bool same_value(const Option *o, Value a, Value b) {
     switch (o->type) {
     case OPT_INT: return a.integer == b.integer;
     case OPT_FLOAT: return a.number == b.number;
+    case OPT_TEXT_LIST:
     case OPT_TEXT: return a.text && b.text ? strcmp(a.text, b.text) == 0 : a.text == b.text;
     case OPT_SWITCH: return a.on == b.on;
     case OPT_CHOICE: return a.choice == b.choice;

@@ -20,13 +20,20 @@ typedef struct {
     size_t count;
 } IntList;
 
+typedef struct {
+    const char *values[OPTION_LIST_MAX];
+    size_t count;
+} TextList;
+
 typedef enum {
-    OPT_INT,        // value is int64_t *: an integer of at most 1e15 within min..max; 1e6 and 1_000_000 are also valid
-    OPT_FLOAT,      // value is double *: finite, rounded to 15 digits, within min..max
-    OPT_TEXT,       // value is const char **: UTF-8, since run.json contains it; NULL means none
-    OPT_SWITCH,     // value is bool *: 0 or 1; the bare flag means 1
-    OPT_CHOICE,     // value is int *: the index of the given name in `choices`, to match an enum in the same order
-    OPT_INT_LIST    // value is IntList *: comma-separated integers, each within min..max
+    OPT_INT,         // value is int64_t *: an integer of at most 1e15 within min..max; 1e6 and 1_000_000 are also valid
+    OPT_FLOAT,       // value is double *: finite, rounded to 15 digits, within min..max
+    OPT_TEXT,        // value is const char **: UTF-8, since run.json contains it; NULL means none
+    OPT_SWITCH,      // value is bool *: 0 or 1; the bare flag means 1
+    OPT_CHOICE,      // value is int *: the index of the given name in `choices`, to match an enum in the same order
+    OPT_INT_LIST,    // value is IntList *: comma-separated integers, each within min..max
+    OPT_TEXT_LIST    // value is TextList *, empty by default: a text each time the flag is given; not for programs that
+                     // call options_json()
 } OptionType;
 
 typedef struct {
@@ -40,15 +47,16 @@ typedef struct {
     const char *help;           // one line that states the unit and the meaning of 0
     unsigned uses;              // for the program's own checks
     const char *only_in;        // set if this program rejects the flag: the program that has it, for the message
-    bool any_bytes;             // OPT_TEXT: need not be UTF-8; not for programs that call options_json()
+    bool required;              // for --help: the program does nothing without this flag
+    bool any_bytes;             // texts: need not be UTF-8; not for programs that call options_json()
     bool on_resume;             // --resume may change this flag
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
     bool given;                 // set by the parser if the flag is on the command line or in a --config file
-    char *owned;                // the memory of an OPT_TEXT value that is not on the command line
+    char *owned;                // the memory of texts that are not on the command line
 } Option;
 
-// Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins. Every
-// program also has these flags:
+// Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins, but an
+// OPT_TEXT_LIST has all of them. Every program also has these flags:
 //   --config FILE     reads flags from a file of runtime/toml.h; those on the command line win. May be repeated
 //   --print-config    prints the given flags as such a file, and the others as comments, and exits with 0
 //   --help            prints the version, `usage` and all flags with their defaults, and exits with 0

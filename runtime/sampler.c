@@ -33,8 +33,10 @@ static Candidate pop(Candidate *heap, size_t count) {
 int32_t sample_token(float *logits, Candidate *candidates, size_t V, double temperature, size_t top_k, double top_p,
                      double u) {
     size_t best = 0;
-    for (size_t v = 1; v < V; v++)
+    for (size_t v = 0; v < V; v++) {
+        if (!isfinite(logits[v])) return -1;
         if (logits[v] > logits[best]) best = v;
+    }
     if (temperature < 1e-6) return (int32_t)best;
     float largest = logits[best], inverse = (float)(1 / temperature);
     double sum = 0;

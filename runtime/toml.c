@@ -121,6 +121,10 @@ static bool read_escape(TomlReader *r, char **out) {
     return c;
 }
 
+static bool at_quote(const TomlReader *r) {
+    return *r->at == '"' || *r->at == '\'';
+}
+
 static char *read_string(TomlReader *r) {
     char quote = *r->at++, *out = r->at;
     while (*r->at != quote) {
@@ -174,9 +178,22 @@ static bool skip_number(TomlReader *r) {
     return true;
 }
 
-static char *read_list(TomlReader *r) {
-    char *start = r->at++, *out = start;
-    for (skip_blank_lines(r); *r->at != ']'; skip_blank_lines(r)) {
+// Skips the comma after an item of a list, if there is one.
+static bool end_item(TomlReader *r) {
+    skip_blank_lines(r);
+    if (*r->at == ',') {
+        r->at++;
+    } else if (*r->at != ']') {
+        wrong(r, "a comma or ]");
+        return false;
+    }
+    skip_blank_lines(r);
+    return true;
+}
+
+static char *read_numbers(TomlReader *r, char *start) {
+    char *out = start;
+    while (*r->at != ']') {
         const char *number = r->at;
         if (!at_number(r)) {
             wrong(r, "a number or ]");
@@ -186,16 +203,35 @@ static char *read_list(TomlReader *r) {
         if (out > start) *out++ = ',';
         memmove(out, number, (size_t)(r->at - number));
         out += r->at - number;
-        skip_blank_lines(r);
-        if (*r->at == ',') {
-            r->at++;
-        } else if (*r->at != ']') {
-            wrong(r, "a comma or ]");
+        if (!end_item(r)) return NULL;
+    }
+    return out;
+}
+
+// The texts move to the front, each with its 0 byte, for which its quotes leave room.
+static char *read_texts(TomlReader *r, char *out, size_t *count) {
+    for (*count = 0; *r->at != ']'; ++*count) {
+        const char *text = r->at + 1;
+        if (!at_quote(r)) {
+            wrong(r, "text in quotes or ]");
             return NULL;
         }
+        const char *end = read_string(r);
+        if (!end || !end_item(r)) return NULL;
+        memmove(out, text, (size_t)(end - text));
+        out += end - text;
+        *out++ = 0;
     }
-    r->at++;
     return out;
+}
+
+static char *read_list(TomlReader *r, TomlEntry *entry) {
+    char *start = r->at++;
+    skip_blank_lines(r);
+    entry->kind = at_quote(r) ? TOML_TEXTS : TOML_LIST;
+    char *end = entry->kind == TOML_TEXTS ? read_texts(r, start, &entry->count) : read_numbers(r, start);
+    if (end) r->at++;
+    return end;
 }
 
 static char *read_word(TomlReader *r, TomlEntry *entry) {
@@ -204,20 +240,19 @@ static char *read_word(TomlReader *r, TomlEntry *entry) {
     entry->kind = is_switch ? TOML_SWITCH : TOML_NUMBER;
     if (is_switch) return r->at += length;
     if (at_number(r)) return skip_number(r) ? r->at : NULL;
-    wrong(r, "text in quotes, a number, true, false, or [a list of numbers]");
+    wrong(r, "text in quotes, a number, true, false, or [a list]");
     return NULL;
 }
 
 static char *read_value(TomlReader *r, TomlEntry *entry) {
     entry->text = r->at;
-    if (*r->at == '"' || *r->at == '\'') {
+    entry->count = 1;
+    if (at_quote(r)) {
         entry->kind = TOML_STRING;
         entry->text++;
         return read_string(r);
     }
-    if (*r->at != '[') return read_word(r, entry);
-    entry->kind = TOML_LIST;
-    return read_list(r);
+    return *r->at == '[' ? read_list(r, entry) : read_word(r, entry);
 }
 
 // ---- entries
@@ -226,8 +261,7 @@ static char *read_value(TomlReader *r, TomlEntry *entry) {
 static size_t read_key(TomlReader *r) {
     size_t length = strspn(r->at, KEY_LETTERS);
     if (length == 0) {
-        bool quoted = *r->at == '"' || *r->at == '\'';
-        if (quoted) wrong(r, "a key without quotes");
+        if (at_quote(r)) wrong(r, "a key without quotes");
         else wrong(r, *r->at == '[' ? "key = value (tables are not supported)" : "key = value");
         return 0;
     }

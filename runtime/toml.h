@@ -6,17 +6,19 @@
 #define RUNTIME_TOML_H
 
 #include <stdbool.h>
+#include <stddef.h>
 
 #include "runtime/error.h"
 
-typedef enum { TOML_STRING, TOML_NUMBER, TOML_SWITCH, TOML_LIST } TomlKind;
+typedef enum { TOML_STRING, TOML_NUMBER, TOML_SWITCH, TOML_LIST, TOML_TEXTS } TomlKind;
 
 typedef struct {
     const char *key;
     // The string without its quotes and escapes; the number as it is written; "true" or "false"; or the
-    // numbers of the list, separated by commas.
+    // numbers of the list, separated by commas. Of TOML_TEXTS, a list of strings: each with its 0 byte.
     const char *text;
     TomlKind kind;
+    size_t count;    // of texts: 1 unless it is a list of them
     int line;
 } TomlEntry;
 

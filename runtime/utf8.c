@@ -1,6 +1,7 @@
 #include "runtime/utf8.h"
 
 #include <string.h>
+#include <unistd.h>
 
 uint32_t utf8_get(const uint8_t *s, size_t n, size_t *width) {
     *width = 1;
@@ -48,4 +49,63 @@ size_t utf8_repair(const uint8_t *text, size_t length, uint8_t *out) {
         written += replaced ? 3 : width;
     }
     return written;
+}
+
+// Does this character act on a terminal? Newline and tab do, but are allowed.
+static bool is_control(uint32_t code) {
+    bool c0 = code < 0x20 && code != '\n' && code != '\t', c1 = code >= 0x7F && code < 0xA0;
+    bool bidirectional = code == 0x61C || code == 0x200E || code == 0x200F || (code >= 0x202A && code <= 0x202E) ||
+                         (code >= 0x2066 && code <= 0x2069);
+    return c0 || c1 || bidirectional;
+}
+
+size_t utf8_escape(const uint8_t *text, size_t length, uint8_t *out) {
+    size_t written = 0;
+    for (size_t at = 0, width; at < length; at += width) {
+        uint32_t code = utf8_get(text + at, length - at, &width);
+        bool invalid = code == REPLACEMENT && (width != 3 || memcmp(text + at, REPLACEMENT_BYTES, 3) != 0);
+        if (!invalid && !is_control(code)) {
+            memcpy(out + written, text + at, width);
+            written += width;
+            continue;
+        }
+        char escape[8];
+        if (invalid) { width = 1; }
+        snprintf(escape, sizeof(escape), width == 1 ? "\\x%02x" : "\\u%04x", width == 1 ? text[at] : code);
+        memcpy(out + written, escape, strlen(escape));
+        written += strlen(escape);
+    }
+    return written;
+}
+
+Utf8Printer utf8_printer(FILE *file) {
+    return (Utf8Printer){.file = file, .escapes = isatty(fileno(file))};
+}
+
+void utf8_print_end(Utf8Printer *p) {
+    if (p->have) { fputs(REPLACEMENT_BYTES, p->file); }
+    p->have = 0;
+}
+
+static void print_byte(Utf8Printer *p, char c) {
+    uint8_t escaped[16];
+    p->bytes[p->have++] = (uint8_t)c;
+    while (p->have) {
+        size_t width, valid = utf8_valid(p->bytes, p->have);
+        utf8_get(p->bytes, p->have, &width);
+        if (!valid && width == p->have) { return; }    // it may still become a character
+        if (valid && p->escapes) {
+            fwrite(escaped, 1, utf8_escape(p->bytes, width, escaped), p->file);
+        } else if (valid) {
+            fwrite(p->bytes, 1, width, p->file);
+        } else {
+            fputs(REPLACEMENT_BYTES, p->file);
+        }
+        p->have -= width;
+        memmove(p->bytes, p->bytes + width, p->have);
+    }
+}
+
+void utf8_print(Utf8Printer *p, const char *text, size_t length) {
+    for (size_t i = 0; i < length; i++) { print_byte(p, text[i]); }
 }

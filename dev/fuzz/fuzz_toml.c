@@ -1,7 +1,7 @@
 // Reads a hostile --config file. Either it is rejected with a message that names it, or its entries have keys and
 // values of the documented form, and written out as a file they are read again.
 //
-// Sources: runtime/error.c runtime/toml.c
+// Sources: runtime/error.c runtime/toml.c runtime/utf8.c
 #include <ctype.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -16,7 +16,7 @@ static struct {
 } v;
 
 static Option table[] = {
-    {"train-data", OPT_TEXT, &v.data, .arg = "GLOB", .group = "Data", .help = "shards to train on"},
+    {"train-data", OPT_TEXT, &v.data, .arg = "GLOB", .group = "Data", .help = "shards to train on", .required = true},
     {"shuffle", OPT_SWITCH, &v.shuffle, .group = "Data", .help = "another order in each epoch"},
     {"seq-len", OPT_INT_LIST, &v.lengths, 1, 65536, .arg = "T[,T...]", .group = "Data", .help = "tokens a sequence"},
     {"batch", OPT_INT, &v.batch, 1, 4096, .group = "Training", .help = "sequences a process", .on_resume = true},
@@ -134,7 +134,8 @@ static void test_help(void) {
     CHECK(strstr(output, "Usage: test [flags]") && strstr(output, "\nTraining\n  --batch N"), "usage and groups: %s",
           output);
     CHECK(strstr(output, "\nConfiguration\n  --config FILE") && !strstr(output, "--zero"), "%s", output);
-    CHECK(strstr(output, "(default 0.0006)") && strstr(output, "(no default)") && strstr(output, "--dtype fp32|bf16"),
+    CHECK(strstr(output, "(default 0.0006)") && strstr(output, "shards to train on (no default)\n") &&
+              strstr(output, "of any bytes\n") && strstr(output, "--dtype fp32|bf16"),
           "defaults: %s", output);
 }
 
@@ -214,7 +215,7 @@ static void test_config_errors(void) {
     refused_config("lr = 1e999", EXIT_USAGE, "line 1: lr: expected a number of at least 0, found \"1e999\".");
     refused_config("shuffle = 1", EXIT_USAGE, "line 1: shuffle: expected true or false, found a number.");
     refused_config("out = 5", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found a number.");
-    refused_config("out = \"caf\xe9\"", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found \"caf\xe9\".");
+    refused_config("out = \"caf\xe9\"", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found \"caf\\xe9\".");
     refused_config("dtype = \"bf61\"", EXIT_USAGE,
                    "line 1: dtype: expected one of fp32|bf16, in quotes, found \"bf61\". Did you mean bf16?");
     refused_config("seq-len = [64, 0]", EXIT_USAGE,

@@ -1,9 +1,11 @@
 """sample_gpt2: prompts, batches, sampling, streamed UTF-8, messages."""
 import json
 import os
+import pty
 import shutil
 import subprocess
 import time
+import tty
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
+import byte_text
 from tiny import (BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train,
                   write_data)
 import trainer
-from trainer import saving_and_pruning
+from trainer import checkpoint, saving_and_pruning
 
 
 @pytest.fixture(scope="session")
@@ -253,7 +256,102 @@ def test_a_full_disk_is_reported(runs):
     assert result.returncode == 4 and b"stdout" in result.stderr
 
 
+# ---------------------------------------------------------------- a given text
+
+# every byte once: the clipboard's sequence, C1 and bidirectional characters over several tokens, and other controls
+HOSTILE = b"x\x1b]52;c\x07\xc2\x9b\xe2\x80\xae\r\x7f\ty"
+
+
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory):
+    """A model that writes HOSTILE, a token for each byte: each embedding points to the next byte's row of the head."""
+    build()
+    root = tmp_path_factory.mktemp("chain")
+    shape = f"layers=1,heads=1,channels=32,ffn=32,tied=0,vocab={byte_text.VOCAB}"
+    trainer.train(byte_text.write_text(root / "data"), "--model", shape, "--steps", 0, "--batch", 1, "--seq-len", 64,
+                  "--out", root / "run", model=False)
+    path = trainer.checkpoint(root / "run", 0) / "model.safetensors"
+    tensors = {name: np.zeros_like(tensor) for name, tensor in load_file(path).items()}
+    tensors["model.norm.weight"][:] = 1
+    for i, (byte, following) in enumerate(zip(HOSTILE, [*HOSTILE[1:], byte_text.END_OF_TEXT])):
+        tensors["model.embed_tokens.weight"][byte, i] = tensors["lm_head.weight"][following, i] = 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    trainer.sign(path.parent, path.name)
+    return root / "run"
+
+
+CHAIN = ["--temperature", 0, "--max-new-tokens", 40]
+
+
+@pytest.mark.parametrize("words, said", [(["--prompt", "x"], b""), (["--interactive", "--chat", "raw"], b"x\n")])
+def test_sampled_text_does_not_act_on_a_terminal(chain, words, said):
+    """A pipe has the bytes as they are."""
+    words = [BIN / "sample_gpt2", "--model", chain, *CHAIN, *words]
+    words = list(map(str, words + ["--context", 60] * bool(said)))
+    piped = subprocess.run(words, input=said, capture_output=True, env=environment(), check=True).stdout
+    assert piped == HOSTILE[bool(said):] + b"\n"
+    handle, side = pty.openpty()
+    tty.setraw(side)
+    subprocess.run(words, input=said, stdout=side, stderr=subprocess.DEVNULL, env=environment(), check=True)
+    shown = os.read(handle, 4096).decode()
+    assert shown.removeprefix("x") == r"\x1b]52;c\x07\u009b\u202e\x0d\x7f" + "\ty\n"
+
+
+@pytest.mark.parametrize("stops, end", [
+    (["52;c"], b"]"), (["c", "52"], b"]"), (["\u202e", "7"], b"\xc2\x9b"), (["ty", "\ty"], b"\x7f"),
+    (["zz", "yz"], b"y"), (["x"], b"y"), ([",", "5,2"], b"y"), (["\x1b"], b"x")], ids=repr)
+def test_stop(chain, stops, end, tmp_path):
+    """A text ends before the first of the texts, which many tokens may form; the prompt does not count."""
+    whole = HOSTILE[:HOSTILE.index(end) + len(end)] + b"\n"
+    flags = [word for stop in stops for word in ("--stop", stop)]
+    for more in ([], ["--num-samples", 2]):
+        output, _ = run(BIN / "sample_gpt2", "--model", chain, "--prompt", "x", *CHAIN, *flags, *more)
+        assert output.split("\n")[-2].encode() + b"\n" == whole.split(b"\n")[0] + b"\n"
+    config, _ = run(BIN / "sample_gpt2", "--model", chain, "--prompt", "x", *CHAIN, *flags, "--print-config")
+    (tmp_path / "flags.toml").write_text(config)
+    assert run(BIN / "sample_gpt2", "--config", tmp_path / "flags.toml")[0].encode() == whole
+    told, _ = run(BIN / "sample_gpt2", "--config", tmp_path / "flags.toml", "--stop", "]")      # the command line wins
+    assert told == "x\x1b\n"
+    answers = subprocess.run([BIN / "sample_gpt2", "--model", chain, *map(str, CHAIN), *flags, "--interactive",
+                              "--chat", "raw", "--context", "60"], input=b"x\n", capture_output=True,
+                             env=environment()).stdout
+    assert answers == whole[1:]
+
+
+def test_after_a_stop_a_conversation_has_what_was_printed(chain):
+    """The second line continues what was printed, not the tokens of the stop."""
+    answers = subprocess.run([BIN / "sample_gpt2", "--model", chain, *map(str, CHAIN), "--stop", "52", "--interactive",
+                              "--chat", "raw", "--context", "100"], input=b"x\n5\n", capture_output=True,
+                             env=environment()).stdout
+    assert answers == b"\x1b]\n" + HOSTILE[HOSTILE.index(b"2;"):] + b"\n"
+
+
 # ---------------------------------------------------------------- stderr
+
+@pytest.mark.parametrize("flags", [[], ["--num-samples", 3], ["--temperature", 0], ["--top-k", 0],
+                                   ["--top-p", 0.5]], ids=str)
+@pytest.mark.parametrize("interactive", [False, True])
+def test_logits_that_are_not_finite(runs, flags, interactive):
+    """No token is made up."""
+    flags = [] if interactive and "--num-samples" in flags else flags
+    words = ["--interactive", "--chat", "raw", "--context", 30] if interactive else ["--prompt", "the cat"]
+    result = subprocess.run([str(word) for word in (BIN / "sample_gpt2", "--model", runs / "text", "--attn",
+                                                    "exp+scale=const:1e4", "--max-new-tokens", 9, *words, *flags)],
+                            input=b"the cat\n", capture_output=True, env=environment())
+    assert result.returncode == 5 and b"exp+scale=const:1e4" in result.stderr and b"not finite" in result.stderr
+    assert result.stdout.splitlines()[-1] == (b"" if interactive else b"the cat")
+
+
+def test_messages_do_not_act_on_a_terminal(runs, tmp_path):
+    """They quote names from files, which anybody may have made."""
+    names = "\x1b]52;c;eA==\x07 \u009b2J \u202e\u2066\u061c \x7f\r ok\t"
+    config = json.loads((checkpoint(runs / "ids", 60) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {names: 1}))
+    _, errors = run(BIN / "sample_gpt2", "--model", tmp_path, code=3)
+    assert r"\x1b]52;c;eA==\x07 \u009b2J \u202e\u2066\u061c \x7f\x0d ok" + "\t" in errors
+    result = subprocess.run([BIN / "sample_gpt2", b"--model=\x9b\xff"], capture_output=True)
+    assert rb"\x9b\xff" in result.stderr and b"\x9b" not in result.stderr
+
 
 def test_stdout_has_only_the_text(runs):
     output, errors = run(BIN / "sample_gpt2", "--model", runs / "text", "--prompt", "the cat", "--max-new-tokens", 5)
@@ -300,6 +398,8 @@ WRONG = {
     "bad line": (["--model", "{ids}", "--prompt-file", "{ids}/bad"], 3, ["bad: line 2", "1,x"]),
     "broken weights": (["--model", "{ids}/broken"], 3, ["model.safetensors"]),
     "tokenizer over vocabulary": (["--model", "{ids}/other"], 3, ["tokenizer", "200"]),
+    "an empty stop": (["--model", "{ids}", "--stop", ""], 2, ["--stop"]),
+    "a stop without a tokenizer": (["--model", "{ids}", "--stop", "x"], 3, ["--stop", "tokenizer.json"]),
     "no memory": (["--model", "{ids}/huge"], 4, ["memory", "--max-new-tokens"]),
 }
 
