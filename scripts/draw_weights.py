@@ -87,8 +87,7 @@ def save(figure, path):
 
 
 def draw_all(found):
-    import matplotlib
-    matplotlib.use("Agg")
+    import canvas  # noqa: F401
     import matplotlib.pyplot as plt
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, values in found.items():

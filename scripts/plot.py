@@ -303,8 +303,7 @@ def say_what_is_cut_off(axes, loaded):
 
 def pyplot():
     """matplotlib.pyplot without a display, in this file's style."""
-    import matplotlib
-    matplotlib.use("Agg")
+    import canvas  # noqa: F401
     import matplotlib.pyplot as plt
     plt.rcParams.update({"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
                          "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
@@ -581,6 +580,7 @@ def write_events(run, folder):
 
 def wrong_format(path):
     """What is wrong with the ending of a picture's name, or None. Without an ending matplotlib writes a PNG."""
+    import canvas  # noqa: F401
     from matplotlib.backend_bases import FigureCanvasBase
     formats, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix[1:]
     if ending and ending.lower() not in formats:

@@ -129,8 +129,8 @@ def print_table(rows):
 
 
 def draw(rows, lengths, path):
-    import matplotlib
-    matplotlib.use("Agg")
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import canvas  # noqa: F401
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 7), squeeze=False)
     for axis, T in zip(axes[0], lengths):

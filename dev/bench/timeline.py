@@ -17,6 +17,7 @@ ended, and so have those that the stream waits for. Nothing here is measured.
 import argparse
 import itertools
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -156,8 +157,8 @@ def report(t, text):
 
 def draw(rows, path):
     """A pair of bars, the device's work and the sums, for each (title, Timeline)."""
-    import matplotlib
-    matplotlib.use("Agg")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    import canvas  # noqa: F401
     import matplotlib.pyplot as plt
     names = [key for key in phases() if any(o.phase == key for _, t in rows for o in t.launches)]
     colors = dict(zip(names, plt.cm.tab20.colors))

@@ -37,9 +37,9 @@ def make_run(folder, steps, val_every=10, tail=""):
     return folder
 
 
-def command(*words):
+def command(*words, **how):
     return subprocess.run([sys.executable, str(ROOT / "scripts/plot.py"), *map(str, words)], capture_output=True,
-                          text=True)
+                          text=True, **how)
 
 
 # ---------------------------------------------------------------- reading
@@ -190,6 +190,22 @@ def test_one_run_is_drawn_beside_its_metrics(tmp_path):
     assert result.returncode == 0, result.stderr
     png = (run / "loss.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">2I", png[16:24]) == (1320, 880)
+
+
+def test_nobodys_settings_change_a_picture(tmp_path):
+    """Those of a notebook, of a user, and of the current folder, whose file matplotlib cannot even read."""
+    run, folder = make_run(tmp_path / "a", 30), tmp_path / "folder"
+    folder.mkdir()
+    settings = tmp_path / "settings"
+    settings.write_text("text.usetex: True\nfont.size: 30\naxes.facecolor: red\n")
+    (folder / "matplotlibrc").write_bytes(settings.read_bytes() + b"font.family: \xff\n")
+    pictures = []
+    for variables, where in (({}, tmp_path), ({"MPLBACKEND": "module://matplotlib_inline.backend_inline",
+                                              "MATPLOTLIBRC": str(settings)}, folder)):
+        result = command(run, "--out", "x.png", cwd=where, env=os.environ | variables)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        pictures.append((where / "x.png").read_bytes())
+    assert pictures[0] == pictures[1]
 
 
 def test_the_panels_show_every_run(tmp_path):

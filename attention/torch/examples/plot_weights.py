@@ -7,16 +7,18 @@ Without QK.pt, q and k are random. With v = identity, attention's output is its 
 matplotlib."""
 import argparse
 import math
+import os
 from pathlib import Path
 
-import matplotlib
 import torch
-from matplotlib.backend_bases import FigureCanvasBase
 
 from attn_c import PRESETS, attention
 
-matplotlib.use("Agg")
+os.environ["MPLBACKEND"] = "Agg"        # whatever a notebook has set
 import matplotlib.pyplot as plt     # noqa: E402
+from matplotlib.backend_bases import FigureCanvasBase     # noqa: E402
+
+plt.rcdefaults()        # whatever a matplotlibrc says
 
 
 def weights(q, k, normalizer):
