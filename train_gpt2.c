@@ -1135,12 +1135,13 @@ static double model_step(Model *m, const int32_t *inputs, const int32_t *targets
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// The Euclidean norm of all gradients, summed in double.
-static double gradient_norm(const Model *m) {
+// Writes the sums of squares of pieces of each trained tensor to m->sums, in double. Returns their number.
+//   of   an array of all parameters or gradients
+static size_t sum_squares(const Model *m, const real *of) {
     size_t at = 0;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        const real *g = m->grads + t->offset;
+        const real *x = of + t->offset;
         size_t pieces = sum_pieces(t->elements);
         if (!tensor_trained(t, &m->config.attn)) continue;
         #pragma omp parallel for schedule(static) if (pieces > 1)
@@ -1148,13 +1149,19 @@ static double gradient_norm(const Model *m) {
             size_t to = (p + 1) * SUM_PIECE < t->elements ? (p + 1) * SUM_PIECE : t->elements;
             double sum = 0;
             #pragma omp simd reduction(+ : sum)
-            for (size_t j = p * SUM_PIECE; j < to; j++) sum += (double)g[j] * g[j];
+            for (size_t j = p * SUM_PIECE; j < to; j++) sum += (double)x[j] * x[j];
             m->sums[at + p] = sum;
         }
         at += pieces;
     }
+    return at;
+}
+
+// The Euclidean norm of all gradients
+static double gradient_norm(const Model *m) {
+    size_t pieces = sum_squares(m, m->grads);
     double sum = 0;
-    for (size_t p = 0; p < at; p++) sum += m->sums[p];
+    for (size_t p = 0; p < pieces; p++) sum += m->sums[p];
     return sqrt(sum);
 }
 
@@ -1723,6 +1730,24 @@ static void change_normalizers(Run *run, Model *m) {
     unpause_step(run);
 }
 
+// For --norms-every
+static void measure_norms(Run *run, Model *m) {
+    pause_step(run);
+    run_norms_start(run);
+    for (int kind = 0; kind < NORMS_KINDS; kind++) {
+        const double *piece = m->sums;
+        sum_squares(m, kind == NORMS_OF_GRADIENT ? m->grads : m->params);
+        for (size_t i = 0; i < m->list.count; i++) {
+            const Tensor *t = &m->list.tensors[i];
+            double sum = 0;
+            if (!tensor_trained(t, &m->config.attn)) continue;
+            for (size_t p = sum_pieces(t->elements); p > 0; p--) sum += *piece++;
+            run_norms_add(run, (NormsOf)kind, t, sum);
+        }
+    }
+    unpause_step(run);
+}
+
 static void draw_sample(Run *run, Decoder *d) {
     Sample sample;
     run_sample_start(run, &sample);
@@ -1782,6 +1807,7 @@ int main(int argc, char **argv) {
             phase(PHASE_OTHER);
             run_step_done(&run, model.rows, model.all_zero_rows);
             model.rows = model.all_zero_rows = 0;
+            if (run_norms_due(&run)) measure_norms(&run, &model);
         }
 
         pause_step(&run);

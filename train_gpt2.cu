@@ -200,6 +200,7 @@ struct Model {
     size_t reported_marks;         // marks up to its end
     int32_t *starts;               // (V + 1) scratch for embedding_plan()
     float *host_logits;            // (VP) for samples
+    double *host_sums;             // a copy of the partial sums in `sums`, with --norms-every
     uint16_t *host_logits_bf16;    // (VP) as received from the device, with --dtype bf16
     size_t slot;
 };
@@ -377,13 +378,17 @@ static const char *const KEPT = "activations kept for the backward pass",
                          *const STATS = "statistics kept for the backward pass", *const SCRATCH = "scratch",
                          *const INPUTS = "matmul inputs (no --recompute)";
 
+// Of m->sums: a partial sum of squares for each block of the update
+static size_t sums_bytes(const Model *m) {
+    return (SUM_PARTIALS + m->list.floats / SEGMENT_PART + m->list.count) * sizeof(double);
+}
+
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
     find_owners(m);
     memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
     if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
-    memory_add(&m->plan, SCRATCH, (void **)&m->sums,
-               (SUM_PARTIALS + floats / SEGMENT_PART + m->list.count) * sizeof(double));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sums, sums_bytes(m));
     if (m->forward_only) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
     memory_add(&m->plan, SCRATCH, (void **)&m->numbers, sizeof *m->numbers);
@@ -951,11 +956,16 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// Adds to the table the trained tensors that this rank owns and updates by Muon, or by AdamW. Returns the new count.
+// Is this a trained tensor that this rank owns and updates by Muon, or by AdamW?
+static bool updates(const Model *m, size_t tensor, bool muon) {
+    return owns(m, tensor) && by_muon(m, tensor) == muon && tensor_trained(&m->list.tensors[tensor], &m->config.attn);
+}
+
+// Adds these tensors to the table. Returns the new count.
 static size_t add_segments(const Model *m, AdamSegment *table, size_t count, bool muon) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (!owns(m, i) || by_muon(m, i) != muon || !tensor_trained(t, &m->config.attn)) continue;
+        if (!updates(m, i, muon)) continue;
         table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->update == UPDATE_ADAMW, 0};
     }
     return count;
@@ -1103,6 +1113,7 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
                padded_vocab(&m->config) * sizeof(float));
+    if (o->norms_every) memory_add(&m->host_plan, SCRATCH, (void **)&m->host_sums, sums_bytes(m));
     if (m->in_bf16)
         memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits_bf16,
                    padded_vocab(&m->config) * sizeof(uint16_t));
@@ -1394,6 +1405,35 @@ static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     return m->host_logits;
 }
 
+// Adds the squares of the tensors that this rank updates by Muon, or by AdamW. Returns the sum of the next block.
+static const double *add_norms(Run *run, const Model *m, NormsOf kind, bool muon, const double *blocks) {
+    for (size_t i = 0; i < m->list.count; i++) {
+        const Tensor *t = &m->list.tensors[i];
+        double sum = 0;
+        if (!updates(m, i, muon)) continue;
+        for (size_t from = 0; from < t->elements; from += SEGMENT_PART) sum += *blocks++;
+        run_norms_add(run, kind, t, sum);
+    }
+    return blocks;
+}
+
+// For --norms-every
+static void measure_norms(Run *run, Model *m) {
+    double *partials = m->sums + SUM_PARTIALS;
+    pause_step(run);
+    run_norms_start(run);
+    for (int kind = 0; kind < NORMS_KINDS; kind++) {
+        gradient_squares(m->sums + SUM_SQUARES, partials, kind == NORMS_OF_GRADIENT ? m->grads : m->params, m->segments,
+                         m->segment_count, m->segment_blocks, stream);
+        collective_synchronize(m->collective, stream);
+        CUDA_CHECK(cudaMemcpy(m->host_sums, partials, m->segment_blocks * sizeof(double), cudaMemcpyDeviceToHost));
+        const double *blocks = add_norms(run, m, (NormsOf)kind, false, m->host_sums);
+        add_norms(run, m, (NormsOf)kind, true, blocks);
+    }
+    if (m->zero) process_sum_double(run->norms, NORMS_KINDS * norm_groups(run));
+    unpause_step(run);
+}
+
 static void draw_sample(Run *run, Model *m) {
     Sample sample;
     run_sample_start(run, &sample);
@@ -1449,6 +1489,7 @@ int main(int argc, char **argv) {
             matmul_file_save(&model.matmul_file);
             if (!run_pauses(&run)) continue;
             read_step(&run, &model);
+            if (run_norms_due(&run)) measure_norms(&run, &model);
         }
 
         pause_step(&run);

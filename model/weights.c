@@ -172,6 +172,17 @@ static void optimizer_parts(OptimizerPart parts[OPTIMIZER_PARTS], const Weights 
     parts[3] = (OptimizerPart){"master", has_master, &w->params};
 }
 
+// A mean of squares is at least 0. The update takes its root.
+static bool check_squares(const char *path, const char *name, const Tensor *t, const float *square, Error *error) {
+    size_t i = 0;
+    while (i < t->elements && square[i] >= 0) i++;
+    return i == t->elements ||
+           error_set(error, EXIT_INPUT,
+                     "%s: tensor %s: expected numbers of at least 0, found %g in element %zu of %zu.\n"
+                     "  The file is damaged. Use an earlier checkpoint.",
+                     path, name, square[i], i, t->elements);
+}
+
 bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) {
     char path[PATH_MAX], name[128];
     OptimizerPart parts[OPTIMIZER_PARTS];
@@ -185,7 +196,9 @@ bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) 
         for (size_t p = 0; p < OPTIMIZER_PARTS && tensor_exists(t, &w->config->attn); p++) {
             if (!parts[p].of(w, t)) continue;
             snprintf(name, sizeof name, "%s.%s", t->name, parts[p].suffix);
-            done = done && safetensors_read(file, name, t->ndim, t->shape, *parts[p].data + t->offset, error);
+            float *data = *parts[p].data + t->offset;
+            done = done && safetensors_read(file, name, t->ndim, t->shape, data, error) &&
+                   (strcmp(parts[p].suffix, "exp_avg_sq") != 0 || check_squares(path, name, t, data, error));
         }
     }
     safetensors_close(file);

@@ -21,6 +21,19 @@ bool change_at_step(const Run *run);
 // Moves switches after the run's step from the lineage to run->switches, to be repeated. `made` as in lineage_cut().
 void repeat_switches(Run *run, cJSON *lineage, const char *made);
 
+// norms.c: allocates run->norms if --norms-every needs them.
+void norms_ready(Run *run);
+
+// To and from the array that state.json has of the last step's norms. norms_read() does nothing without --norms-every;
+// false: the array is not one of such norms.
+cJSON *norms_json(const Run *run);
+bool norms_read(Run *run, const cJSON *array);
+
+// Appends the last step's norms, if there are any, to a metrics line of at most norms_room() more characters. Returns
+// the new length.
+size_t norms_text(const Run *run, char *out, size_t size, size_t at);
+size_t norms_room(const Run *run);
+
 // history.c: the flags that differ from those that run.json had, {"lr": {"from": 0.001, "to": 0.0001}, ...}. The caller
 // owns it.
 cJSON *changed_flags(const Run *run);

@@ -16,7 +16,7 @@ static void plan_memory(Run *run) {
     size_t N = (size_t)run->o.batch * run->T;
     plan->remedy = "Reduce --batch or --seq-len (fewer activations), or choose a smaller --model.";
     bool masked = mixture_masked(run->train) || (run->val && shards_masked(run->val));
-    run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers);
+    run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers) + norms_room(run);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
     memory_add(plan, "batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->inputs, N * sizeof(int32_t));

@@ -62,6 +62,7 @@ static void more_metrics(Run *run, const char *more) {
     for (Scalar scalar = 0; scalar < SCALAR_COUNT && run->last.validated; scalar++)
         if (scalar_width(scalar) == PER_HEAD)
             at = scalar_statistics(run->more, run->more_size, at, &run->weights, scalar);
+    norms_text(run, run->more, run->more_size, at);
     run->last.more = run->more;
 }
 

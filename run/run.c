@@ -263,6 +263,7 @@ AdamW run_update(Run *run) {
     run->tokens += run->step_tokens;
     run->token_flops = model_flops_per_token(run->config, run->step_T);
     run->last = (StepMetrics){.step = run->step, .tokens = run->tokens, .lr = (float)lr};
+    run->normed = false;
     return (AdamW){lr, o->beta1, o->beta2, 1e-8, o->weight_decay, run->step};
 }
 
@@ -375,7 +376,7 @@ bool run_save_due_at_end(const Run *run) {
 
 bool run_pauses(const Run *run) {
     return run->step == run->o.steps || run_validation_due(run) || due(run->o.sample_every, run->step) ||
-           (run->o.out && due(run->o.ckpt_every, run->step)) || change_at_step(run);
+           (run->o.out && due(run->o.ckpt_every, run->step)) || run_norms_due(run) || change_at_step(run);
 }
 
 int run_end(Run *run) {

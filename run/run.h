@@ -149,6 +149,8 @@ typedef struct {
     uint8_t *window_mask, *mask;    // NULL if every token counts
     char *more;                     // members of the metrics line that only some runs have
     size_t more_size;
+    double *norms;    // squared, of each kind and group (norms.c); NULL without --norms-every
+    bool normed;      // are they those of the last step?
 } Run;
 
 // Parses the flags, starts MPI and the heartbeat, checks flags, run folder and data, and fills in *config. Ends the
@@ -204,6 +206,23 @@ void run_step_done(Run *run, uint64_t rows, uint64_t all_zero);
 // scalars on the host must be up to date.
 void run_report(Run *run, const char *more, const char *line);
 bool run_reports_scalars(const Run *run);
+
+// ---- norms by layer, for --norms-every
+//
+//     if (run_norms_due(run)) {
+//         run_norms_start(run);
+//         run_norms_add(run, NORMS_OF_GRADIENT or NORMS_OF_WEIGHTS, tensor, its sum of squares) for each trained tensor
+//     }
+//
+// After the newest step: its gradient, before it is clipped, and the weights that the update has written. Rank 0 needs
+// the sums of all tensors, so where they are divided between ranks, sum run->norms over them.
+
+typedef enum { NORMS_OF_GRADIENT, NORMS_OF_WEIGHTS, NORMS_KINDS } NormsOf;
+
+bool run_norms_due(const Run *run);
+void run_norms_start(Run *run);
+void run_norms_add(Run *run, NormsOf kind, const Tensor *tensor, double squares);
+size_t norm_groups(const Run *run);    // run->norms has NORMS_KINDS times as many numbers
 
 // The time between these two calls is not part of a step: validation, samples, checkpoints, switches of normalizer.
 void run_pause(Run *run);

@@ -74,7 +74,8 @@ bool restore_run_folder(Run *run, Error *error) {
 
 // ---- checkpoints
 
-static void add_owed(cJSON *json, const StepMetrics *m) {
+static void add_owed(cJSON *json, const Run *run) {
+    const StepMetrics *m = &run->last;
     cJSON *owed = cJSON_AddObjectToObject(json, "owed");
     cJSON_AddNumberToObject(owed, "loss", m->loss);
     cJSON_AddNumberToObject(owed, "lr", m->lr);
@@ -82,6 +83,7 @@ static void add_owed(cJSON *json, const StepMetrics *m) {
     cJSON_AddNumberToObject(owed, "ms", m->ms);
     cJSON_AddNumberToObject(owed, "tok_per_s", m->tok_per_s);
     cJSON_AddNumberToObject(owed, "mfu", isfinite(m->mfu) ? m->mfu : 0);
+    if (run->normed) cJSON_AddItemToObject(owed, "norms", norms_json(run));
 }
 
 static char *state_json(const Run *run) {
@@ -98,7 +100,7 @@ static char *state_json(const Run *run) {
         cJSON_AddNumberToObject(json, "best_val_loss", run->best.loss);
         cJSON_AddNumberToObject(json, "best_step", (double)run->best.step);
     }
-    if (run->owed) add_owed(json, &run->last);
+    if (run->owed) add_owed(json, run);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     return text;

@@ -1,5 +1,6 @@
 #include "run/parts.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,53 +16,106 @@
 
 // ---- the state of a resumed run
 
+// A part of state.json. path: for errors.
+typedef struct {
+    const cJSON *json;
+    const char *path;
+} State;
+
+static _Noreturn void wrong_state(State state, const char *name, const char *expected) {
+    char *found = cJSON_PrintUnformatted(cJSON_GetObjectItemCaseSensitive(state.json, name));
+    fail(EXIT_INPUT, "%s: \"%s\": expected %s, found %.100s. The checkpoint is damaged.", state.path, name, expected,
+         found ? found : "nothing");
+}
+
+static double state_number(State state, const char *name, double least, double most) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(state.json, name);
+    char expected[96];
+    if (cJSON_IsNumber(item) && item->valuedouble >= least && item->valuedouble <= most) return item->valuedouble;
+    snprintf(expected, sizeof expected, "a number from %g to %g", least, most);
+    wrong_state(state, name, expected);
+}
+
+static int64_t state_whole(State state, const char *name, int64_t least, int64_t most) {
+    uint64_t value;
+    char expected[96];
+    if (json_u64(cJSON_GetObjectItemCaseSensitive(state.json, name), &value) && value >= (uint64_t)least &&
+        value <= (uint64_t)most)
+        return (int64_t)value;
+    if (least == most) snprintf(expected, sizeof expected, "%lld", (long long)least);
+    else snprintf(expected, sizeof expected, "a whole number from %lld to %lld", (long long)least, (long long)most);
+    wrong_state(state, name, expected);
+}
+
+static bool state_has(State state, const char *name) {
+    return cJSON_GetObjectItemCaseSensitive(state.json, name);
+}
+
+// Returns an object in the state.
+static State state_in(State state, const char *name) {
+    const State in = {cJSON_GetObjectItemCaseSensitive(state.json, name), state.path};
+    if (!cJSON_IsObject(in.json)) wrong_state(state, name, "an object");
+    return in;
+}
+
 // Reads the metrics of a step whose validation, metrics line and sample are still to come.
-static void read_owed(Run *run, const cJSON *owed, const char *path) {
-    const struct {
-        const char *name;
-        double *value;
-        float *single;
-    } numbers[] = {
-        {"loss", NULL, &run->last.loss},           {"lr", NULL, &run->last.lr},
-        {"grad_norm", NULL, &run->last.grad_norm}, {"ms", &run->last.ms, NULL},
-        {"tok_per_s", &run->last.tok_per_s, NULL}, {"mfu", &run->last.mfu, NULL},
-    };
-    if (!owed) return;
-    run->last = (StepMetrics){.step = run->step, .tokens = run->tokens};
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        const cJSON *item = cJSON_GetObjectItemCaseSensitive(owed, numbers[i].name);
-        if (!cJSON_IsNumber(item)) fail(EXIT_INPUT, "%s: \"owed\": expected a number \"%s\".", path, numbers[i].name);
-        if (numbers[i].single) *numbers[i].single = (float)item->valuedouble;
-        else *numbers[i].value = item->valuedouble;
-    }
+static void read_owed(Run *run, State owed) {
+    const cJSON *norms = cJSON_GetObjectItemCaseSensitive(owed.json, "norms");
+    run->last = (StepMetrics){.step = run->step,
+                              .tokens = run->tokens,
+                              .loss = (float)state_number(owed, "loss", -FLT_MAX, FLT_MAX),
+                              .lr = (float)state_number(owed, "lr", 0, FLT_MAX),
+                              .grad_norm = (float)state_number(owed, "grad_norm", 0, FLT_MAX),
+                              .ms = state_number(owed, "ms", 0, DBL_MAX),
+                              .tok_per_s = state_number(owed, "tok_per_s", 0, DBL_MAX),
+                              .mfu = state_number(owed, "mfu", 0, DBL_MAX)};
+    if (norms && !norms_read(run, norms))
+        wrong_state(owed, "norms", "a number of at least 0 for each group of tensors");
     run->owed = true;
     run->seconds = run->last.ms / 1000;
 }
 
-// Reads state.json.
-static void read_state(Run *run, const char *folder) {
+// The counter that random numbers depend on, besides the seed, is the step.
+static void check_random(const Run *run, State random) {
+    const cJSON *seed = cJSON_GetObjectItemCaseSensitive(random.json, "seed");
+    if (!cJSON_IsNumber(seed) || seed->valuedouble != (double)run->o.seed)
+        wrong_state(random, "seed", "that of run.json");
+}
+
+// Reads state.json. step: that of the checkpoint's name
+static void read_state(Run *run, const char *folder, uint64_t step) {
+    const int64_t most = INT64_C(1) << 53;
     char path[PATH_MAX + 16];
     Error error;
     snprintf(path, sizeof path, "%s/state.json", folder);
     cJSON *json = json_read(path, &error);
     if (!json) fail_with(&error);
-    uint64_t step, tokens, sequence, rewarm;
-    const cJSON *best = cJSON_GetObjectItemCaseSensitive(json, "best_val_loss");
-    uint64_t best_step;
-    if (!json_u64(cJSON_GetObjectItemCaseSensitive(json, "step"), &step) ||
-        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "tokens"), &tokens) ||
-        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "data_position"), &sequence) ||
-        !json_u64(cJSON_GetObjectItemCaseSensitive(json, "rewarm"), &rewarm))
-        fail(EXIT_INPUT, "%s: expected whole numbers \"step\", \"tokens\", \"data_position\" and \"rewarm\".", path);
-    run->step = (int64_t)step;
-    run->tokens = (int64_t)tokens;
-    run->sequence = sequence;
-    run->schedule.rewarm = (int64_t)rewarm;
-    if (cJSON_IsNumber(best) && json_u64(cJSON_GetObjectItemCaseSensitive(json, "best_step"), &best_step)) {
-        run->best = (Best){best->valuedouble, (int64_t)best_step};
-    }
-    read_owed(run, cJSON_GetObjectItemCaseSensitive(json, "owed"), path);
+    const State state = {json, path};
+    run->step = state_whole(state, "step", (int64_t)step, (int64_t)step);
+    run->tokens = state_whole(state, "tokens", 0, most);
+    run->sequence = (uint64_t)state_whole(state, "data_position", 0, most);
+    run->schedule.rewarm = state_whole(state, "rewarm", 0, run->step);
+    if (state_has(state, "ranks")) state_whole(state, "ranks", 1, INT32_MAX);
+    if (state_has(state, "random")) check_random(run, state_in(state, "random"));
+    if (state_has(state, "best_val_loss") || state_has(state, "best_step"))
+        run->best = (Best){state_number(state, "best_val_loss", -FLT_MAX, FLT_MAX),
+                           state_whole(state, "best_step", 0, run->step)};
+    if (state_has(state, "owed")) read_owed(run, state_in(state, "owed"));
     cJSON_Delete(json);
+}
+
+// A run never changes its tokens per step, so its tokens and data position follow from its step.
+static void check_position(const Run *run) {
+    int64_t T = (int64_t)run->T, sequences = run->step_tokens / T;
+    if (run->tokens % run->step_tokens == 0 && run->tokens / run->step_tokens == run->step &&
+        run->sequence == (uint64_t)(run->tokens / T))
+        return;
+    fail(
+        EXIT_INPUT,
+        "%s/state.json: expected \"tokens\" %lld x %lld and \"data_position\" %lld x %lld after %lld steps, found %lld "
+        "and %llu. The checkpoint is damaged.",
+        run->weights_folder, (long long)run->step, (long long)run->step_tokens, (long long)run->step,
+        (long long)sequences, (long long)run->step, (long long)run->tokens, (unsigned long long)run->sequence);
 }
 
 // If a stop interrupted the switch at the start, the checkpoint is from before that switch and has the old normalizer.
@@ -123,10 +177,8 @@ static bool settle_resumed(Run *run, char *folder, size_t size) {
     read_run_json(run);
     if (!checkpoint_verify(folder, false, &error) || !model_config_read(run->config, folder, NULL, &error))
         fail_with(&error);
-    read_state(run, folder);
-    if (run->step != (int64_t)step)
-        fail(EXIT_INPUT, "%s/state.json: expected step %lld, found %lld. The checkpoint is damaged.", folder,
-             (long long)step, (long long)run->step);
+    norms_ready(run);
+    read_state(run, folder, step);
     settle_lineage(run);
     return true;
 }
@@ -461,6 +513,7 @@ void settle(Run *run) {
              run->config->seq_len, run->config->window);
     model_check_length(run->config, run->T);
     settle_batches(run);
+    if (run->resumed) check_position(run);
     if (!o->train_data && o->resume && !run->resumed && !run->started_over)
         fail(EXIT_USAGE,
              "--resume --out %s: this folder contains no run to resume, and starting one there needs --train-data.\n"
@@ -476,6 +529,7 @@ void settle(Run *run) {
                          !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);
     check_same_on_all_ranks(run);
+    norms_ready(run);
     run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule,
                                .lr = o->lr,
                                .min_lr_frac = o->min_lr_frac,

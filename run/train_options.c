@@ -79,6 +79,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"val-every",   OPT_INT, &o->val_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between validations; 0: none", .on_resume = true},
         {"val-tokens",  OPT_INT, &o->val_tokens, 1, 1e12, .arg = "N", .group = "Run", .help = "maximum number of tokens of --val-data per validation"},
         {"sample-every", OPT_INT, &o->sample_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between samples; 0: none", .on_resume = true},
+        {"norms-every", OPT_INT, &o->norms_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between norms of the gradient and of the weights, by layer, in metrics.jsonl; 0: none", .on_resume = true},
         {"ckpt-every",  OPT_INT, &o->ckpt_every, 0, 1e12, .arg = "N", .group = "Run", .help = "steps between checkpoints; 0: only at the end", .on_resume = true},
         {"keep",        OPT_INT, &o->keep, 0, 1e6, .arg = "N", .group = "Run", .help = "newest checkpoints to keep; 0: all", .on_resume = true},
         {"keep-best",   OPT_SWITCH, &o->keep_best, .group = "Run", .help = "also keep the checkpoint with the lowest validation loss", .on_resume = true},

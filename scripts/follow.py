@@ -26,11 +26,18 @@ SAME = ("loss", "grad_norm", "lr", "val_loss")      # what a repeated step has t
 
 
 def scalars(line):
-    """{name: number} of a line of metrics. Of the learned scalars, [mean, least, largest] of each layer's heads."""
+    """{name: number} of a line of metrics. Of the learned scalars, [mean, least, largest] of each layer's heads; of
+    what is divided further, such as the norms, each part, and each layer of it."""
     found = {}
     for key, value in line.items():
         if isinstance(value, (int, float)) and key != "step":
             found[key] = value
+        elif isinstance(value, dict):
+            for part, numbers in value.items():
+                parts = {part: numbers}
+                if isinstance(numbers, list):
+                    parts = {f"{part}/layer {layer}": number for layer, number in enumerate(numbers)}
+                found |= {f"{key}/{name}": number for name, number in parts.items() if isinstance(number, (int, float))}
         elif isinstance(value, list):
             for layer, triple in enumerate(value):
                 found |= {f"{key}/layer {layer} {what}": number

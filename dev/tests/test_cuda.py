@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jobs import wait_for
 from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses,
@@ -708,6 +709,59 @@ def test_all_zero_rows(cuda, data, tmp_path):
         said.append([float(share) for share in re.findall(r"([\d.]+) % all-zero rows", text)])
     assert len(said[0]) == 4 and 0 < said[0][0] < 100
     np.testing.assert_allclose(said[1], said[0], atol=2)
+
+
+# ---- norms by layer
+
+
+def norms_of(tensors, like):
+    """The norms of these tensors by group, as metrics.jsonl has them. like: such an object, for its groups"""
+    found = {group: np.zeros(np.shape(norms)) for group, norms in like.items()}
+    for name, tensor in tensors.items():
+        group = {"model.embed_tokens.weight": "embed", "lm_head.weight": "head"}.get(name, "other")
+        layer = re.match(r"model\.layers\.(\d+)\.(mlp)?", name)
+        if layer:
+            group = "gains" if re.search(r"norm\.weight$|_gain$", name) else layer[2] or "attn"
+        found[group][int(layer[1]) if layer else ()] += (tensor.astype("f8") ** 2).sum()
+    return {group: np.sqrt(squares) for group, squares in found.items()}
+
+
+@pytest.mark.parametrize("model, flags", [(QK_NORM + ",tied=0", ["--attn", "ssmax-bias"]),
+                                          (GAU, ["--dtype", "bf16", "--attn", "ssmax-pn"])], ids=["llama", "gau"])
+def test_norms_by_layer(cuda, data, tmp_path, model, flags):
+    """Norms equal those of a checkpoint's weights and, without beta1, of its first moments, which then are the
+    gradient. On other steps, and without the flag, the metrics are the same without them."""
+    found = []
+    runs = {"cpu": {}, "cpus": {"processes": 2}, "zero": {"program": cuda, "processes": 2}, "off": {}}
+    if model == GAU:
+        runs = {"cpu": {}, "cuda": {"program": cuda}}
+    for run, how in runs.items():
+        train(data, *SMALL, *flags, "--model", model, "--batch", 1, "--total-batch-tokens", 40, "--steps", 3, "--beta1",
+              0, "--grad-clip", 0, "--norms-every", 0 if run == "off" else 3, "--out", tmp_path / run,
+              *(["--zero", 1] if run == "zero" else []), **how)
+        *others, line = [json.loads(text) for text in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        assert not any("norms" in key for other in others for key in other)
+        if run == "off":
+            assert not any("norms" in key for key in line)
+            assert metrics(tmp_path / run, ["loss", "grad_norm"]) == metrics(tmp_path / "cpu", ["loss", "grad_norm"])
+            continue
+        state = load_file(checkpoint(tmp_path / run, 3) / "optimizer.safetensors")
+        moments = {key[:-8]: tensor for key, tensor in state.items() if key.endswith(".exp_avg")}
+        if "bf16" in flags:
+            weights = {name: state[f"{name}.master"] for name in moments}
+        else:
+            weights = load_file(checkpoint(tmp_path / run, 3) / "model.safetensors")
+        for key, tensors in {"weight_norms": weights, "grad_norms": moments}.items():
+            expected = norms_of(tensors, line[key])
+            assert {"embed", "attn", "gains", "other"} <= line[key].keys()
+            assert ("mlp" in line[key], "head" in line[key]) == (model != GAU, model != GAU)
+            for group, norms in line[key].items():
+                np.testing.assert_allclose(norms, expected[group], rtol=1e-5, atol=1e-9, err_msg=f"{run} {key} {group}")
+        total = np.sqrt(sum(np.sum(np.square(norms)) for norms in line["grad_norms"].values()))
+        np.testing.assert_allclose(total, line["grad_norm"], rtol=1e-5)
+        found.append(np.concatenate([np.ravel(norms) for norms in line["grad_norms"].values()]))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-2 if "bf16" in flags else 1e-3)
 
 
 # ---- several ranks

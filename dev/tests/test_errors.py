@@ -518,17 +518,38 @@ def test_a_manifest_without_a_needed_file(data, run):
     says(init_from(data, path.parent), path, "expected an entry of config.json", "damaged")
 
 
+OWED = {"loss": 4, "lr": 0.01, "grad_norm": 123, "ms": 1, "tok_per_s": 1, "mfu": 0.1}
+
+
 @pytest.mark.parametrize("change, parts", [
     (lambda state: "{", ["expected JSON", "offset 1"]),
-    (lambda state: json.dumps({**state, "step": "4"}), ["step", "whole numbers"]),
-    (lambda state: json.dumps({**state, "data_position": -1}), ["data_position", "whole numbers"]),
-    (lambda state: json.dumps({**state, "step": 3}), ["expected step 4, found 3"]),
+    *((lambda state, key=key, value=value: json.dumps({**state, key: value}), [f'"{key}": expected', "damaged"])
+      for key, value in [("step", "4"), ("step", 3), ("tokens", None), ("tokens", -128), ("data_position", 0.5),
+                         ("data_position", 1e300), ("rewarm", 5), ("ranks", 0), ("random", []),
+                         ("best_val_loss", 1e39), ("owed", 3)]),
+    (lambda state: json.dumps({**state, "data_position": 17}), ["data_position", "4 x 4 after 4 steps", "17"]),
+    (lambda state: json.dumps({**state, "tokens": 129}), ["tokens", "4 x 32", "129"]),
+    (lambda state: json.dumps({**state, "random": {"seed": 1}}), ["seed", "run.json"]),
+    (lambda state: json.dumps({**state, "best_val_loss": 4, "best_step": 5}), ["best_step"]),
+    (lambda state: json.dumps({**state, "owed": OWED}).replace("123", "1e999"), ["grad_norm", "expected a number"]),
+    (lambda state: json.dumps({**state, "owed": OWED | {"lr": -1}}), ["lr", "expected a number"]),
 ])
 def test_malformed_state(data, run, change, parts):
     path = checkpoint(run, 4) / "state.json"
     path.write_text(change(json.loads(path.read_text())))
     sign(path.parent, "state.json")
     says(resume(data, run, code=INPUT), path, *parts)
+
+
+def test_second_moments_below_zero(data, run):
+    path = checkpoint(run, 4) / "optimizer.safetensors"
+    header, content = read_header(path)
+    content = bytearray(content)
+    at = header[f"{UP}.exp_avg_sq"]["data_offsets"][0] + 8
+    content[at:at + 4] = struct.pack("<f", -1e-9)
+    write_header(path, header, bytes(content))
+    sign(path.parent, "optimizer.safetensors")
+    says(resume(data, run, code=INPUT), path, f"{UP}.exp_avg_sq", "at least 0", "element 2 of", "earlier checkpoint")
 
 
 def test_missing_moment(data, run):

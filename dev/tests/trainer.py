@@ -26,7 +26,7 @@ SANITIZED = TRAIN.exists() and b"__asan_init" in TRAIN.read_bytes()
 VOCAB = 97
 MODEL = f"layers=1,heads=2,channels=16,ffn=24,vocab={VOCAB}"
 # the metrics that a resumed run repeats to the last bit
-EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
+EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss", "grad_norms", "weight_norms")
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
