@@ -27,11 +27,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], parents=[first])
     shards.add_flags(parser, name, val_fraction, out=shards.DATA / f"fineweb-{version}")
     parser.add_argument("--input", nargs="+", help="Parquet files, or folders with them, to read instead of the hub")
-    parser.add_argument("--column", default="text", help="the column with the text")
+    sources.add_flags(parser)
     args = parser.parse_args()
-    files = sources.local_files(args.input, args.out) if args.input else sources.hub_files(repo, [pattern])
-    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),
-                 sources.settings(files, args.column))
+    reader = sources.reader(args, args.input, (repo, [pattern]))
+    shards.write(args, reader.documents, vocabulary.load(args.tokenizer), reader.settings(), reader=reader)
 
 
 if __name__ == "__main__":

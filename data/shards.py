@@ -124,18 +124,20 @@ def lock(folder, name):
 
 class Writer:
     """Appends documents to the shards of one dataset, with a mask beside each if `masks`, and with an end-of-text token
-    after each document too if `ends`; resumes an earlier run with the same settings."""
+    after each document too if `ends`; resumes an earlier run with the same settings. reader: the sources.Reader of the
+    documents, if there is one"""
 
     remedy = "Add documents that contain text."      # if there is nothing to train on
     can_split = False                                # does the script have --separator?
 
-    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False, ends=False):
+    def __init__(self, out, name, tokenizer, shard_tokens, val_fraction, settings, masks=False, ends=False,
+                 reader=None):
         self.out, self.name, self.tokenizer = Path(out), name, tokenizer
         formats = {".mask": MASK, ".bin": tokens_format(tokenizer.vocab)}   # a mask gets its name first
         self.formats = {suffix: form for suffix, form in formats.items() if masks or suffix == ".bin"}
         self.shard_tokens, self.val_fraction = shard_tokens, val_fraction
         self.settings = dict(settings, tokenizer=tokenizer.sha256, shard_tokens=shard_tokens, val_fraction=val_fraction)
-        self.ends = ends
+        self.ends, self.reader = ends, reader
         if ends:      # not among the settings of datasets without, so that older ones stay valid
             self.settings["doc_marks"] = "bos-eos"
         self.parts, self.full = {}, []   # open parts of each split by suffix; (split, shard index) of full parts
@@ -165,12 +167,16 @@ class Writer:
         self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False
         self.counts = collections.Counter()
         if not self.state_path.exists():
+            if self.reader:
+                self.reader.restore(None)
             return
         try:
             state = json.loads(self.state_path.read_bytes())
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
             self.counts.update(state.get("counts", {}))
+            if self.reader:
+                self.reader.restore(state.get("read"))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(INPUT, f"{self.state_path}: not a state file of a run ({error!r}).\n"
                                    f"  Remove the folder {self.out} to start over.") from None
@@ -185,6 +191,8 @@ class Writer:
         state = {"settings": self.settings, "documents": self.documents, "tokens": self.tokens, "done": self.done}
         if self.counts:
             state["counts"] = self.counts
+        if self.reader:
+            state["read"] = self.reader.at(self.documents)
         write_atomically(self.state_path, json.dumps(state, indent=1).encode() + b"\n")
 
     def shard_path(self, split, index, suffix=".bin"):
@@ -380,38 +388,51 @@ def batches(documents):
 
 
 def map_in_order(function, items, workers):
-    """function(item) for each item, in order, `workers` at a time and never far ahead of the reader. Threads suffice,
-    since tiktoken and tokenizers release Python's lock, and a killed script leaves no process behind."""
+    """function(item) for each list of documents, in order, `workers` at a time and never far ahead of the reader, nor
+    with many long documents in memory. Threads suffice, since tiktoken and tokenizers release Python's lock, and a
+    killed script leaves no process behind."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        waiting = collections.deque()
+        waiting, ahead = collections.deque(), 0
         try:
             for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
+                size = sum(map(len, item))
+                ahead += size
+                waiting.append((pool.submit(function, item), size))
+                del item
+                while waiting and (len(waiting) > 2 * workers or ahead > 4 * workers * BATCH_CHARACTERS):
+                    future, size = waiting.popleft()
+                    ahead -= size
+                    yield future.result()
+                    del future
             while waiting:
-                yield waiting.popleft().result()
+                yield waiting.popleft()[0].result()
         finally:
-            for future in waiting:
+            for future, _ in waiting:
                 future.cancel()
 
 
-def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy=Writer.remedy):
+def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy=Writer.remedy,
+          reader=None):
     """Writes all documents to shards as args (see add_flags) says, and masks beside them if `masks`, and returns the
     Writer.
 
     documents(skip) yields the texts in a fixed order, starting at number `skip`; settings holds everything else that
     determines the output. encode(batch), for documents that are more than a text, returns the arguments of Writer.add()
-    for each document of a list. remedy: what the user should do if there is nothing to train on.
+    for each document of a list. remedy: what the user should do if there is nothing to train on. reader: the
+    sources.Reader whose documents they are; what it left out is printed.
     """
     ends = getattr(args, "doc_marks", "sep") == "bos-eos"
-    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends)
+    writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends,
+                    reader)
     writer.remedy, writer.can_split = remedy, hasattr(args, "separator")
     encode = encode or (lambda texts: [(ids,) for ids in tokenizer.encode_batch(texts)])
     try:
         if not writer.done:
             encoded = map_in_order(encode, batches(documents(writer.documents)), args.workers)
             write_encoded(writer, encoded)
+    except DataError:
+        print_notes(reader, sys.stderr)
+        raise
     finally:
         writer.close()
     summarize(writer)
@@ -434,10 +455,16 @@ def write_encoded(writer, encoded):
     writer.finish()
 
 
+def print_notes(reader, file):
+    for line in reader.notes.lines() if reader else ():
+        print(line, file=file)
+
+
 def summarize(writer):
     shards = {split: len(writer.shard_counts(split)) for split in FIRST}
     counts = [f"{writer.tokens[s]:,} {s} tokens in {many(n, 'shard')}" for s, n in shards.items() if n]
     print(f"{writer.out}: {many(writer.documents, 'document')}; {'; '.join(counts)}.")
+    print_notes(writer.reader, sys.stdout)
     glob = f"{writer.out}/{writer.name}"
     print(f"  --train-data '{glob}_train_*.bin'" + (f" --val-data '{glob}_val_*.bin'" if shards["val"] else ""))
 

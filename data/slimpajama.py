@@ -27,12 +27,11 @@ def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "slimpajama", 0.001)
     parser.add_argument("--chunks", type=chunk_numbers, default="1", help="which of the ten chunks, such as 1,3-5")
     parser.add_argument("--input", nargs="+", help="jsonl.zst files, or folders with them, to read instead of the hub")
-    parser.add_argument("--column", default="text", help="the key with the text")
+    sources.add_flags(parser)
     args = parser.parse_args()
     patterns = [f"train/chunk{n}/*.jsonl.zst" for n in args.chunks]
-    files = sources.local_files(args.input, args.out) if args.input else sources.hub_files(REPO, patterns)
-    shards.write(args, lambda skip: sources.documents(files, args.column, None, skip), vocabulary.load(args.tokenizer),
-                 sources.settings(files, args.column))
+    reader = sources.reader(args, args.input, (REPO, patterns))
+    shards.write(args, reader.documents, vocabulary.load(args.tokenizer), reader.settings(), reader=reader)
 
 
 if __name__ == "__main__":

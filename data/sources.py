@@ -1,48 +1,73 @@
-"""Sources of text: files of several formats, on this machine or on the Hugging Face hub, and packages from pip.
+"""Sources of text: files on this machine or on the Hugging Face hub, and packages from pip.
 
-A file's name, without .zst or .gz, determines its format: .jsonl (one object per line), .json (an array of objects),
-.parquet (one row per document), anything else plain text (one document, or several between separators). Invalid UTF-8
-becomes U+FFFD.
+formats.py reads one file. What is not read, or not as it is, is counted in Notes, which the scripts print at the end.
 """
-import codecs
+import argparse
+import collections
 import hashlib
 import http.client
-import importlib
+import itertools
 import json
 import os
+import re
+import stat
 import subprocess
 import sys
 import tempfile
 import urllib.request
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
-from shards import DATA, INPUT, USAGE, DataError, sync_folder
+from formats import CHUNK, Bad, File, FileReader, TooLong, first_line, format_of, library, sniff
+from shards import DATA, INPUT, USAGE, DataError, many, sync_folder
 
-CHUNK = 1 << 20
-
-
-@dataclass
-class File:
-    """A file to read: a local one if hub is None, otherwise one in that file system."""
-    name: str
-    size: int
-    hub: object = None
-
-    def open(self):
-        return self.hub.open(self.name, "rb") if self.hub else open(self.name, "rb")
-
-    def compression(self):
-        return Path(self.name).suffix if Path(self.name).suffix in (".zst", ".gz") else ""
-
-    def kind(self):
-        return Path(self.name.removesuffix(self.compression())).suffix
+NAMES = 5               # of each kind in Notes
+BAD_FILES = 20          # in an error
+MAX_DOCUMENT = 1 << 28
 
 
-def local_files(paths, out=None):
-    """The given files and all files in the given folders, sorted by name, without hidden and binary ones and without
-    the folder `out`, to which the shards are written, if it is inside one of them."""
+class Notes:
+    """What was left out or changed: for each kind, how much of it, and the first few places."""
+
+    #        kind           action, noun                 what else to say
+    KINDS = {"format":     ("skipped", "file",           "of unknown format; --prose PATTERNS reads it as plain text"),
+             "binary":     ("skipped", "binary file",    ""),
+             "special":    ("skipped", "special file",   "(a pipe, a socket or a device)"),
+             "hidden":     ("skipped", "hidden name",    ""),
+             "unreadable": ("skipped", "name",           "that cannot be read"),
+             "broken":     ("skipped", "broken link",    ""),
+             "outside":    ("skipped", "link",           "out of the folder; --follow-links reads what it leads to"),
+             "again":      ("skipped", "linked folder",  "that is read under another name"),
+             "bad":        ("skipped", "bad record",     ""),
+             "long":       ("skipped", "document",       "that is too long; --max-document SIZE accepts it"),
+             "blank":      ("skipped", "blank document", ""),
+             "replaced":   ("replaced", "invalid character", "by U+FFFD")}
+
+    def __init__(self, found=None):
+        self.found = {kind: [count, times, list(names)] for kind, (count, times, names) in (found or {}).items()}
+
+    def add(self, kind, place=None, count=1):
+        entry = self.found.setdefault(kind, [0, 0, []])
+        entry[0] += count
+        entry[1] += 1
+        if place and len(entry[2]) < NAMES:
+            entry[2].append(str(place))
+
+    def lines(self):
+        for kind, (action, noun, rest) in self.KINDS.items():
+            if kind in self.found:
+                count, times, places = self.found[kind]
+                more = [f"and {times - len(places):,} more"] * bool(0 < len(places) < times)
+                yield (f"  {action} {many(count, noun)}{f' {rest}' * bool(rest)}{':' * bool(places)}"
+                       + "".join(f"\n    {place}" for place in [*places, *more]))
+
+
+# ---- files
+
+def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
+    """The given files and all files in the given folders, sorted by name, without the folder `out`, to which the shards
+    are written, if it is inside one of them, and without those that the notes list. prose: see formats.format_of()"""
+    notes = Notes() if notes is None else notes
     found, out = [], out and out.resolve()
     for path in map(Path, paths):
         if not path.exists():
@@ -50,46 +75,81 @@ def local_files(paths, out=None):
         if path.is_dir():
             if path.resolve() == out:
                 raise DataError(USAGE, f"--out {path}: the texts are read from this folder. Pass another --out.")
-            within = out and out.is_relative_to(path.resolve())
-            found += [p for p in sorted(path.rglob("*")) if p.is_file() and not (
-                is_hidden(p.relative_to(path)) or within and p.resolve().is_relative_to(out) or is_binary(p))]
-        elif kind := path.is_file() and not_text(path):
-            raise DataError(INPUT, f"{path}: expected text in UTF-8, found {kind}.\n  Convert it first.")
+            for name in files_in(path, out, notes, follow_links):
+                try:
+                    file = local_file(name, prose)
+                except OSError:
+                    notes.add("unreadable", name)
+                    continue
+                if file.format in (None, "binary"):
+                    notes.add(file.format or "format", name)
+                else:
+                    found.append(file)
         else:
-            found.append(path)
+            found.append(file := local_file(path, prose))
+            if file.format == "binary":
+                raise DataError(INPUT, f"{path}: expected text, found binary data.\n  Convert it first.")
+            if not file.format:
+                raise DataError(INPUT, f"{path}: expected a name that ends in .txt, .md, .json, .jsonl or .parquet, or "
+                                       "JSON Lines in a file of another name.\n"
+                                       f"  --prose '{path.name}' reads it as plain text.")
     if not found:
-        raise DataError(INPUT, f"{', '.join(map(str, paths))}: no text files found.")
-    return [File(str(p), p.stat().st_size) for p in found]
+        raise DataError(INPUT, "\n".join([f"{', '.join(map(str, paths))}: no text files found.", *notes.lines()]))
+    return found
 
 
-def is_hidden(path):
-    return any(part.startswith(".") for part in path.parts)
+def local_file(path, prose):
+    file = File(str(path), os.stat(path).st_size)
+    file.format = sniff(file, prose)
+    return file
 
 
-def not_text(path):
-    """What a file has in place of text that can be read, or None."""
-    if path.suffix in (".zst", ".gz", ".parquet"):
-        return None
-    with open(path, "rb") as file:
-        start = file.read(4096)
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    return "binary data" if b"\0" in start or start.startswith(b"%PDF-") else None
+def files_in(folder, out, notes, follow_links):
+    """The regular files in a folder, sorted. Links are followed inside it, and with follow_links out of it."""
+    root, found, seen, folders, linked = folder.resolve(), [], set(), [folder], []
+    within = out and out.is_relative_to(root)
+    while folders or linked:
+        folder = folders.pop() if folders else linked.pop(0)      # real ones first, so that they keep their names
+        real = folder.resolve()
+        if within and real.is_relative_to(out):
+            continue
+        if real in seen:
+            notes.add("again", folder)
+            continue
+        seen.add(real)
+        try:
+            paths = sorted(folder.iterdir())
+        except OSError:
+            notes.add("unreadable", folder)
+            continue
+        for path in paths:
+            if kind := passed_over(path, root, follow_links):
+                notes.add(kind, path)
+            elif path.is_dir():
+                (linked if path.is_symlink() else folders).append(path)
+            elif not (within and path.resolve().is_relative_to(out)):
+                found.append(path)
+    return sorted(found)
 
 
-def is_binary(path):
-    if kind := not_text(path):
-        print(f"skipped, because it is {kind}: {path}", file=sys.stderr)
-    return bool(kind)
-
-
-def library(name, use):
-    """Imports a Python package that only some of the sources need."""
+def passed_over(path, root, follow_links):
+    """Why a name in a folder is not read, as a kind of Notes, or None."""
+    if path.name.startswith("."):
+        return "hidden"
     try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DataError(USAGE, f"{use} needs the Python package {name.split('.')[0]}, which is not installed. Run: "
-                               f"{sys.executable} -m pip install {name.split('.')[0]}") from None
+        mode = path.stat().st_mode
+    except OSError as error:
+        return "unreadable" if isinstance(error, PermissionError) else "broken"
+    if path.is_symlink() and not follow_links and not leads_inside(path, root):
+        return "outside"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "special"
+
+
+def leads_inside(link, root):
+    """Does a link lead into the folder, or to a blob of the Hugging Face cache that it is a snapshot of?"""
+    target = link.resolve()
+    snapshots = target.parent.parent / "snapshots"
+    return target.is_relative_to(root) or target.parent.name == "blobs" and link.parent.resolve().is_relative_to(snapshots)
 
 
 def hub_files(repo, patterns):
@@ -97,7 +157,7 @@ def hub_files(repo, patterns):
     hub = library("huggingface_hub", f"reading {repo} from the hub").HfFileSystem()
     try:
         names = sorted(name for pattern in patterns for name in hub.glob(f"datasets/{repo}/{pattern}"))
-        files = [File(name, hub.info(name)["size"], hub) for name in names]
+        files = [File(name, hub.info(name)["size"], hub, format_of(name)) for name in names]
     except Exception as error:   # the hub's client has exceptions of its own, and those of its libraries
         raise DataError(INPUT, f"{repo}: cannot list its files on the hub "
                                f"({type(error).__name__}: {first_line(error)}).\n  This needs a network. Without one, "
@@ -107,178 +167,7 @@ def hub_files(repo, patterns):
     return files
 
 
-def first_line(error):
-    return str(error).strip().split("\n")[0][:200]
-
-
-# ---- bytes of a file
-
-def compressed_chunks(file, source, new_decoder, errors):
-    """The decompressed bytes of one stream after another. A truncated stream is an error."""
-    decoder, offset = None, 0
-    while data := source.read(CHUNK):
-        while data:
-            decoder = decoder or new_decoder()
-            try:
-                yield decoder.decompress(data)
-            except errors as error:
-                raise DataError(INPUT, f"{file.name}: corrupt within 1 MiB after byte {offset:,}: "
-                                       f"{first_line(error)}.") from None
-            data = decoder.unused_data if decoder.eof else b""
-            decoder = None if decoder.eof else decoder
-        offset = source.tell()
-    if decoder:
-        raise DataError(INPUT, f"{file.name}: truncated: it ends at byte {offset:,}, "
-                               f"in the middle of the compressed stream.\n  Download it again.")
-
-
-def chunks(file):
-    """The file's bytes, decompressed."""
-    with file.open() as source:
-        if file.compression() == ".gz":
-            yield from compressed_chunks(file, source, lambda: zlib.decompressobj(31), zlib.error)
-        elif file.compression() == ".zst":
-            zstandard = library("zstandard", file.name)
-            yield from compressed_chunks(file, source, lambda: zstandard.ZstdDecompressor().decompressobj(),
-                                         zstandard.ZstdError)
-        else:
-            yield from iter(lambda: source.read(CHUNK), b"")
-
-
-def pieces(file, separator):
-    """(offset, bytes) of each piece between separators."""
-    offset, rest = 0, b""
-    for chunk in chunks(file):
-        *whole, rest = (rest + chunk).split(separator)
-        for piece in whole:
-            yield offset, piece
-            offset += len(piece) + len(separator)
-    yield offset, rest
-
-
-# ---- documents of a file
-
-def decode(data):
-    return data.decode("utf-8", errors="replace")
-
-
-def without_mark(text):
-    """The text without the byte order mark with which some programs begin a file."""
-    return text.removeprefix("\ufeff")
-
-
-def parse(data):
-    """A JSON value in bytes, with or without a byte order mark."""
-    return json.loads(without_mark(decode(data)))
-
-
-def without_surrogates(text):
-    """Replaces lone surrogates, which JSON can hold but UTF-8 cannot, with U+FFFD."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def text_of(value, column, where):
-    """The column of one JSON object; "" where it is null."""
-    found = value.get(column, ...) if isinstance(value, dict) else ...
-    if found is not None and not isinstance(found, str):
-        keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-        if found is not ...:
-            keys = f"{type(found).__name__} there"
-        raise DataError(INPUT, f"{where}: expected an object with the text under {column!r}, found {keys[:200]}.\n"
-                               f"  Use --column to name another one.")
-    return without_surrogates(found or "")
-
-
-def read_text(file, column, separator):
-    if separator:
-        for offset, piece in pieces(file, separator.encode()):
-            yield decode(piece) if offset else without_mark(decode(piece))
-    else:
-        yield without_mark(decode(b"".join(chunks(file))))
-
-
-def read_jsonl(file, column, separator):
-    for offset, line in pieces(file, b"\n"):
-        if line.strip():
-            where = f"{file.name}: line at byte {offset:,}" + " of the uncompressed text" * bool(file.compression())
-            try:
-                value = parse(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(INPUT, f"{where}: not valid JSON: {first_line(error)}.") from None
-            yield text_of(value, column, where)
-
-
-def read_json(file, column, separator):
-    try:
-        values = parse(b"".join(chunks(file)))
-    except (ValueError, RecursionError) as error:
-        raise DataError(INPUT, f"{file.name}: not valid JSON: {first_line(error)}.") from None
-    if not isinstance(values, list):
-        raise DataError(INPUT, f"{file.name}: expected an array of objects, found {type(values).__name__}.")
-    for i, value in enumerate(values):
-        yield text_of(value, column, f"{file.name}: element {i}")
-
-
-def open_parquet(file, source, column):
-    pyarrow = library("pyarrow", file.name)
-    try:
-        table = library("pyarrow.parquet", file.name).ParquetFile(source)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(INPUT, f"{file.name}: not a complete Parquet file ({file.size:,} bytes): {first_line(error)}.\n"
-                               f"  Download it again.") from None
-    if column not in table.schema_arrow.names:
-        raise DataError(INPUT, f"{file.name}: no column {column!r}; it has {', '.join(table.schema_arrow.names)}.\n"
-                               f"  Use --column to name another one.")
-    return table
-
-
-def read_parquet(file, column, separator):
-    pyarrow = library("pyarrow", file.name)
-    with file.open() as source:
-        table = open_parquet(file, source, column)
-        try:
-            for batch in table.iter_batches(1024, columns=[column]):
-                yield from (text_of({column: text}, column, file.name) for text in batch.column(0).to_pylist())
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(INPUT, f"{file.name}: corrupt Parquet data: {first_line(error)}.\n"
-                                   f"  Download it again.") from None
-
-
-READERS = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
-
-
-def documents(files, column="text", separator=None, skip=0):
-    """The texts in all files, in order, starting at number `skip`. A row without text yields ""."""
-    try:
-        yield from documents_of(files, column, separator, skip)
-    except DataError:
-        raise
-    except Exception as error:
-        if not any(file.hub for file in files):
-            raise
-        raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n"
-                               f"  Finished work is kept: rerun the same command to resume.") from None
-
-
-def documents_of(files, column, separator, skip):
-    for file in files:
-        if skip and file.kind() == ".parquet":   # its metadata has the number of rows
-            with file.open() as source:
-                rows = open_parquet(file, source, column).metadata.num_rows
-            if skip >= rows:
-                skip -= rows
-                continue
-        for text in READERS.get(file.kind(), read_text)(file, column, separator):
-            if skip:
-                skip -= 1
-            else:
-                yield text
-
-
-def one_each(files, separator):
-    """Is each file one document?"""
-    return not separator and not any(file.kind() in READERS for file in files)
-
+# ---- documents of all files
 
 def settings(files, column="text", separator=None):
     """What must not change before a run is resumed."""
@@ -287,11 +176,172 @@ def settings(files, column="text", separator=None):
     return {"files": len(files), "names_and_sizes": digest, "column": column, "separator": separator}
 
 
-def add_flags(parser, column="text", separator=None):
-    parser.add_argument("--column", default=column,
-                        help="the key or column with the text, in JSONL, JSON and Parquet files")
-    parser.add_argument("--separator", default=separator,
-                        help="text between the documents of a plain text file; without it, a file is one document")
+class Reader:
+    """The documents of files, in order. One that is blank, bad or too long is read as "", so that their numbers do not
+    depend on what is skipped. column: the key or column with the text, or a function of the file that names it"""
+
+    def __init__(self, files, column="text", separator=None, skip_bad=0, max_document=MAX_DOCUMENT, notes=None):
+        self.files, self.column, self.separator = files, column, separator
+        self.skip_bad, self.max_document = skip_bad, max_document
+        self.start = {"files": 0, "documents": 0, "notes": (notes or Notes()).found, "bad": 0, "crc": 0}
+        self.tracked = False      # is at() called?
+        self.begin()
+
+    def one_each(self):
+        """Is each file one document?"""
+        return not self.separator and all(file.format == "prose" for file in self.files)
+
+    def settings(self):
+        column = self.column if isinstance(self.column, str) else "text"
+        changed = {} if self.max_document == MAX_DOCUMENT else {"max_document": self.max_document}
+        return settings(self.files, column, self.separator) | changed
+
+    # ---- where a run stands
+
+    def restore(self, state):
+        """Prepares to continue where at() said that an earlier run stood; None: at the start."""
+        self.start, self.tracked = state or self.start, True
+        self.begin()
+
+    def begin(self):
+        self.state, self.crc = self.start, self.start["crc"]
+        self.notes, self.bad, self.first_bad = Notes(self.start["notes"]), self.start["bad"], {}
+        self.ends, self.crcs = collections.deque(), collections.deque()    # states after files; CRCs after documents
+
+    def at(self, documents):
+        """Where reading stands after that many documents: how many files are read, how many documents they had, what is
+        noted about them, and the CRC-32 of the documents since. `documents` never decreases."""
+        while self.ends and self.ends[0]["documents"] <= documents:
+            self.state, self.crc = self.ends.popleft(), 0
+        while self.crcs and self.crcs[0][0] <= documents:
+            self.crc = self.crcs.popleft()[1]
+        return self.state | {"crc": self.crc if documents > self.state["documents"] else 0}
+
+    # ---- reading
+
+    def documents(self, skip=0):
+        """The texts, starting at number `skip`."""
+        self.begin()
+        number = self.start["documents"]
+        for index in range(self.start["files"], len(self.files)):
+            file, crc, blank = self.reader(self.files[index]), 0, 0
+            for item in items(file):
+                if isinstance(item, Bad):
+                    self.pass_over(item, index)
+                text, number, blank = "" if isinstance(item, Bad) else item, number + 1, blank + (item == "")
+                if self.tracked:
+                    crc = zlib.crc32(text.encode(), crc)
+                    self.crcs.append((number, crc))
+                    if number == skip and index == self.start["files"] and crc != self.start["crc"]:
+                        raise changed(file.file)
+                if number > skip:
+                    yield text
+            if self.tracked and number < skip and index == self.start["files"]:
+                raise changed(file.file)
+            for kind, count in ("blank", blank), ("replaced", file.replaced):
+                if count:
+                    self.notes.add(kind, f"{file.file.name} ({count:,})", count)
+            self.ends.append({"files": index + 1, "documents": number, "bad": self.bad,
+                              "notes": Notes(self.notes.found).found, "crc": 0})
+
+    def reader(self, file):
+        column = self.column if isinstance(self.column, str) else self.column(file)
+        return FileReader(file, column, self.separator, self.max_document)
+
+    def pass_over(self, bad, index):
+        """Counts a record that is bad, or a document that is too long. Fails if there are too many bad ones."""
+        place = str(bad).split("\n")[0]
+        if isinstance(bad, TooLong):
+            self.notes.add("long", place)
+            return
+        self.notes.add("bad", place)
+        self.bad += 1
+        self.first_bad.setdefault(index, bad)
+        if self.bad > self.skip_bad:
+            raise self.failure(index)
+
+    def failure(self, index):
+        """The error that names the first bad record of each file, including files that were not yet read."""
+        bad = list(self.first_bad.values())
+        rest = [file for file in self.files[index + 1:] if not file.hub]
+        if rest:
+            print(f"{bad[-1]}\n  Looking for bad records in the other {many(len(rest), 'file')}.", file=sys.stderr)
+        for file in rest:
+            bad += itertools.islice((item for item in items(self.reader(file)) if type(item) is Bad), 1)
+        more = [f"and {many(len(bad) - BAD_FILES, 'file')} more"] * (len(bad) > BAD_FILES)
+        return DataError(INPUT, "\n".join([
+            *[f"{many(len(bad), 'file')} with bad records:"] * (len(bad) > 1), *map(str, bad[:BAD_FILES]), *more,
+            "  Correct or remove what is bad and rerun the same command to continue, or pass --skip-bad N to skip up to N "
+            "bad records."]))
+
+
+def items(reader):
+    """What a FileReader finds in its file: texts, and a Bad for what is not one."""
+    try:
+        yield from reader.documents()
+    except Bad as bad:
+        yield bad
+    except DataError:
+        raise
+    except Exception as error:
+        if not reader.file.hub:
+            raise
+        raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n"
+                               f"  Finished work is kept: rerun the same command to resume.") from None
+
+
+def changed(file):
+    return DataError(USAGE, f"{file.name}: the part of it that was read before has changed.\n"
+                            "  Pass another --out, or remove the folder to start over.")
+
+
+def documents(files, column="text", separator=None, skip=0):
+    """The texts in all files, in order, starting at number `skip`."""
+    return Reader(files, column, separator).documents(skip)
+
+
+# ---- the command line
+
+def size(text):
+    """A number of bytes, with k, M or G for 2^10, 2^20, 2^30."""
+    found = re.fullmatch(r"(\d{1,12})([kMG]?)", text)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of bytes, such as 500k, 256M or 2G")
+    return int(found[1]) << {"": 0, "k": 10, "M": 20, "G": 30}[found[2]]
+
+
+def natural(text):
+    if not re.fullmatch(r"\d{1,12}", text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number")
+    return int(text)
+
+
+def add_flags(parser, column="text", plain=False):
+    """Adds the flags of scripts that read files. column: the default of --column, if the script has it; plain: does it
+    read plain text whose documents and names are the user's choice?"""
+    if column:
+        parser.add_argument("--column", default=column,
+                            help="the key or column with the text, in JSONL, JSON and Parquet files")
+    if plain:
+        parser.add_argument("--separator",
+                            help="text between the documents of a plain text file; without it, a file is one document")
+        parser.add_argument("--prose", default="", metavar="PATTERNS",
+                            help="names of other plain text files than .txt and .md, such as '*.rst,*.tex,README'")
+    parser.add_argument("--follow-links", action="store_true",
+                        help="in folders, follow links that lead out of them")
+    parser.add_argument("--skip-bad", type=natural, default=0, metavar="N",
+                        help="skip up to N records that cannot be read, and name them")
+    parser.add_argument("--max-document", type=size, default="256M", metavar="SIZE",
+                        help="skip documents of more bytes, also with the suffix k, M or G")
+
+
+def reader(args, paths, hub=(), column=None, separator=None):
+    """The Reader of files and folders or, without any, of hub_files(*hub), as args says."""
+    notes = Notes()
+    files = (local_files(paths, args.out, notes, args.follow_links, getattr(args, "prose", "")) if paths
+             else hub_files(*hub))
+    return Reader(files, column or args.column, separator or getattr(args, "separator", None), args.skip_bad,
+                  args.max_document, notes)
 
 
 # ---- downloads

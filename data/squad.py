@@ -16,12 +16,14 @@ import shards    # first, because it says what to do if packages are missing
 
 import numpy as np
 
+import formats
 import sources
 import vocabulary
 from shards import INPUT, DataError
 
 URL = "https://rajpurkar.github.io/SQuAD-explorer/dataset/{}-v{}.json"
 USED, ELSEWHERE = "used", "used, answer not in the context"
+MAX_FILE = 1 << 28       # bytes; the largest, train-v2.0.json, has 42 million
 NO_ANSWER, TOO_LONG = "without an answer", "too long"
 
 
@@ -61,7 +63,7 @@ def member(value, key, kind, where):
         found = shards.shorten(value if whole else found)
         raise DataError(INPUT, f"{where}: expected {whole}{key!r}, {'a string' if kind is str else 'an array'}, found "
                                f"{found}.\n  It is not a file of SQuAD, version 1.1 or 2.0.")
-    return sources.without_surrogates(found).strip() if kind is str else found
+    return formats.without_surrogates(found).strip() if kind is str else found
 
 
 def first_answer(question, where):
@@ -72,9 +74,10 @@ def first_answer(question, where):
 
 def questions(file):
     """(context, question, answer) of every question in a file, in order."""
+    reader = formats.FileReader(file, limit=MAX_FILE)
     try:
-        whole = sources.parse(b"".join(sources.chunks(file)))
-    except (ValueError, RecursionError) as error:
+        whole = formats.parse(reader.decode(reader.whole()))
+    except ValueError as error:
         raise DataError(INPUT, f"{file.name}: not valid JSON: {sources.first_line(error)}.\n"
                                "  If squad.py downloaded it, remove it and rerun the command.") from None
     for a, article in enumerate(member(whole, "data", list, file.name)):

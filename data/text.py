@@ -13,14 +13,13 @@ import vocabulary
 
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "text", 0.05)
-    sources.add_flags(parser)
+    sources.add_flags(parser, plain=True)
     parser.add_argument("inputs", nargs="+", help="files and folders")
     args = parser.parse_args()
-    files = sources.local_files(args.inputs, args.out)
-    if sources.one_each(files, args.separator):
-        shards.check_count(args, len(files))
-    shards.write(args, lambda skip: sources.documents(files, args.column, args.separator, skip),
-                 vocabulary.load(args.tokenizer), sources.settings(files, args.column, args.separator))
+    reader = sources.reader(args, args.inputs)
+    if reader.one_each():
+        shards.check_count(args, len(reader.files))
+    shards.write(args, reader.documents, vocabulary.load(args.tokenizer), reader.settings(), reader=reader)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ import itertools
 import shards
 import sources
 import vocabulary
+from formats import suffix_of
 
 REPO, PATTERN = "roneneldan/TinyStories", "data/train-*.parquet"
 
 
 def column_of(file):
-    return "story" if file.kind() == ".json" else "text"
-
-
-def stories(files, skip=0):
-    """All stories. Text files separate them with <|endoftext|>; JSON files call them story, Parquet files text."""
-    texts = itertools.chain.from_iterable(sources.documents([f], column_of(f), vocabulary.END_OF_TEXT) for f in files)
-    return itertools.islice((text.strip() for text in texts), skip, None)
+    """JSON files call a story "story", Parquet files "text"."""
+    return "story" if suffix_of(file.name) == ".json" else "text"
 
 
 def main():
@@ -35,16 +31,21 @@ def main():
                         help="number of stories to train the vocabulary on")
     parser.add_argument("--input", nargs="+",
                         help="Parquet, JSON or text files, or folders with them, to read instead of the hub")
+    sources.add_flags(parser, column=None)
     args = parser.parse_args()
     vocabulary.check_own(parser, args.vocab)
-    files = sources.local_files(args.input, args.out) if args.input else sources.hub_files(REPO, [PATTERN])
-    settings = sources.settings(files)
+    reader = sources.reader(args, args.input, (REPO, [PATTERN]), column_of, vocabulary.END_OF_TEXT)
+    settings = reader.settings() | {"separator": None}
+
+    def stories(skip=0):
+        return map(str.strip, reader.documents(skip))
+
     if args.tokenizer == "own":
         settings |= {"vocab": args.vocab, "vocab_documents": args.vocab_documents}
         args.tokenizer = vocabulary.own("tinystories", settings,
-                                        lambda: itertools.islice(stories(files), args.vocab_documents),
+                                        lambda: itertools.islice(stories(), args.vocab_documents),
                                         f"the first {args.vocab_documents:,} stories")
-    shards.write(args, lambda skip: stories(files, skip), vocabulary.load(args.tokenizer), settings)
+    shards.write(args, stories, vocabulary.load(args.tokenizer), settings, reader=reader)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """The scripts in data/: the format of shards, every reader, resuming after a kill, and wrong usage."""
+import bz2
 import errno
 import fcntl
 import gzip
@@ -11,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
 sys.path.insert(0, str(DATA))
+import formats
 import shards
 import sources
 import vocabulary
@@ -277,10 +278,9 @@ def test_kill_9(tmp_path):
 
 
 def test_sigterm_says_how_to_resume(tmp_path):
-    (tmp_path / "in").mkdir()
-    os.mkfifo(tmp_path / "in" / "a.txt")
-    command = [sys.executable, DATA / "text.py", tmp_path / "in" / "a.txt", "--out", tmp_path / "out",
-               "--val-fraction", "0"]
+    (tmp_path / "a.txt").write_text(("word " * 100 + "\n") * 100_000)
+    command = [sys.executable, DATA / "text.py", tmp_path / "a.txt", "--out", tmp_path / "out", "--val-fraction", "0",
+               "--separator", "\n"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out" / "tokenizer_config.json").exists() and run.poll() is None:
         time.sleep(0.01)
@@ -439,7 +439,7 @@ def test_every_format(tmp_path):
 def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_bytes("one<|endoftext|>two\r\n<|endoftext|>".encode())
     (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"bad \xe2\x82 end"))
-    (tmp_path / "c.zst").write_bytes(zst(b""))
+    (tmp_path / "c.txt.zst").write_bytes(zst(b""))
     (tmp_path / ".hidden").write_bytes(b"no")
     (tmp_path / "d.bin").write_bytes(b"\0\1\2")
     assert read(tmp_path) == ["one<|endoftext|>two\r\n<|endoftext|>", "bad \ufffd end", ""]
@@ -447,16 +447,18 @@ def test_text_files(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, kind", [
-    ("notes.txt", "naïve".encode("utf-16"), "UTF-16"), ("世界.txt", "世界".encode("utf-16"), "UTF-16"),
-    ("book.pdf", b"%PDF-1.7\n", "binary data"), ("book.xz", lzma.compress(b"text"), "binary data")],
-    ids=["UTF-16", "UTF-16 without a NUL", "PDF", "xz"])
-def test_what_is_not_text(tmp_path, capsys, name, content, kind):
-    """It is skipped in a folder, and rejected where it is named."""
+    ("book.pdf", b"%PDF-1.7\n", "binary"), ("book.txt", b"a\0b", "binary"), ("book.zip", b"PK\3\4\0", "binary"),
+    ("book.csv", b"a,b\n", "unknown format"), ("book", b"prose", "unknown format"),
+    ("book.txt.zip.gz", gzip.compress(b"prose"), "unknown format")])
+def test_what_is_not_text(tmp_path, name, content, kind):
+    """It is skipped and named in a folder, and rejected where it is named."""
     (tmp_path / name).write_bytes(content)
     (tmp_path / "a.txt").write_text("text")
-    assert read(tmp_path) == ["text"] and f"skipped, because it is {kind}: {tmp_path}" in capsys.readouterr().err
-    with pytest.raises(shards.DataError, match=f"{name}: expected text in UTF-8, found {kind}"):
-        read(tmp_path / name)
+    found = script("text", tmp_path, "--val-fraction", 0, "--out", tmp_path / "out")
+    assert documents_of(tmp_path / "out", "train") == ["text"] and kind in found and f"{tmp_path}/{name}" in found
+    script("text", tmp_path / name, "--val-fraction", 0, "--out", tmp_path / "named", code=3)
+    if kind != "binary":
+        script("text", tmp_path / name, "--val-fraction", 0, "--out", tmp_path / "named", "--prose", "x,book*")
 
 
 def test_a_byte_order_mark_before_json(tmp_path):
@@ -472,16 +474,8 @@ def test_a_byte_order_mark_before_plain_text(tmp_path):
     assert read(tmp_path / "a.txt", "text", "--") == ["\ufeffone", "\ufefftwo"]
 
 
-def test_a_pipe_is_read_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=["text"])
-    writer.start()
-    assert read(tmp_path / "pipe") == ["text"]
-    writer.join()
-
-
 def test_pieces_across_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 3)
+    monkeypatch.setattr(formats, "CHUNK", 3)
     (tmp_path / "a.txt").write_bytes(b"--a----bcdef--" + "é".encode() * 5)
     (tmp_path / "b.jsonl.zst").write_bytes(zst(jsonl(TEXTS)))
     assert read(tmp_path / "a.txt", "text", "--") == ["", "a", "", "bcdef", "ééééé"]
@@ -497,17 +491,24 @@ def test_skip(tmp_path, skip):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", jsonl(TEXTS) + b"{\"text\": \n", f"a.jsonl: line at byte {len(jsonl(TEXTS))}: not valid JSON"),
+    ("a.jsonl", jsonl(TEXTS) + b"{\"text\": \n", "a.jsonl: line 6: not valid JSON"),
     ("a.jsonl", b"[" * 100_000, "not valid JSON"),
     ("a.jsonl", jsonl(TEXTS, "body"), "expected an object with the text under 'text', found body, meta."),
-    ("a.jsonl", b"{\"text\": 5}", "line at byte 0: expected an object with the text under 'text', found int there."),
+    ("a.jsonl", b"{\"text\": 5}", "line 1: expected an object with the text under 'text', found int there."),
     ("a.jsonl", b"[5]", "expected an object"),
-    ("a.json", b"{}", "expected an array of objects, found dict"),
+    ("a.json", b"{}", "expected an object with the text under 'text', found none"),
+    ("a.json", b"{\n\"body\": 5}\n", "a.json: expected an object with the text under 'text', found body"),
+    ("a.json", b"[{\"text\": \"a\"}", "element 1: not valid JSON"),
+    ("a.json", b"[{\"text\": \"a\"}] {}", "expected nothing after the array"),
     ("a.json", b"[{}]", "element 0"),
     ("a.jsonl.zst", zst(jsonl(TEXTS * 100))[:-9], "a.jsonl.zst: truncated"),
-    ("a.jsonl.zst", b"not zstandard at all", "a.jsonl.zst: corrupt within 1 MiB after byte 0"),
+    ("a.jsonl.zst", b"not zstandard at all", "a.jsonl.zst: line 1: not valid JSON"),
+    ("a.jsonl.zst", zst(b"")[:4] + b" rubbish rubbish", "corrupt"),
     ("a.jsonl.gz", gzip.compress(jsonl(TEXTS))[:-9], "a.jsonl.gz: truncated"),
-    ("a.jsonl.gz", b"\x1f\x8b\x08\x00 rubbish rubbish", "corrupt within"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00 rubbish rubbish", "corrupt"),
+    ("a.jsonl.xz", lzma.compress(jsonl(TEXTS))[:-9], "a.jsonl.xz: truncated"),
+    ("a.jsonl.bz2", bz2.compress(jsonl(TEXTS))[:-9], "a.jsonl.bz2: truncated"),
+    ("a.txt.gz", gzip.compress(b"a\0b"), "a.txt.gz: expected text, found binary data"),
     ("a.parquet", b"PAR1 but no more", "a.parquet: not a complete Parquet file (16 bytes)"),
 ])
 def test_broken_files(tmp_path, name, content, message):
@@ -528,9 +529,10 @@ def test_broken_parquet(tmp_path):
         read(tmp_path / "a.parquet")
 
 
-@pytest.mark.parametrize("name, module", [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
-def test_missing_library(tmp_path, monkeypatch, name, module):
-    (tmp_path / name).write_bytes(b"x")
+@pytest.mark.parametrize("name, content, module", [("a.parquet", b"x", "pyarrow"),
+                                                   ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "zstandard")])
+def test_missing_library(tmp_path, monkeypatch, name, content, module):
+    (tmp_path / name).write_bytes(content)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(shards.DataError, match=f"needs the Python package {module}, which is not installed") as caught:
         read(tmp_path / name)
@@ -700,7 +702,7 @@ def test_hub(tmp_path, monkeypatch):
     assert list(sources.documents(files)) == TEXTS and list(sources.documents(files, skip=4)) == TEXTS[4:]
     with pytest.raises(shards.DataError, match="no file on the hub matches data/x"):
         sources.hub_files("someone/something", ["data/x"])
-    files = [*files, sources.File("gone", 5, Hub(tmp_path))]
+    files = [*files, sources.File("gone", 5, Hub(tmp_path), "parquet")]
     with pytest.raises(shards.DataError, match="reading from the hub failed .FileNotFoundError"):
         list(sources.documents(files))
 

@@ -1,0 +1,446 @@
+"""Documents in one file: its compression, encoding and format, which its content decides, and its name where that can't.
+
+The bytes of a file may be compressed by gzip, zstd, bzip2 or xz, and are UTF-8, or UTF-16 or UTF-32 after a byte order
+mark. JSON is an array of objects or one object per line (JSON Lines); Parquet has one row per document; prose is one
+document, or several between separators. Invalid bytes become U+FFFD and are counted.
+
+Nothing here holds more of a file than a few times `limit`, the size of the largest document that is read.
+"""
+import codecs
+import fnmatch
+import importlib
+import itertools
+import json
+import lzma
+import os
+import re
+import stat
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from shards import INPUT, USAGE, DataError
+
+CHUNK = 1 << 20
+HEAD = 4096              # bytes at the start of a file that decide what it is
+MAX_EXPANSION = 1000     # uncompressed bytes for a byte of a file, beyond a few documents
+RECORD_BYTES = 256       # what a record counts as beside its text
+BATCH_BYTES = 1 << 28    # of a Parquet column, at a time
+FORMATS = {".txt": "prose", ".md": "prose", ".parquet": "parquet",
+           **dict.fromkeys((".json", ".jsonl", ".jsonlines", ".ndjson"), "json")}
+COMPRESSIONS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".xz": rb"\xfd7zXZ\0",
+                ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"}       # what their files start with
+MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+         codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}   # UTF-32's before UTF-16's, with which it starts
+
+
+class Bad(DataError):
+    """A record that cannot be read: the file, the place in it, and what is wrong."""
+
+    def __init__(self, text):
+        super().__init__(INPUT, text)
+
+
+class TooLong(Bad):
+    """A document above the limit."""
+
+
+def library(name, use):
+    """Imports a Python package that only some of the sources need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise DataError(USAGE, f"{use} needs the Python package {name.split('.')[0]}, which is not installed. Run: "
+                               f"{sys.executable} -m pip install {name.split('.')[0]}") from None
+
+
+def first_line(error):
+    return str(error).strip().split("\n")[0][:200]
+
+
+@dataclass
+class File:
+    """A file to read: a local one if hub is None, otherwise one in that file system."""
+    name: str
+    size: int
+    hub: object = None
+    format: str = None      # one of FORMATS
+
+    def open(self):
+        return self.hub.open(self.name, "rb") if self.hub else open_regular(self.name)
+
+
+def open_regular(path):
+    """Opens a regular file to read its bytes. A pipe or a device, which may never end, is an error."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise Bad(f"{path}: expected a regular file, found a pipe, a socket or a device.\n"
+              "  Write its contents to a file first.")
+
+
+# ---- what a file is
+
+def suffix_of(name):
+    """The suffix in lower case, without that of a compression."""
+    path = Path(name.lower())
+    return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def format_of(name, prose=""):
+    """The format that a name stands for, or None. prose: patterns of names, between commas"""
+    if any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in prose.split(",")):
+        return "prose"
+    return FORMATS.get(suffix_of(name))
+
+
+def compression_of(head):
+    return next((suffix for suffix, start in COMPRESSIONS.items() if re.match(start, head)), None)
+
+
+def encoding_of(head):
+    return next((codec for mark, codec in MARKS.items() if head.startswith(mark)), "utf-8")
+
+
+def is_text(head):
+    return encoding_of(head) != "utf-8" or not (b"\0" in head or head.startswith(b"%PDF-"))
+
+
+def sniff(file, prose=""):
+    """The format of a local file: "binary" where it isn't text, None if it is text of unknown format."""
+    with file.open() as source:
+        head = source.read(HEAD)
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    known = format_of(file.name, prose)
+    if compression_of(head):
+        if known:
+            return known
+        try:
+            head = next(filter(None, uncompressed(file)), b"")[:HEAD]
+        except Bad:
+            return "binary"
+    if known == "parquet":
+        return known
+    if not is_text(head):
+        return "binary"
+    start = head.decode(encoding_of(head), "ignore").removeprefix("\ufeff")
+    is_json = re.match(r'\s*\{[ \t]*"(?:[^"\\\n]|\\.)*"[ \t]*:', start)
+    return known or ("json" if is_json else None)
+
+
+# ---- bytes of a file
+
+class Sentinel:
+    """A file of zstd frames, with one more at its end. The library ends quietly in the middle of a frame, but then
+    the contents of this one, which no text contains, don't come last."""
+    CONTENT = b"\xff" * 1000
+
+    def __init__(self, source, zstandard):
+        self.source, self.frame = source, zstandard.ZstdCompressor().compress(self.CONTENT)
+
+    def read(self, size):
+        data = self.source.read(size)
+        if not data:
+            data, self.frame = self.frame, b""
+        return data
+
+
+def zstd_chunks(source):
+    zstandard = library("zstandard", "a file compressed by zstd")
+    whole, held = Sentinel(source, zstandard), b""
+    stream = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(whole, CHUNK, read_across_frames=True)
+    try:
+        while data := stream.read(CHUNK):
+            held += data
+            yield held[:-len(Sentinel.CONTENT)]
+            held = held[-len(Sentinel.CONTENT):]
+    except zstandard.ZstdError as error:
+        if whole.frame:
+            raise OSError(first_line(error)) from None
+    if held != Sentinel.CONTENT:
+        raise EOFError
+
+
+def raw_chunks(source):
+    """The bytes of an open file, decompressed, in chunks of about 1 MiB."""
+    compression = compression_of(source.read(HEAD))
+    source.seek(0)
+    if compression == ".zst":
+        return zstd_chunks(source)
+    if compression:
+        source = importlib.import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[compression]).open(source)
+    return iter(lambda: source.read(CHUNK), b"")
+
+
+def uncompressed(file):
+    """The bytes of a file in chunks. A truncated stream and a corrupt one are bad."""
+    size = 0
+    try:
+        with file.open() as source:
+            for chunk in raw_chunks(source):
+                size += len(chunk)
+                yield chunk
+    except EOFError:
+        raise Bad(f"{file.name}: truncated: it ends in the middle of the compressed stream, after {size:,} bytes of "
+                  "text.\n  Download it again.") from None
+    except (OSError, zlib.error, lzma.LZMAError) as error:
+        if file.hub and getattr(error, "errno", None):
+            raise
+        raise Bad(f"{file.name}: corrupt or unreadable after {size:,} bytes of text: "
+                  f"{getattr(error, 'strerror', None) or first_line(error)}.") from None
+
+
+# ---- documents of a file
+
+def parse(text):
+    """A JSON value, with or without a byte order mark. What isn't one raises ValueError."""
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except RecursionError as error:
+        raise ValueError(error) from None
+
+
+def without_surrogates(text):
+    """Replaces lone surrogates, which JSON can hold but UTF-8 cannot."""
+    try:
+        text.isascii() or text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class FileReader:
+    """Reads a file's documents, none of which may exceed `limit` bytes, and counts what it replaces by U+FFFD."""
+
+    def __init__(self, file, column="text", separator=None, limit=1 << 28):
+        self.file, self.column, self.separator, self.limit = file, column, separator, limit
+        self.replaced = self.spent = 0
+
+    def documents(self):
+        """The documents: for each a text or, where there is none to be had, a Bad. The last may be raised instead."""
+        return {"prose": self.prose, "json": self.json, "parquet": self.parquet}[self.file.format]()
+
+    def too_long(self, where=""):
+        return TooLong(f"{self.file.name}{where}: more than {self.limit:,} bytes.\n"
+                       "  --max-document SIZE accepts longer documents.")
+
+    def spend(self, size):
+        """Counts bytes made from the file. Too many for its size are a bomb, which would keep us busy for hours."""
+        self.spent += size
+        if self.spent > max(4 * self.limit, MAX_EXPANSION * self.file.size):
+            raise Bad(f"{self.file.name}: its {self.file.size:,} bytes expand to more than {self.spent - size:,}.\n"
+                      "  If you trust the file, pass a larger --max-document.")
+
+    # ---- text
+
+    def decode(self, data, encoding="utf-8"):
+        try:
+            return data.decode(encoding)
+        except UnicodeDecodeError:
+            text = data.decode(encoding, "replace")
+            self.replaced += text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
+            return text
+
+    def transcoded(self, chunks, encoding):
+        """Chunks of UTF-16 or UTF-32 in UTF-8."""
+        replacing, ignoring = (codecs.getincrementaldecoder(encoding)(errors) for errors in ("replace", "ignore"))
+        for chunk in itertools.chain(chunks, [b""]):
+            text = replacing.decode(chunk, not chunk)
+            self.replaced += text.count("\ufffd") - ignoring.decode(chunk, not chunk).count("\ufffd")
+            yield text.encode()
+
+    def chunks(self):
+        """The file's bytes, decompressed and in UTF-8, without a byte order mark."""
+        chunks, head = uncompressed(self.file), b""
+        while len(head) < HEAD and (chunk := next(chunks, None)) is not None:
+            head += chunk
+        if not is_text(head[:HEAD]):
+            raise Bad(f"{self.file.name}: expected text, found binary data.")
+        mark = next(filter(head.startswith, MARKS), b"")
+        chunks = itertools.chain([head.removeprefix(codecs.BOM_UTF8)], chunks)
+        for chunk in chunks if MARKS.get(mark, "utf-8") == "utf-8" else self.transcoded(chunks, MARKS[mark]):
+            self.spend(len(chunk))
+            yield chunk
+
+    def pieces(self, chunks, separator):
+        """(number from 1, bytes) of each piece between separators; None stands for a piece above the limit."""
+        parts, size, number, tail, keep = [], 0, 1, b"", len(separator) - 1
+
+        def take():
+            nonlocal parts, size
+            found, parts, size = None if size > self.limit else b"".join(parts), [], 0
+            return found
+
+        for chunk in chunks:
+            *whole, rest = (tail + chunk).split(separator)
+            for piece in whole:
+                parts.append(piece)
+                size += len(piece)
+                yield number, take()
+                number += 1
+            tail = rest[max(len(rest) - keep, 0):]      # a separator may start here
+            parts.append(rest[:len(rest) - len(tail)])
+            size += len(parts[-1])
+            if size > self.limit:
+                parts.clear()
+        parts.append(tail)
+        size += len(tail)
+        yield number, take()
+
+    def whole(self):
+        """The contents of a file that is one document."""
+        parts, size = [], 0
+        for chunk in self.chunks():
+            parts.append(chunk)
+            size += len(chunk)
+            if size > self.limit:
+                raise self.too_long()
+        return b"".join(parts)
+
+    def prose(self):
+        if not self.separator:
+            yield self.decode(self.whole())
+            return
+        for number, piece in self.pieces(self.chunks(), self.separator.encode()):
+            self.spend(RECORD_BYTES)
+            yield self.too_long(f": document {number:,}") if piece is None else self.decode(piece)
+
+    # ---- JSON
+
+    def json(self):
+        chunks = self.chunks()
+        head = next((chunk for chunk in chunks if chunk.strip()), b"")
+        if head.lstrip().startswith(b"["):
+            yield from self.array(itertools.chain([head.lstrip()[1:]], chunks))
+        else:
+            yield from self.lines(itertools.chain([head], chunks))
+
+    def lines(self, chunks):
+        """The documents of JSON Lines, or the one of an object that takes a whole file."""
+        pieces = self.pieces(chunks, b"\n")
+        for number, line in pieces:
+            if number == 1 and line and line.strip() == b"{":
+                yield self.value(b"\n".join([line, *self.rest(pieces)]), "")
+            elif line is None:
+                yield self.too_long(f": line {number:,}")
+            elif line and not line.isspace():
+                yield self.value(line, f": line {number:,}")
+
+    def rest(self, pieces):
+        size = 0
+        for _, piece in pieces:
+            size = self.limit + 1 if piece is None else size + len(piece)
+            if size > self.limit:
+                raise self.too_long()
+            yield piece
+
+    def array(self, chunks):
+        """The documents in an array, from the bytes after its bracket. Its elements are cut out before they are
+        decoded; latin-1 makes each byte a character."""
+        decoder, text, at = json.JSONDecoder(), "", 0
+        for number in itertools.count():
+            where = f": element {number:,}"
+            while True:
+                at = re.compile(r"[ \t\r\n,]*").match(text, at).end()
+                try:
+                    end = at if text.startswith("]", at) else decoder.raw_decode(text, at)[1]
+                    break
+                except (ValueError, RecursionError) as error:      # perhaps because the rest is missing
+                    left, text, at = len(text) - at, text[at:], 0
+                    if left > self.limit:
+                        raise self.too_long(where) from None
+                    text += b"".join(self.some(chunks, max(left, CHUNK))).decode("latin-1")
+                    if len(text) == left:
+                        raise self.invalid(where, error) from None
+            if end == at:
+                break
+            yield self.too_long(where) if end - at > self.limit else self.value(text[at:end].encode("latin-1"), where)
+            at = end
+        if text[at + 1:].strip() or any(map(bytes.strip, chunks)):
+            raise Bad(f"{self.file.name}: expected nothing after the array, found more.")
+
+    @staticmethod
+    def some(chunks, size):
+        """The next chunks, of `size` bytes or more if there are so many."""
+        while size > 0 and (chunk := next(chunks, None)) is not None:
+            size -= len(chunk)
+            yield chunk
+
+    def invalid(self, where, error):
+        return Bad(f"{self.file.name}{where}: not valid JSON: {first_line(error)}.")
+
+    def value(self, data, where):
+        """The text in an object; "" where it is null."""
+        self.spend(RECORD_BYTES)
+        try:
+            value = parse(self.decode(data))
+        except ValueError as error:
+            return self.invalid(where, error)
+        found = value.get(self.column, ...) if isinstance(value, dict) else ...
+        if found is None or isinstance(found, str):
+            text = without_surrogates(found or "")
+            self.replaced += text.count("\ufffd") - (found or "").count("\ufffd") if text is not found else 0
+            return text
+        keys = (f"{type(found).__name__} there" if found is not ... else
+                ", ".join(value) or "none" if isinstance(value, dict) else type(value).__name__)
+        return Bad(f"{self.file.name}{where}: expected an object with the text under {self.column!r}, found "
+                   f"{keys[:200]}.\n  Use --column to name another one.")
+
+    # ---- Parquet
+
+    def parquet(self):
+        pyarrow = library("pyarrow", self.file.name)
+        corrupt = pyarrow.ArrowException, OSError
+        with self.file.open() as source:
+            try:
+                table = library("pyarrow.parquet", self.file.name).ParquetFile(source, pre_buffer=False,
+                                                                               buffer_size=CHUNK)
+            except corrupt as error:
+                raise Bad(f"{self.file.name}: not a complete Parquet file ({self.file.size:,} bytes): "
+                          f"{first_line(error)}.\n  Download it again.") from None
+            column = self.parquet_column(pyarrow, table)
+            for group in range(table.num_row_groups):
+                try:
+                    yield from self.rows(pyarrow, table, group, column)
+                except corrupt as error:
+                    yield Bad(f"{self.file.name}: row group {group}: corrupt Parquet data: {first_line(error)}.\n"
+                              "  Download the file again.")
+
+    def parquet_column(self, pyarrow, table):
+        """The number of the column with the text among those that the file stores."""
+        schema, types = table.schema_arrow, pyarrow.types
+        if self.column not in schema.names:
+            raise Bad(f"{self.file.name}: no column {self.column!r}; it has {', '.join(schema.names)[:200]}.\n"
+                      "  Use --column to name another one.")
+        kind = schema.field(self.column).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not any(is_one(kind) for is_one in (types.is_string, types.is_large_string, types.is_binary,
+                                               types.is_large_binary, types.is_fixed_size_binary, types.is_null)):
+            raise Bad(f"{self.file.name}: expected text in column {self.column!r}, found {kind}.\n"
+                      "  Use --column to name another one.")
+        return next(i for i in range(len(table.schema)) if table.schema.column(i).path == self.column)
+
+    def rows(self, pyarrow, table, group, column):
+        """The documents of a row group. What is not in its pages cannot be in a row, so few rows are read at a time
+        where the pages are large."""
+        meta = table.metadata.row_group(group)
+        size, rows = meta.column(column).total_uncompressed_size, meta.num_rows
+        if rows and size / rows > self.limit:
+            for _ in range(rows):
+                self.spend(RECORD_BYTES)
+                yield self.too_long(f": row group {group}")
+            return
+        batches = table.iter_batches(min(64, max(4, BATCH_BYTES // max(size, 1))), [group], [self.column])
+        for batch in batches:
+            values = batch.column(0)
+            values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
+            for value in values.cast(pyarrow.large_binary()):
+                text = value.as_py() or b""
+                self.spend(RECORD_BYTES + len(text))
+                if len(text) > self.limit:
+                    yield self.too_long(f": a row of group {group}")
+                else:
+                    yield self.decode(text)
