@@ -1,4 +1,4 @@
-"""Documents in one file: its compression, encoding and format, which its content decides, and its name where that can't.
+"""Documents in one file, whose content, and where that can't its name, decides its compression, encoding and format.
 
 The bytes of a file may be compressed by gzip, zstd, bzip2 or xz, and are UTF-8, or UTF-16 or UTF-32 after a byte order
 mark. JSON is an array of objects or one object per line (JSON Lines); Parquet has one row per document; prose is one
@@ -29,8 +29,8 @@ RECORD_BYTES = 256       # what a record counts as beside its text
 BATCH_BYTES = 1 << 28    # of a Parquet column, at a time
 FORMATS = {".txt": "prose", ".md": "prose", ".parquet": "parquet",
            **dict.fromkeys((".json", ".jsonl", ".jsonlines", ".ndjson"), "json")}
-COMPRESSIONS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".xz": rb"\xfd7zXZ\0",
-                ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"}       # what their files start with
+COMPRESSIONS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+                ".xz": rb"\xfd7zXZ\0", ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"}       # what their files start with
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
          codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}   # UTF-32's before UTF-16's, with which it starts
 

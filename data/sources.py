@@ -147,9 +147,9 @@ def passed_over(path, root, follow_links):
 
 def leads_inside(link, root):
     """Does a link lead into the folder, or to a blob of the Hugging Face cache that it is a snapshot of?"""
-    target = link.resolve()
-    snapshots = target.parent.parent / "snapshots"
-    return target.is_relative_to(root) or target.parent.name == "blobs" and link.parent.resolve().is_relative_to(snapshots)
+    target, folder = link.resolve(), link.parent.resolve()
+    return target.is_relative_to(root) or (target.parent.name == "blobs"
+                                           and folder.is_relative_to(target.parent.parent / "snapshots"))
 
 
 def hub_files(repo, patterns):
@@ -271,8 +271,7 @@ class Reader:
         more = [f"and {many(len(bad) - BAD_FILES, 'file')} more"] * (len(bad) > BAD_FILES)
         return DataError(INPUT, "\n".join([
             *[f"{many(len(bad), 'file')} with bad records:"] * (len(bad) > 1), *map(str, bad[:BAD_FILES]), *more,
-            "  Correct or remove what is bad and rerun the same command to continue, or pass --skip-bad N to skip up to N "
-            "bad records."]))
+            "  Correct or remove what is bad and rerun the same command, or pass --skip-bad N to skip up to N records."]))
 
 
 def items(reader):
