@@ -140,7 +140,7 @@ static bool read_choices(std::vector<MatmulChoice> *choices, const char *path, c
     return measure || error_set(error, EXIT_INPUT,
                                 "%s: there is no such file, or it is empty.\n"
                                 "  A few steps with --deterministic 0 --matmuls %s write it.",
-                                path, path);
+                                path, shell_word(path).text);
 }
 
 static bool check_choices(const MatmulFile *file, Error *error) {

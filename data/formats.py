@@ -14,6 +14,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import stat
 import sys
 import zlib
@@ -52,7 +53,7 @@ def library(name, use):
         return importlib.import_module(name)
     except ImportError:
         raise DataError(USAGE, f"{use} needs the Python package {name.split('.')[0]}, which is not installed. Run: "
-                               f"{sys.executable} -m pip install {name.split('.')[0]}") from None
+                               f"{shlex.quote(sys.executable)} -m pip install {name.split('.')[0]}") from None
 
 
 def first_line(error):

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -465,11 +466,17 @@ def summarize(writer):
     counts = [f"{writer.tokens[s]:,} {s} tokens in {many(n, 'shard')}" for s, n in shards.items() if n]
     print(f"{writer.out}: {many(writer.documents, 'document')}; {'; '.join(counts)}.")
     print_notes(writer.reader, sys.stdout)
-    glob = f"{writer.out}/{writer.name}"
-    print(f"  --train-data '{glob}_train_*.bin'" + (f" --val-data '{glob}_val_*.bin'" if shards["val"] else ""))
+    print("  " + " ".join(f"--{split}-data {shell_pattern(writer.out / writer.name, f'_{split}_*.bin')}"
+                          for split in FIRST if split == "train" or shards[split]))
 
 
 # ---- the command line
+
+def shell_pattern(path, ending):
+    """A word of a shell command that matches this path, as it is, followed by the pattern `ending`."""
+    text = re.sub(r"[\[*?]", r"[\g<0>]", str(path).replace("\\", "\\\\"))
+    return shlex.quote(("./" if text[0] in "~-" else "") + text + ending)
+
 
 def count(text):
     """A positive whole number, with k, M or B for 10^3, 10^6, 10^9."""

@@ -88,8 +88,8 @@ def load_gpt2():
     return Tokenizer(encode_batch, 50257, 50256, files)
 
 
-# Long texts. The patterns try a run of white space again and again, so that a run of a million makes tiktoken raise, and
-# one of ten million `tokenizers`. The latter needs 200 bytes of memory for a byte of text.
+# Long texts. The patterns try a run of white space again and again, so that a run of a million makes tiktoken raise,
+# and one of ten million `tokenizers`. The latter needs 200 bytes of memory for a byte of text.
 
 WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"    # \s in Rust and Oniguruma
 WHITE_IN_LINE = WHITE.replace("\t-\r", "\t\v\f")
@@ -98,9 +98,9 @@ PIECE = 1 << 20          # characters to encode at once, where white space allow
 
 
 def cut(text, white, words):
-    """(piece, is it one word?) of a long text; only long runs are words, if `words`. The pieces' ids, one after another,
-    are those of the text, because GPT-2's pattern, with WHITE, and Llama 3's and Qwen's, with WHITE_IN_LINE, start a
-    word at each cut."""
+    """(piece, is it one word?) of a long text; only long runs are words, if `words`. The pieces' ids, one after
+    another, are those of the text, because GPT-2's pattern, with WHITE, and Llama 3's and Qwen's, with WHITE_IN_LINE,
+    start a word at each cut."""
     at = 0
     for run in re.finditer(f"[{white}]+", text):
         start, end = run.span()

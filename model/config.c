@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "model/model.h"
+#include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/tokenizer.h"
 
@@ -749,7 +750,7 @@ static void read_rest(Reader *r) {
 }
 
 static bool refuse(const Reader *r, const char *path, Error *error) {
-    char remedy[640];
+    char remedy[128 + sizeof(ShellWord)];
     bool whole = strlen(r->names) + 1 < sizeof r->names;
     if (r->reasons.count == 1 && !strcmp(r->names, "sliding_window") && r->family == &FAMILIES[MISTRAL])
         snprintf(remedy, sizeof remedy,
@@ -757,7 +758,7 @@ static bool refuse(const Reader *r, const char *path, Error *error) {
     else if (r->ignorable == r->reasons.count)
         snprintf(remedy, sizeof remedy,
                  "If the model computes the same without %s, load it with --ignore-config-key %s.",
-                 r->ignorable == 1 ? "it" : "them", whole ? r->names : "NAME,NAME,...");
+                 r->ignorable == 1 ? "it" : "them", whole ? shell_word(r->names).text : "NAME,NAME,...");
     else if (is_own(r))
         snprintf(remedy, sizeof remedy, "This is attn.c's own model_type; doc/checkpoints.md describes its keys.");
     else

@@ -163,7 +163,8 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
     const FolderPath path = folder_path(out, "run.json");
     if (access(path.text, F_OK) != 0 && errno == ENOENT)
         return error_set(error, EXIT_INPUT,
-                         "%s: this file is missing, without which --resume is not possible.\n" NEW_RUN, path.text, out);
+                         "%s: this file is missing, without which --resume is not possible.\n" NEW_RUN, path.text,
+                         shell_word(out).text);
     cJSON *json = json_read(path.text, error);
     if (!json) return false;
     cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
@@ -175,7 +176,7 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
     bool ok = (text && cJSON_IsArray(lineage)) ||
               error_set(error, EXIT_INPUT,
                         "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n" NEW_RUN,
-                        path.text, out);
+                        path.text, shell_word(out).text);
     ok = ok && (!history || cJSON_IsArray(history) ||
                 error_set(error, EXIT_INPUT, "%s: expected \"history\" to be an array.\n  Remove it.", path.text));
     ok = ok && options_resume(before->table, before->count, text, error) &&

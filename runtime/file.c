@@ -518,6 +518,20 @@ bool file_hash(const char *path, FileHash *hash, Error *error) {
     return ok;
 }
 
+ShellWord shell_word(const char *text) {
+    static const char PLAIN[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789@%+=:,./-_";
+    ShellWord out;
+    bool plain = *text && !text[strspn(text, PLAIN)];
+    char *at = out.text, *end = out.text + sizeof out.text - 6;    // room for '\'' and the last '
+    if (!plain) *at++ = '\'';
+    for (; *text && at < end; text++) {
+        if (*text == '\'') at = stpcpy(at, "'\\'");
+        *at++ = *text;
+    }
+    strcpy(at, plain ? "" : "'");
+    return out;
+}
+
 HashText file_hash_text(XXH128_hash_t hash) {
     HashText out;
     snprintf(out.text, sizeof out.text, "%016" PRIx64 "%016" PRIx64, (uint64_t)hash.high64, (uint64_t)hash.low64);

@@ -24,6 +24,13 @@ extern "C" {
 // The remedy for an errno of open() that the path did not cause (too many open files); `otherwise` for any other errno.
 const char *file_remedy(int number, const char *otherwise);
 
+// `text` as one word of a shell command, in quotes if it needs them. Use: printf("%s", shell_word(path).text).
+typedef struct {
+    char text[8192];
+} ShellWord;
+
+ShellWord shell_word(const char *text);
+
 // ---- writing
 
 // A file that is being written from its start. Write-back to disk starts early, so the final fsync has little left to

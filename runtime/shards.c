@@ -86,10 +86,28 @@ static bool add_path(Shards *s, const char *path, Error *error) {
            error_set(error, EXIT_RESOURCE, "out of memory for the list of %zu shards", s->count);
 }
 
+// glob(), but a folder that exists is meant as it is: "set [v2]/*.bin" is about the folder "set [v2]".
+static int find_pattern(const char *pattern, glob_t *found) {
+    const char *slash = strrchr(pattern, '/');
+    size_t length = slash ? (size_t)(slash - pattern) : 0, size = 0;
+    char *folder = strndup(pattern, length), *text = malloc(length + strlen(pattern) + 1);
+    if (!folder || !text) fail(EXIT_RESOURCE, "out of memory for the pattern %s.", pattern);
+    bool exists = length && access(folder, F_OK) == 0;
+    for (size_t i = 0; exists && i < length; i++) {
+        if (strchr("*?[\\~", folder[i])) text[size++] = '\\';
+        text[size++] = folder[i];
+    }
+    strcpy(text + size, exists ? slash : pattern);
+    int status = glob(text, GLOB_TILDE, NULL, found);
+    free(folder);
+    free(text);
+    return status;
+}
+
 // Adds the files that a pattern matches, except masks.
 static bool add_glob(Shards *s, const char *pattern, Error *error) {
     glob_t found;
-    int status = glob(pattern, GLOB_TILDE, NULL, &found);
+    int status = find_pattern(pattern, &found);
     if (status == GLOB_NOMATCH)
         return error_set(
             error, EXIT_INPUT,
@@ -112,7 +130,7 @@ static int by_path(const void *a, const void *b) {
 
 static bool matches(const char *pattern) {
     glob_t found;
-    bool any = glob(pattern, 0, NULL, &found) == 0;
+    bool any = find_pattern(pattern, &found) == 0;
     if (any) globfree(&found);
     return any;
 }

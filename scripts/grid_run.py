@@ -3,6 +3,7 @@ import ctypes
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,7 +57,7 @@ def prepare(grid):
                           f"{data.val}.\n  Make them, or add prepare = [...] with the commands that do.")
         for command in data.prepare:
             print(f"== {command}", flush=True)
-            words = command.split()
+            words = shlex.split(command)
             if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL,
                                       preexec_fn=die_with_parent).returncode:
                 raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code "

@@ -110,7 +110,11 @@ def sources_of(text):
 
 
 def matches(pattern):
-    """The files other than masks that a glob, relative to the repository's root, matches."""
+    """The files other than masks that a glob, relative to the repository's root, matches. A folder that exists is meant
+    as it is."""
+    folder, slash, name = pattern.rpartition("/")
+    if slash and os.path.exists(ROOT / folder):
+        pattern = glob.escape(folder) + slash + name
     found = glob.glob(os.path.expanduser(pattern), root_dir=ROOT)
     return {path for path in found if not path.endswith(".mask")}
 

@@ -48,7 +48,7 @@ cat <<NEXT
 
 The model is in $model, its loss curve in $run/loss.png.
 
-What to try next:
+What to try next, after cd ${PWD@Q}:
   train longer                  scripts/quickstart.sh --steps $((2 * steps))
   your own prompt               ./sample_gpt2 --model $model --prompt "The king is" --max-new-tokens 200
   another attention normalizer  ./train_gpt2 --attn ssmax ${recipe[*]:0:8} \\

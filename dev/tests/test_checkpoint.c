@@ -535,6 +535,19 @@ static void test_lines(void) {
     CHECK(!file_lines_open(folder, 9, &error) && strstr(error.text, "a folder"), "%s", error.text);
 }
 
+static void test_shell_words(void) {
+    check_group("words of a shell command");
+    static const char *const WORDS[] = {"a/b.c", "it's '' $HOME [v2] `x` \\", "~", "", "new\nline"};
+    for (size_t i = 0; i < sizeof WORDS / sizeof *WORDS; i++) {
+        char command[1024], found[256];
+        snprintf(command, sizeof command, "printf %%s %.900s", shell_word(WORDS[i]).text);
+        FILE *shell = popen(command, "r");
+        found[shell ? fread(found, 1, sizeof found - 1, shell) : 0] = 0;
+        CHECK(shell && pclose(shell) == 0 && !strcmp(found, WORDS[i]), "%s: found %s", command, found);
+    }
+    CHECK(!strcmp(shell_word("a/b.c").text, "a/b.c"), "a word that needs no quotes has none");
+}
+
 static void test_files(void) {
     check_group("files and folders");
     char path[PATH_MAX];
@@ -584,6 +597,7 @@ int main(void) {
     snprintf(source, sizeof source, "%s/source.txt", folder);
     fault_clear();
     if (!file_write_text(source, "a tokenizer", &error)) fail_with(&error);
+    test_shell_words();
     test_files();
     test_manifest();
     test_strange_names();
