@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -95,7 +96,10 @@ def presets(program):
 
 def escapes(command):
     """Why a command of `prepare` may do more than make a dataset of this checkout, or ""."""
-    script, *words = command.split() or [""]
+    try:
+        script, *words = shlex.split(command) or [""]
+    except ValueError:
+        return "expected quotation marks in pairs"
     path, data = ROOT / script, (ROOT / "data").resolve()
     if path.resolve().parent != data or path.suffix != ".py" or not path.is_file():
         return "expected a script of data/"
