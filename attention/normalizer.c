@@ -354,43 +354,92 @@ const char *normalizer_shortest(const Normalizer *normalizer, char *out, size_t 
     return out;
 }
 
-static void print_row(const char *name, const Normalizer *normalizer, const char *source) {
-    enum { SCALE_STAGE = 1 };
-    static const int WIDTH[STAGE_COUNT] = {4, 17, 6, 8, 11, 11};
-    printf("  %-21s ", name);
-    for (size_t i = 0; i < STAGE_COUNT; i++) {
-        char text[64], shown[128];
-        normalizer_stage_text(normalizer, i, text, sizeof text);
-        int length = snprintf(shown, sizeof shown, "%s", text);
-        if (i == SCALE_STAGE && normalizer->fixed)
-            snprintf(shown + length, sizeof shown - (size_t)length, ", s = %s fixed",
-                     number_text(normalizer->s_start).text);
-        printf("%-*s ", WIDTH[i], shown);
+static const char DEFINITIONS[] =
+    "  z = c (q k) + o is the score of a key k for a query q, and f = phi(z), which is 0 where k is not visible.\n"
+    "  c is the scale and o the offset; A = f/Z is the key's weight before post, and Z the norm, one for each query.\n"
+    "  n is the number of keys that the query sees, itself included; d is the head size.\n"
+    "  L is the sequence length that the model was trained with, stored in its checkpoint.\n"
+    "  T is the length of the sequence that is processed now; it may be longer than L.\n";
+
+static const char SOURCES[] =
+    "Sources: [SSMax] arXiv 2501.19399; [LSSA] arXiv 2501.13428; [GAU] kexue.fm 9019, on the gated attention unit of\n"
+    "  arXiv 2202.10447; [Softer-Max] markusz.dev/softermax (the last two have no arXiv number of their own).\n";
+
+enum { LABEL_SIZE = 128, TABLE_COLUMNS = STAGE_COUNT + 1 };
+typedef struct {
+    char text[TABLE_COLUMNS][LABEL_SIZE];
+} TableRow;
+
+static TableRow row_of(const Preset *preset) {
+    enum { SCALE_COLUMN = 2 };
+    TableRow row;
+    char *scale = row.text[SCALE_COLUMN];
+    snprintf(row.text[0], LABEL_SIZE, "%s", preset->name);
+    for (size_t i = 0; i < STAGE_COUNT; i++) normalizer_stage_text(&preset->normalizer, i, row.text[i + 1], LABEL_SIZE);
+    if (preset->normalizer.fixed)
+        snprintf(scale + strlen(scale), LABEL_SIZE - strlen(scale), ", s = %s fixed",
+                 number_text(preset->normalizer.s_start).text);
+    return row;
+}
+
+static bool is_built(const Preset *preset) {
+#ifdef ATTN_ONLY
+    return strcmp(preset->name, ATTN_ONLY) == 0;
+#else
+    return preset != NULL;
+#endif
+}
+
+static void widen(int *width, const char *text) {
+    if ((int)strlen(text) > *width) *width = (int)strlen(text);
+}
+
+static void print_row(const TableRow *row, const int *widths, const char *source) {
+    printf(" ");
+    for (size_t i = 0; i < TABLE_COLUMNS; i++) printf(" %-*s", widths[i], row->text[i]);
+    printf(" %s\n", source);
+}
+
+static void print_presets(void) {
+    TableRow header = {{"name"}};
+    int widths[TABLE_COLUMNS] = {0};
+    for (size_t i = 0; i < STAGE_COUNT; i++) snprintf(header.text[i + 1], LABEL_SIZE, "%s", stage_names[i]);
+    for (size_t c = 0; c < TABLE_COLUMNS; c++) {
+        widen(&widths[c], header.text[c]);
+        for (size_t i = 0; i < COUNT(PRESETS); i++)
+            if (is_built(&PRESETS[i])) widen(&widths[c], row_of(&PRESETS[i]).text[c]);
     }
-    printf("%s\n", source);
+    print_row(&header, widths, "source");
+    for (size_t i = 0; i < COUNT(PRESETS); i++) {
+        TableRow row = row_of(&PRESETS[i]);
+        if (is_built(&PRESETS[i])) print_row(&row, widths, PRESETS[i].source);
+    }
+}
+
+static void print_values(void) {
+    char label[LABEL_SIZE];
+    int width = 0;
+    for (int pass = 0; pass < 2; pass++) {    // measure, then print
+        for (size_t i = 0; i < STAGE_COUNT; i++)
+            for (size_t j = 0; j < STAGES[i].count; j++) {
+                const Value *v = &STAGES[i].values[j];
+                const char *format = v->takes[0] == '+' ? "%s=%s[%s]" : "%s=%s%s";
+                snprintf(label, sizeof label, format, stage_names[i], v->name, v->takes);
+                if (pass) printf("  %-*s %s\n", width, label, v->formula);
+                else widen(&width, label);
+            }
+    }
+    printf("  %-*s %s\n", width, "s=X", "initial value of s (default: 1/mean(ln n over n = 1..L), or 1 with pn)");
+    printf("  %-*s %s\n", width, "fixed", "s is not trained");
 }
 
 static void print_table(void) {
     printf(
-        "--attn NAME or --attn NAME+stage=value+...; run --attn help:NAME+... to see one normalizer's formulas\n\n  %-21s %-4s %-17s %-6s %-8s %-11s %-11s %s\n",
-        "name", "qk", "scale", "offset", "phi", "norm", "post", "source");
-    for (size_t i = 0; i < COUNT(PRESETS); i++) {
-#ifdef ATTN_ONLY
-        if (strcmp(PRESETS[i].name, ATTN_ONLY) != 0) continue;
-#endif
-        print_row(PRESETS[i].name, &PRESETS[i].normalizer, PRESETS[i].source);
-    }
+        "--attn NAME or --attn NAME+stage=value+...; run --attn help:NAME+... to see one normalizer's formulas\n%s\n",
+        DEFINITIONS);
+    print_presets();
     printf("\n");
-    for (size_t i = 0; i < STAGE_COUNT; i++)
-        for (size_t j = 0; j < STAGES[i].count; j++) {
-            const Value *v = &STAGES[i].values[j];
-            char text[64];
-            snprintf(text, sizeof text, v->takes[0] == '+' ? "%s=%s[%s]" : "%s=%s%s", stage_names[i], v->name,
-                     v->takes);
-            printf("  %-21s %s\n", text, v->formula);
-        }
-    printf("  %-21s %s\n  %-21s %s\n", "s=X", "initial value of s (default: 1/mean(ln n over n = 1..L), or 1 with pn)",
-           "fixed", "s is not trained");
+    print_values();
     printf("\nTexts with the same meaning get the same shortest name, for example:\n");
     static const char *const EXAMPLES[] = {"softmax+norm=l1+1", "softmax+qk=l2+scale=logd-logn+phi=softplus",
                                            "relu2-n+norm=l1"};
@@ -400,24 +449,33 @@ static void print_table(void) {
         if (normalizer_parse(&example, EXAMPLES[i], message, sizeof message))
             printf("  %s is %s\n", EXAMPLES[i], normalizer_shortest(&example, name, sizeof name));
     }
+    printf("\n%s", SOURCES);
 }
 
 static void print_one(const char *text) {
     Normalizer normalizer;
-    char message[1024], name[NORMALIZER_TEXT], value[64], label[80];
+    char message[1024], name[NORMALIZER_TEXT], value[64], labels[STAGE_COUNT][LABEL_SIZE];
+    int width = 0;
     if (!normalizer_parse(&normalizer, text, message, sizeof message))
         fail(EXIT_USAGE, "--attn help:%s: %s.", text, message);
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        snprintf(labels[i], LABEL_SIZE, "%s=%s", stage_names[i],
+                 normalizer_stage_text(&normalizer, i, value, sizeof value));
+        widen(&width, labels[i]);
+    }
     printf("%s\n", text);
     for (size_t i = 0; i < STAGE_COUNT; i++) {
-        snprintf(label, sizeof label, "%s=%s", stage_names[i],
-                 normalizer_stage_text(&normalizer, i, value, sizeof value));
-        printf("  %-21s %s\n", label, STAGES[i].values[stage_at(&normalizer, i).kind].formula);
+        Stage stage = stage_at(&normalizer, i);
+        const Value *v = &STAGES[i].values[stage.kind];
+        printf("  %-*s %s", width, labels[i], v->formula);
+        if (v->takes[0]) printf("; %s = %s", v->takes + 1, number_text(stage.value).text);
+        printf("\n");
     }
     if (normalizer_has(&normalizer, SCALAR_S) && !isnan(normalizer.s_start))
-        printf("  s=%-19s %s\n", number_text(normalizer.s_start).text,
+        printf("  s=%-*s %s\n", width - 2, number_text(normalizer.s_start).text,
                normalizer.fixed ? "fixed" : "initial value of s");
-    else if (normalizer.fixed) printf("  fixed                 s keeps its initial value\n");
-    printf("shortest equivalent name: %s\n", normalizer_shortest(&normalizer, name, sizeof name));
+    else if (normalizer.fixed) printf("  %-*s s keeps its initial value\n", width, "fixed");
+    printf("%sshortest equivalent name: %s\n", DEFINITIONS, normalizer_shortest(&normalizer, name, sizeof name));
 }
 
 bool normalizer_help(const char *text) {

@@ -546,3 +546,17 @@ def test_the_table_compiles_as_device_code(tmp_path):
                     f"-I{ROOT}", *words, "-x", "c++", source], check=True)
     if shutil.which("nvcc"):
         subprocess.run(["nvcc", "-std=c++17", f"-I{ROOT}", "-c", "-o", tmp_path / "table.o", source], check=True)
+
+
+def test_help_defines_its_letters_and_names_its_sources():
+    def help_of(text):
+        return subprocess.run([TRAIN, "--attn", text], capture_output=True, text=True, check=True).stdout
+
+    whole = help_of("help")
+    definitions = whole.split("\n\n")[0].split("\n")[1:]
+    assert len(definitions) == 5
+    assert all(re.search(rf"\b{letter} (=|is|the)", "\n".join(definitions)) for letter in "zcofZAndLT")
+    assert all(source in whole for source in ("2501.19399", "2501.13428", "kexue.fm 9019", "2504.20966"))
+    assert "P = 15" in help_of("help:lssar") and "BASE = 512" in help_of("help:softmax-log512")
+    stages = help_of("help:softmax+norm=const:1234567.125").split("\n")[1:7]
+    assert len({re.match(r"  \S+ +", line).end() for line in stages}) == 1
