@@ -91,6 +91,14 @@ static bool has_file(const char *folder, const char *name) {
     return access(path, F_OK) == 0;
 }
 
+static const OptionsHelp HELP = {
+    .usage =
+        "Usage: sample_gpt2 --model DIR [flags]\n\n"
+        "Prints each prompt and its continuation to stdout, and the speed to stderr. If there are several texts, a "
+        "line\n\"---- prompt P, sample S\" precedes each. With --interactive, it prints answers alone.",
+    .example = "--model out/quickstart --prompt \"The king is\" --max-new-tokens 100 --temperature 0.8",
+    .page = "checkpoints.md"};
+
 static void parse_flags(SampleOptions *o, int argc, char **argv) {
     *o = (SampleOptions){
         .max_new_tokens = 256, .temperature = 0.9, .top_k = 50, .top_p = 1, .seed = 1337, .num_samples = 1};
@@ -129,13 +137,11 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
         {"seed", OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Sampling",
          .help = "the same seed generates the same texts"},
         {"dtype", OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Machine",
-         .help = "of the weights in matmuls; sums stay float32"},
+         .help =
+             "fp32: weights in float32; bf16: rounded to bfloat16 for matmuls, in half the memory; sums stay float32"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
-    options_parse(
-        table, sizeof table / sizeof *table, argc, argv,
-        "Usage: sample_gpt2 --model DIR [flags]\n\nPrints each prompt and its continuation to stdout, and the speed to stderr. If there are several texts, a line\n"
-        "\"---- prompt P, sample S\" precedes each. With --interactive, it prints answers alone.");
+    options_parse(table, sizeof table / sizeof *table, argc, argv, HELP);
     if (o->attn && normalizer_help(o->attn)) exit(EXIT_DONE);
     if (!o->model) fail(EXIT_USAGE, "--model is missing: name the folder of a checkpoint or a run.");
     if (o->prompt && o->prompt_file) fail(EXIT_USAGE, "--prompt and --prompt-file cannot be used together.");

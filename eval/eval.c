@@ -30,10 +30,13 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Flags
 
-static const char USAGE[] =
-    "Usage: eval_gpt2 --model DIR[,DIR...] [flags]\n\n"
-    "Evaluates checkpoints: the loss at any length and position, retrieval of a needle from a haystack, where attention\n"
-    "goes, the learned scalars, and multiple choice. With --attn, also right after a switch to another normalizer.";
+static const OptionsHelp HELP = {
+    .usage = "Usage: eval_gpt2 --model DIR[,DIR...] [flags]\n\n"
+             "Evaluates checkpoints: the loss at any length and position, retrieval of a needle from a haystack, where "
+             "attention\ngoes, the learned scalars, and multiple choice. With --attn, also right after a switch to "
+             "another normalizer.",
+    .example = "--model out/quickstart --data 'data/shakespeare/*_val_*.bin' --seq-lens 256,512 --out out/eval",
+    .page = "evaluation.md"};
 
 static const EvalOptions DEFAULTS = {
     .max_tokens = 1 << 20,
@@ -170,7 +173,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
          .help = "unknown keys in config.json to ignore"},
         {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model",
-         .help = "log: replace the learned p_n, for all n, by the fit p_n = a1 ln(n) + a2"},
+         .help = "none: p_n as learned; log: replaced for all n by the fit p_n = a1 ln(n) + a2"},
         {"rope-theta", OPT_FLOAT, &o->rope_theta, 0, 1e12, .arg = "X", .group = "Model", .uses = MODEL_RUNS,
          .help = "base of RoPE's wavelengths; 0: the checkpoint's"},
         {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .uses = MODEL_RUNS,
@@ -190,7 +193,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"samples", OPT_INT, &o->samples, 1, 1e6, .arg = "N", .group = "Data", .uses = NEEDLE | ATTENTION,
          .help = "needle: needles per length and depth; attention: sequences, if there is no --prompt-file"},
         {"task", OPT_CHOICE, &o->task, .choices = "loss|positions|needle|attention|scores|choice", .group = "Evaluation",
-         .help = "what to measure; doc/evaluation.md describes each"},
+         .help = "loss: the mean loss at each length; positions: also the loss at each position; needle: how often a number in a long text is found again; attention: where the heads attend, and maps; scores: the learned scalars; choice: accuracy in multiple choice"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Evaluation", .uses = ATTENTION | PROMPTS,
          .help = "attention: a file with one prompt per line, instead of --data"},
         {"chat", OPT_CHOICE, &o->chat, .choices = "raw|squad|chatml", .group = "Evaluation", .uses = NEEDLE,
@@ -219,12 +222,12 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"picture", OPT_SWITCH, &o->picture, .group = "Evaluation",
          .help = "0: write eval.json without pictures; scripts/plot_eval.py draws them later"},
         {"dtype", OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Machine",
-         .help = "of the matmuls' inputs; on a GPU also of the activations"},
+         .help = "fp32: matmuls in float32; bf16: their inputs in bfloat16, on a GPU also the activations; faster and less exact"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
     };
     // clang-format on
     size_t count = sizeof table / sizeof *table;
-    options_parse(table, count, argc, argv, USAGE);
+    options_parse(table, count, argc, argv, HELP);
     check_uses(e, table, count);
     check_pairs(table, count);
     check_flags(e);

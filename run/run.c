@@ -79,6 +79,10 @@ static int64_t rank_timeout(const TrainOptions *o) {
     return timeout;
 }
 
+static const char EXAMPLE[] =
+    "--train-data 'data/shakespeare/*_train_*.bin' --val-data 'data/shakespeare/*_val_*.bin' \\\n"
+    "    --model 15M --seq-len 256 --batch 8 --steps 200 --out out/first";
+
 void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
     TrainOptions *o = &run->o;
     Error error;
@@ -86,7 +90,8 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     start_program(program->name);
     process_hold_signals(argv);
     train_options_init(o, normalizer_flag_help, program->gpus);
-    options_parse(o->table, o->count, argc, argv, program->usage);
+    OptionsHelp help = {program->usage, EXAMPLE, "training.md"};
+    options_parse(o->table, o->count, argc, argv, help);
     if (normalizer_help(o->attn)) exit(EXIT_DONE);
     process_start(&argc, &argv);
     run->heartbeat = heartbeat_start(rank_timeout(o));

@@ -57,7 +57,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"logit-softcap", OPT_FLOAT, &o->logit_softcap, 0, MAX_SOFTCAP, .arg = "C", .group = "Model", .help = "cap the output logits softly: C tanh(logits/C), 30 in Gemma 2; 0: no cap; without this flag: none, or the loaded model's"},
         {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint, or in a Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "unknown keys in --init-from's config.json to ignore"},
-        {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "data type of matmul inputs; sums and master weights stay float32"},
+        {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "fp32: matmuls in float32; bf16: their inputs in bfloat16, faster where the hardware has it and less exact; sums and master weights stay float32"},
 
         {"batch",       OPT_INT, &o->batch, 1, 65536, .arg = "B", .group = "Training", .help = "micro-batch: sequences per rank", .on_resume = true},
         {"seq-len",     OPT_INT_LIST, &o->seq_len, 1, 1 << 20, .arg = "T[,T...]", .group = "Training", .help = "tokens per sequence; if several, each step draws one"},
@@ -90,7 +90,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
 
         {"zero",        OPT_SWITCH, &o->zero, .group = "GPUs", .help = "shard the optimizer's state over the ranks (ZeRO-1)", .on_resume = true},
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "recompute some activations in the backward pass to save memory", .on_resume = true},
-        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "data type of gradients during the all-reduce"},
+        {"reduce-dtype", OPT_CHOICE, &o->reduce_dtype, .choices = "fp32|bf16", .group = "GPUs", .help = "the all-reduce adds gradients in float32 (fp32), or in bfloat16 (bf16), with half the traffic and less exactly"},
         {"deterministic", OPT_SWITCH, &o->deterministic, .group = "GPUs", .help = "bitwise reproducible; 0: pick the fastest matmul algorithm by measurement, and sum attention's gradients in any order"},
         {"matmuls",     OPT_TEXT, &o->matmuls, .arg = "FILE", .group = "GPUs", .help = "use the matmul algorithms stored in this file; with --deterministic 0, measure those that it lacks and add the fastest", .on_resume = true},
         {"graphs",      OPT_SWITCH, &o->graphs, .group = "GPUs", .help = "queue a micro-batch as CUDA graphs (never with --profile); 0: kernel by kernel", .on_resume = true},

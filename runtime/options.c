@@ -543,12 +543,14 @@ static Option *next_flag(CommandLine *c, const char **text) {
     return o;
 }
 
-static _Noreturn void print_help_page(const CommandLine *c, const char *usage) {
+static _Noreturn void print_help_page(const CommandLine *c, OptionsHelp help) {
     if (process_launched_rank() > 0) exit(EXIT_DONE);
-    printf("attn.c " ATTN_C_VERSION " (%s)\n\n%s\n", program_name, usage);
+    printf("attn.c " ATTN_C_VERSION " (%s)\n\n%s\n", program_name, help.usage);
     print_groups(c->table, c->count, "\n%s\n", print_help);
     print_groups(c->own, OWN_COUNT, "\n%s\n", print_help);
-    printf("\nWrite --flag value or --flag=value. A bare switch means 1. If a flag is repeated, the last one wins.\n");
+    printf(
+        "\nWrite --flag value or --flag=value. A bare switch means 1. If a flag is repeated, the last one wins, unless its text\nsays otherwise.\n");
+    printf("\nExample: ./%s %s\nMore: doc/%s\n", program_name, help.example, help.page);
     end_printed("the help");
 }
 
@@ -565,11 +567,11 @@ static void forget_texts(Option *o) {
     o->owned = NULL;
 }
 
-void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage) {
+void options_parse(Option *table, size_t count, int argc, char **argv, OptionsHelp help) {
     CommandLine c;
     const char *text;
     start(&c, table, count, argc, argv);
-    if (has_word(&c, "--help") || has_word(&c, "-h")) print_help_page(&c, usage);
+    if (has_word(&c, "--help") || has_word(&c, "-h")) print_help_page(&c, help);
     if (has_word(&c, "--version")) print_version();
     for (Option *o; (o = next_flag(&c, &text));)
         if (o == &c.own[CONFIG]) read_config(table, count, text);

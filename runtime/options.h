@@ -55,16 +55,23 @@ typedef struct {
     char *owned;                // the memory of texts that are not on the command line
 } Option;
 
+// What --help prints around the flags.
+typedef struct {
+    const char *usage;      // before them
+    const char *example;    // flags of a complete call
+    const char *page;       // in doc/
+} OptionsHelp;
+
 // Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins, but an
 // OPT_TEXT_LIST has all of them. Every program also has these flags:
 //   --config FILE     reads flags from a file of runtime/toml.h; those on the command line win. May be repeated
 //   --print-config    prints the given flags as such a file, and the others as comments, and exits with 0
-//   --help            prints the version, `usage` and all flags with their defaults, and exits with 0
+//   --help            prints the version, `help` and all flags with their defaults, and exits with 0
 //   --version         prints the version and exits with 0
 // Any error (unknown flag, missing or invalid value, out of range, NaN, stray word) exits with EXIT_USAGE and suggests
 // the nearest valid name if there is one; a file that cannot be read, with EXIT_INPUT. Call it before process_start(),
 // so that an invalid flag never starts MPI; under a launcher, only rank 0 prints.
-void options_parse(Option *table, size_t count, int argc, char **argv, const char *usage);
+void options_parse(Option *table, size_t count, int argc, char **argv, OptionsHelp help);
 
 // Reports any other error in the flags: exits with EXIT_USAGE; under a launcher, only rank 0 prints.
 void usage_fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));

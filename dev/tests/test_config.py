@@ -116,7 +116,7 @@ def test_resume(data, tmp_path):
     ("stpes = 3", 2, "line 1: stpes: unknown flag. Did you mean steps?"),
     ("steps = 3\nzero = 1", 2, "line 2: zero is only supported by train_gpt2cu, the GPU trainer, not by train_gpt2."),
     ("steps = 3\nsteps = 3", 2, "line 2: steps: is set twice; the first time is on line 1."),
-    ("attn = ssmax", 3, "line 1: expected text in quotes, a number, true, false, or [a list of numbers], found ssmax."),
+    ("attn = ssmax", 3, "line 1: expected text in quotes, a number, true, false, or [a list], found ssmax."),
     ("lr = .5", 3, "line 1: expected a number such as 5, 0.5, 1_000 or 6e-4, found .5."),
     ('"lr" = 0.5', 3, 'line 1: expected a key without quotes, found ".'),
     ("steps = 3\nconfig = 'x'", 2, "line 2: config: a file of flags cannot name another. Repeat --config"),

@@ -51,7 +51,7 @@ static void parse(void *words) {
     snprintf(copy, sizeof copy, "%s", (const char *)words);
     while ((argv[argc] = strtok_r(rest, " ", &rest))) argc++;
     defaults();
-    options_parse(table, ROWS, argc, argv, "Usage: test [flags]");
+    options_parse(table, ROWS, argc, argv, (OptionsHelp){"Usage: test [flags]", "--batch 2", "training.md"});
 }
 
 static void test_values(void) {
@@ -137,6 +137,8 @@ static void test_help(void) {
     CHECK(strstr(output, "(default 0.0006)") && strstr(output, "shards to train on (no default)\n") &&
               strstr(output, "of any bytes\n") && strstr(output, "--dtype fp32|bf16"),
           "defaults: %s", output);
+    const char *end = "\nExample: ./test_options --batch 2\nMore: doc/training.md\n";
+    CHECK(strlen(output) > strlen(end) && !strcmp(output + strlen(output) - strlen(end), end), "the end: %s", output);
 }
 
 // ---- --config and --print-config
