@@ -103,7 +103,7 @@ static size_t partials_of(FlashShape shape) {
 }
 
 // Parts of v add to dq in order, so those that run at the same time wait for each other. With every second part in a
-// sum of its own they wait little (dev/bench/backward_schedule.py --parts 12).
+// sum of its own they wait little.
 static size_t dq_sets_of(FlashShape shape, size_t element) {
     return std::min(parts_of(shape, element), (size_t)2);
 }

@@ -23,8 +23,7 @@
 #   shapes        times attention with heads of 128 and 48, grouped heads, a gated unit's head, and in float32
 #   others        times every normalizer against PyTorch's methods to compute it, T = 4k first
 #   package       compares attn_c, the PyTorch package, on the GPU with itself on the CPU, and times it beside SDPA
-#   counters      shows the time and memory traffic of each kernel of a step at 124M, by ncu, and compares the
-#                 instructions that attention's kernels issue with dev/bench/sass.py's count
+#   counters      shows the time and memory traffic of each kernel of a step at 124M, by ncu
 #   sanitizer     runs compute-sanitizer's memcheck, racecheck and synccheck on our kernels, but not on cuBLASLt's
 #   larger        times the training step at 162M against PyTorch's
 #   several       tests two ranks with a GPU each, with MPI and NCCL: sums, and a run compared with that of one rank
@@ -869,7 +868,6 @@ part_counters() {
         return
     fi
     check "a step by kernel" 25 120 "$python" dev/bench/gpu_kernels.py step "$out" "$train"
-    check "instructions of attention's kernels" 20 300 "$python" dev/bench/gpu_kernels.py count "$out" "$flash"
 }
 
 # ---------------------------------------------------------------- sanitizer

@@ -2,30 +2,17 @@
 
     python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]
         one forward and backward pass of attention; checks that its results are finite. Needs no cuBLASLt
-    python3 dev/bench/gpu_kernels.py count REPORT FLASH.SO [ATTN...]
-        the instructions that each kernel of attention issues, by ncu: those for compute capability 8.0, then those for
-        9.0 if the GPU has it
-    python3 dev/bench/gpu_kernels.py passes FLASH.SO ATTN
-        the passes during which `count` observes the kernels: all in one process, because starting one takes seconds
     python3 dev/bench/gpu_kernels.py step REPORT TRAIN_GPT2CU
         the time and the memory traffic of each kernel in one training step at 124M, by ncu
 
-A kernel issues a·T² + b·T + c instructions over T tokens. Counts at three lengths give a, the share of the main loops
-without prologue and epilogue. The tables give the instructions for the scores of a tile, next to the count of
-dev/bench/sass.py. On 9.0, a warp that waits for an mbarrier may ask for it again, which sass.py does not count.
-sass.py compiles each kernel, so it runs in the background; each normalizer is saved as soon as ncu has counted it.
-
-Exit codes of count and step: 0; 1 if a program failed; 77 if ncu is not allowed to read the counters.
+Exit codes of step: 0; 1 if a program failed; 77 if ncu is not allowed to read the counters.
 """
 import csv
 import ctypes
-import json
-import os
 import re
 import subprocess
 import sys
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -35,19 +22,7 @@ sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/tests")]
 import cpu_step
 import gpu_report
 import gpu_step
-import step_model
 from flash_types import Shape, arrays_for, scalars_at_start
-
-METRIC = "smsp__inst_issued.sum"
-# By the value of FLASH90 with which they run. A tile's scores are a warp's for 8.0, and a block's for 9.0.
-KERNELS = {"0": ("flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel"),
-           "1": ("flash90_forward_kernel", "flash90_backward_kernel")}
-FORWARD = {kernels[0] for kernels in KERNELS.values()}
-SCORES = {"0": 32 * 64, "1": 128 * 128}
-LENGTHS, HEADS, SIZE = (1024, 2048, 4096), 4, 64
-# The most important first, because time may run out.
-COUNTED = ("softmax", "sigmoid", "gelu-l1", "lssar", "mish-l1", "softmax-recentered-l1", "softplus-l1",
-           "softmax-recentered", "relu2-n", "softpick")
 
 STEP_METRICS = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 STEP_MODEL, STEP_BATCH, STEP_LENGTH = "124M", 16, 1024
@@ -172,9 +147,7 @@ def main_step(folder, program):
         # --profile: without CUDA graphs, and without a checkpoint at the end.
         command = gpu_step.our_command(Namespace(ours=program), STEP_MODEL, STEP_BATCH, STEP_LENGTH, 2, data)
         # Of the first step, only the end is needed; observing the rest would take seconds.
-        run = step_model.Run(step_model.parse_model(STEP_MODEL), STEP_BATCH, STEP_LENGTH, step_model.DEVICES["h100"])
-        skipped = len(step_model.launches(run)) // 2
-        text = observe(STEP_METRICS, [*command, "--profile"], "--cache-control", "none", "--launch-skip", str(skipped))
+        text = observe(STEP_METRICS, [*command, "--profile"], "--cache-control", "none", "--launch-skip", "100")
     try:
         found = parse_step(text)
     except NotPermitted as error:
@@ -187,125 +160,6 @@ def main_step(folder, program):
     return 0
 
 
-# ---------------------------------------------------------------- counting instructions
-
-def passes():
-    """[(FLASH90, T)] of the passes that `count` observes, in their order. With FLASH90=0, only the kernels for 8.0."""
-    paths = ["0"] if os.environ.get("FLASH90") == "0" else list(KERNELS)
-    return [(flash90, T) for flash90 in paths for T in LENGTHS]
-
-
-def main_passes(library, attn):
-    for flash90, T in passes():
-        os.environ["FLASH90"] = flash90          # which flash.so reads at each call
-        main_run(library, "bf16", attn, T, SIZE, SIZE, 1, HEADS)
-
-
-def kernel_of(name):
-    return next((kernel for kernels in KERNELS.values() for kernel in kernels if kernel in name), None)
-
-
-def parse_counts(text):
-    """[{kernel: count}], one for each pass. A pass begins with its forward kernel, and the first launch of each kernel
-    counts."""
-    found = []
-    for name, values in parse_launches(text):
-        kernel = kernel_of(name)
-        if kernel and METRIC in values:
-            if not found or kernel in FORWARD and not found[-1].keys() <= FORWARD:
-                found.append({})
-            found[-1].setdefault(kernel, round(values[METRIC]))
-    return found
-
-
-def count(library, attn):
-    """{(FLASH90, T): {kernel: count}}"""
-    names = "|".join(kernel for kernels in KERNELS.values() for kernel in kernels)
-    found = parse_counts(observe([METRIC], [sys.executable, __file__, "passes", library, attn],
-                                 "--kernel-name", f"regex:{names}"))
-    if len(found) != len(passes()):
-        raise SystemExit(f"gpu_kernels: {attn}: ncu saw {len(found)} passes; expected {len(passes())}")
-    return dict(zip(passes(), found))
-
-
-def per_tile(by_length, scores):
-    """Instructions for that many scores from {T: count} at T, 2T and 4T: a·T² + b·T + c, and T²/2 scores per head."""
-    (t, n1), (t2, n2), (t4, n4) = sorted(by_length.items())
-    assert (t2, t4) == (2 * t, 4 * t)
-    quadratic = ((n4 - n1) - 3 * (n2 - n1)) / (6 * t * t)
-    return quadratic * 2 * scores / HEADS
-
-
-def by_sass(attn):
-    """{kernel: instructions} of dev/bench/sass.py for a preset; {} if it cannot run (without nvdisasm, for example)."""
-    # ncu's processes come first.
-    command = ["nice", "-n", "19", sys.executable, str(ROOT / "dev/bench/sass.py"), "--json", attn]
-    result = subprocess.run(command, capture_output=True, text=True)
-    try:
-        found = json.loads(result.stdout)
-        return ({f"flash_{row['kernel']}_kernel": row["issued"] for row in found["rows"] if row["preset"] == attn}
-                | {f"flash90_{row['kernel']}_kernel": 4 * row["issue"] for row in found["rows90"]
-                   if row["preset"] == attn})
-    except (ValueError, KeyError):
-        return {}
-
-
-def main_count(folder, library, *names):
-    report = gpu_report.Report(folder)
-    report.resume("counters")
-    names, records = names or COUNTED, report.part("counters")["records"]
-    wanted = [attn for attn in names if not any(record["attn"] == attn for record in records)]
-    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))          # each runs two compilers
-    sass = {attn: pool.submit(by_sass, attn) for attn in names
-            if not any(record["attn"] == attn and record["by_sass"] for record in records)}
-    try:
-        for attn in wanted:
-            counts = count(library, attn)
-            for flash90, kernels in KERNELS.items():
-                for kernel in kernels:
-                    by_length = {T: counts[path, T][kernel] for path, T in counts
-                                 if path == flash90 and kernel in counts[path, T]}
-                    if len(by_length) == len(LENGTHS):
-                        report.record("counters", {"attn": attn, "kernel": kernel},
-                                      issued=per_tile(by_length, SCORES[flash90]), by_sass=None)
-            save(report, {name: future for name, future in sass.items() if future.done()})
-        save(report, sass)
-    except NotPermitted as error:
-        print(f"the counters cannot be read: {error}")
-        return gpu_report.NO_GPU
-    finally:
-        pool.shutdown(cancel_futures=True)
-    print(f"{len(records)} kernels counted")
-    return 0
-
-
-def save(report, sass):
-    """Saves the report with sass.py's counts, {normalizer: future}. Waits for those that still run."""
-    for record in report.part("counters")["records"]:
-        if record["attn"] in sass:
-            record["by_sass"] = sass[record["attn"]].result().get(record["kernel"])
-    tabulate(report)
-    report.save()
-
-
-def tabulate(report):
-    titles = {"0": "Instructions that a warp issues for 32×64 scores, compute capability 8.0",
-              "1": "Instructions that a block issues for 128×128 scores, compute capability 9.0"}
-    for flash90, title in titles.items():
-        rows = []
-        for record in report.part("counters")["records"]:
-            issued, expected, kernel = record["issued"], record["by_sass"], record["kernel"]
-            if kernel in KERNELS[flash90]:
-                rows.append([f"`{record['attn']}`", re.sub(r"flash(90)?_|_kernel", "", kernel), f"{issued:.0f}",
-                             f"{expected:.0f}" if expected else "", f"{issued / expected:.2f}" if expected else ""])
-        if rows:
-            report.table("counters", f"{title}, bf16, heads of 64",
-                         ["normalizer", "kernel", "by ncu", "by sass.py", "ncu / sass.py"], rows,
-                         [f"ncu's {METRIC} at T = {', '.join(map(str, LENGTHS))}; the part that grows with T²",
-                          *([] if any(row[3] for row in rows) else ["without sass.py's counts: it failed, or was "
-                                                                    "stopped, or nvcc or nvdisasm is missing"])])
-
-
 def main():
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
@@ -314,11 +168,9 @@ def main():
     numbers = all(word.isdecimal() for word in rest[3:])
     if verb == "run" and len(rest) in (6, 7, 8) and rest[1] in ("bf16", "fp32") and numbers:
         return main_run(*rest)
-    if verb == "count" and len(rest) >= 2:
-        return main_count(*rest)
-    if verb in ("passes", "step") and len(rest) == 2:
-        return {"passes": main_passes, "step": main_step}[verb](*rest)
-    print(f"{__doc__}\ngpu_kernels: expected run, count, passes or step with the words above, not: "
+    if verb == "step" and len(rest) == 2:
+        return main_step(*rest)
+    print(f"{__doc__}\ngpu_kernels: expected run or step with the words above, not: "
           f"{' '.join(words) or 'nothing'}", file=sys.stderr)
     return 2
 

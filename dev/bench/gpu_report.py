@@ -55,7 +55,7 @@ EVALUATES = (*TIMES_STEPS, "dev/bench/gpu_eval.py", "eval/*", "data/cities.txt",
 TESTS = ("dev/tests/*.cu*", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
 BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu*", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*")
 PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"),
-                "counters": (*TIMES_STEPS, "dev/bench/gpu_kernels.py", "dev/bench/sass*.py", FLASH_SO),
+                "counters": (*TIMES_STEPS, "dev/bench/gpu_kernels.py"),
                 "attention": TIMES_ATTENTION, "shapes": TIMES_ATTENTION, "others": TIMES_ATTENTION,
                 "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,
                 "evaluation": EVALUATES, "package": ("dev/bench/torch_gpu.py",)}

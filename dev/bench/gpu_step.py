@@ -2,7 +2,7 @@
 
     python3 dev/bench/gpu_step.py REPORT step [--budget 500]
         124M at T = 1024: B = 16, also ours with other flags, then the largest batch that fits; and the phases of our
-        step, beside dev/bench/step_model.py's
+        step
     python3 dev/bench/gpu_step.py REPORT larger [--budget 500]
         the same for 162M, without the phases
     python3 dev/bench/gpu_step.py REPORT memory [--budget 300]
@@ -51,7 +51,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/bench"))
 import cpu_step
 import gpu_report
-import step_model
 
 MODELS = {"124M": {"tied": True}, "162M": {"tied": False}}
 TINY = {"tiny": {"tied": True, "layers": 1, "heads": 2, "channels": 96, "ffn": 128, "vocab": 128}}
@@ -446,13 +445,6 @@ def floors(model, B, T, undoes_rope):
 PRODUCTS = ("q, k, v and o matmuls", "feed-forward matmuls", "logits and loss")
 
 
-def modeled(model, B, T, name):
-    """{phase: ms} by dev/bench/step_model.py, if it knows the GPU of this name."""
-    device = next((d for key, d in step_model.DEVICES.items() if key.upper() in name), None)
-    run = device and step_model.Run(step_model.parse_model(spec(model)), B, T, device)
-    return {phase: 1e3 * found.seconds for phase, found in step_model.by_phase(run).items()} if run else {}
-
-
 def phases(report, options):
     """Tabulates --profile of the first model at B = 16 beside the floors, from the ceilings measured on this device.
     Returns True if time ran out."""
@@ -466,18 +458,16 @@ def phases(report, options):
         options.failed += [f"the phases: {best['failed']}"] if best is profile else []
         return False
     total, least = sum(profile["phases"].values()), floors(model, options.batch, options.length, best["undoes_rope"])
-    on_paper = modeled(model, options.batch, options.length, best["name"])
     rows = []
     for name, ms in profile["phases"].items():
         moved, flops = least.get(name, (0, 0))
         floor = 1e3 * (moved / best["bytes"] + flops / best["flops"])
         rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "",
-                     f"{100 * floor / ms:.0f} %" if floor and ms else "",
-                     f"{on_paper[name]:.2f}" if name in on_paper else ""])
+                     f"{100 * floor / ms:.0f} %" if floor and ms else ""])
     share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
     report.part("step")["profile"] = {"model": model, "B": options.batch, "T": options.length, **profile, **best}
     report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}",
-                 ["phase", "ms per step", "share", "floor ms", "of floor", "modeled ms"], rows,
+                 ["phase", "ms per step", "share", "floor ms", "of floor"], rows,
                  [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, "
                   f"{best['flops'] / 1e12:.0f} TFLOP/s for a bf16 matmul of 8192³ random numbers",
                   f"{100 * share:.0f} % of the step is spent in cuBLASLt's matmuls (including the loss kernel)",

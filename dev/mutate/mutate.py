@@ -38,20 +38,19 @@ FLASH_WORDS = ("kinds or before_rope or (nan and (float or sigmoid)) or truncate
                "or conflicts or all_zero_rows or (scale_of_zero and not identity) or last_rows")
 FLASH_TESTS = [("build/on_cpu/flash.so", [*PYTEST, "dev/tests/test_flash.py", "-k", FLASH_WORDS])]
 # Which of them run, and in which order they add.
-SELECTION_TESTS = [("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "any_order or flash90"])]
+SELECTION_TESTS = [("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "any_order or which_kernels"])]
 KERNEL_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels"])]
 PHI_TESTS = [("build/on_cpu/tests/test_kernels", ["build/on_cpu/tests/test_kernels", "phi"])]
 # What builds on the kernels: the trainer, its matmuls, its sums over ranks.
 TRAINER = ("train_gpt2.cu", "cuda/graphs")
 TRAINER_WORDS = ("late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks or zero_gives "
                  "or same_number or recomputing or resume or graphs or stored or z_loss or sample or often "
-                 "or on_the_seed or is_measured or of_all_ranks")
+                 "or on_the_seed or is_measured or of_all_ranks or overlap")
 TRAINER_TESTS = [("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_tied_v97_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "softmax_gau_T33"]),
                  ("test_gpt2cu_on_cpu", ["./test_gpt2cu_on_cpu", "ssmax_bias_h4_kv2_T33"]),
                  *SELECTION_TESTS,
-                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS]),
-                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_step_model.py", "-k", "overlap"])]
+                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", TRAINER_WORDS])]
 MATMUL_TESTS = [("build/on_cpu/tests/test_matmul", ["build/on_cpu/tests/test_matmul"]),
                 ("train_gpt2cu_on_cpu", [*PYTEST, "dev/tests/test_cuda.py", "-k", "stored"])]
 

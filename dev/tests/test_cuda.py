@@ -230,6 +230,64 @@ def test_no_rank_waits_until_it_has_no_work(cuda, data, tmp_path, flags):
     assert sorted(idle for _, idle in few) == sorted(idle for _, idle in more)
 
 
+def kernels(text):
+    """{name: launches} of attention's kernels, and the calls and bytes of fills, in a report of the emulation."""
+    found = {}
+    for name, count in re.findall(r"^  (?:void )?(\w*flash\w*)[<(].*: (\d+) launches$", text, re.M):
+        found[name] = found.get(name, 0) + int(count)
+    fills = re.search(r"^  cudaMemsetAsync: (\d+) calls, (\d+) bytes$", text, re.M)
+    return found, tuple(map(int, fills.groups()))
+
+
+WIDE = ["--model", "layers=1,heads=1,channels=64,ffn=40,vocab=97", "--batch", 2, "--seq-len", 16, "--dtype", "bf16"]
+
+
+def test_any_order_clears_the_sums_of_dq(cuda, data):
+    """With --deterministic 0, attention's backward pass adds to dq in any order, from zeros. By default, it clears a
+    counter for each tile of 64 queries instead, and the first block of keys writes."""
+    (fixed, (count, size)), (any_order, fills) = (
+        kernels(train(data, *WIDE, "--steps", 1, "--deterministic", x, program=cuda, env={"CUDA_ON_CPU_REPORT": "1"}))
+        for x in (1, 0))
+    assert fills == (count + 1, size + 2 * (64 * 64 * 4 - 4)) and any_order == fixed
+
+
+@pytest.mark.parametrize("capability, flash90", [(90, None), (90, "1"), (90, "0"), (80, None), (120, None)])
+def test_which_kernels_run(cuda, data, capability, flash90):
+    """Compute capability 9.0 has kernels of its own, which FLASH90=0 turns off; wgmma exists on no other."""
+    env = {"CUDA_ON_CPU_REPORT": "1", "CUDA_ON_CPU_CAPABILITY": str(capability)}
+    text = train(data, *WIDE, "--steps", 1, program=cuda, env=env | ({"FLASH90": flash90} if flash90 else {}))
+    own = capability == 90 and flash90 != "0"
+    expected = {"flash90_forward_kernel", "flash90_backward_kernel"} if own else {
+        "flash_forward_kernel", "flash_dq_kernel", "flash_dkv_kernel"}
+    found = set(kernels(text)[0])
+    assert expected <= found and own == any(name.startswith("flash90") for name in found)
+    assert ("; attention by the kernels for compute capability 8.0" in text) == (flash90 == "0")
+
+
+def test_a_wrong_choice_of_kernels(cuda, data):
+    text = train(data, *WIDE, "--steps", 1, program=cuda, env={"FLASH90": "no"}, code=2)
+    assert "FLASH90=no in the environment: expected 0 or 1." in text
+
+
+def test_sums_overlap_with_the_backward_pass(cuda, data, tmp_path):
+    """A layer's gradients are summed while the layers below it still work: no stream waits for a sum before the last
+    one is queued."""
+    train(data, *SMALL, "--model", MODEL + ",layers=4", "--steps", 3, "--graphs", 0, program=cuda, processes=2,
+          env={"CUDA_ON_CPU_SCHEDULE": str(tmp_path / "log")})
+    log = [line.split(" ", 3) for line in next(tmp_path.glob("log.*")).read_text().splitlines()]
+    log = [(int(number), int(stream), int(after), name) for number, stream, after, name in log]
+    updates = [i for i, (*_, name) in enumerate(log) if "adamw_kernel" in name]
+    step = log[updates[-2] + 1:updates[-1]]
+    sums = [(number, stream) for number, stream, _, name in step if name.startswith("nccl")]
+    (communication,) = {stream for _, stream in sums}
+    ours = {number for number, stream, *_ in log if stream == communication}
+    waits = [number for number, stream, after, _ in step if stream != communication and after in ours]
+    assert len(sums) == 4 + 3 and waits and min(waits) > sums[-2][0]      # layers; embedding, rest, loss and norm
+    queued = [sum(1 for number, stream, _, name in step if name and stream != communication and a < number < b)
+              for (a, _), (b, _) in zip(sums, sums[1:-1])]
+    assert all(queued), "launches between one sum and the next"
+
+
 # ---- graphs
 
 

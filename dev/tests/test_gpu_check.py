@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,6 @@ import gpu_kernels
 import gpu_report
 import gpu_step
 import model as reference
-import step_model
 
 EMULATED, COLLECTIVE = ROOT / "train_gpt2cu_on_cpu", ROOT / "build/on_cpu/tests/test_collective"
 EVALUATOR, FLASH = ROOT / "eval_gpt2cu_on_cpu", ROOT / "build/on_cpu/flash.so"
@@ -325,35 +323,6 @@ def test_a_missing_ncu_is_reported_but_no_failure(tmp_path):
             == [("info", "ncu is missing")])
 
 
-# Stands in for dev/bench/gpu_kernels.py.
-COUNTS = """import os, sys, time
-with open({log!r}, "a") as log:
-    print("gpu_kernels", sys.argv[1], file=log)
-if sys.argv[1] == "count":
-    time.sleep(float(os.environ.get("NAP", 0)))
-print("counted")
-"""
-
-
-@pytest.mark.drawn(3, of="whole calls")
-def test_counters_without_time_are_left(tmp_path):
-    machine = Machine(tmp_path, ncu="exit 1")
-    for old, new in (("KILL_AFTER=5", "KILL_AFTER=1"), ('by kernel" 25 120', 'by kernel" 1 120'),
-                     ("kernels\" 20 300", "kernels\" 1 300")):
-        machine.edit("scripts/gpu_check.sh", old, new)
-    (machine.root / "dev/bench/gpu_kernels.py").write_text(COUNTS.format(log=str(machine.log)))
-    machine.call("build", code=0)
-
-    def call(*words, **settings):
-        machine.call(*words, **settings)
-        checks = {check["name"]: check["verdict"] for check in parts_of(machine.out)["counters"]["checks"]}
-        return [checks["a step by kernel"], checks["instructions of attention's kernels"]]
-
-    assert call("counters=10", code=gpu_report.UNFINISHED, NAP="100") == ["ok", "left"]
-    assert call("counters", code=0) == ["ok", "ok"]
-    assert (machine.calls("gpu_kernels step"), machine.calls("gpu_kernels count")) == (1, 2)
-
-
 def test_a_dry_run_counts_nothing(tmp_path, known):
     path = fake_programs(tmp_path / "bin", ncu="exit 1")
     gpu_check("counters", out=tmp_path / "out", code=0, **known, PATH=f"{path}:{os.environ['PATH']}")
@@ -438,8 +407,7 @@ def test_help(tmp_path, word):
 @pytest.mark.parametrize("program, words", [
     ("gpu_report", ""), ("gpu_report", "{out} begin"), ("gpu_report", "{out} beginn step"),
     ("gpu_report", "{out} took step soon"), ("gpu_report", "compare close x a b"),
-    ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"), ("gpu_kernels", "count"),
-    ("gpu_kernels", "step {out}")])
+    ("gpu_kernels", ""), ("gpu_kernels", "run flash.so bf16 softmax 64"), ("gpu_kernels", "step {out}")])
 def test_usage_of_the_tools(tmp_path, monkeypatch, capsys, program, words):
     monkeypatch.setattr(sys, "argv", [program, *words.format(out=tmp_path).split()])
     with pytest.raises(SystemExit) as ended:
@@ -725,7 +693,7 @@ def test_the_version_covers_every_source():
     assert {"attention", "cuda"} <= {path.parent.name for path in wanted} and len(wanted) > 30
     assert {str(path.relative_to(ROOT)) for path in wanted - covered} == set()
     flash_so = ROOT / "dev/tests/flash_so.cu"
-    users = ("attention", "shapes", "others", "counters", "tests", "sanitizer")
+    users = ("attention", "shapes", "others", "tests", "sanitizer")
     assert flash_so.exists() and all(flash_so in gpu_report.sources(part) for part in users)
 
 
@@ -796,11 +764,6 @@ def test_verdicts():
     slower = [case("softmax", 16384, "ours", 1.0, forward_tflops=419),
               case("softmax", 16384, "ours-any-order", 1.0, both_tflops=399)]
     assert verdicts(report_with(attention=slower))[9:] == ["PASS, aim reached", "aim missed", "aim missed"]
-
-
-def test_the_goals_of_softmax_are_those_of_the_model():
-    goals = [float(row[2].removeprefix("≥ ")) * 1e12 for row in gpu_report.bounds({})[9:]]
-    assert goals == [goal for both in step_model.GOALS.values() for goal in both if goal]
 
 
 @pytest.mark.parametrize("row, change", [
@@ -978,19 +941,6 @@ def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
             == [(way, "timed out after 0.1 s")])
 
 
-# ---- counts of instructions
-
-def test_instructions_for_a_tile():
-    """Recovered from counts of whole kernels with 1,034 instructions for 32×64 scores, some more for each row, and a
-    prologue."""
-    counts = {T: gpu_kernels.HEADS * (1034 * T * T / 2 / 2048 + 70 * T) + 5000 for T in gpu_kernels.LENGTHS}
-    assert math.isclose(gpu_kernels.per_tile(counts, 2048), 1034, rel_tol=1e-9)
-    assert math.isclose(gpu_kernels.per_tile(counts, 128 * 128), 8 * 1034, rel_tol=1e-9)
-
-
-# What a kernel issues for 1,024 scores.
-ISSUED = {"flash_forward_kernel": 3, "flash_dq_kernel": 5, "flash_dkv_kernel": 7, "flash90_forward_kernel": 11,
-          "flash90_backward_kernel": 13}
 # ncu's output around its table, and the beginning of each of its rows.
 BEFORE_TABLE = '''==WARNING== Note: Running with unmodified GPU clocks.
 ==PROF== Connected to process 71 (train_gpt2cu)
@@ -1015,133 +965,8 @@ def ncu_text(*launches):
                                   for metric, (value, unit) in values.items()) + AFTER_TABLE
 
 
-def launches_of_a_pass(T, hopper):
-    """(kernel, {metric: (value, unit)}); the kernel for dk and dv runs twice, as it does for wide values."""
-    names = gpu_kernels.KERNELS["1" if hopper else "0"]
-    for name in (*names, *(["flash90_dq_kernel"] if hopper else names[2:])):
-        yield name, {gpu_kernels.METRIC: (gpu_kernels.HEADS * ISSUED.get(name, 1) * T * T // 2048, "inst")}
-
-
-class FakeGPU:
-    """Stands in for ncu and for flash.so: the passes that a command of gpu_kernels.py would compute here are launches
-    in the output of ncu."""
-
-    def __init__(self, monkeypatch, capability=90):
-        self.commands, self.capability, self.failing = [], capability, ()
-        monkeypatch.setattr(gpu_kernels, "main_run", self.main_run)
-        monkeypatch.setattr(gpu_kernels, "observe", self.observe)
-        monkeypatch.setattr(gpu_kernels, "by_sass", lambda attn: {"flash90_forward_kernel": 160})
-        monkeypatch.delenv("FLASH90", raising=False)
-
-    def main_run(self, library, dtype, attn, T, HS, VS, B, NH):
-        hopper = self.capability == 90 and os.environ.get("FLASH90") != "0"
-        self.launches += launches_of_a_pass(T, hopper)
-
-    def observe(self, metrics, command, *flags):
-        self.commands.append(command)
-        self.launches = []
-        *_, verb, library, attn = command
-        assert (verb, metrics) == ("passes", [gpu_kernels.METRIC])
-        if attn in self.failing:
-            raise KeyboardInterrupt
-        before = os.environ.get("FLASH90")
-        gpu_kernels.main_passes(library, attn)
-        os.environ.pop("FLASH90")                        # which main_passes sets in a process of its own
-        if before is not None:
-            os.environ["FLASH90"] = before
-        return ncu_text(*self.launches)
-
-
-def counted_in(folder):
-    return {(r["kernel"], round(r["issued"]), r["by_sass"]) for r in parts_of(folder)["counters"]["records"]}
-
-
-ON_80 = {("flash_forward_kernel", 6, None), ("flash_dq_kernel", 10, None), ("flash_dkv_kernel", 14, None)}
-ON_90 = {("flash90_forward_kernel", 176, 160), ("flash90_backward_kernel", 208, None)}
-
-
-@pytest.mark.parametrize("capability, flash90, found", [(80, None, ON_80), (90, None, ON_80 | ON_90), (90, "0", ON_80)])
-def test_instructions_of_both_paths_are_counted(tmp_path, monkeypatch, capability, flash90, found):
-    """One run of ncu for each normalizer computes all lengths with both paths."""
-    gpu = FakeGPU(monkeypatch, capability)
-    if flash90:
-        monkeypatch.setenv("FLASH90", flash90)
-    assert gpu_kernels.main_count(tmp_path, "flash.so", "softmax") == 0
-    assert counted_in(tmp_path) == found and len(gpu.commands) == 1
-    assert len(parts_of(tmp_path)["counters"]["tables"]) == 1 + (ON_90 <= found)
-    assert_well_formed((tmp_path / "report.md").read_text())
-
-
-@pytest.mark.parametrize("change", [lambda passes: passes[::-1], lambda passes: [passes[1], passes[0], *passes[2:]],
-                                    lambda passes: passes[:-1], lambda passes: [*passes, passes[0]]],
-                         ids=["both paths reversed", "two lengths swapped", "one missing", "one too many"])
-def test_passes_in_another_order_are_not_counted_alike(tmp_path, monkeypatch, change):
-    gpu = FakeGPU(monkeypatch)
-    expected = gpu_kernels.passes()
-
-    def main_passes(library, attn):
-        for os.environ["FLASH90"], T in change(expected):
-            gpu_kernels.main_run(library, "bf16", attn, T, 64, 64, 1, gpu_kernels.HEADS)
-
-    monkeypatch.setattr(gpu_kernels, "main_passes", main_passes)
-    if len(change(expected)) != len(expected):
-        with pytest.raises(SystemExit, match=f"ncu saw {len(change(expected))} passes; expected 6"):
-            gpu_kernels.main_count(tmp_path, "flash.so", "softmax")
-    else:
-        gpu_kernels.main_count(tmp_path, "flash.so", "softmax")
-        assert counted_in(tmp_path) != ON_80 | ON_90
-
-
-def test_a_count_that_is_stopped_resumes(tmp_path, monkeypatch):
-    """What was counted is in the report, also without sass.py's count; the next call counts the others, and runs
-    sass.py for all that lack it."""
-    gpu = FakeGPU(monkeypatch)
-    started, ended = [], threading.Event()
-
-    def by_sass(attn):
-        started.append(attn)
-        assert ended.wait(60)
-        return {"flash90_forward_kernel": 160}
-
-    def observe(*words):
-        if words[1][-1] in gpu.failing:
-            report = gpu_report.Report(tmp_path)         # as it was saved while sass.py still ran
-            assert {(r["attn"], r["by_sass"]) for r in report.part("counters")["records"]} == {("softmax", None)}
-            ended.set()
-        return gpu.observe(*words)
-
-    monkeypatch.setattr(gpu_kernels, "by_sass", by_sass)
-    monkeypatch.setattr(gpu_kernels, "observe", observe)
-    gpu.failing = ["sigmoid"]
-    with pytest.raises(KeyboardInterrupt):
-        gpu_kernels.main_count(tmp_path, "flash.so", "softmax", "sigmoid")
-    assert "`softmax`" in (tmp_path / "report.md").read_text()
-    gpu.failing, gpu.commands, started[:] = [], [], []
-    assert gpu_kernels.main_count(tmp_path, "flash.so", "softmax", "sigmoid") == 0
-    assert [command[-1] for command in gpu.commands] == ["sigmoid"] and set(started) == {"softmax", "sigmoid"}
-    records = parts_of(tmp_path)["counters"]["records"]
-    assert ([(r["attn"], r["by_sass"]) for r in records if r["kernel"] == "flash90_forward_kernel"]
-            == [("softmax", 160), ("sigmoid", 160)])
-
-
 NO_PERMISSION = ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance "
                  "Counters")
-
-
-def test_ncu_output_is_parsed():
-    issued = {"smsp__inst_issued.sum": (1234567, "inst")}
-    launches = [("flash_forward_kernel", issued), ("flash_rows_kernel", issued), ("flash_dq_kernel", issued)]
-    assert gpu_kernels.parse_counts(ncu_text(*launches)) == [{"flash_forward_kernel": 1234567,
-                                                              "flash_dq_kernel": 1234567}]
-    again = {"smsp__inst_issued.sum": (7, "inst")}
-    launches += [("flash_dq_kernel", again), ("flash90_forward_kernel", again), ("flash90_forward_kernel", issued)]
-    assert gpu_kernels.parse_counts(ncu_text(*launches))[1:] == [{"flash90_forward_kernel": 7}]
-    with pytest.raises(gpu_kernels.NotPermitted, match="ERR_NVGPUCTRPERM"):
-        gpu_kernels.parse_counts(NO_PERMISSION)
-    with pytest.raises(gpu_kernels.NotPermitted, match="No kernels were profiled"):
-        gpu_kernels.parse_counts("==PROF== Connected\n==WARNING== No kernels were profiled.\n")
-    with pytest.raises(SystemExit, match="the program failed under ncu"):
-        gpu_kernels.parse_counts(ncu_text(*launches) + "==ERROR== The application returned an error code (1).\n")
 
 
 # ---- a step by kernel
@@ -1221,10 +1046,6 @@ def test_step_and_memory(tmp_path, monkeypatch):
     assert not any("used_gb" in r for r in parts["step"]["records"])    # nvidia-smi is not called while a step is timed
     assert set(gpu_step.floors("124M", 16, 1024, True)) <= set(parts["step"]["profile"]["phases"])
     assert_well_formed((tmp_path / "report.md").read_text())
-    modeled = {row[0]: row[5] for row in parts["step"]["tables"]["Where our time goes, tiny, B = 2, T = 32"]["rows"]}
-    run = step_model.Run(step_model.parse_model(gpu_step.spec("tiny")), 2, 32, step_model.DEVICES["h200"])
-    expected = {name: f"{1e3 * phase.seconds:.2f}" for name, phase in step_model.by_phase(run).items()}
-    assert modeled == {name: expected.get(name, "") for name in modeled} and any(modeled.values())
 
 
 def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
@@ -1260,15 +1081,6 @@ def test_floors_name_the_trainers_phases():
     phases = set(re.findall(r'X\([A-Z_]+, +"([^"]+)"\)',
                             source[source.index("#define PHASES(X)"):source.index("PHASE_COUNT")]))
     assert {*gpu_step.floors("124M", 16, 1024, True), *gpu_step.PRODUCTS} <= phases
-
-
-@pytest.mark.parametrize("device, undoes_rope", [("h100", True), ("a100", False)])
-def test_floors_of_bytes_are_those_of_the_model(device, undoes_rope):
-    run = step_model.Run(step_model.parse_model("124M"), 16, 1024, step_model.DEVICES[device])
-    floors = gpu_step.floors("124M", 16, 1024, undoes_rope)
-    for phase in "ROPE", "SWIGLU":
-        moved = sum(launch.bytes for launch in step_model.launches(run) if launch.phase == phase)
-        assert floors[step_model.phases()[phase]][0] == pytest.approx(moved, rel=5e-3)     # RoPE's tables
 
 
 def test_the_largest_batch():
