@@ -28,6 +28,8 @@ import files
 TOKEN_UNITS = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "))
 TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
 SCALARS = ("loss", "val_loss", "lr", "grad_norm", "tok_per_s", "mfu")
+GRID_RUN = re.compile(r"(.+)-s(\d+)-[0-9a-f]{10}")  # grid.py's name of a run folder: normalizer, seed, key
+GRID_EVAL = re.compile(r"-[0-9a-f]{10}$")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -107,8 +109,35 @@ def folder_names(runs):
 
 
 def names(runs):
-    """folder_names() as text for pictures and pages."""
-    return [files.printable(name) for name in folder_names(runs)]
+    """What pictures and pages call the runs: their folders' names. Where grid.py has chosen those, what a person would
+    say: the normalizer, the seed and, if these do not tell them apart, the flags that do."""
+    found = [files.printable(name) for name in folder_names(runs)]
+    by_normalizer = {}
+    for i, run in enumerate(runs):
+        match, described = GRID_RUN.fullmatch(Path(os.path.abspath(run)).name), read_json(Path(run) / "run.json")
+        if match:
+            attn = normalizers(described) if described else match[1]
+            by_normalizer.setdefault(attn, []).append((i, match[2], described.get("arguments", {})))
+    for attn, members in by_normalizer.items():
+        flags = telling_flags([arguments for *_, arguments in members])
+        called = [", ".join([attn, f"seed {seed}", *more]) for (_, seed, _), more in zip(members, flags)]
+        for (i, _, _), name in zip(members, called):
+            found[i] = name if called.count(name) == 1 else f"{name} ({found[i]})"
+    return found
+
+
+def telling_flags(arguments):
+    """For each run's flags, those as text that tell runs with one normalizer and seed apart; nothing if the seed
+    does."""
+    if len({flags.get("seed") for flags in arguments}) == len(arguments):
+        return [[] for _ in arguments]
+    from pictures import results, runs
+    keys = results.differing(arguments, runs.OWN | {"attn", "attn-switch"})
+
+    def text(key, value):
+        parent = GRID_RUN.fullmatch(Path(value).parent.parent.name) if key == "init-from" and value else None
+        return f"from {parent[1]}" if parent else results.flag_text(key, value)
+    return [[text(key, flags.get(key)) for key in keys if key != "init-from" or flags.get(key)] for flags in arguments]
 
 
 def triples(lines, key, path):
@@ -173,30 +202,52 @@ def read_json(path):
     """The JSON object in a file, or {} if there is none."""
     try:
         value = json.loads(files.read(path, files.JSON))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{path}: expected a JSON object ({error}).")
     return value if isinstance(value, dict) else {}
 
 
+def lineage_of(described, key="lineage"):
+    """The entries of the lineage, or of another list, in a run.json."""
+    found = described.get(key, [])
+    return ([entry for entry in found if isinstance(entry, dict) and type(entry.get("step", 0)) is int]
+            if isinstance(found, list) else [])
+
+
 def changes(run):
-    """The entries of the lineage in run.json."""
-    lineage = read_json(Path(run) / "run.json").get("lineage", [])
-    return [entry for entry in lineage if isinstance(entry, dict)] if isinstance(lineage, list) else []
+    return lineage_of(read_json(Path(run) / "run.json"))
 
 
-def change_at_start(run):
-    """A change of normalizer at the start from a checkpoint, for the legend, with the validation losses before and
-    after it if they were measured; or ""."""
-    entry = next((entry for entry in changes(run) if entry.get("event") == "attn-at-start"), None)
-    if not entry:
-        return ""
-    text = f", at the start {entry.get('from')} → {entry.get('attn')}"
+def normalizers(described, step=math.inf):
+    """The normalizer of a run up to a step, "softmax, then ssmax at step 500", by its run.json."""
+    text = str(described.get("arguments", {}).get("attn", "?"))
+    for entry in lineage_of(described):
+        if entry.get("step", 0) > step or "attn" not in entry:
+            continue
+        if entry.get("event") in ("attn-switch", "attn-at-start"):
+            where = f"step {entry.get('step'):,}" if entry["event"] == "attn-switch" else "the start"
+            start = text if ", then " in text else entry.get("from", text)
+            text = f"{start}, then {entry['attn']} at {where}"
+        else:
+            text = str(entry["attn"])
+    return text
+
+
+def change_text(entry):
+    """A change of normalizer, with the validation losses before and after it if they were measured."""
+    text = f"{entry.get('from')} → {entry.get('attn')}"
     try:
         return text + f" ({float(entry['val_loss_before']):.3f} → {float(entry['val_loss_after']):.3f})"
     except (KeyError, TypeError, ValueError):
         return text
+
+
+def change_at_start(run):
+    """A change of normalizer at the start from a checkpoint, for the legend; or ""."""
+    entry = next((entry for entry in changes(run) if entry.get("event") == "attn-at-start"), None)
+    return f", at the start {change_text(entry)}" if entry else ""
 
 
 def read_switches(run, lines):
@@ -208,7 +259,7 @@ def read_switches(run, lines):
             continue
         done = [i for i, line in enumerate(lines) if line["step"] <= entry["step"]]
         at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
-        switches.append((*at, f"{entry.get('from')} → {entry.get('attn')}"))
+        switches.append((*at, change_text(entry)))
     return switches
 
 

@@ -32,7 +32,7 @@ DRAW = {"loss": tasks.loss, "positions": tasks.positions, "needle": tasks.needle
 
 def read(folders):
     """(the series of all folders, which must have one task, labeled and painted; what they have in common, a title)"""
-    series = [s for folder in folders for s in results.read(folder)]
+    series, _ = results.read_all(folders)
     for s in series:
         if s.task != series[0].task:
             raise plot.Refused(f"{s.folder} has the task {s.task}, but {series[0].folder} has {series[0].task}. Plot "

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 from html import escape
 from pathlib import Path
@@ -24,6 +25,8 @@ from pictures.results import shown
 # Flags that say nothing about the result.
 SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "graphs", "matmuls"}
 
+
+MOST_NAMED = 6      # more folders are counted, not named
 
 # ---------------------------------------------------------------- numbers as text
 
@@ -75,12 +78,6 @@ def has_step(folder):
         return False
 
 
-def last_normalizer(run):
-    """The normalizer that a run has now, according to its lineage, or else its flags."""
-    entries = [entry["attn"] for entry in run.get("lineage", []) if isinstance(entry, dict) and "attn" in entry]
-    return str(entries[-1] if entries else run.get("arguments", {}).get("attn", "?"))
-
-
 def shape_of(arguments):
     """What determines the model's shape: --model, or the folder that it was loaded from."""
     return (f"that of {arguments['init-from']}" if arguments.get("init-from")
@@ -90,12 +87,12 @@ def shape_of(arguments):
 def summary_row(folder, name, run):
     arguments = run.get("arguments", {})
     if not has_step(folder):
-        return [name, last_normalizer(run), shape_of(arguments), "no step yet", *[""] * (len(SUMMARY) - 4)]
+        return [name, plot.normalizers(run), shape_of(arguments), "no step yet", *[""] * (len(SUMMARY) - 4)]
     lines = plot.read_metrics(folder)
     finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)]
               for key in ("loss", "val_loss", "grad_norm")}
     clip = arguments.get("grad-clip") or math.inf
-    return [name, last_normalizer(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}",
+    return [name, plot.normalizers(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}",
             f"{lines[-1]['tokens']:,}", text(plot.smooth(plot.column(lines, "loss"))[-1]),
             plot.last_validation(lines, 4) or text(None), text(min(finite["val_loss"], default=None)),
             text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}",
@@ -174,17 +171,17 @@ def scalar_panels(folders, names):
 
 
 def colors_of(names, runs, used):
-    """[(color, dash)]: a run has those of its evaluations, or some that no evaluation has. used: {(name, place):
+    """[(color, dash)]: a run has those of its evaluations, or some that no evaluation has. used: {a series' full name:
     (color, dash)}"""
     styles = charts.colors_of(len(names) + len(used))
     free = itertools.cycle([style for style in styles if style not in used.values()] or styles)
-    keys = [(results.join([name, last_normalizer(run)]), 0) for name, run in zip(names, runs)]
+    keys = [results.join([name, plot.normalizers(run)]) for name, run in zip(names, runs)]
     return [used[key] if key in used else next(free) for key in keys]
 
 
-def about_runs(folders, colors):
+def about_runs(folders, names, colors):
     """The sections about runs, as [(title, HTML)]."""
-    names, runs = plot.names(folders), [plot.read_json(Path(folder) / "run.json") for folder in folders]
+    runs = [plot.read_json(Path(folder) / "run.json") for folder in folders]
     chosen = colors_of(names, runs, colors)
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
@@ -285,46 +282,64 @@ SECTIONS = {"loss": ("Loss by length", about_losses), "positions": ("Loss by pos
             "scores": ("Learned scalars", about_scores), "choice": ("Multiple choice", about_choice)}
 
 
-def read_evaluations(folders):
-    """({task: series}, {(name, place): (color, dash)}): a model has one style under one normalizer in all sections."""
-    found = {}
-    for folder in folders:
-        for s in results.read(folder):
-            found.setdefault(s.task, []).append(s)
-    keys = {}
-    for series in found.values():
-        seen = {}
-        for s in series:
-            seen[s.full_name] = seen.get(s.full_name, -1) + 1
-            keys.setdefault((s.full_name, seen[s.full_name]), []).append(s)
-    for (key, group), style in zip(keys.items(), charts.colors_of(len(keys))):
-        for s in group:
-            s.color, s.dash = style
-        keys[key] = style
-    return {task: found[task] for task in SECTIONS if task in found}, keys
+def read_evaluations(folders, runs):
+    """({task: series}, {full name: (color, dash)}, the runs' names): a model has one style under one normalizer in all
+    sections. If a section has it several times, under several flags, all have its color, and the first its dash."""
+    series, called = results.read_all(folders, runs)
+    styles = dict.fromkeys(s.full_name for s in series)
+    styles = dict(zip(styles, charts.colors_of(len(styles))))
+    taken, seen, found = set(styles.values()), {}, {}
+    for s in series:
+        found.setdefault(s.task, []).append(s)
+        s.color, s.dash = styles[s.full_name]
+        seen[s.task, s.full_name] = place = seen.get((s.task, s.full_name), -1) + 1
+        free = [dash for dash in plot.DASHES if (s.color, dash) not in taken] or plot.DASHES
+        s.dash = free[(place - 1) % len(free)] if place else s.dash
+    names = [called[Path(os.path.abspath(run))] for run in runs]
+    return {task: found[task] for task in SECTIONS if task in found}, styles, names
 
 
 def settings(series):
     """What all series of a section have in common, where they are from, and how they were made."""
     common, flags = results.label(series), results.flags_of(series)
-    folders = ", ".join(f"<code>{escape(files.printable(folder))}</code>" for folder in flags)
+    shown = flags if len(flags) <= MOST_NAMED else [os.path.commonpath(map(os.path.abspath, flags))]
+    folders = ", ".join(f"<code>{escape(files.printable(folder))}</code>" for folder in shown)
     name = common or (series[0].full_name if len(series) == 1 else "")
     about = f"{escape(name)}. " if name else ""
-    return (f'<p class="muted">{about}From {folders}.</p>\n'
-            + flag_tables(plot.names(flags), flags.values(), results.SHOWN_ANYWAY, "flags"))
+    labels = {folder: [s.label for s in series if s.folder == folder] for folder in flags}
+    names = [label[0] if len(label) == 1 < len(series) and plot.GRID_EVAL.search(str(folder)) else name
+             for (folder, label), name in zip(labels.items(), plot.names(flags))]
+    many = f"{len(flags)} folders in " * (len(flags) > MOST_NAMED)
+    return (f'<p class="muted">{about}From {many}{folders}.</p>\n'
+            + flag_tables(names, flags.values(), results.SHOWN_ANYWAY, "flags"))
 
 
 # ---------------------------------------------------------------- the page
 
+def is_run(folder):
+    return any((Path(folder) / name).exists() for name in ("run.json", "metrics.jsonl"))
+
+
+def evaluations_in(folder):
+    """The folders with eval.json: this one and, as grid.py leaves them, those up to two levels below."""
+    return [str(path.parent) for pattern in ("eval.json", "*/eval.json", "*/*/eval.json")
+            for path in sorted(Path(folder).glob(pattern))]
+
+
 def report(folders, title):
-    runs = [folder for folder in folders
-            if any((Path(folder) / name).exists() for name in ("run.json", "metrics.jsonl"))]
-    evaluations = [folder for folder in folders if (Path(folder) / "eval.json").exists()]
+    """Of several folders, as from out/*, those with neither runs nor evaluations are left out."""
+    runs = [folder for folder in folders if is_run(folder)]
+    each = {folder: evaluations_in(folder) for folder in folders}
     for folder in folders:
-        if folder not in runs and folder not in evaluations:
-            raise plot.Refused(f"{folder}: neither a run (run.json, metrics.jsonl) nor an evaluation (eval.json).")
-    found, colors = read_evaluations(evaluations)
-    sections = about_runs(runs, colors) if runs else []
+        if folder not in runs and not each[folder]:
+            text = f"{folder}: neither a run (run.json, metrics.jsonl) nor an evaluation (eval.json)."
+            if not Path(folder).exists() or not runs and not any(each.values()):
+                raise plot.Refused(text)
+            if Path(folder).is_dir():
+                print(f"report.py: note: {text}", file=sys.stderr)
+    evaluations = {os.path.abspath(one): one for found in each.values() for one in found}
+    found, colors, names = read_evaluations(evaluations.values(), runs)
+    sections = about_runs(runs, names, colors) if runs else []
     for task, series in found.items():
         name, about = SECTIONS[task]
         sections.append((name, settings(series) + about(series)))
@@ -350,7 +365,9 @@ def main():
         parser.error(f"--out {out}: cannot create the folder {out.parent} ({error.strerror}). Pass a path in a folder "
                      "that can be written")
     try:
-        title = files.printable(options.title or "") or ", ".join(dict.fromkeys(plot.names(options.folders)))
+        named = [name for name, folder in zip(plot.names(options.folders), options.folders) if Path(folder).is_dir()]
+        called = ", ".join(dict.fromkeys(named)) if len(named) <= MOST_NAMED else f"{len(named)} folders"
+        title = files.printable(options.title or "") or called
         plot.replace(out, report(list(dict.fromkeys(options.folders)), title).encode(), bool(options.out))
         print(out)
     except (plot.Refused, OSError) as error:

@@ -902,7 +902,7 @@ def test_a_run_has_the_color_of_its_evaluations():
     """Also one that is named after its normalizer; a run without evaluations has a color of its own."""
     runs = [{"arguments": {"attn": attn}} for attn in ("softmax", "ssmax", "lssar", "lssa")]
     palette = plot.run_colors(10)
-    used = {("softmax", 0): palette[1], ("b, ssmax", 0): palette[0], ("softmax", 1): palette[2]}
+    used = {"softmax": palette[1], "b, ssmax": palette[0], "c, softmax": palette[2]}
     used = {key: (color, "-") for key, color in used.items()}
     found = report.colors_of(["softmax", "b", "lssar", "d"], runs, used)
     assert found[:2] == [(palette[1], "-"), (palette[0], "-")]
@@ -936,7 +936,8 @@ def test_the_report_has_everything(whole_report):
 def test_the_reports_tables(whole_report):
     head, a, b = rows_of(whole_report, ">Runs</h2>")
     row = dict(zip(head, a))
-    assert row["normalizer"] == "ssmax" and row["steps"] == "30 of 40" and row["tokens"] == "15,360"
+    assert row["normalizer"] == "softmax, then ssmax at step 20"
+    assert row["steps"] == "30 of 40" and row["tokens"] == "15,360"
     assert row["validation"] == f"{3.5 + 8 / 30:.4f}" and row["largest gradient norm"] == "1.50"
     assert row["clipped steps"] == "1" and row["time in steps"] == "15.0 seconds"
     assert rows_of(whole_report, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
@@ -991,6 +992,50 @@ def test_the_flags_of_evaluations(tmp_path):
     assert "Flags that differ" not in text and ["--seed", "7"] in rows_of(text, "<summary>Flags</summary>")
 
 
+def grid_run(root, attn, seed, key, switch=None, **flags):
+    """A run folder as grid.py leaves it, with evaluations whose model it names by the checkpoint."""
+    run = make_run(root / f"{switch or attn}-s{seed}-{key * 10}", attn, seed=seed, **flags)
+    described = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(described | {"lineage": described["lineage"][:2 if switch else 1]}))
+    for name, theta in ("positions-0123456789", 0), ("theta-abcdef0123", 5e4):
+        found = write(run / "eval" / name, "positions", [row | {"model": "step-00000030"} for row in
+                      position_rows(attn=switch or attn)], [("step-00000030", switch or attn)], **{"rope-theta": theta})
+        data = json.loads((found / "eval.json").read_text())
+        data["models"][0]["checkpoint"] = f"out/grids/runs/{run.name}/ckpt/step-00000030"
+        (found / "eval.json").write_text(json.dumps(data))
+    return run
+
+
+def swatches(text, heading):
+    """{label: swatch} of the legend below a heading."""
+    return {label: swatch for swatch, label in
+            re.findall(r"<li>(<svg.*?</svg>)(.*?)</li>", text[text.index(heading):].partition("</ul>")[0])}
+
+
+def test_a_report_of_a_grids_runs(tmp_path):
+    """Rows have the names that a person would give, a switched run's says so; a model has one color under all flags of
+    evaluations. Other folders and files among them are left out."""
+    runs = [grid_run(tmp_path, "softmax", 1, "a"), grid_run(tmp_path, "ssmax", 2, "b"),
+            grid_run(tmp_path, "softmax", 1, "c", "ssmax"), grid_run(tmp_path, "lssa", 1, "d"),
+            grid_run(tmp_path, "lssa", 1, "e", lr=1e-3)]
+    names = ["softmax, seed 1", "ssmax, seed 2", "softmax, then ssmax at step 20, seed 1", "lssa, seed 1, --lr 0.0006",
+             "lssa, seed 1, --lr 0.001"]
+    (tmp_path / "no evaluation yet").mkdir()
+    (tmp_path / "ssmax-s2.log").write_text("")
+    for words in [run / "eval" for run in runs], sorted(tmp_path.iterdir()):
+        result = command("report.py", *words, "--out", tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text()
+        found = swatches(text, "Loss by position</h2>")
+        assert result.returncode == 0 and set(found) == {f"{name}, {how}" for name in names for how in
+                                                         ("without --rope-theta", "--rope-theta 50000.0")}
+    assert "no evaluation yet: neither" in result.stderr and "log" not in result.stderr
+    assert sorted(row[0] for row in rows_of(text, ">Runs</h2>")[1:]) == sorted(names)
+    found |= swatches(text, ">Training</h2>")
+    colors = [{re.search('stroke="(#.*?)"', swatch)[1] for label, swatch in found.items()
+               if re.fullmatch(f"{name}(, without --rope-theta|, --rope-theta .*)?", label)} for name in names]
+    assert all(len(each) == 1 for each in colors) and len(set.union(*colors)) == len(names)
+
+
 @pytest.mark.parametrize("metrics", [None, "", '{"step": 1, "tok'])
 def test_a_run_without_a_step_is_reported(tmp_path, metrics):
     started, empty = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=1e-3)
@@ -999,7 +1044,8 @@ def test_a_run_without_a_step_is_reported(tmp_path, metrics):
         (empty / "metrics.jsonl").write_text(metrics)
     text = report.report([str(started), str(empty)], "t")
     head, _, row = rows_of(text, ">Runs</h2>")
-    assert dict(zip(head, row))["steps"] == "no step yet" and len(row) == len(head) and row[:3] == ["b", "ssmax", "15M"]
+    assert dict(zip(head, row))["steps"] == "no step yet" and len(row) == len(head)
+    assert row[:3] == ["b", "softmax, then ssmax at step 20", "15M"]
     assert rows_of(text, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
     legend = re.search(r'<ul class="legend">.*?</ul>', text, re.S)[0]
     assert 'id="training"' in text and re.findall(r"([^>]+)</li>", legend) == ["a"]

@@ -2,13 +2,16 @@
 import dataclasses
 import json
 import math
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 import files
-from plot import Refused, names
+import plot
+from plot import Refused
 
 TASKS = ("loss", "positions", "needle", "attention", "scores", "choice")
 
@@ -28,13 +31,18 @@ class Series:
     L: int              # the training length
     rows: list
     arguments: dict
+    run: Path = None    # the model's run folder, if it is at hand
+    step: int = 0       # of the run's checkpoint
     label: str = ""     # what tells it apart from the others
     color: object = None
     dash: object = "-"
 
     @property
     def normalizer(self):
-        return self.attn if self.trained else f"{self.attn} (untrained)"
+        if not self.trained:
+            return f"{self.attn} (untrained)"
+        found = self.run and plot.normalizers(plot.read_json(self.run / "run.json"), self.step)
+        return found if found and found.split(", then ")[-1].partition(" at ")[0] == self.attn else self.attn
 
     @property
     def full_name(self):
@@ -77,11 +85,40 @@ def read(folder):
                 raise Refused(f"{path}: results name the model {key[0]!r}, which is not in \"models\".")
             model = models[key[0]]
             found[key] = Series(Path(folder), data["task"], *key, key[1] == model["attn"], model["trained_seq_len"], [],
-                                data["arguments"])
+                                data["arguments"], *origin(folder, str(model.get("checkpoint", ""))))
+            if found[key].step and re.fullmatch("step-[0-9]+", key[0]):     # what grid.py names
+                found[key].model = Path(model["checkpoint"]).parent.parent.name
         found[key].rows.append(row)
     if not found:
         raise Refused(f"{path}: it has no results.")
     return list(found.values())
+
+
+def origin(folder, checkpoint):
+    """(the run folder that has the checkpoint, or None; its step, or 0). A run may have moved together with its
+    evaluations."""
+    path = Path(checkpoint)
+    if path.parent.name != "ckpt" or not re.fullmatch("step-[0-9]+", path.name):
+        return None, 0
+    run = path.parent.parent
+    found = [at for at in (*Path(os.path.abspath(folder)).parents, Path(os.path.abspath(run)))
+             if at.name == run.name and (at / "run.json").is_file()]
+    return (found or [None])[0], int(path.name[5:])
+
+
+def read_all(folders, runs=()):
+    """The series of all folders, and {run folder: name} of `runs` and of those that the models are from, by which the
+    models are called."""
+    series = [s for folder in folders for s in read(folder)]
+    known = dict.fromkeys(Path(os.path.abspath(run)) for run in [*runs, *(s.run for s in series if s.run)])
+    called = dict(zip(known, plot.names(list(known))))
+    steps = {run: {s.step for s in series if s.run == run} for run in known}
+    for s in series:
+        if s.run:
+            s.model = called[s.run] + f", step {s.step:,}" * (len(steps[s.run]) > 1)
+        elif match := plot.GRID_RUN.fullmatch(s.model):
+            s.model = f"{match[1]}, seed {match[2]}"
+    return series, called
 
 
 def number(value):
@@ -164,30 +201,31 @@ def flag_text(key, value):
 
 
 def labels_of_folders(series):
-    """{folder: what tells its evaluation apart from the others}: the flags if they do so in a few words, otherwise the
-    folder."""
+    """({folder: what tells its evaluation apart from the others of the same model}, is it the flags?): the flags if
+    they do so in a few words, otherwise the folder."""
     found = flags_of(series)
     keys = differing(found.values(), SHOWN_ANYWAY)
     by_flags = {folder: [flag_text(key, flags.get(key)) for key in keys] for folder, flags in found.items()}
     short = len(keys) <= MOST_FLAGS and all(len(text) <= LONGEST_FLAG for texts in by_flags.values() for text in texts)
-    if short and len(set(map(tuple, by_flags.values()))) == len(by_flags):
-        return {folder: join(texts) for folder, texts in by_flags.items()}
-    return dict(zip(found, names(found)))
+    if short and len({(*by_flags[s.folder], s.full_name) for s in series}) == len(series):
+        return {folder: join(texts) for folder, texts in by_flags.items()}, True
+    return dict(zip(found, plot.names(found))), False
 
 
 def join(texts):
     """A model that is named after its normalizer is named once."""
-    return ", ".join(dict.fromkeys(texts))
+    return ", ".join(dict.fromkeys(part for text in texts for part in text.split(", ")))
 
 
 def label(series):
     """Labels the series by what differs: the models, their normalizers and, where these do not tell them apart, the
     flags of the evaluations or their folders. Returns what all have in common."""
-    folders = labels_of_folders(series)
-    parts = [(folders[s.folder], s.model, s.normalizer) for s in series]
+    folders, are_flags = labels_of_folders(series)
+    parts = [(s.model, s.normalizer, folders[s.folder]) for s in series]
     varies = [len({part[i] for part in parts}) > 1 for i in range(3)]
-    if len({part[1:] for part in parts}) == len(parts):
-        varies[0] = False
+    if len({part[:2] for part in parts}) == len(parts):
+        varies[2] = False
     for s, part in zip(series, parts):
-        s.label = join(text for text, differs in zip(part, varies) if differs) or s.full_name
-    return join(text for text, differs in zip(parts[0][1:], varies[1:]) if not differs) if len(series) > 1 else ""
+        shown = [text for text, differs in zip(part, varies) if differs]
+        s.label = join(shown if are_flags or not varies[2] else shown[-1:] + shown[:-1]) or s.full_name
+    return join(text for text, differs in zip(parts[0][:2], varies) if not differs) if len(series) > 1 else ""
