@@ -72,7 +72,7 @@ typedef struct {
     Candidate *candidates;
     float *after_prompt;         // (V): the logits after the last prompt that was read
     const ChatTemplate *chat;    // of a conversation
-    char system[2048];           // its system message; empty: none
+    const char *system;          // its system message; empty: none
     size_t context, turns;       // the most tokens that it has; how many answers were given in it
     Written reply;               // its last answer
     Utf8Printer out;
@@ -290,7 +290,7 @@ static void settle_conversation(Sampler *s, const char *folder) {
     const char *at = CHATS;
     for (int i = 0; i < o->chat; i++) at = strchr(at, '|') + 1;
     snprintf(name, sizeof name, "%.*s", (int)strcspn(at, "|"), at);
-    s->chat = o->chat ? chat_template(name) : chat_template_in(folder, s->system, sizeof s->system, &error);
+    s->chat = o->chat ? chat_template(name) : chat_template_in(folder, &s->system, &error);
     if (!s->chat) fail_with(&error);
     if (!s->tokenizer)
         fail(EXIT_INPUT, "%s: expected a tokenizer.json, which --interactive needs, found none.", folder);
@@ -298,10 +298,8 @@ static void settle_conversation(Sampler *s, const char *folder) {
     if (missing)
         fail(EXIT_USAGE, "--chat %s: the tokenizer in %s has no special token %s. Use --chat raw, or another template.",
              s->chat->name, folder, missing);
-    if (o->system && strlen(o->system) >= sizeof s->system)
-        fail(EXIT_USAGE, "--system: expected fewer than %zu bytes, found %zu.", sizeof s->system, strlen(o->system));
     if (o->system && !*s->chat->system) fail(EXIT_USAGE, "--system: --chat raw has no system message.");
-    if (o->system) strcpy(s->system, o->system);
+    if (o->system) s->system = o->system;
     size_t most = (size_t)s->model.config.seq_len;
     if (o->context) s->context = (size_t)o->context;
     else s->context = most < DEFAULT_CONTEXT ? most : DEFAULT_CONTEXT;
@@ -627,7 +625,7 @@ static int32_t *take_turn(const Sampler *s, ChatTurn turn, size_t *used, size_t 
 
 static void converse(Sampler *s) {
     size_t used = 0, length, count;
-    ChatTurn turn = {.system = *s->system ? s->system : NULL};
+    ChatTurn turn = {.system = s->system && *s->system ? s->system : NULL};
     for (char *line; (line = read_line(&length)); free(line)) {
         turn.text = line;
         turn.length = length;

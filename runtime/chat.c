@@ -9,7 +9,6 @@
 #include <xxhash.h>
 
 #include "runtime/file.h"
-#include "runtime/jinja.h"
 #include "runtime/json.h"
 #include "runtime/utf8.h"
 
@@ -42,24 +41,39 @@ static const ChatTemplate TEMPLATES[] = {
      .after = "\n"},
 };
 
-// The published templates, by the XXH3 hash of their canonical form without the default system message.
+// The published templates: the XXH3 hash of the Jinja text without newlines at its end, and the system message with which
+// a conversation begins that has none. Files have the newlines in its strings as such or as escapes.
+// clang-format off
+#define SMOLLM2 "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+#define QWEN2   "You are a helpful assistant"
+#define QWEN25  "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 static const struct {
     const char *name;
     uint64_t hash;
+    const char *system;
 } PUBLISHED[] = {
-    {"chatml", 0x6121c477d8a4f085},      // ChatML alone
-    {"chatml", 0xb4bdf1d318979232},      // after a statement that sets add_generation_prompt
-    {"chatml", 0x3776391f32ac2d9c},      // SmolLM2, Qwen2
-    {"chatml", 0x01fbbd1141806c81},      // Qwen2.5
-    {"chatml", 0x7cb0063fed8841d1},      // Qwen3-2507
-    {"qwen3", 0x07f837f1ae9f8a20},       // the first files
-    {"qwen3", 0x2ce00fd567fe72a4},       // later ones
-    {"llama3", 0x9fb2c5e55883cae8},      // the first files
-    {"llama3", 0x74ae7d022604dc42},      // later ones
-    {"llama3.1", 0x95c33b1c81cf5bab},    // also Llama 3.3
-    {"llama3.2", 0xa46747ea855481cc},    // today's date
-    {"zephyr", 0x2f03d1cf1eef1295},      // also TinyLlama
+    {"chatml",   0xa04f41d813a07b13, ""},       // ChatML
+    {"chatml",   0x4c6e807ee5fe9f4a, ""},       // ChatML; escapes
+    {"chatml",   0xda206a9e46a4ac01, ""},       // ChatML, unset
+    {"chatml",   0x846f9032c2079ea2, ""},       // ChatML, unset; escapes
+    {"chatml",   0x99ab995e9629dacd, SMOLLM2},  // SmolLM2
+    {"chatml",   0x83059ddcb62b07a0, SMOLLM2},  // SmolLM2; escapes
+    {"chatml",   0x20f20c2b5139eaee, QWEN2},    // Qwen2
+    {"chatml",   0x8dc1c6775f9ced80, QWEN2},    // Qwen2; escapes
+    {"chatml",   0x2469c9508f79506e, QWEN25},   // Qwen2.5
+    {"chatml",   0x8fb5d937b1e8f5d0, ""},       // Qwen3-2507
+    {"qwen3",    0xc9e0155c80737cf2, ""},       // Qwen3
+    {"qwen3",    0x19d8702fd872dc04, ""},       // Qwen3, first
+    {"llama3",   0x9799ad6e2dea0594, ""},       // Llama 3
+    {"llama3",   0x866fc8fa50da12fe, ""},       // Llama 3; escapes
+    {"llama3",   0xb97891b7adc1beb8, ""},       // Llama 3, first
+    {"llama3",   0x80e4830e93c6d9f7, ""},       // Llama 3, first; escapes
+    {"llama3.1", 0x6ca7779b7730196a, ""},       // Llama 3.1, 3.3
+    {"llama3.2", 0xc3d57e38f5ff0756, ""},       // Llama 3.2
+    {"zephyr",   0x1db34e9fc60441d8, ""},       // Zephyr, TinyLlama
+    {"zephyr",   0xd9fe74edcb57aa82, ""},       // Zephyr, TinyLlama; escapes
 };
+// clang-format on
 
 // What tells apart the templates that are rejected, for the message. First match wins.
 // clang-format off
@@ -126,39 +140,12 @@ static bool read_template(const char *folder, char **text, Error *error) {
     return right;
 }
 
-// Moves the system message that a template of ChatML has as a literal out of its canonical form, where \5 takes its
-// place. Returns false if it is too long, or has special tokens.
-static bool take_system(char *text, char *system, size_t size) {
-    static const char begin[] = "\1<|im_start|>system\n", end[] = "<|im_end|>\n\1";
-    system[0] = 0;
-    for (char *at = strstr(text, begin); at; at = strstr(at, begin)) {
-        at += strlen(begin);
-        char *last = strstr(at, end);
-        if (!last || last == at || memchr(at, 1, (size_t)(last - at))) { continue; }
-        size_t length = (size_t)(last - at);
-        if (length >= size) { return false; }
-        memcpy(system, at, length);
-        system[length] = 0;
-        if (strstr(system, "<|im_start|>") || strstr(system, "<|im_end|>")) { return false; }
-        *at = 5;
-        memmove(at + 1, last, strlen(last) + 1);
-        break;
+// The row of PUBLISHED with this hash, or -1.
+static int published(uint64_t hash) {
+    for (size_t i = 0; i < COUNT(PUBLISHED); i++) {
+        if (PUBLISHED[i].hash == hash) { return (int)i; }
     }
-    return true;
-}
-
-// The template that renders as this Jinja text does, or NULL. Sets *hash to 0 if the text is not understood.
-static const ChatTemplate *recognize(const char *text, char *system, size_t size, uint64_t *hash) {
-    char *canonical = jinja_canonical(text);
-    const ChatTemplate *found = NULL;
-    bool right = canonical && take_system(canonical, system, size);
-    *hash = right ? XXH3_64bits(canonical, strlen(canonical)) : 0;
-    for (size_t i = 0; right && i < COUNT(PUBLISHED); i++) {
-        if (PUBLISHED[i].hash == *hash) { found = chat_template(PUBLISHED[i].name); }
-    }
-    if (!found) { system[0] = 0; }
-    free(canonical);
-    return found;
+    return -1;
 }
 
 // The name of a special token in tokenizer_config.json, or NULL: a string, or an object.
@@ -201,12 +188,10 @@ static void reject(const char *folder, const char *text, uint64_t hash, Error *e
         snprintf(like, sizeof(like), " with %s, as in those of %s", FAMILIES[i].mark, FAMILIES[i].whose);
     }
     if (text) {
-        char which[32] = "";    // for a new row of PUBLISHED
-        if (hash) { snprintf(which, sizeof(which), " (hash 0x%016llx)", (unsigned long long)hash); }
         error_set(error, EXIT_USAGE,
-                  "%s: unknown chat template%s%s. It may write a conversation in another way than the templates that "
-                  "this program has.\n  %s",
-                  folder, which, like, remedy);
+                  "%s: unknown chat template (hash 0x%016llx)%s. It may write a conversation in another way than the "
+                  "templates that this program has.\n  %s",
+                  folder, (unsigned long long)hash, like, remedy);
     } else {
         error_set(error, EXIT_USAGE,
                   "%s: expected a chat template in chat_template.jinja or tokenizer_config.json, found none.\n  %s",
@@ -214,15 +199,19 @@ static void reject(const char *folder, const char *text, uint64_t hash, Error *e
     }
 }
 
-const ChatTemplate *chat_template_in(const char *folder, char *system, size_t size, Error *error) {
+const ChatTemplate *chat_template_in(const char *folder, const char **system, Error *error) {
     char *text;
-    uint64_t hash = 0;
-    system[0] = 0;
+    *system = "";
     if (!read_template(folder, &text, error)) { return NULL; }
-    const ChatTemplate *found = text ? recognize(text, system, size, &hash) : NULL;
+    size_t length = text ? strlen(text) : 0;
+    while (length && text[length - 1] == '\n') { length--; }
+    uint64_t hash = XXH3_64bits(text, length);
+    int row = text ? published(hash) : -1;
+    const ChatTemplate *found = row >= 0 ? chat_template(PUBLISHED[row].name) : NULL;
     if (!found) { reject(folder, text, hash, error); }
-    if (found && !has_its_tokens(found, folder, error)) { found = NULL; }
     free(text);
+    if (!found || !has_its_tokens(found, folder, error)) { return NULL; }
+    *system = PUBLISHED[row].system;
     return found;
 }
 

@@ -26,10 +26,10 @@ typedef struct {
 // or zephyr. NULL for others.
 const ChatTemplate *chat_template(const char *name);
 
-// Recognizes the template of a model by its chat_template.jinja or tokenizer_config.json. If the template begins with a
-// system message of its own where there is no other, copies it into `system`, which is empty otherwise. Returns NULL
-// with *error set if the folder has no template, or one that may render a conversation in another way than the table.
-const ChatTemplate *chat_template_in(const char *folder, char *system, size_t size, Error *error);
+// Recognizes the published template of a model by its chat_template.jinja or tokenizer_config.json, and sets *system to
+// the system message with which it begins where there is no other, or to "". Returns NULL with *error set if the folder
+// has no template, or another one.
+const ChatTemplate *chat_template_in(const char *folder, const char **system, Error *error);
 
 // Returns a special token of the template that the tokenizer does not have, or NULL.
 const char *chat_missing(const ChatTemplate *chat, const Tokenizer *tokenizer);

@@ -32,9 +32,9 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 CHATML_UNSET = (
     "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}" + CHATML)
-SMOLLM2 = CHATML.replace(
-    TURN, "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}" + TURN)
+NAMED = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+SMOLLM2 = CHATML.replace(TURN, "{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+                         + NAMED + "<|im_end|>\n' }}{% endif %}" + TURN)
 ZEPHYR = "{% for message in messages %}\n" + "".join(
     f"{{% {'if' if role == 'user' else 'elif'} message['role'] == '{role}' %}}\n"
     f"{{{{ '<|{role}|>\\n' {' ' * (role == 'assistant')}+ message['content'] + eos_token }}}}\n"
@@ -47,6 +47,7 @@ PUBLISHED = {
     "ChatML": ("chatml", "qwen", {}),
     "ChatML, unset": ("chatml", "qwen", {}),
     "SmolLM2": ("chatml", "qwen", {}),
+    "Qwen2": ("chatml", "qwen", {}),
     "Qwen2.5": ("chatml", "qwen", {}),
     "Qwen3-2507": ("chatml", "qwen", {}),
     "Qwen3": ("qwen3", "qwen", {}),
@@ -71,7 +72,8 @@ def texts():
     known |= {"ChatML": CHATML, "ChatML, unset": CHATML_UNSET, "SmolLM2": SMOLLM2, "Zephyr": ZEPHYR,
               "Zephyr, newer files": ZEPHYR}
     # without the condition around the beginning of the answer
-    known["Llama 3, first"] = re.sub(r"{% if add_generation_prompt %}(.*){% endif %}$", r"\1", known["Llama 3"])
+    first = re.sub(r"{% if add_generation_prompt %}(.*){% endif %}$", r"\1", known["Llama 3"], flags=re.S)
+    known |= {"Llama 3, first": first, "Qwen2": SMOLLM2.replace(NAMED, "You are a helpful assistant")}
     return known | {"Qwen3, first": first_qwen3(known["Qwen3"])}
 
 
@@ -91,25 +93,13 @@ def first_qwen3(text):
     return re.sub(r"( +{%- set reasoning_content = message.content.split.*\n)(.*\n)", r"\2\1", text)
 
 
-# Other spellings of the strings in a template: files have both newlines and both quotes.
-STRING = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
-TAG = re.compile(r"""{#.*?#}|{[{%%](?:%s|[^'"])*?[%%}]}""" % STRING, re.S)
-SPELLINGS = {
-    "as published": lambda string: string,
-    "newlines": lambda string: string.replace("\\n", "\n"),
-    "escapes": lambda string: string.replace("\n", "\\n"),
-    "double quotes": lambda string: json.dumps(decoded(string), ensure_ascii=False),
-}
+# Published files have a newline in a string as such or as an escape.
+SHORT = ["ChatML", "ChatML, unset", "SmolLM2", "Qwen2", "Zephyr", "Llama 3", "Llama 3, first"]
+TAG = re.compile(r"{{.*?}}|{%.*?%}", re.S)
 
 
-def decoded(string):
-    return re.sub(r"\\(.)", lambda escaped: "\n" if escaped[1] == "n" else escaped[1], string[1:-1], flags=re.S)
-
-
-def spelled(text, spell):
-    def change(tag):
-        return tag[0] if tag[0][1] == "#" else re.sub(STRING, lambda string: spell(string[0]), tag[0], flags=re.S)
-    return TAG.sub(change, text)
+def spelled(text, old, new):
+    return TAG.sub(lambda tag: re.sub("'[^']*'", lambda string: string[0].replace(old, new), tag[0]), text)
 
 
 class ChatTurn(ctypes.Structure):
@@ -130,8 +120,8 @@ def chat(library):      # noqa: F811
 
 def recognized(chat, folder):
     """The template of a folder and its system message; or the error's code and text."""
-    error, system = Error(), ctypes.create_string_buffer(2048)
-    found = chat.chat_template_in(str(folder).encode(), system, len(system), ctypes.byref(error))
+    error, system = Error(), ctypes.c_char_p()
+    found = chat.chat_template_in(str(folder).encode(), ctypes.byref(system), ctypes.byref(error))
     return (found, system.value.decode()) if found else (error.code, error.text.decode())
 
 
@@ -171,13 +161,15 @@ def opened(library, tmp_path_factory):      # noqa: F811
 
 @pytest.mark.drawn(40)
 @pytest.mark.parametrize("system", [None, " Answer briefly.\nIn English. "])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("escapes", [False, True])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_templates_equal_transformers(name, spelling, system, chat, opened, tmp_path):
+def test_templates_equal_transformers(name, escapes, system, chat, opened, tmp_path):
     """All turns of a conversation. What a person types is ordinary text, and so are answers, so messages with names of
     special tokens are left out here."""
     template_name, vocabulary, special = PUBLISHED[name]
-    text = spelled(texts()[name], SPELLINGS[spelling])
+    text = texts()[name]
+    if name in SHORT:
+        text = spelled(text, "\n", "\\n") if escapes else spelled(text, "\\n", "\n")
     ours, theirs = opened(vocabulary)
     theirs.chat_template = text
     for key, value in special.items():
@@ -261,9 +253,7 @@ def test_recognizing(chat, tmp_path):
     assert recognized(chat, tmp_path)[0] == 2
     config = tmp_path / "tokenizer_config.json"
     for templates, name, system in (
-            (SMOLLM2, b"chatml", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-            (SMOLLM2.replace("You are a", "I\\'m \"your\""), b"chatml",
-             "I'm \"your\" helpful AI assistant named SmolLM, trained by Hugging Face"),
+            (SMOLLM2, b"chatml", NAMED),
             (texts()["Llama 3"], b"llama3", ""), (ZEPHYR, b"zephyr", ""),
             ([{"name": "tool_use", "template": CHATML}, {"name": "default", "template": ZEPHYR}], b"zephyr", "")):
         config.write_text(json.dumps({"chat_template": templates}))
@@ -275,35 +265,16 @@ def test_recognizing(chat, tmp_path):
     assert recognized(chat, tmp_path)[0] == 3
 
 
-# Templates that no row of the table renders, each from a published one, and what the message names.
+# Other templates, and what the message names.
 OTHERS = {
     "another separator": (lambda text: CHATML.replace("+ '\n' + m", "+ '<|im_sep|>' + m"), "Phi-4"),
     "instructions": (lambda text: "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endfor %}",
                      "Mistral"),
     "thinks": (lambda text: text["Qwen2.5"].replace("assistant\\n'", "assistant\\n<think>\\n'"), "think"),
-    "thinks, in a tag of its own": (lambda text: CHATML.replace("{% endif %}", "{{ '<think>' }}{% endif %}"), "think"),
-    "does not think": (lambda text: text["Qwen3"].replace("enable_thinking is false", "enable_thinking is true"),
-                       "think"),
-    "begins with a token": (lambda text: "{{ bos_token }}" + CHATML, "ChatML"),
-    "begins with a newline": (lambda text: "\n" + CHATML, "ChatML"),
     "ends with a space": (lambda text: CHATML + " ", "ChatML"),
-    "a system message in a variable": (lambda text: "{% set system = 'Be kind.' %}" + CHATML, "ChatML"),
-    "an empty system message": (lambda text: re.sub("You are a help.*Face", "", SMOLLM2), "ChatML"),
-    "a long system message": (lambda text: SMOLLM2.replace("Face", "Face" * 1000), "ChatML"),
-    "a system message for all": (lambda text: SMOLLM2.replace("loop.first and ", ""), "ChatML"),
-    "trims": (lambda text: CHATML.replace("message['content']", "message['content'] | trim"), "ChatML"),
+    "another system message": (lambda text: SMOLLM2.replace("SmolLM", "Max"), "ChatML"),
     "does not trim": (lambda text: text["Llama 3"].replace(" | trim", ""), "Llama 3"),
-    "another date": (lambda text: text["Llama 3.1"].replace("26 Jul", "27 Jul"), "Llama 3"),
-    "comments with newlines": (lambda text: text["Llama 3.1"].replace("{#-", "{#"), "Llama 3"),
     "no newline": (lambda text: ZEPHYR.replace("eos_token }}\n", "eos_token }}"), "Zephyr"),
-    "raw": (lambda text: "{% raw %}" + CHATML + "{% endraw %}", "ChatML"),
-    "an open string": (lambda text: CHATML + "{{ '", "ChatML"),
-    "an open tag": (lambda text: CHATML + "{%", "ChatML"),
-    "an open condition": (lambda text: CHATML + "{% if tools %}", "ChatML"),
-    "turns in the system message": (lambda text: SMOLLM2.replace("Face", "Face<|im_end|>\n<|im_start|>user\nHi"),
-                                    "ChatML"),
-    "an unknown escape": (lambda text: SMOLLM2.replace("You are", "You\\x20are"), "ChatML"),
-    "deep": (lambda text: "{% if a %}" * 40 + CHATML + "{% endif %}" * 40, "ChatML"),
 }
 
 
@@ -342,39 +313,6 @@ def test_published_files(chat, tmp_path):
             assert found == chat.chat_template(PUBLISHED[PACKAGED[file]][0].encode()), (file, reason)
         else:
             assert found == 2 and "--chat raw" in reason, file
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_is_recognized_renders_alike(name, chat, tmp_path):
-    """A template with a random change is rejected, or it makes the text that it made before, or none at all."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    def render(text):
-        return [render_jinja_template(conversations=[messages], chat_template=text, add_generation_prompt=True,
-                                      bos_token="<B>", eos_token="<E>")[0]
-                for messages in (conversation, conversation[1:])]
-
-    conversation = [{"role": role, "content": f" {said}\n"} for role, said in (
-        ("system", "s"), ("user", "Hi"), ("assistant", "<think>\na\n</think>\n\nYes"), ("user", "And?"))]
-    text, random_, same = texts()[name], random.Random(name), 0
-    expected, (template, system) = render(text), recognized_text(chat, tmp_path, text)
-    for _ in range(300):
-        at = random_.randrange(len(text) + 1)
-        piece = random_.choice(["", "", "-", "+", " ", "\n", "\n ", "{# x #}", "{#- x -#}", "'", "\\", "{{ '' }}", "x",
-                                "{% if tools %}x{% else %}", "{%- endif -%}", "not ", "\r\n"])
-        changed = text[:at] + piece + text[at + random_.choice([0, 1]):]
-        found, its_system = recognized_text(chat, tmp_path, changed)
-        if found == 2:      # rejected
-            continue
-        assert found == template, changed
-        try:
-            rendered = render(changed)
-        except TemplateSyntaxError:     # in what is written for tools
-            continue
-        assert rendered == [[part.replace(system or "\0", its_system) for part in parts] for parts in expected], changed
-        same += 1
-    assert same > 5
 
 
 # ---------------------------------------------------------------- the program
