@@ -41,8 +41,8 @@ static const ChatTemplate TEMPLATES[] = {
      .after = "\n"},
 };
 
-// The published templates: the XXH3 hash of the Jinja text without newlines at its end, and the system message with which
-// a conversation begins that has none. Files have the newlines in its strings as such or as escapes.
+// The published templates: the XXH3 hash of the Jinja text without newlines at its end, and the system message with
+// which a conversation begins that has none. Files have the newlines in its strings as such or as escapes.
 // clang-format off
 #define SMOLLM2 "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 #define QWEN2   "You are a helpful assistant"
