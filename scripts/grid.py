@@ -5,6 +5,7 @@ theirs.
     .venv/bin/python scripts/grid.py grids/lssa.toml --scale paper    at the paper's own scale
     .venv/bin/python scripts/grid.py grids/lssa.toml --dry-run        only prints the plan: runs, tokens, time, disk
     .venv/bin/python scripts/grid.py grids/lssa.toml --report         only writes the report of the results so far
+    .venv/bin/python scripts/grid.py grids/lssa.toml --report --csv --latex    also its numbers, as tables to read on
 
 Rerun it to resume: finished parts are kept, and interrupted runs continue. Results go to grids/results.json as runs
 end, so that a fresh clone continues too. doc/grids.md explains the grid files.
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 
 import files
+import grid_export
 import grid_file
 import grid_parts
 import grid_report
@@ -54,6 +56,9 @@ def parse():
                              "eval_gpt2 of this checkout, and write elsewhere; read such a file first")
     parser.add_argument("--report", action="store_true", help="write the report of the results so far, and run nothing")
     parser.add_argument("--no-pictures", action="store_true", help="leave the pictures out of the report")
+    parser.add_argument("--csv", action="store_true",
+                        help="also write the report's numbers to tables.csv: mean, spread and number of seeds")
+    parser.add_argument("--latex", action="store_true", help="also write them to tables.tex, as tables with booktabs")
     options = parser.parse_args()
     for name in ("jobs", "threads", "seeds"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -162,6 +167,11 @@ def run_grid(grid, options):
     text = grid_report.write(plan, folder, failed, not options.no_pictures)
     print(text)
     print(f"{folder}/report.md has the tables and pictures; {options.results} the results.")
+    for name, wanted, export in (("tables.csv", options.csv, grid_export.as_csv),
+                                 ("tables.tex", options.latex, grid_export.as_latex)):
+        if wanted:
+            files.replace(folder / name, export(plan).encode())
+            print(folder / name)
     return failed
 
 

@@ -511,7 +511,7 @@ class Reader:
                  "size": TEXT, "seeds": NUMBERS, "scales": TEXTS, "for": LOOP}
         claims = []
         for where, table in self.tables("claim"):
-            check(table, where, kinds, ("name", "paper", "ours"))
+            check(table, where, kinds, ("name", "ours"))
             for one in loops(table, where, self.presets) if self.here(table, where) else ():
                 claims.append(self.read_claim(one, where, rows, evals))
         return claims
@@ -528,7 +528,7 @@ class Reader:
                 self.check_measured(one.get(key, of), name, evals, f"{where}: {key}")
         size = self.chosen({"size": [one["size"]]} if "size" in one else {}, "size", list(self.scale.sizes), where,
                            list(self.scale.sizes)[:1])[0]
-        return Claim(one["name"], one["paper"], ours, of, one.get("of-right", of), one.get("within", 0.0), size,
+        return Claim(one["name"], one.get("paper", ""), ours, of, one.get("of-right", of), one.get("within", 0.0), size,
                      one.get("seeds", []), where)
 
     def check_measured(self, of, row, evals, where):

@@ -490,15 +490,13 @@ def positions_table(plan, evals):
 
 
 def claims_table(plan):
-    """With the tolerances, if a claim of the grid is one of equality."""
-    tolerances = [f"{claim.within:g}" if "=" in claim.ours else "" for claim in plan.grid.claims]
-    head = ["claim", "paper", "ours", "difference", "spread", *["tolerance"] * any(tolerances), "seeds", "verdict"]
-    rows = []
-    for claim, tolerance in zip(plan.grid.claims, tolerances):
-        v = verdict_on(plan, claim)
-        rows.append([claim.name, claim.paper, v.ours, v.difference, v.spread, *[tolerance] * any(tolerances),
-                     str(v.seeds or ""), v.verdict])
-    return Table("Claims", head, rows)
+    """With what the papers say and the tolerances, if a claim of the grid has them."""
+    head, rows = ["claim", "paper", "ours", "difference", "spread", "tolerance", "seeds", "verdict"], []
+    for claim in plan.grid.claims:
+        v, tolerance = verdict_on(plan, claim), f"{claim.within:g}" if "=" in claim.ours else ""
+        rows.append([claim.name, claim.paper, v.ours, v.difference, v.spread, tolerance, str(v.seeds or ""), v.verdict])
+    kept = [i for i, name in enumerate(head) if name not in ("paper", "tolerance") or any(row[i] for row in rows)]
+    return Table("Claims", [head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 # ---------------------------------------------------------------- pictures

@@ -1,6 +1,8 @@
 """scripts/grid.py: what it reads from a grid file, the runs that it starts, stops and resumes, what it keeps of them,
 its verdicts on claims, and its report."""
+import csv
 import errno
+import io
 import json
 import math
 import os
@@ -13,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import byte_text
@@ -21,6 +24,7 @@ from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, t
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import grid  # noqa: E402
+import grid_export  # noqa: E402
 import grid_file  # noqa: E402
 import grid_parts  # noqa: E402
 import grid_report  # noqa: E402
@@ -596,6 +600,53 @@ def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
     assert not box.overlaps(axes.get_window_extent()) and box.x1 < axes.figure.bbox.x1
     axes, = grid_report.curves_picture(plan).axes
     assert "exp (diverged at step 3)" in axes.get_legend_handles_labels()[1]
+
+
+NASTY = r"a_b & 50% #1 $x$ {y} \z ~^ <i> | \"q\" --lr [2] * α → ±1 ü 中"
+
+
+def test_tables_for_spreadsheets(tmp_path):
+    """With all seeds of each row, in full precision."""
+    plan = reported(tmp_path, UNEVEN)
+    found = list(csv.DictReader(io.StringIO(grid_export.as_csv(plan))))
+    cells = {(row["row"], row["table"], row["metric"], row["column"]): row for row in found}
+    ssmax = cells["ssmax", "Training", "val_loss", ""]
+    assert ssmax["seeds"] == "3" and float(ssmax["mean"]) == pytest.approx(13.99 / 3)
+    assert float(ssmax["spread"]) == pytest.approx(np.std([4.99, 4.1, 4.9], ddof=1))
+    assert float(cells["ssmax", "Training", "val_loss", "minus softmax"]["mean"]) == pytest.approx(0.19 / 3)
+    assert float(cells["softmax", "lengths", "loss", "32"]["mean"]) == pytest.approx(5.6)
+    alone = cells["lssa", "lengths", "loss", "8"]
+    assert (alone["mean"], alone["spread"], alone["seeds"]) == ("5.98", "", "1")
+    assert cells["exp", "Training", "val_loss", ""]["mean"] == "inf"
+
+
+def test_tables_for_latex(tmp_path):
+    """Any name of a row is shown as it is, and is no command."""
+    plan = reported(tmp_path, UNEVEN)
+    for row, size in [(row, size) for row in plan.grid.rows.values() for size in row.sizes][:1]:
+        row.group = NASTY
+    plan.grid.name = NASTY
+    label = grid_export.latex(NASTY)
+    assert not re.search(r"(?<!\\)[&%#$_~^]", label.replace("^2", "")) and "\\textbackslash{}z" in label
+    text = grid_export.as_latex(plan)
+    training, lengths = re.findall(r"\\begin{tabular}{(l.*?)}\n(.*?)\\end{tabular}", text, re.S)
+    for columns, body in training, lengths:
+        rows = [line for line in body.splitlines() if line.endswith("\\\\")]
+        assert len(rows) == 5 and all(len(re.findall(r"(?<!\\)&", row)) == len(columns) - 1 for row in rows)
+    assert "softmax & 4.6000 $\\pm$ 0.5292 &  & 3 \\\\" in training[1] and "lssa & 4.9800 & " in training[1]
+    assert "$-$0.0200" in training[1] and "exp & diverged & " in training[1]
+    if shutil.which("kpsewhich") and not subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).returncode:
+        (tmp_path / "x.tex").write_text("\\documentclass{article}\\usepackage{booktabs}"
+                                        f"\\begin{{document}}{label}\n{text}\\end{{document}}")
+        done = subprocess.run(["pdflatex", "-interaction=batchmode", "x.tex"], cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, (tmp_path / "x.log").read_text(errors="replace")
+
+
+def test_claims_of_ones_own_have_no_column_of_papers(tmp_path):
+    claim = '[[claim]]\nname = "c"\nours = "ssmax < softmax"\n'
+    plan = reported(tmp_path, {"softmax": {1: 5.0}, "ssmax": {1: 4.5}}, claim)
+    plan.grid.paper = ""
+    assert "paper" not in grid_report.write(plan, tmp_path, {}, draw=False)
 
 
 def test_a_grid_of_the_baseline_alone_has_its_panel(tmp_path):
