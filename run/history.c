@@ -22,7 +22,8 @@ cJSON *changed_flags(const Run *run) {
     const cJSON *value;
     cJSON_ArrayForEach(value, now) {
         const cJSON *was = cJSON_GetObjectItemCaseSensitive(before, value->string);
-        if (cJSON_Compare(was, value, true) || !strcmp(value->string, "resume")) continue;
+        if (cJSON_Compare(was, value, true) || !strcmp(value->string, "resume") || !strcmp(value->string, "dry-run"))
+            continue;
         cJSON *change = cJSON_AddObjectToObject(changed, value->string);
         cJSON_AddItemToObject(change, "from", cJSON_Duplicate(was, true));
         cJSON_AddItemToObject(change, "to", cJSON_Duplicate(value, true));

@@ -7,6 +7,9 @@
 // settle.c: checks the flags, the run folder and the data, and fills in the run. Writes nothing.
 void settle(Run *run);
 
+// The schedule of these flags, whose warmup restarted at step `rewarm`.
+Schedule schedule_of(const TrainOptions *o, int64_t rewarm);
+
 // agree.c: ends the program if ranks would train different models, or on different data: on a machine with other files
 // under the same paths, for example. Their sums would be meaningless, or they would wait for each other forever.
 // Collective.

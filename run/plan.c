@@ -1,5 +1,6 @@
 #include "run/parts.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,22 +42,14 @@ static double checkpoint_bytes(const ModelConfig *config, const TrainOptions *o)
     return bytes;
 }
 
-// What follows a flag's value in a message. The values of a resumed run come from its run.json, so they were given.
-static const char *if_default(const Run *run, const char *flag) {
-    return run->resumed || run->started_over || train_options_given(&run->o, flag) ? "" : " (the default)";
-}
-
 // A warmup that lasts until the end of the run is almost always a mistake.
 static void warn_of_long_warmup(const Run *run) {
     const TrainOptions *o = &run->o;
-    long long fewer = o->steps > 1;
-    if (o->steps >= 20) fewer = o->steps / 20;
     if (o->steps > 0 && o->warmup >= o->steps)
-        warn("--warmup %lld%s is not shorter than --steps %lld%s: the learning rate rises during the whole run%s.\n"
-             "  %s --warmup %lld.",
-             (long long)o->warmup, if_default(run, "warmup"), (long long)o->steps, if_default(run, "steps"),
-             o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays",
-             o->steps >= 20 ? "A common choice is a twentieth of the steps:" : "Use", fewer);
+        warn("--warmup %lld is not shorter than --steps %lld: the learning rate rises during the whole run%s.\n"
+             "  A common choice is a tenth of the steps: --warmup %lld.",
+             (long long)o->warmup, (long long)o->steps, o->schedule == SCHEDULE_CONSTANT ? "" : " and never decays",
+             (long long)o->steps / 10);
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {
         if (o->warmup >= o->steps || s->step >= o->steps || s->step + o->warmup < o->steps) continue;
         warn(
@@ -182,6 +175,34 @@ static void print_update(const TrainOptions *o) {
     printf("\n");
 }
 
+// A learning rate between the last one and the one that would have followed is no jump.
+static void print_jump(const Run *run) {
+    if (!run->before.table || run->step == 0 || run->step >= run->o.steps) return;
+    const Schedule before = schedule_of(&run->before, run->schedule.rewarm);
+    double last = schedule_lr(&before, run->step - 1), next = schedule_lr(&before, run->step);
+    double rate = schedule_lr(&run->schedule, run->step);
+    if (rate >= 0.99 * fmin(last, next) && rate <= 1.01 * fmax(last, next)) return;
+    printf("          the learning rate jumps from %.4g at step %lld to %.4g at step %lld\n", last,
+           (long long)run->step, rate, (long long)run->step + 1);
+}
+
+// What the flags of a resumed run change, and whether its learning rate jumps.
+static void print_resume(const Run *run) {
+    if (!run->o.resume) return;
+    cJSON *changed = changed_flags(run);
+    const cJSON *flag;
+    printf("resume    at step %s, %s %s", human_grouped((uint64_t)run->step).text,
+           run->resumed ? "from" : "because there is no checkpoint in",
+           run->resumed ? run->weights_folder : run->o.out);
+    cJSON_ArrayForEach(flag, changed) {
+        printf("%s--%s %s (was %s)", flag == changed->child ? "; now " : ", ", flag->string,
+               flag_text(&run->o, flag->string).text, flag_text(&run->before, flag->string).text);
+    }
+    printf("\n");
+    cJSON_Delete(changed);
+    print_jump(run);
+}
+
 static void print_lengths(const IntList *lengths) {
     printf(", which each step cuts to ");
     for (size_t i = 0; i < lengths->count; i++) {
@@ -207,6 +228,7 @@ static void print_work(const Run *run) {
     if (o->seq_len.count > 1) print_lengths(&o->seq_len);
     printf("\n");
     print_update(o);
+    print_resume(run);
     print_validations(run);
     printf("run       %lld step%s, %s tokens", (long long)o->steps, o->steps == 1 ? "" : "s", human_count(tokens).text);
     if (!run->train->weighted) {

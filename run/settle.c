@@ -481,6 +481,15 @@ static void check_rope(const Run *run) {
             config->seq_len);
 }
 
+Schedule schedule_of(const TrainOptions *o, int64_t rewarm) {
+    return (Schedule){.kind = (ScheduleKind)o->schedule,
+                      .lr = o->lr,
+                      .min_lr_frac = o->min_lr_frac,
+                      .warmup = o->warmup,
+                      .steps = o->steps,
+                      .rewarm = rewarm};
+}
+
 void settle(Run *run) {
     char *weights = run->weights_folder;
     size_t size = sizeof run->weights_folder;
@@ -488,6 +497,7 @@ void settle(Run *run) {
     Error error;
     run->best.step = run->last_best.step = run->saved = -1;
     settle_model(run, weights, size);
+    if (o->warmup < 0) o->warmup = o->steps / 10 < 1000 ? o->steps / 10 : 1000;
     int64_t resumes = process_max_int(o->resume), resumed = process_max_int(run->resumed);
     if (resumes != o->resume)
         fail(EXIT_USAGE, "rank %d has no --resume, but another rank has it. All ranks need the same flags.",
@@ -530,10 +540,5 @@ void settle(Run *run) {
         fail_with(&error);
     check_same_on_all_ranks(run);
     norms_ready(run);
-    run->schedule = (Schedule){.kind = (ScheduleKind)o->schedule,
-                               .lr = o->lr,
-                               .min_lr_frac = o->min_lr_frac,
-                               .warmup = o->warmup,
-                               .steps = o->steps,
-                               .rewarm = run->schedule.rewarm};
+    run->schedule = schedule_of(o, run->schedule.rewarm);
 }

@@ -280,7 +280,7 @@ static void print_help(const Option *o) {
     snprintf(text, sizeof text, "%s", o->help ? o->help : "");
     size_t length = strlen(text);
     if (unset && o->required) snprintf(text + length, sizeof text - length, " (no default)");
-    if (!unset) snprintf(text + length, sizeof text - length, " (default %s)", value);
+    if (!unset) snprintf(text + length, sizeof text - length, " (default %s)", o->computed ? o->computed : value);
     print_wrapped(text, column);
 }
 
@@ -336,7 +336,9 @@ static void print_entry(const Option *o) {
     char text[512];
     Value v = value_get(o);
     printf("%s%s = ", o->given ? "" : "# ", o->name);
-    if (o->type == OPT_TEXT) {
+    if (o->computed && !o->given) {
+        printf("%s", o->computed);
+    } else if (o->type == OPT_TEXT) {
         print_quoted(v.text ? v.text : arg_name(o));
     } else if (o->type == OPT_TEXT_LIST) {
         print_texts(o);
@@ -653,34 +655,44 @@ static bool same_value(const Option *o, Value a, Value b) {
     return false;
 }
 
-static bool check_row(const Option *o, const cJSON *item, Value *v, Error *error) {
-    char was[512], now[512];
-    if (!value_from_json(o, item, v)) {
-        expected(o, was, sizeof was);
-        return error_set(error, EXIT_INPUT,
-                         "run.json in --out: the saved flag %s: expected %s. The file was edited or is damaged.\n"
-                         "  Restore it from a copy, or start a new run in another --out (--init-from reuses the "
-                         "weights).",
-                         o->name, o->type == OPT_TEXT ? "a string" : was);
-    }
-    if (!o->given || o->on_resume || same_value(o, *v, value_get(o))) return true;
-    value_text(o, *v, was, sizeof was);
+static bool read_row(const Option *o, const cJSON *item, Value *v, Error *error) {
+    char want[512];
+    if (value_from_json(o, item, v)) return true;
+    expected(o, want, sizeof want);
+    return error_set(error, EXIT_INPUT,
+                     "run.json in --out: the saved flag %s: expected %s. The file was edited or is damaged.\n"
+                     "  Restore it from a copy, or start a new run in another --out (--init-from reuses the "
+                     "weights).",
+                     o->name, o->type == OPT_TEXT ? "a string" : want);
+}
+
+// Adds a given flag that a resumed run cannot change to `forbidden`. was: the run's value
+static void compare_row(const Option *o, Value was, Reasons *forbidden) {
+    char before[512], now[512];
+    if (!o->given || o->on_resume || same_value(o, was, value_get(o))) return;
+    value_text(o, was, before, sizeof before);
     value_text(o, value_get(o), now, sizeof now);
-    return error_set(error, EXIT_USAGE,
-                     "--resume: --%s is %s, but the run started with %s, and a resumed run cannot change it.\n"
-                     "  Omit --%s, or start a new run in another --out (--init-from reuses the weights).%s%s",
-                     o->name, now, was, o->name, o->resume_hint ? "\n  " : "", o->resume_hint ? o->resume_hint : "");
+    reasons_add(forbidden, "--%s is %.120s, but the run started with %.120s.%s%s", o->name, now, before,
+                o->resume_hint ? " " : "", o->resume_hint ? o->resume_hint : "");
 }
 
 bool options_resume(Option *table, size_t count, const char *json, Error *error) {
     cJSON *object = cJSON_Parse(json);
     Value *values = calloc(count, sizeof *values);
+    Reasons forbidden = {0};
     if (!values) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
     bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "run.json: the saved flags are not a JSON object");
     for (size_t i = 0; ok && i < count; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, table[i].name);
-        if (item && !table[i].only_in) ok = check_row(&table[i], item, &values[i], error);
+        if (!item || table[i].only_in) continue;
+        ok = read_row(&table[i], item, &values[i], error);
+        if (ok) compare_row(&table[i], values[i], &forbidden);
     }
+    if (ok && forbidden.count)
+        ok = error_set(error, EXIT_USAGE,
+                       "--resume: a resumed run cannot change:%s\n"
+                       "  Omit %s, or start a new run in another --out (--init-from reuses the weights).",
+                       reasons_text(&forbidden).text, forbidden.count == 1 ? "this flag" : "these flags");
     for (size_t i = 0; ok && i < count; i++) {
         if (table[i].given || table[i].only_in || !cJSON_GetObjectItemCaseSensitive(object, table[i].name)) continue;
         if (table[i].type == OPT_TEXT && values[i].text) {

@@ -49,6 +49,7 @@ typedef struct {
     const char *only_in;        // set if this program rejects the flag: the program that has it, for the message
     bool required;              // for --help: the program does nothing without this flag
     bool any_bytes;             // texts: need not be UTF-8; not for programs that call options_json()
+    const char *computed;       // the default in words, if the program computes it after options_parse()
     bool on_resume;             // --resume may change this flag
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
     bool given;                 // set by the parser if the flag is on the command line or in a --config file
@@ -87,8 +88,8 @@ const char *options_text(const Option *row, char *out, size_t size);
 char *options_json(const Option *table, size_t count);
 
 // For --resume. `json` is the output of options_json() when the run started. Flags that are not given take the run's
-// values. A given flag whose value differs from the run's, and that is not `on_resume`, is an error
-// (EXIT_USAGE) that states both values; nothing is changed then. Flags that the run does not know keep their values.
+// values. Given flags whose values differ from the run's, and that are not `on_resume`, are an error (EXIT_USAGE) that
+// states both values of each; nothing is changed then. Flags that the run does not know keep their values.
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
 // Writes " Did you mean WORD?" for the one of `words` ("a|b|c") that `text` is probably a typo of, or "". Returns out.

@@ -587,7 +587,7 @@ def test_run_without_resume(data, run):
 @pytest.mark.parametrize("flags", [
     ["--model", MODEL.replace("ffn=24", "ffn=32")], ["--attn", "softmax"], ["--seq-len", 16], ["--norm-length", 32],
     ["--rope-theta", 5000], ["--rope-scaling", "linear:2"], ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0],
-    ["--pack", "example"], ["--weight-decay", 0.2], ["--beta1", 0.8], ["--beta2", 0.9], ["--grad-clip", 2],
+    ["--pack", "example"], ["--z-loss", 0.2], ["--beta1", 0.8], ["--beta2", 0.9], ["--grad-clip", 2],
      ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
 ], ids=lambda flags: flags[0])
 def test_resume_with_contradicting_flags(data, run, flags):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, environment, faults_program, losses,
+from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, faults_program, losses,
                      make_data, metrics, read_header, steps, tokens, train, write_shard)
 
 
@@ -83,7 +83,7 @@ def test_a_mixture_continues(data, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-5)
     out = ["--out", tmp_path / "two", "--steps", 30, "--batch", 4, "--resume"]
     other = sources.replace("0.43", "0.44")
-    assert "a resumed run cannot change it" in train(parts, *flags, "--train-data", other, *out, code=2)
+    assert "a resumed run cannot change" in train(parts, *flags, "--train-data", other, *out, code=2)
     write_shard(parts / "d_train_000002.bin", tokens(1500, 77))
     assert "the train data differs from the run's" in train(parts, *flags, *out, code=2)
 
@@ -416,6 +416,50 @@ def test_a_glob_with_a_space(tmp_path):
     folder.mkdir()
     make_data(folder)
     train(folder, "--steps", 1)
+
+
+# ---------------------------------------------------------------- changed flags
+
+def test_every_flag_that_cannot_change_is_named(data, tmp_path):
+    train(data, "--steps", 2, "--out", tmp_path)
+    again = ["--steps", 4, "--out", tmp_path, "--resume"]
+    text = train(data, *again, "--seed", 3, "--beta2", 0.9, "--seq-len", 16, "--attn", "ssmax", code=2)
+    for part in ("--seed is 3, but the run started with 1337", "--beta2 is 0.9, but the run started with 0.95",
+                 "--seq-len is 16, but the run started with 8", "--attn is ssmax", "use --attn-switch", "--init-from"):
+        assert part in text
+    assert "--lr" not in text
+
+
+def test_weight_decay_may_change(data, tmp_path):
+    """The new value holds from the next step on, and nothing else changes."""
+    for name in ("one", "two", "kept"):
+        train(data, "--steps", 4, "--out", tmp_path / name)
+    for name, decay in {"one": 0.1, "two": 5}.items():
+        train(data, "--steps", 5, "--out", tmp_path / name, "--resume", "--weight-decay", decay)
+    train(data, "--steps", 5, "--out", tmp_path / "kept", "--resume")
+    assert_same_run(tmp_path / "one", tmp_path / "kept", 5)
+    assert metrics(tmp_path / "one") == metrics(tmp_path / "two"), "the last loss is from before the last update"
+    before, one, two = (embedding(tmp_path / name, step) for name, step in (("one", 4), ("one", 5), ("two", 5)))
+    np.testing.assert_allclose(one - two, 0.01 * (5 - 0.1) * before, atol=1e-6)
+    changed = json.loads((tmp_path / "two/run.json").read_text())["history"][-1]["changed"]
+    assert changed["weight-decay"] == {"from": 0.1, "to": 5}
+
+
+@pytest.mark.parametrize("flags, jump", [(["--steps", 20], "from 0.0055 at step 10 to 0.01 at step 11"),
+                                         (["--steps", 20, "--schedule", "constant"], "to 0.01 at step 11"),
+                                         (["--steps", 20, "--lr", 0.05], "from 0.0055 at step 10 to 0.05 at step 11"),
+                                         (["--steps", 20, "--warmup", 1000], "to 0.00011 at step 11"),
+                                         (["--steps", 11], ""), (["--steps", 11, "--schedule", "linear"], "")],
+                         ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else "")
+def test_a_learning_rate_that_jumps(data, tmp_path, flags, jump):
+    """It is noted with the values before and after; --dry-run says the step as well, and writes nothing."""
+    begin = ["--steps", 10, "--schedule", "wsd", "--warmup", 0, "--out", tmp_path]
+    train(data, *begin)
+    before = (tmp_path / "run.json").read_bytes()
+    text = train(data, *flags, "--out", tmp_path, "--resume", "--dry-run", model=False)
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert "at step 10, from" in text and f"--steps {flags[1]} (was 10)" in text
+    assert ("the learning rate jumps" in text) == bool(jump) and jump in text
 
 
 # ---------------------------------------------------------------- the history in run.json

@@ -272,6 +272,19 @@ def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
     assert "--attn-switch" not in train(data, "--steps", 2, "--out", tmp_path, "--resume", "--seed", 2, code=2)
 
 
+@pytest.mark.parametrize("steps, warmup", [(1, 0), (29, 2), (1000, 100), (10_000, 1000), (50_000, 1000)])
+def test_the_default_warmup(data, tmp_path, steps, warmup):
+    """A resumed run keeps the value it started with."""
+    model = ["--model", MODEL, "--seq-len", 8]
+    text = train(data, *model, "--steps", steps, "--dry-run", model=False)
+    assert f"after {warmup:,} step" in text and "warning" not in text
+    if steps < 50:
+        out = ["--out", tmp_path, "--steps"]
+        train(data, *model, *out, steps, model=False)
+        train(data, *out, 40, "--resume", model=False)
+        assert run_json(tmp_path)["arguments"]["warmup"] == warmup
+
+
 def test_keep_best_without_validation(data):
     plan = ["--dry-run", "--steps", 1, "--warmup", 0, "--keep-best"]
     assert ("warning: --keep-best selects no checkpoint, because there is no validation: --val-every is 0"
@@ -281,16 +294,12 @@ def test_keep_best_without_validation(data):
 
 
 def test_a_warmup_that_never_ends(data):
-    """The defaults of --warmup and --steps are such a case."""
     plan = ["--dry-run", "--model", "layers=1,heads=2,channels=16,ffn=24,vocab=97", "--seq-len", 8]
-    text = train(data, *plan, model=False)
-    assert "warning: --warmup 1000 (the default) is not shorter than --steps 1000 (the default)" in text
-    assert "--warmup 50." in text and "never decays" not in text
-    for steps, remedy in ((1, 0), (2, 1), (20, 1)):
-        text = train(data, *plan, "--steps", steps, model=False)
-        assert f"--steps {steps}: " in text and f"--warmup {remedy}.\n" in text
-        assert "warning" not in train(data, *plan, "--steps", steps, "--warmup", remedy, model=False)
-    assert "rises during the whole run and never decays" in train(data, *plan, "--schedule", "cosine", model=False)
+    text = train(data, *plan, "--warmup", 1000, model=False)
+    assert "warning: --warmup 1000 is not shorter than --steps 1000: " in text
+    assert "--warmup 100." in text and "never decays" not in text
+    text = train(data, *plan, "--schedule", "cosine", "--warmup", 1001, model=False)
+    assert "rises during the whole run and never decays" in text
     assert "warning" not in train(data, *plan, "--warmup", 999, model=False)
     late = ["--attn-switch", "600:ssmax", "--warmup"]
     text = train(data, *plan, *late, 400, model=False)
