@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, faults_program, losses,
-                     make_data, metrics, read_header, steps, tokens, train, write_shard)
+from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, faults_program,
+                     losses, make_data, metrics, read_header, steps, tokens, train, write_shard)
 
 
 @pytest.fixture(scope="module")
