@@ -67,6 +67,7 @@ class File:
     size: int
     hub: object = None
     format: str = None      # one of FORMATS
+    mtime: int = 0          # in ns
 
     def open(self):
         return self.hub.open(self.name, "rb") if self.hub else open_regular(self.name)

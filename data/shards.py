@@ -169,21 +169,27 @@ class Writer:
         self.counts = collections.Counter()
         if not self.state_path.exists():
             if self.reader:
-                self.reader.restore(None)
+                self.reader.restore(None, 0)
             return
         try:
             state = json.loads(self.state_path.read_bytes())
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
             self.counts.update(state.get("counts", {}))
-            if self.reader:
-                self.reader.restore(state.get("read"))
+            read = state.get("read")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(INPUT, f"{self.state_path}: not a state file of a run ({error!r}).\n"
                                    f"  Remove the folder {self.out} to start over.") from None
+        self.check_settings(settings, {"files", "names_and_sizes"} if read else ())
+        if self.reader:     # files that were not yet read may have changed
+            self.reader.restore(read, self.documents)
+        if self.done:
+            self.check_settings(settings)
+
+    def check_settings(self, settings, ignored=()):
         asked = json.loads(json.dumps(self.settings))
         for key in asked | settings:
-            if settings.get(key) != asked.get(key):
+            if settings.get(key) != asked.get(key) and key not in ignored:
                 raise DataError(USAGE, f"{self.out} holds {self.name} shards made with {key} = "
                                        f"{shorten(settings.get(key))}, but now it is {shorten(asked.get(key))}.\n"
                                        f"  Pass another --out, or remove the folder to start over.")
@@ -442,7 +448,7 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy
 
 def write_encoded(writer, encoded):
     """Appends lists of encoded documents, with a progress bar on a terminal."""
-    committed = time.monotonic()
+    committed, seconds = time.monotonic(), COMMIT_SECONDS
     with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None,
               desc=writer.name) as bar:
         for batch in encoded:
@@ -450,9 +456,11 @@ def write_encoded(writer, encoded):
             for document in batch:
                 writer.add(*document)
             bar.update(sum(writer.tokens.values()) - before)
-            if writer.full or time.monotonic() - committed > COMMIT_SECONDS:
+            start = time.monotonic()
+            if writer.full or start - committed > seconds:
                 writer.commit()
                 committed = time.monotonic()
+                seconds = max(COMMIT_SECONDS, 20 * (committed - start))    # the state of a million files takes long
     writer.finish()
 
 

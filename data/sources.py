@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -41,6 +42,8 @@ class Notes:
              "bad":        ("skipped", "bad record",     ""),
              "long":       ("skipped", "document",       "that is too long; --max-document SIZE accepts it"),
              "blank":      ("skipped", "blank document", ""),
+             "gone":       ("kept", "document",          "of a file that was read in part and is gone"),
+             "duplicate":  ("dropped", "duplicate",      "of an earlier document"),
              "replaced":   ("replaced", "invalid character", "by U+FFFD")}
 
     def __init__(self, found=None):
@@ -92,14 +95,15 @@ def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
             if not file.format:
                 raise DataError(INPUT, f"{path}: expected a name that ends in .txt, .md, .json, .jsonl or .parquet, or "
                                        "JSON Lines in a file of another name.\n"
-                                       f"  --prose '{path.name}' reads it as plain text.")
+                                       f"  --prose {shlex.quote(path.name)} reads it as plain text.")
     if not found:
         raise DataError(INPUT, "\n".join([f"{', '.join(map(str, paths))}: no text files found.", *notes.lines()]))
     return found
 
 
 def local_file(path, prose):
-    file = File(str(path), os.stat(path).st_size)
+    found = os.stat(path)
+    file = File(str(path), found.st_size, mtime=found.st_mtime_ns)
     file.format = sniff(file, prose)
     return file
 
@@ -178,12 +182,14 @@ def settings(files, column="text", separator=None):
 
 class Reader:
     """The documents of files, in order. One that is blank, bad or too long is read as "", so that their numbers do not
-    depend on what is skipped. column: the key or column with the text, or a function of the file that names it"""
+    depend on what is skipped; with `dedup`, so is one that occurred before. column: the key or column with the text, or
+    a function of the file that names it"""
 
-    def __init__(self, files, column="text", separator=None, skip_bad=0, max_document=MAX_DOCUMENT, notes=None):
+    def __init__(self, files, column="text", separator=None, skip_bad=0, max_document=MAX_DOCUMENT, notes=None,
+                 dedup=False):
         self.files, self.column, self.separator = files, column, separator
-        self.skip_bad, self.max_document = skip_bad, max_document
-        self.start = {"files": 0, "documents": 0, "notes": (notes or Notes()).found, "bad": 0, "crc": 0}
+        self.skip_bad, self.max_document, self.dedup = skip_bad, max_document, dedup
+        self.start = {"files": [], "documents": 0, "notes": (notes or Notes()).found, "bad": 0, "crc": 0}
         self.tracked = False      # is at() called?
         self.begin()
 
@@ -194,55 +200,100 @@ class Reader:
     def settings(self):
         column = self.column if isinstance(self.column, str) else "text"
         changed = {} if self.max_document == MAX_DOCUMENT else {"max_document": self.max_document}
-        return settings(self.files, column, self.separator) | changed
+        return settings(self.files, column, self.separator) | changed | ({"dedup": True} if self.dedup else {})
 
     # ---- where a run stands
 
-    def restore(self, state):
-        """Prepares to continue where at() said that an earlier run stood; None: at the start."""
-        self.start, self.tracked = state or self.start, True
+    def restore(self, state, documents):
+        """Prepares to continue where at(documents) said that an earlier run stood; None: at the start, or where a
+        version stood that did not say. The files that it has read must be the same, up to the document where it stood;
+        the others may have changed."""
+        self.start, self.tracked = state or self.start | {"crc": None if documents else 0}, True
+        for index, line in enumerate(self.start["files"]):
+            self.check(index, *line.split(" ", 3))
+        part, left = self.start.get("part"), [Path(file.name).name for file in self.files[len(self.start["files"]):]]
+        if part and part not in left:
+            notes, kept = Notes(self.start["notes"]), documents - self.start["documents"]
+            notes.add("gone", f"{part} ({kept:,})", kept)
+            self.start = self.start | {"documents": documents, "notes": notes.found}
+        elif part and part != left[0]:
+            raise changed(part, f"now {left[0]} comes before it")
         self.begin()
 
+    def check(self, index, crc, size, mtime, name):
+        """Fails unless a file is the one that an earlier run has read."""
+        file = self.files[index] if index < len(self.files) else None
+        if not file or Path(file.name).name != name:
+            raise changed(name, f"found {file.name} in its place" if file else "it is missing")
+        if file.size != int(size):
+            raise changed(file.name, f"it had {int(size):,} bytes, and has {file.size:,}")
+        if file.mtime != int(mtime):
+            found = 0
+            for item in items(self.reader(file)):
+                found = crc_of(item, found)
+            if found != int(crc, 16):
+                raise changed(file.name, "it has as many bytes, but they differ")
+
     def begin(self):
-        self.state, self.crc = self.start, self.start["crc"]
+        self.state, self.crc, self.read = self.start, self.start["crc"], list(self.start["files"])
         self.notes, self.bad, self.first_bad = Notes(self.start["notes"]), self.start["bad"], {}
         self.ends, self.crcs = collections.deque(), collections.deque()    # states after files; CRCs after documents
+        self.seen = set()
 
     def at(self, documents):
-        """Where reading stands after that many documents: how many files are read, how many documents they had, what is
-        noted about them, and the CRC-32 of the documents since. `documents` never decreases."""
+        """Where reading stands after that many documents: the files that are read, how many documents they had, what is
+        noted about them, and of the file after them its name and the CRC-32 of the documents so far. `documents` never
+        decreases."""
         while self.ends and self.ends[0]["documents"] <= documents:
             self.state, self.crc = self.ends.popleft(), 0
+            self.read.append(self.state["file"])
         while self.crcs and self.crcs[0][0] <= documents:
             self.crc = self.crcs.popleft()[1]
-        return self.state | {"crc": self.crc if documents > self.state["documents"] else 0}
+        inside = documents > self.state["documents"]
+        return {"files": self.read, "documents": self.state["documents"], "notes": self.state["notes"],
+                "bad": self.state["bad"], "crc": self.crc if inside else 0,
+                "part": Path(self.files[len(self.read)].name).name if inside else None}
 
     # ---- reading
 
     def documents(self, skip=0):
         """The texts, starting at number `skip`."""
         self.begin()
-        number = self.start["documents"]
-        for index in range(self.start["files"], len(self.files)):
-            file, crc, blank = self.reader(self.files[index]), 0, 0
+        number, first = self.start["documents"], len(self.start["files"])
+        for file in self.files[:first] if self.dedup else ():
+            for item in items(self.reader(file)):
+                self.occurred(item)
+        for index in range(first, len(self.files)):
+            file, crc, blank, repeated = self.reader(self.files[index]), 0, 0, 0
             for item in items(file):
                 if isinstance(item, Bad):
                     self.pass_over(item, index)
-                text, number, blank = "" if isinstance(item, Bad) else item, number + 1, blank + (item == "")
+                number, blank = number + 1, blank + (item == "")
                 if self.tracked:
-                    crc = zlib.crc32(text.encode(), crc)
+                    crc = crc_of(item, crc)
                     self.crcs.append((number, crc))
-                    if number == skip and index == self.start["files"] and crc != self.start["crc"]:
-                        raise changed(file.file)
+                    if number == skip and index == first and self.start["crc"] not in (crc, None):
+                        raise changed(file.file.name, "the part of it that was read differs")
+                again = self.dedup and self.occurred(item)
+                repeated += again
                 if number > skip:
-                    yield text
-            if self.tracked and number < skip and index == self.start["files"]:
-                raise changed(file.file)
-            for kind, count in ("blank", blank), ("replaced", file.replaced):
+                    yield "" if again or isinstance(item, Bad) else item
+            if self.tracked and number < skip and index == first and self.start["crc"] is not None:
+                raise changed(file.file.name, "it is shorter than the part of it that was read")
+            for kind, count in ("blank", blank), ("duplicate", repeated), ("replaced", file.replaced):
                 if count:
                     self.notes.add(kind, f"{file.file.name} ({count:,})", count)
-            self.ends.append({"files": index + 1, "documents": number, "bad": self.bad,
-                              "notes": Notes(self.notes.found).found, "crc": 0})
+            name = Path(file.file.name).name
+            self.ends.append({"file": f"{crc:08x} {file.file.size} {file.file.mtime} {name}", "documents": number,
+                              "bad": self.bad, "notes": Notes(self.notes.found).found})
+
+    def occurred(self, text):
+        """Has the document occurred before? Blank ones do not count."""
+        if not text or isinstance(text, Bad):
+            return False
+        digest, before = hashlib.blake2b(text.encode(), digest_size=16).digest(), len(self.seen)
+        self.seen.add(digest)
+        return len(self.seen) == before
 
     def reader(self, file):
         column = self.column if isinstance(self.column, str) else self.column(file)
@@ -289,9 +340,14 @@ def items(reader):
                                f"  Finished work is kept: rerun the same command to resume.") from None
 
 
-def changed(file):
-    return DataError(USAGE, f"{file.name}: the part of it that was read before has changed.\n"
-                            "  Pass another --out, or remove the folder to start over.")
+def crc_of(item, crc):
+    """The CRC-32 of documents, one of which is bad if it is a Bad, from that of those before it."""
+    return crc if isinstance(item, Bad) else zlib.crc32(item.encode(), crc)
+
+
+def changed(name, how):
+    return DataError(USAGE, f"{name}: an earlier run with this --out has read this file, and it has changed since: "
+                            f"{how}.\n  Restore it, pass another --out, or remove the folder to start over.")
 
 
 def documents(files, column="text", separator=None, skip=0):
@@ -330,6 +386,8 @@ def add_flags(parser, column="text", plain=False):
                         help="in folders, follow links that lead out of them")
     parser.add_argument("--skip-bad", type=natural, default=0, metavar="N",
                         help="skip up to N records that cannot be read, and name them")
+    parser.add_argument("--dedup", action="store_true",
+                        help="drop documents that are the same as an earlier one, and count them")
     parser.add_argument("--max-document", type=size, default="256M", metavar="SIZE",
                         help="skip documents of more bytes, also with the suffix k, M or G")
 
@@ -340,7 +398,7 @@ def reader(args, paths, hub=(), column=None, separator=None):
     files = (local_files(paths, args.out, notes, args.follow_links, getattr(args, "prose", "")) if paths
              else hub_files(*hub))
     return Reader(files, column or args.column, separator or getattr(args, "separator", None), args.skip_bad,
-                  args.max_document, notes)
+                  args.max_document, notes, args.dedup)
 
 
 # ---- downloads

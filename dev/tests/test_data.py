@@ -546,6 +546,84 @@ def test_lone_surrogates(tmp_path):
     assert documents_of(tmp_path / "out", "train") == ["a \ufffd b"] * 2
 
 
+def write_files(folder, out, **options):
+    """Writes the documents of a folder's files, and returns what was noted about them."""
+    reader = sources.Reader(sources.local_files([folder]), **options)
+    shards.write(small_args(out), reader.documents, small_tokenizer(), reader.settings(), reader=reader)
+    return "\n".join(reader.notes.lines())
+
+
+def spoiled(folder, line=b"{bad\n"):
+    """Three files, of which the last has a bad line."""
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.jsonl").write_bytes(jsonl(f"document {i} of {name}" for i in range(150)))
+    with open(folder / "c.jsonl", "ab") as file:
+        file.write(line)
+
+
+def replace(path, old, new):
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+@pytest.mark.parametrize("change, refused", [
+    (lambda folder: replace(folder / "c.jsonl", b"{bad", b'{"text": "good"}'), None),
+    (lambda folder: (folder / "c.jsonl").unlink(), None),
+    (lambda folder: (folder / "c.jsonl").rename(folder / "d.txt"), None),
+    (lambda folder: os.utime(folder / "a.jsonl", (1, 1)) or (folder / "c.jsonl").unlink(), None),
+    (lambda folder: replace(folder / "a.jsonl", b"document 5 ", b"document 50 "), "a.jsonl: .* changed since: it had"),
+    (lambda folder: replace(folder / "a.jsonl", b"document 5 ", b"document 6 "), "a.jsonl: .* bytes, but they differ"),
+    (lambda folder: (folder / "a.jsonl").unlink(), "a.jsonl: .* found .*b.jsonl in its place"),
+    (lambda folder: (folder / "0.txt").write_text("new"), "a.jsonl: .* found .*0.txt in its place"),
+    (lambda folder: replace(folder / "c.jsonl", b"document 5 ", b"document 50 "), "c.jsonl: .* that was read differs"),
+])
+def test_files_that_change_between_runs(tmp_path, often, change, refused):
+    """After a bad record, a rerun takes other files in place of those that were not yet read, but not of the others."""
+    spoiled(tmp_path / "in")
+    with pytest.raises(shards.DataError, match="c.jsonl: line 151"):
+        write_files(tmp_path / "in", tmp_path / "out")
+    change(tmp_path / "in")
+    if refused:
+        with pytest.raises(shards.DataError, match=refused):
+            write_files(tmp_path / "in", tmp_path / "out")
+    else:
+        write_files(tmp_path / "in", tmp_path / "out")
+        assert b"document 57 of b" in read_text(tmp_path / "out")
+
+
+def read_text(out):
+    return bytes(i for path in sorted(out.glob("*_train_*.bin")) for i in read_shard(path) if i < 256)
+
+
+def test_a_corrected_file_gives_the_same_shards(tmp_path, often):
+    spoiled(tmp_path / "in")
+    with pytest.raises(shards.DataError):
+        write_files(tmp_path / "in", tmp_path / "out")
+    replace(tmp_path / "in" / "c.jsonl", b"{bad", b'{"text": "good"}')
+    for out in ("out", "fresh"):
+        write_files(tmp_path / "in", tmp_path / out)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_duplicates(tmp_path, often):
+    """The first of equal documents stays, wherever a run was interrupted."""
+    texts = [f"document {i * 7919 % 60}" for i in range(100)] + ["", " document 1", "Document 1"]
+    folder = tmp_path / "in"
+    spoiled(folder)
+    (folder / "a.jsonl").write_bytes(jsonl(texts))
+    (folder / "b.jsonl").write_bytes(jsonl([*texts, "new"]))
+    with pytest.raises(shards.DataError):
+        write_files(folder, tmp_path / "out", dedup=True)
+    replace(folder / "c.jsonl", b"{bad\n", jsonl(texts))
+    said = write_files(folder, tmp_path / "out", dedup=True)
+    expected = dict.fromkeys([*texts, "new", *(f"document {i} of c" for i in range(150))])
+    assert write_files(folder, tmp_path / "fresh", dedup=True) == said and "dropped 244 duplicates" in said
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    tokens = [path.read_bytes()[1024:] for path in sorted((tmp_path / "out").glob("*.bin"))]
+    found = np.frombuffer(b"".join(tokens), "<u2")
+    assert (found == 256).sum() == len(expected) - 1      # one is blank
+
+
 # ---- the scripts
 
 def test_text(tmp_path):
