@@ -25,6 +25,7 @@ typedef enum { SAMPLE_FP32, SAMPLE_BF16 } SampleType;
 
 // What a conversation remembers by default, if the model was trained on longer texts.
 enum { DEFAULT_CONTEXT = 8192 };
+enum { PROMPT_BYTES = 64 << 20 };    // the longest --prompt-file and standard input
 static const char CHATS[] = "auto|raw|chatml|qwen3|llama3|llama3.1|llama3.2|zephyr";
 
 typedef struct {
@@ -240,7 +241,7 @@ static void add_prompt(Sampler *s, const char *text, size_t length, const char *
 static void read_prompt_file(Sampler *s) {
     Error error;
     size_t size, line = 1;
-    char where[PATH_MAX], *text = file_read(s->o.prompt_file, 64 << 20, &size, &error);
+    char where[PATH_MAX], *text = file_read_stream(s->o.prompt_file, PROMPT_BYTES, &size, &error);
     if (!text) fail_with(&error);
     for (char *at = text; at < text + size; line++) {
         char *end = memchr(at, '\n', (size_t)(text + size - at)), *next = end ? end + 1 : text + size;
@@ -255,16 +256,10 @@ static void read_prompt_file(Sampler *s) {
 
 // --prompt -: stdin is a single prompt. A final newline (\n or \r\n) is dropped.
 static void read_stdin(Sampler *s) {
-    size_t length = 0, room = 1 << 16;
-    char *text = malloc(room);
-    while (text) {
-        length += fread(text + length, 1, room - length - 1, stdin);
-        if (length < room - 1) break;
-        room *= 2;
-        text = realloc(text, room);
-    }
-    if (!text) fail(EXIT_RESOURCE, "--prompt -: out of memory for the prompt.");
-    if (ferror(stdin)) fail(EXIT_INPUT, "--prompt -: cannot read stdin: %s.", strerror(errno));
+    Error error;
+    size_t length;
+    char *text = file_read_stream(NULL, PROMPT_BYTES, &length, &error);
+    if (!text) fail_with(&error);
     if (length && text[length - 1] == '\n') {
         length--;
         if (length && text[length - 1] == '\r') length--;

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "runtime/file.h"
+#include "runtime/own.h"
 
 static const char FIRST[] = "attn.c matmuls 1\n", LAST[] = "end\n";    // lines of a file
 enum { MOST_BYTES = 64 << 20 };                                        // of a file
@@ -184,10 +185,12 @@ static bool merge(const MatmulFile *file, Error *error) {
 
 static bool merge_alone(const MatmulFile *file, Error *error) {
     std::string path = target_of(file->path) + ".lock";
-    int lock = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    const char *reason = NULL;
+    int lock = own_open(path.c_str(), O_RDWR | O_CREAT, &reason);
     bool done = lock >= 0 && flock(lock, LOCK_EX) == 0;
     if (!done)
-        error_set(error, EXIT_RESOURCE, "%s: cannot lock it: %s.\n  %s", path.c_str(), strerror(errno),
+        error_set(error, EXIT_RESOURCE, "%s: cannot lock it: %s.\n  %s", path.c_str(),
+                  reason ? reason : strerror(errno),
                   file_remedy(errno, "Choose a folder that you can write to, on a file system with locks."));
     done = done && merge(file, error);
     if (lock >= 0) close(lock);

@@ -25,6 +25,7 @@
 #include "runtime/human.h"
 #include "runtime/json.h"
 #include "runtime/mixture.h"
+#include "runtime/own.h"
 #include "runtime/start.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -219,6 +220,8 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "chooses needles and haystacks, or the sequences of attention"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
          .help = "folder for eval.json and pictures; without it, the results are only printed"},
+        {"foreign-folder", OPT_SWITCH, &o->foreign_folder, .group = "Evaluation",
+         .help = "accept an --out that belongs to another user and that everybody may write to"},
         {"picture", OPT_SWITCH, &o->picture, .group = "Evaluation",
          .help = "0: write eval.json without pictures; scripts/plot_eval.py draws them later"},
         {"dtype", OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Machine",
@@ -590,7 +593,7 @@ void eval_take_folder(const Eval *e) {
     struct stat there;
     const char *out = e->o.out;
     if (!out) return;
-    if (!file_make_folders(out, &error)) fail_with(&error);
+    if (!own_check(out, e->o.foreign_folder, &error) || !file_make_folders(out, &error)) fail_with(&error);
     int folder = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
         fail(EXIT_BUSY,
@@ -602,7 +605,7 @@ void eval_take_folder(const Eval *e) {
              "%s: expected a file, or none yet, found a folder.\n"
              "  The results are written to this path. Move the folder away, or choose another --out.",
              results.text);
-    File *probe = file_create(folder_path(out, UNFINISHED[0]).text, NULL, &error);
+    File *probe = file_create(AT_FDCWD, folder_path(out, UNFINISHED[0]).text, NULL, &error);
     if (!probe) fail_with(&error);
     file_discard(probe);
 }
@@ -615,7 +618,7 @@ static FolderPath unfinished(const Eval *e, const char *name) {
 
 File *eval_file(Eval *e, const char *name) {
     Error error;
-    File *file = file_create(unfinished(e, name).text, NULL, &error);
+    File *file = file_create(AT_FDCWD, unfinished(e, name).text, NULL, &error);
     if (!file) fail_with(&error);
     cJSON_AddItemToArray(e->files, cJSON_CreateString(name));
     return file;
@@ -634,7 +637,8 @@ static void rename_files(Eval *e) {
     if (e->prompts && !file_close(e->prompts, &error)) fail_with(&error);
     cJSON_ArrayForEach(name, e->files) {
         const char *text = name->valuestring;
-        if (!file_rename(unfinished(e, text).text, folder_path(e->o.out, text).text, &error)) fail_with(&error);
+        if (!file_rename(AT_FDCWD, unfinished(e, text).text, folder_path(e->o.out, text).text, &error))
+            fail_with(&error);
     }
 }
 

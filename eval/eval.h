@@ -46,7 +46,7 @@ typedef struct {
     IntList seq_lens, depths;
     double rope_theta;
     int pn_extrapolate, task, chat, dtype, pack;
-    bool doc_mask, random_depth, picture, save_prompts;
+    bool doc_mask, random_depth, picture, save_prompts, foreign_folder;
 } EvalOptions;
 
 // One of --seq-lens. The losses are in nats per token that counts, under the checkpoint's normalizer [0] and the given

@@ -29,7 +29,7 @@ static void read_prompt_file(Observer *o) {
     const Eval *e = o->e;
     Error error;
     size_t size, line = 1;
-    char *text = file_read(e->o.prompt_file, 64 << 20, &size, &error);
+    char *text = file_read_stream(e->o.prompt_file, 64 << 20, &size, &error);
     if (!text) fail_with(&error);
     for (char *at = text; at < text + size; line++) {
         char *end = memchr(at, '\n', (size_t)(text + size - at)), *next = end ? end + 1 : text + size;

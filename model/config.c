@@ -791,7 +791,7 @@ static void warn_of_absent(const Reader *r, const char *path) {
 bool model_config_read(ModelConfig *config, const char *folder, const char *ignored, Error *error) {
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/config.json", folder);
-    cJSON *json = json_read(path, error);
+    cJSON *json = json_read(path, JSON_SMALL, error);
     if (!json) return false;
     *config = (ModelConfig){0};
     Reader r = {.json = json, .ignored = ignored, .config = config};

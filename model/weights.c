@@ -205,7 +205,7 @@ bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) 
     return done;
 }
 
-bool weights_save(const Weights *w, const char *path, FileHash *hash, Error *error) {
+bool weights_save(const Weights *w, int folder, const char *path, FileHash *hash, Error *error) {
     TensorRow *rows = malloc(w->list->count * sizeof *rows);
     if (!rows) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
     size_t count = 0;
@@ -215,12 +215,12 @@ bool weights_save(const Weights *w, const char *path, FileHash *hash, Error *err
         rows[count++] = (TensorRow){
             t->name, w->bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, w->params + t->offset};
     }
-    bool done = safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error);
+    bool done = safetensors_write(folder, path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error);
     free(rows);
     return done;
 }
 
-bool weights_save_optimizer(const Weights *w, const char *path, FileHash *hash, Error *error) {
+bool weights_save_optimizer(const Weights *w, int folder, const char *path, FileHash *hash, Error *error) {
     OptimizerPart parts[OPTIMIZER_PARTS];
     size_t most = w->list->count * OPTIMIZER_PARTS, count = 0;
     TensorRow *rows = malloc(most * sizeof *rows);
@@ -237,7 +237,7 @@ bool weights_save_optimizer(const Weights *w, const char *path, FileHash *hash, 
             count++;
         }
     }
-    done = done ? safetensors_write(path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error)
+    done = done ? safetensors_write(folder, path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error)
                 : error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
     free(rows);
     free(names);

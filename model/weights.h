@@ -50,8 +50,8 @@ bool weights_load(const Weights *weights, const char *folder, const Normalizer *
 bool weights_load_optimizer(const Weights *weights, const char *folder, Error *error);
 
 // Write model.safetensors and optimizer.safetensors to these paths, and return their hashes.
-bool weights_save(const Weights *weights, const char *path, FileHash *hash, Error *error);
-bool weights_save_optimizer(const Weights *weights, const char *path, FileHash *hash, Error *error);
+bool weights_save(const Weights *weights, int folder, const char *path, FileHash *hash, Error *error);
+bool weights_save_optimizer(const Weights *weights, int folder, const char *path, FileHash *hash, Error *error);
 
 #ifdef __cplusplus
 }

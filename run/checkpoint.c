@@ -13,12 +13,15 @@
 
 #include "runtime/file.h"
 #include "runtime/json.h"
+#include "runtime/own.h"
 
 // The folders in OUT/ckpt. Readers only accept step-* and .old-*; the other two are only ever removed.
 #define STEP  "step-"         // complete
 #define TMP   ".tmp-step-"    // being written
 #define OLD   ".old-step-"    // complete; set aside while a new folder of the same step takes its name
 #define TRASH ".trash-step-"  // being deleted
+
+enum { MANIFEST_BYTES = 1 << 16 };
 
 #define DAMAGED "The checkpoint is damaged. Use another one; to resume from the previous one, delete this folder."
 
@@ -47,6 +50,17 @@ static char *join_step(char *out, const char *root, const char *prefix, uint64_t
 // ---- the manifest
 
 // {"files": {"model.safetensors": {"size": 12, "xxh3_128": "32 hexadecimal digits, as printed by xxhsum -H2"}, ...}}
+
+// A run is only resumed with all of these files; weights alone are loaded with the first WEIGHTS_FILES.
+static const char *const needed_files[] = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"};
+enum { WEIGHTS_FILES = 2, RESUME_FILES = 4 };
+
+// The most bytes of a file in a checkpoint. Tensors that exceed the memory several times over cannot be loaded here, so
+// they need not be hashed first.
+static uint64_t most_bytes(const char *name) {
+    bool tensors = !strcmp(name, needed_files[1]) || !strcmp(name, needed_files[2]);
+    return tensors ? (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) * 4 : JSON_LARGE;
+}
 
 static bool check_entry(const char *folder, const char *manifest, const cJSON *entry, bool hashes, Error *error) {
     char path[PATH_MAX];
@@ -77,21 +91,17 @@ static bool check_entry(const char *folder, const char *manifest, const cJSON *e
                          (uint64_t)info.st_size);
     }
     if (!hashes) return true;
-    if (!file_hash(path, &found, error)) return false;
+    if (!file_hash(AT_FDCWD, path, most_bytes(entry->string), &found, error)) return false;
     if (!strcmp(file_hash_text(found.xxh3).text, hash)) return true;
     return error_set(error, EXIT_INPUT, "%s: expected XXH3-128 %.32s (manifest.json), found %s.\n  " DAMAGED, path,
                      hash, file_hash_text(found.xxh3).text);
 }
 
-// A run is only resumed with all of these files; weights alone are loaded with the first WEIGHTS_FILES.
-static const char *const needed_files[] = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"};
-enum { WEIGHTS_FILES = 2, RESUME_FILES = 4 };
-
 // Checks the files in the manifest, among which the first `needed` of needed_files must be.
 static bool check_manifest(const char *folder, int needed, bool hashes, Error *error) {
     char path[PATH_MAX];
     const cJSON *entry;
-    cJSON *manifest = json_read(join(path, folder, "manifest.json"), error);
+    cJSON *manifest = json_read(join(path, folder, "manifest.json"), MANIFEST_BYTES, error);
     if (!manifest) return false;
     const cJSON *files = cJSON_GetObjectItemCaseSensitive(manifest, "files");
     bool ok = cJSON_IsObject(files) ||
@@ -126,13 +136,14 @@ static bool add_entry(const Checkpoint *c, cJSON *files, const char *name, Error
     for (size_t i = 0; i < c->hash_count; i++)
         if (!strcmp(c->hashes[i].name, name)) hash = c->hashes[i].hash;
     join(path, c->folder, "%s", name);
-    if (lstat(path, &info) != 0 || !S_ISREG(info.st_mode)) {
+    if (fstatat(c->folder_fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode)) {
         return error_set(error, EXIT_RESOURCE,
                          "%s: expected only regular files in a checkpoint, found something else.\n"
                          "  Do not change this folder while it is being written.",
                          path);
     }
-    if (hash.size != (uint64_t)info.st_size && (!file_hash(path, &hash, error) || !file_sync(path, error)))
+    if (hash.size != (uint64_t)info.st_size &&
+        (!file_hash(c->folder_fd, path, JSON_LARGE, &hash, error) || !file_sync(c->folder_fd, path, error)))
         return false;
     cJSON *entry = cJSON_AddObjectToObject(files, name);
     if (!entry || !cJSON_AddNumberToObject(entry, "size", (double)hash.size) ||
@@ -144,7 +155,7 @@ static bool add_entry(const Checkpoint *c, cJSON *files, const char *name, Error
 
 static bool add_entries(const Checkpoint *c, cJSON *files, Error *error) {
     struct dirent **names;
-    int count = scandir(c->folder, &names, NULL, alphasort);
+    int count = scandirat(c->folder_fd, ".", &names, NULL, alphasort);
     if (count < 0) {
         return error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", c->folder, strerror(errno),
                          file_remedy(errno, "Was it removed?"));
@@ -168,7 +179,7 @@ static bool write_manifest(const Checkpoint *c, Error *error) {
     if (ok) {
         char *text = cJSON_Print(manifest);
         if (!text) fail(EXIT_RESOURCE, "%s: out of memory for the manifest.", c->folder);
-        ok = file_write_text(join(path, c->folder, "manifest.json"), text, error);
+        ok = file_write_text(c->folder_fd, join(path, c->folder, "manifest.json"), text, error);
         free(text);
     }
     cJSON_Delete(manifest);
@@ -203,10 +214,11 @@ static int compare_entries(const void *a, const void *b) {
     return strcmp(y->prefix, x->prefix);
 }
 
-// Lists our folders, newest first. The caller frees the list. A missing folder counts as empty. Returns NULL on error.
-static Entry *list_entries(const char *root, size_t *count, Error *error) {
+// Lists our folders, newest first, in an open folder or (AT_FDCWD) at the path. The caller frees the list. A missing
+// folder counts as empty. Returns NULL on error.
+static Entry *list_entries(int folder, const char *root, size_t *count, Error *error) {
     struct dirent **names = NULL;
-    int found = scandir(root, &names, NULL, NULL);
+    int found = scandirat(folder, folder == AT_FDCWD ? root : ".", &names, NULL, NULL);
     *count = 0;
     if (found < 0 && errno != ENOENT && errno != ENOTDIR) {
         error_set(error, EXIT_RESOURCE, "%s: listing the folder failed: %s.\n  %s", root, strerror(errno),
@@ -227,30 +239,48 @@ static Entry *list_entries(const char *root, size_t *count, Error *error) {
 // The same for a program that cannot go on without the list.
 static Entry *need_entries(const char *root, size_t *count) {
     Error error;
-    Entry *entries = list_entries(root, count, &error);
+    Entry *entries = list_entries(AT_FDCWD, root, count, &error);
     if (!entries) fail(EXIT_INPUT, "%s", error.text);
     return entries;
 }
 
+// A link is no checkpoint: it may lead to another run's, and pruning would delete that one.
+static bool check_no_link(const char *folder, ExitCode code, Error *error) {
+    return !own_is_link(AT_FDCWD, folder) ||
+           error_set(
+               error, code,
+               "%s: it is a link, but checkpoints are folders.\n"
+               "  Remove the link. To start from the checkpoint that it leads to: --init-from, or eval_gpt2 --model.",
+               folder);
+}
+
+// Does this checkpoint have all that a resume needs?
+static bool check_whole(const char *folder, Error *error) {
+    return check_no_link(folder, EXIT_INPUT, error) && check_manifest(folder, RESUME_FILES, false, error);
+}
+
+static bool exists(int root, const char *path) {
+    return faccessat(root, strrchr(path, '/') + 1, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
 // If a folder was set aside and the new one never took its name, it gets its name back. Any other leftover is removed.
-static bool clear_leftover(const char *root, const Entry *entry, Error *error) {
+static bool clear_leftover(const Checkpoint *c, const Entry *entry, Error *error) {
     char path[PATH_MAX], final[PATH_MAX];
-    join_step(path, root, entry->prefix, entry->step);
-    join_step(final, root, STEP, entry->step);
-    bool keep =
-        !strcmp(entry->prefix, OLD) && access(final, F_OK) != 0 && check_manifest(path, RESUME_FILES, false, error);
-    return keep ? file_rename(path, final, error) : file_remove_tree(path, error);
+    join_step(path, c->root, entry->prefix, entry->step);
+    join_step(final, c->root, STEP, entry->step);
+    bool keep = !strcmp(entry->prefix, OLD) && !exists(c->root_fd, final) && check_whole(path, error);
+    return keep ? file_rename(c->root_fd, path, final, error) : file_remove_tree(c->root_fd, path, error);
 }
 
 // Clears the leftovers of killed saves and prunes. Fails only if a name that the save of this step needs remains taken.
-static bool clear_leftovers(const char *root, uint64_t step, Error *error) {
+static bool clear_leftovers(const Checkpoint *c, Error *error) {
     size_t count;
-    Entry *entries = list_entries(root, &count, error);
+    Entry *entries = list_entries(c->root_fd, c->root, &count, error);
     bool ok = entries != NULL;
     for (size_t i = 0; i < count && ok; i++) {
         const Entry *entry = &entries[i];
-        if (!strcmp(entry->prefix, STEP) || clear_leftover(root, entry, error)) continue;
-        ok = entry->step != step || !strcmp(entry->prefix, TRASH);
+        if (!strcmp(entry->prefix, STEP) || clear_leftover(c, entry, error)) continue;
+        ok = entry->step != c->step || !strcmp(entry->prefix, TRASH);
         if (ok) warn("%s\n  It is left over from an interrupted save. The next save will try again.", error->text);
     }
     free(entries);
@@ -275,7 +305,7 @@ static bool newest_listed(const char *out_dir, char *path, size_t size, uint64_t
         bool named = !strcmp(entries[i].prefix, STEP);
         if (!named && strcmp(entries[i].prefix, OLD)) continue;
         join_step(folder, root, entries[i].prefix, entries[i].step);
-        if (check_manifest(folder, RESUME_FILES, false, &error)) {
+        if (check_whole(folder, &error)) {
             found = strlen(folder) < size;
             if (!found) fail(EXIT_USAGE, "%s: the path is too long.", folder);
             strcpy(path, folder);
@@ -316,7 +346,7 @@ bool checkpoint_find(const char *given, char *path, size_t size, Error *error) {
 bool checkpoint_exists(const char *out_dir, uint64_t step) {
     char root[PATH_MAX], folder[PATH_MAX];
     Error error;
-    return check_manifest(join_step(folder, join(root, out_dir, "ckpt"), STEP, step), RESUME_FILES, false, &error);
+    return check_whole(join_step(folder, join(root, out_dir, "ckpt"), STEP, step), &error);
 }
 
 bool checkpoint_any(const char *out_dir) {
@@ -331,23 +361,53 @@ bool checkpoint_any(const char *out_dir) {
 
 // ---- saving
 
-bool checkpoint_prepare(const char *out_dir, Error *error) {
-    char root[PATH_MAX];
-    if (!file_make_folders(join(root, out_dir, "ckpt"), error)) return false;
-    return access(root, W_OK | X_OK) == 0 ||
-           error_set(error, EXIT_RESOURCE,
-                     "%s: cannot write into this folder: %s.\n  Change its permissions, or choose another --out.", root,
-                     strerror(errno));
+static bool same_folder(int fd, int folder, const char *name) {
+    struct stat ours, there;
+    return fstat(fd, &ours) == 0 && fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+           ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
 }
 
-bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error) {
-    c->step = step;
-    c->folder[0] = '\0';
-    c->hash_count = 0;
+bool checkpoint_prepare(int *root, const char *out_dir, Error *error) {
+    char path[PATH_MAX];
+    struct stat info;
+    join(path, out_dir, "ckpt");
+    if (*root >= 0 && same_folder(*root, AT_FDCWD, path)) return true;
+    if (*root >= 0 && lstat(path, &info) == 0)
+        return error_set(error, EXIT_RESOURCE,
+                         "%s: it is no longer the folder in which this run has saved its checkpoints.\n"
+                         "  Move that one back, or end this run and resume it with the new one.",
+                         path);
+    if (!file_make_folders(path, error)) return false;
+    int fd = own_folder(AT_FDCWD, path), number = errno;
+    if (fd < 0 && own_is_link(AT_FDCWD, path))
+        return error_set(error, EXIT_RESOURCE,
+                         "%s: it is a link, but checkpoints are only saved in a folder.\n"
+                         "  Put a folder in its place, or choose another --out, which may itself be a link.",
+                         path);
+    if (fd < 0)
+        return error_set(error, EXIT_RESOURCE, "%s: opening the folder failed: %s.\n  %s", path, strerror(number),
+                         file_remedy(number, "Change its permissions, or choose another --out."));
+    if (access(path, W_OK | X_OK) != 0) {
+        error_set(error, EXIT_RESOURCE,
+                  "%s: cannot write into this folder: %s.\n  Change its permissions, or choose another --out.", path,
+                  strerror(errno));
+        close(fd);
+        return false;
+    }
+    if (*root >= 0) close(*root);
+    *root = fd;
+    return true;
+}
+
+bool checkpoint_begin(Checkpoint *c, int *root, const char *out_dir, uint64_t step, Error *error) {
+    *c = (Checkpoint){.step = step, .folder_fd = -1};
+    if (!checkpoint_prepare(root, out_dir, error)) return false;
+    c->root_fd = *root;
     join(c->root, out_dir, "ckpt");
-    if (!file_make_folders(c->root, error) || !clear_leftovers(c->root, step, error)) return false;
+    if (!clear_leftovers(c, error)) return false;
     join_step(c->folder, c->root, TMP, step);
-    if (file_make_folders(c->folder, error)) return true;
+    c->folder_fd = file_make_folder(c->root_fd, c->folder, error);
+    if (c->folder_fd >= 0) return true;
     checkpoint_abandon(c);
     return false;
 }
@@ -363,62 +423,72 @@ FileHash *checkpoint_hash(Checkpoint *c, const char *file_name) {
     return &c->hashes[c->hash_count++].hash;
 }
 
-bool checkpoint_copy(Checkpoint *c, const char *from, Error *error) {
-    const char *slash = strrchr(from, '/');
-    return file_copy(checkpoint_path(c, slash ? slash + 1 : from), from, error);
-}
-
 // Gives the folder its final name, replacing a folder that has it. Between the two renames, .old-step-* is the complete
 // one.
-static bool take_name(const char *folder, const char *root, uint64_t step, Error *error) {
+static bool take_name(const Checkpoint *c, Error *error) {
     char final[PATH_MAX], old[PATH_MAX];
     Error ignored;
-    join_step(final, root, STEP, step);
-    if (access(final, F_OK) != 0) return file_rename(folder, final, error);
-    join_step(old, root, OLD, step);
-    if (!file_rename(final, old, error) || !file_rename(folder, final, error)) {
-        if (access(final, F_OK) != 0) file_rename(old, final, &ignored);
+    int root = c->root_fd;
+    join_step(final, c->root, STEP, c->step);
+    if (!check_no_link(final, EXIT_RESOURCE, error)) return false;
+    if (!exists(root, final)) return file_rename(root, c->folder, final, error);
+    join_step(old, c->root, OLD, c->step);
+    if (!file_rename(root, final, old, error) || !file_rename(root, c->folder, final, error)) {
+        if (!exists(root, final)) file_rename(root, old, final, &ignored);
         return false;
     }
-    file_remove_tree(old, &ignored);    // if this fails, the next checkpoint_begin() tries again and reports it
+    file_remove_tree(root, old, &ignored);    // if this fails, the next checkpoint_begin() tries again and reports it
     return true;
 }
 
-bool checkpoint_commit(Checkpoint *c, Error *error) {
-    if (!write_manifest(c, error) || !file_sync(c->folder, error)) return false;
-    if (!take_name(c->folder, c->root, c->step, error)) return false;
+static void close_folder(Checkpoint *c) {
+    if (c->folder_fd >= 0) close(c->folder_fd);
+    c->folder_fd = -1;
     c->folder[0] = '\0';
+}
+
+bool checkpoint_commit(Checkpoint *c, Error *error) {
+    if (!write_manifest(c, error) || !file_sync(c->root_fd, c->folder, error)) return false;
+    if (!same_folder(c->folder_fd, c->root_fd, strrchr(c->folder, '/') + 1))
+        return error_set(error, EXIT_RESOURCE,
+                         "%s: it was replaced during the save.\n"
+                         "  Do not change this folder while it is being written.",
+                         c->folder);
+    if (!take_name(c, error)) return false;
+    close_folder(c);
     return true;
 }
 
 void checkpoint_abandon(Checkpoint *c) {
     Error error;
     if (!c->folder[0]) return;
-    if (!file_remove_tree(c->folder, &error)) warn("%s", error.text);
-    c->folder[0] = '\0';
+    if (!file_remove_tree(c->root_fd, c->folder, &error)) warn("%s", error.text);
+    close_folder(c);
 }
 
 // ---- pruning
 
-static bool delete_step(const char *root, uint64_t step, Error *error) {
+static bool delete_step(int folder, const char *root, uint64_t step, Error *error) {
     char path[PATH_MAX], trash[PATH_MAX];
     join_step(path, root, STEP, step);
     join_step(trash, root, TRASH, step);
-    return file_remove_tree(trash, error) && file_rename(path, trash, error) && file_remove_tree(trash, error);
+    return file_remove_tree(folder, trash, error) && file_rename(folder, path, trash, error) &&
+           file_remove_tree(folder, trash, error);
 }
 
-bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *error) {
+bool checkpoint_prune(int *folder, const char *out_dir, int keep, uint64_t keep_also, Error *error) {
     char root[PATH_MAX], path[PATH_MAX];
-    size_t count;
+    size_t count = 0;
     Error damage;
     if (keep <= 0) return true;
-    Entry *entries = list_entries(join(root, out_dir, "ckpt"), &count, error);
+    if (!checkpoint_prepare(folder, out_dir, error)) return false;
+    Entry *entries = list_entries(*folder, join(root, out_dir, "ckpt"), &count, error);
     bool ok = entries != NULL;
     for (size_t i = 0; i < count && ok; i++) {
         if (strcmp(entries[i].prefix, STEP)) continue;
-        if (!check_manifest(join_step(path, root, STEP, entries[i].step), RESUME_FILES, false, &damage)) continue;
+        if (!check_whole(join_step(path, root, STEP, entries[i].step), &damage)) continue;
         if (keep > 0) keep--;
-        else if (entries[i].step != keep_also) ok = delete_step(root, entries[i].step, error);
+        else if (entries[i].step != keep_also) ok = delete_step(*folder, root, entries[i].step, error);
     }
     free(entries);
     return ok;

@@ -2,11 +2,11 @@
 // folder named step-* is always complete. If the process is killed at any point of a save, either the previous or the
 // new checkpoint is complete.
 //
+//     int root = -1;    // OUT/ckpt, open from the first save on
 //     Checkpoint c;
-//     if (!checkpoint_begin(&c, out, step, &error)) ...
-//     ok = weights_save(&weights, checkpoint_path(&c, MODEL), checkpoint_hash(&c, MODEL), &error)
-//       && file_write_text(checkpoint_path(&c, "config.json"), text, &error)
-//       && checkpoint_copy(&c, "data/tokenizer.json", &error)
+//     if (!checkpoint_begin(&c, &root, out, step, &error)) ...
+//     ok = weights_save(&weights, c.folder_fd, checkpoint_path(&c, MODEL), checkpoint_hash(&c, MODEL), &error)
+//       && file_write_text(c.folder_fd, checkpoint_path(&c, "config.json"), text, &error)
 //       && checkpoint_commit(&c, &error);
 //     if (!ok) { checkpoint_abandon(&c); ... }
 //
@@ -29,9 +29,10 @@ enum { CHECKPOINT_HASHES = 4 };
 
 typedef struct {
     uint64_t step;
-    char root[PATH_MAX];      // OUT/ckpt
-    char folder[PATH_MAX];    // OUT/ckpt/.tmp-step-00001000; empty if no checkpoint is open
-    char path[PATH_MAX];      // the last result of checkpoint_path()
+    int root_fd, folder_fd;    // the next two, open
+    char root[PATH_MAX];       // OUT/ckpt
+    char folder[PATH_MAX];     // OUT/ckpt/.tmp-step-00001000; empty if no checkpoint is open
+    char path[PATH_MAX];       // the last result of checkpoint_path()
     struct {
         const char *name;
         FileHash hash;
@@ -39,11 +40,12 @@ typedef struct {
     size_t hash_count;
 } Checkpoint;
 
-// Creates OUT/ckpt and checks that it is a writable folder, so that a run does not fail only at its first save.
-bool checkpoint_prepare(const char *out_dir, Error *error);
+// Creates OUT/ckpt, checks that it is a writable folder and not a link, and opens it as *root, which is -1 at first.
+// Later calls fail if another folder, or a link, has taken its place; one that was removed is created again.
+bool checkpoint_prepare(int *root, const char *out_dir, Error *error);
 
-// Creates OUT/ckpt/.tmp-step-%08d after removing the leftovers of killed saves.
-bool checkpoint_begin(Checkpoint *c, const char *out_dir, uint64_t step, Error *error);
+// Creates OUT/ckpt/.tmp-step-%08d after removing the leftovers of killed saves. `root` as for checkpoint_prepare().
+bool checkpoint_begin(Checkpoint *c, int *root, const char *out_dir, uint64_t step, Error *error);
 
 // Returns the path of this file in the temporary folder. It is valid until the next call.
 const char *checkpoint_path(Checkpoint *c, const char *file_name);
@@ -52,9 +54,6 @@ const char *checkpoint_path(Checkpoint *c, const char *file_name);
 // checkpoint_commit() reads every other file again to hash it, which takes a while if the file is large. The name is
 // not copied.
 FileHash *checkpoint_hash(Checkpoint *c, const char *file_name);
-
-// Copies a file into the temporary folder under its own name. Fails with EXIT_INPUT if the file cannot be read.
-bool checkpoint_copy(Checkpoint *c, const char *from, Error *error);
 
 // Writes manifest.json (size and XXH3-128 of every other file), syncs, renames the folder to step-%08d, and syncs
 // OUT/ckpt. Replaces an existing folder of that step. If this fails, call checkpoint_abandon() to clean up.
@@ -95,8 +94,9 @@ bool checkpoint_any(const char *out_dir);
 bool checkpoint_verify(const char *folder, bool manifest_optional, Error *error);
 
 // Deletes all complete checkpoints except the newest `keep` and the one of step `keep_also` (UINT64_MAX: none). Each is
-// first renamed to .trash-*. keep = 0 keeps all. Damaged checkpoints are kept for inspection.
-bool checkpoint_prune(const char *out_dir, int keep, uint64_t keep_also, Error *error);
+// first renamed to .trash-*. keep = 0 keeps all. Damaged checkpoints are kept for inspection. `root` as for
+// checkpoint_prepare().
+bool checkpoint_prune(int *root, const char *out_dir, int keep, uint64_t keep_also, Error *error);
 
 #ifdef __cplusplus
 }

@@ -13,6 +13,7 @@
 #include "run/checkpoint.h"
 #include "runtime/file.h"
 #include "runtime/json.h"
+#include "runtime/own.h"
 #include "runtime/process.h"
 #include "runtime/shards.h"
 #include "runtime/tokenizer.h"
@@ -49,8 +50,9 @@ static bool tokens_differ(const Tokenizer *a, const Tokenizer *b) {
 TokenMatch folder_match_tokens(const char *folder, const char *other) {
     FileHash a, b;
     Error ignored;
-    if (!file_hash(folder_path(folder, tokenizer_files[0]).text, &a, &ignored) ||
-        !file_hash(folder_path(other, tokenizer_files[0]).text, &b, &ignored) || XXH128_isEqual(a.xxh3, b.xxh3))
+    if (!file_hash(AT_FDCWD, folder_path(folder, tokenizer_files[0]).text, JSON_LARGE, &a, &ignored) ||
+        !file_hash(AT_FDCWD, folder_path(other, tokenizer_files[0]).text, JSON_LARGE, &b, &ignored) ||
+        XXH128_isEqual(a.xxh3, b.xxh3))
         return TOKENS_EQUAL;
     Tokenizer *one = tokenizer_open(folder, &ignored), *two = tokenizer_open(other, &ignored);
     TokenMatch match = TOKENS_UNKNOWN;
@@ -85,10 +87,11 @@ bool folder_lock(int *lock, const char *out, bool create, Error *error) {
     if (create && !file_make_folders(out, error)) return false;
     const FolderPath file = folder_path(out, "lock");
     const char *path = file.text;
-    int fd = open(path, O_RDWR | (create ? O_CREAT : 0) | O_CLOEXEC, 0666);
-    if (fd < 0 && !create && (errno == ENOENT || errno == ENOTDIR)) return true;
+    if (!create && access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR)) return true;
+    const char *reason;
+    int fd = own_open(path, O_RDWR | (create ? O_CREAT : 0), &reason);
     if (fd < 0)
-        return error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  %s", path, strerror(errno),
+        return error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  %s", path, reason,
                          file_remedy(errno, "Choose another --out, or get write permission for this one."));
     bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
     if (!locked && errno != EWOULDBLOCK) {
@@ -146,7 +149,8 @@ bool folder_has_run(const char *out) {
     char path[PATH_MAX];
     uint64_t step;
     struct stat info;
-    if (stat(folder_path(out, "metrics.jsonl").text, &info) == 0 && info.st_size > 0) return true;
+    if (lstat(folder_path(out, "metrics.jsonl").text, &info) == 0 && S_ISREG(info.st_mode) && info.st_size > 0)
+        return true;
     return checkpoint_newest(out, path, sizeof path, &step);
 }
 
@@ -165,7 +169,7 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
         return error_set(error, EXIT_INPUT,
                          "%s: this file is missing, without which --resume is not possible.\n" NEW_RUN, path.text,
                          shell_word(out).text);
-    cJSON *json = json_read(path.text, error);
+    cJSON *json = json_read(path.text, JSON_SMALL, error);
     if (!json) return false;
     cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
     cJSON *lineage = cJSON_DetachItemFromObjectCaseSensitive(json, "lineage");
@@ -192,7 +196,7 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
 int64_t run_json_rank_timeout(const char *out, int64_t otherwise) {
     Error ignored;
     uint64_t timeout;
-    cJSON *json = json_read(folder_path(out, "run.json").text, &ignored);
+    cJSON *json = json_read(folder_path(out, "run.json").text, JSON_SMALL, &ignored);
     const cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
     bool found = json_u64(cJSON_GetObjectItemCaseSensitive(arguments, "rank-timeout"), &timeout);
     cJSON_Delete(json);
@@ -200,7 +204,7 @@ int64_t run_json_rank_timeout(const char *out, int64_t otherwise) {
 }
 
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {
-    cJSON *json = json_read(folder_path(out, "run.json").text, error);
+    cJSON *json = json_read(folder_path(out, "run.json").text, JSON_SMALL, error);
     if (!json) return false;
     const cJSON *data = cJSON_GetObjectItemCaseSensitive(json, "data");
     const cJSON *then = cJSON_GetObjectItemCaseSensitive(data, which);

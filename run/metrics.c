@@ -12,8 +12,9 @@
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/json.h"
+#include "runtime/own.h"
 
-#define SIZE_LIMIT ((size_t)4 << 30)    // the largest metrics.jsonl: about 25 million steps
+#define SIZE_LIMIT ((size_t)1 << 30)    // the largest metrics.jsonl: about 6 million steps
 
 struct Metrics {
     int fd;
@@ -43,6 +44,11 @@ static off_t whole_lines(int fd) {
     return 0;
 }
 
+static bool cannot_open(Error *error, const char *path, const char *reason) {
+    return error_set(error, EXIT_RESOURCE, "%s: cannot open it for writing: %s.\n  %s", path, reason,
+                     file_remedy(errno, "Choose another --out, or get write permission for this one."));
+}
+
 Metrics *metrics_open(const char *path, Error *error) {
     Metrics *m = calloc(1, sizeof *m + strlen(path) + 1);
     if (!m) {
@@ -50,12 +56,13 @@ Metrics *metrics_open(const char *path, Error *error) {
         return NULL;
     }
     strcpy(m->path, path);
-    m->fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    const char *reason;
+    m->fd = own_open(path, O_RDWR | O_CREAT | O_APPEND, &reason);
     m->size = m->fd < 0 ? -1 : whole_lines(m->fd);
     struct stat st;
     if (m->size >= 0 && fstat(m->fd, &st) == 0 && (st.st_size <= m->size || ftruncate(m->fd, m->size) == 0)) return m;
-    error_set(error, EXIT_RESOURCE, "%s: cannot open it for writing: %s.\n  %s", path, strerror(errno),
-              file_remedy(errno, "Choose another --out, or get write permission for this one."));
+    if (m->fd >= 0) reason = strerror(errno);
+    cannot_open(error, path, reason);
     if (m->fd >= 0) close(m->fd);
     free(m);
     return NULL;
@@ -157,10 +164,11 @@ bool metrics_intact(const Metrics *metrics) {
 
 bool metrics_restore(Metrics *metrics, Error *error) {
     if (metrics_intact(metrics)) return true;
-    int fd = open(metrics->path, O_RDWR | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
-    if (fd < 0 || !copy_start(fd, metrics->fd, metrics->size)) {
+    const char *reason = NULL;
+    int fd = own_open(metrics->path, O_RDWR | O_CREAT | O_APPEND, &reason);
+    if (fd < 0 || ftruncate(fd, 0) != 0 || !copy_start(fd, metrics->fd, metrics->size)) {
         error_set(error, EXIT_RESOURCE, "%s: was removed, and cannot be written again: %s.", metrics->path,
-                  strerror(errno));
+                  reason ? reason : strerror(errno));
         if (fd >= 0) close(fd);
         return false;
     }
@@ -181,7 +189,10 @@ static int64_t step_of(const char *line, size_t length) {
 
 bool metrics_cut(const char *path, int64_t last, Error *error) {
     size_t size, kept = 0;
-    if (access(path, F_OK) != 0 && errno == ENOENT) return true;
+    const char *reason;
+    int fd = own_open(path, O_RDWR, &reason);
+    if (fd < 0) return errno == ENOENT || cannot_open(error, path, reason);
+    close(fd);
     char *text = file_read(path, SIZE_LIMIT, &size, error);
     if (!text) return false;
     for (size_t at = 0, length; at < size; at += length) {

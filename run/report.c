@@ -5,11 +5,10 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "run/folder.h"
 #include "runtime/error.h"
+#include "runtime/own.h"
 #include "runtime/random.h"
 #include "runtime/sampler.h"
 #include "runtime/utf8.h"
@@ -97,17 +96,6 @@ static void show_text(FILE *file, const Run *run, const int32_t *ids, size_t cou
     utf8_print_end(&printer);
 }
 
-// Opens a file for appending, if it is not a FIFO. O_NONBLOCK keeps open() from waiting for its reader.
-static FILE *open_to_append(const char *path) {
-    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
-    struct stat st;
-    if (fd < 0) return NULL;
-    if (fstat(fd, &st) == 0 && !S_ISFIFO(st.st_mode)) return fdopen(fd, "a");
-    close(fd);
-    errno = ENXIO;    // as for a FIFO without a reader
-    return NULL;
-}
-
 // Appends a sample to samples.txt. Warns on failure.
 static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     Error error;
@@ -115,7 +103,9 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
         warn("%s\n  The sample of step %lld is lost. Training continues.", error.text, (long long)run->step);
         return;
     }
-    FILE *file = open_to_append(folder_path(run->o.out, "samples.txt").text);
+    const char *reason = NULL;
+    int fd = own_open(folder_path(run->o.out, "samples.txt").text, O_WRONLY | O_APPEND | O_CREAT, &reason);
+    FILE *file = fd < 0 ? NULL : fdopen(fd, "a");
     if (file) {
         fprintf(file, "---- step %lld\n", (long long)run->step);
         show_text(file, run, ids, count);
@@ -126,7 +116,7 @@ static void keep_sample(Run *run, const int32_t *ids, size_t count) {
     if (file) fclose(file);
     if (!whole)
         warn("%s/samples.txt: cannot write the sample of step %lld: %s. Training continues.", run->o.out,
-             (long long)run->step, strerror(why));
+             (long long)run->step, reason ? reason : strerror(why));
 }
 
 size_t run_sample_length(const Run *run) {

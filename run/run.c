@@ -10,6 +10,7 @@
 #include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/human.h"
+#include "runtime/own.h"
 #include "runtime/process.h"
 #include "runtime/start.h"
 
@@ -55,7 +56,7 @@ static _Noreturn void end_early(Run *run) {
 // `create` creates the folder and its lock file if they are missing; see folder_lock().
 static bool lock_folder(Run *run, bool create, Error *error) {
     if (!run->o.out) return true;
-    return folder_check_name(run->o.out, error) &&
+    return folder_check_name(run->o.out, error) && own_check(run->o.out, run->o.foreign_folder, error) &&
            (run->o.dry_run || folder_lock(&run->lock, run->o.out, create, error));
 }
 
@@ -63,7 +64,7 @@ static bool lock_folder(Run *run, bool create, Error *error) {
 static bool take_folder(Run *run, Error *error) {
     if (!run->o.out) return true;
     return lock_folder(run, true, error) && (run->resumed || run->started_over || folder_is_new(run->o.out, error)) &&
-           checkpoint_prepare(run->o.out, error);
+           checkpoint_prepare(&run->checkpoints, run->o.out, error);
 }
 
 static bool data_whole(const Run *run, Error *error) {
@@ -86,7 +87,7 @@ static const char EXAMPLE[] =
 void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc, char **argv) {
     TrainOptions *o = &run->o;
     Error error;
-    *run = (Run){.program = program, .config = config, .lock = -1, .opened = now()};
+    *run = (Run){.program = program, .config = config, .lock = -1, .checkpoints = -1, .opened = now()};
     start_program(program->name);
     process_hold_signals(argv);
     train_options_init(o, normalizer_flag_help, program->gpus);

@@ -102,6 +102,7 @@ typedef struct {
     uint64_t history_omitted;
     TrainOptions before;    // what run.json had, if the run existed
     int lock;               // of the run folder; see folder_lock()
+    int checkpoints;        // OUT/ckpt; see checkpoint_prepare()
     Metrics *metrics;
     Progress progress;
     Heartbeat *heartbeat;    // NULL if there is none

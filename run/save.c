@@ -106,9 +106,9 @@ static char *state_json(const Run *run) {
     return text;
 }
 
-static bool copy_settings(Checkpoint *c, const char *path, const char *name, Error *error) {
-    char *text = tokenizer_settings(path, error);
-    bool done = text && file_write_text(checkpoint_path(c, name), text, error);
+static bool copy_tokenizer_file(const Run *run, const Checkpoint *c, const char *path, size_t i, Error *error) {
+    char *text = tokenizer_file(run->tokenizer_folder, i, run->o.follow_links, error);
+    bool done = text && file_write_text(c->folder_fd, path, text, error);
     free(text);
     return done;
 }
@@ -116,15 +116,13 @@ static bool copy_settings(Checkpoint *c, const char *path, const char *name, Err
 // A file that cannot be read is left out: better a checkpoint without it than none. *whole: none was left out,
 // and there were some
 static bool copy_tokenizer(const Run *run, Checkpoint *c, bool *whole, Error *error) {
-    char path[PATH_MAX + 64];
     size_t copied = 0, left_out = 0;
     *whole = false;
     if (!run->tokenizer_folder[0]) return true;
     for (size_t i = 0; tokenizer_files[i]; i++) {
         const char *name = tokenizer_files[i];
-        snprintf(path, sizeof path, "%s/%s", run->tokenizer_folder, name);
-        if (access(path, F_OK) != 0 && errno == ENOENT) continue;
-        bool done = i == TOKENIZER_SETTINGS ? copy_settings(c, path, name, error) : checkpoint_copy(c, path, error);
+        if (access(folder_path(run->tokenizer_folder, name).text, F_OK) != 0 && errno == ENOENT) continue;
+        bool done = copy_tokenizer_file(run, c, checkpoint_path(c, name), i, error);
         copied += done;
         left_out += !done;
         if (done) continue;
@@ -138,23 +136,23 @@ static bool copy_tokenizer(const Run *run, Checkpoint *c, bool *whole, Error *er
 // A resume from the checkpoint does not write the lines up to its step again, so a power failure must not lose them.
 static void sync_metrics(const Run *run) {
     Error error;
-    if (!file_sync(folder_path(run->o.out, "metrics.jsonl").text, &error)) warn("%s", error.text);
+    if (!file_sync(AT_FDCWD, folder_path(run->o.out, "metrics.jsonl").text, &error)) warn("%s", error.text);
 }
 
-static bool write_checkpoint(const Run *run, bool *whole, Error *error) {
+static bool write_checkpoint(Run *run, bool *whole, Error *error) {
     Checkpoint c;
     sync_metrics(run);
-    if (!checkpoint_begin(&c, run->o.out, (uint64_t)run->step, error)) return false;
+    if (!checkpoint_begin(&c, &run->checkpoints, run->o.out, (uint64_t)run->step, error)) return false;
     char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
-    bool done =
-        weights_save(&run->weights, checkpoint_path(&c, "model.safetensors"), checkpoint_hash(&c, "model.safetensors"),
-                     error) &&
-        weights_save_optimizer(&run->weights, checkpoint_path(&c, "optimizer.safetensors"),
-                               checkpoint_hash(&c, "optimizer.safetensors"), error) &&
-        file_write_text(checkpoint_path(&c, "config.json"), config, error) &&
-        file_write_text(checkpoint_path(&c, "state.json"), state, error) &&
-        (model_is_plain(run->config) || file_write_text(checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&
-        copy_tokenizer(run, &c, whole, error) && checkpoint_commit(&c, error);
+    bool done = weights_save(&run->weights, c.folder_fd, checkpoint_path(&c, "model.safetensors"),
+                             checkpoint_hash(&c, "model.safetensors"), error) &&
+                weights_save_optimizer(&run->weights, c.folder_fd, checkpoint_path(&c, "optimizer.safetensors"),
+                                       checkpoint_hash(&c, "optimizer.safetensors"), error) &&
+                file_write_text(c.folder_fd, checkpoint_path(&c, "config.json"), config, error) &&
+                file_write_text(c.folder_fd, checkpoint_path(&c, "state.json"), state, error) &&
+                (model_is_plain(run->config) ||
+                 file_write_text(c.folder_fd, checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&
+                copy_tokenizer(run, &c, whole, error) && checkpoint_commit(&c, error);
     if (!done) checkpoint_abandon(&c);
     free(config);
     free(state);
@@ -181,7 +179,8 @@ void run_save(Run *run) {
         if (done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
             uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
-            if (!checkpoint_prune(run->o.out, (int)run->o.keep, best, &error)) warn("%s", error.text);
+            if (!checkpoint_prune(&run->checkpoints, run->o.out, (int)run->o.keep, best, &error))
+                warn("%s", error.text);
             if (whole || access(run->tokenizer_folder, F_OK) != 0) follow_tokenizer(run);
         } else if (!last) {
             warn("%s\n  Training continues; earlier checkpoints are intact.", error.text);

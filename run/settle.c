@@ -88,7 +88,7 @@ static void read_state(Run *run, const char *folder, uint64_t step) {
     char path[PATH_MAX + 16];
     Error error;
     snprintf(path, sizeof path, "%s/state.json", folder);
-    cJSON *json = json_read(path, &error);
+    cJSON *json = json_read(path, JSON_SMALL, &error);
     if (!json) fail_with(&error);
     const State state = {json, path};
     run->step = state_whole(state, "step", (int64_t)step, (int64_t)step);
@@ -206,6 +206,8 @@ static void open_tokenizer(Run *run, const char *weights) {
     const char *folder = folder_has_tokenizer(beside.text) ? beside.text : weights;
     if (!folder[0] || !folder_has_tokenizer(folder)) return;
     snprintf(run->tokenizer_folder, sizeof run->tokenizer_folder, "%s", folder);
+    for (size_t i = 0; tokenizer_files[i] && run->o.out && !run->o.follow_links; i++)
+        if (!file_check_inside(folder, folder_path(folder, tokenizer_files[i]).text, &error)) fail_with(&error);
     if ((run->tokenizer = tokenizer_open(folder, &error))) {
         run->tokenizer_vocab = tokenizer_vocab(run->tokenizer);
         run->end_of_text = tokenizer_end_of_text(run->tokenizer);

@@ -87,6 +87,8 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"threads",     OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Run", .help = THREADS_HELP, .on_resume = true},
         {"rank-timeout", OPT_INT, &o->rank_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "end the run after this many seconds without a heartbeat from a rank; 0: never", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything and print the plan; write nothing", .on_resume = true},
+        {"follow-links", OPT_SWITCH, &o->follow_links, .group = "Run", .help = "copy a tokenizer's files into checkpoints even if they are links out of their folder", .on_resume = true, .per_call = true},
+        {"foreign-folder", OPT_SWITCH, &o->foreign_folder, .group = "Run", .help = "accept an --out that belongs to another user and that everybody may write to", .on_resume = true, .per_call = true},
 
         {"zero",        OPT_SWITCH, &o->zero, .group = "GPUs", .help = "shard the optimizer's state over the ranks (ZeRO-1)", .on_resume = true},
         {"recompute",   OPT_SWITCH, &o->recompute, .group = "GPUs", .help = "recompute some activations in the backward pass to save memory", .on_resume = true},

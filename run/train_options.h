@@ -22,7 +22,7 @@ typedef struct {
     IntList seq_len;
     double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta, z_loss, logit_softcap;
     int schedule, pack, dtype, optimizer;
-    bool shuffle, doc_mask, resume, keep_best, profile, dry_run;
+    bool shuffle, doc_mask, resume, keep_best, profile, dry_run, follow_links, foreign_folder;
     bool zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;
     bool recompute, deterministic, stochastic_rounding, graphs;

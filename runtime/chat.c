@@ -129,10 +129,10 @@ static bool read_template(const char *folder, char **text, Error *error) {
     size_t size;
     *text = NULL;
     snprintf(path, sizeof(path), "%s/chat_template.jinja", folder);
-    if (access(path, F_OK) == 0) { return (*text = file_read(path, 1 << 20, &size, error)) != NULL; }
+    if (access(path, F_OK) == 0) { return (*text = file_read(path, TEMPLATE_BYTES, &size, error)) != NULL; }
     snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[TOKENIZER_SETTINGS]);
     if (access(path, F_OK) != 0) { return true; }
-    cJSON *json = json_read(path, error);
+    cJSON *json = json_read(path, JSON_LARGE, error);
     const char *found = template_text(cJSON_GetObjectItemCaseSensitive(json, "chat_template"));
     if (found && !(*text = strdup(found))) { error_set(error, EXIT_RESOURCE, "%s: out of memory.", path); }
     bool right = json && (!found || *text);
@@ -162,7 +162,7 @@ static bool has_its_tokens(const ChatTemplate *chat, const char *folder, Error *
     char path[PATH_MAX];
     snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[TOKENIZER_SETTINGS]);
     if (access(path, F_OK) != 0) { return true; }
-    cJSON *json = json_read(path, error);
+    cJSON *json = json_read(path, JSON_LARGE, error);
     bool right = json != NULL;
     for (size_t i = 0; right && i < COUNT(tokens); i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, tokens[i].key);

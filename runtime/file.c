@@ -1,9 +1,9 @@
 #define _GNU_SOURCE
 #include "file.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdio.h>
@@ -12,6 +12,8 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
+
+#include "own.h"
 
 // ---- fault points
 
@@ -63,19 +65,19 @@ static int act_fsync(int fd) {
     return fsync(fd);
 }
 
-static int act_rename(const char *from, const char *to) {
+static int act_rename(int folder, const char *from, const char *to) {
     if (fault_hit(-1, NULL, 0)) return -1;
-    return rename(from, to);
+    return renameat(folder, from, folder, to);
 }
 
-static int act_mkdir(const char *path) {
+static int act_mkdir(int folder, const char *path) {
     if (fault_hit(-1, NULL, 0)) return -1;
-    return mkdir(path, 0777);
+    return mkdirat(folder, path, 0777);
 }
 
-static int act_remove(const char *path) {
+static int act_remove(int folder, const char *path, bool is_folder) {
     if (fault_hit(-1, NULL, 0)) return -1;
-    return remove(path);
+    return unlinkat(folder, path, is_folder ? AT_REMOVEDIR : 0);
 }
 
 // ---- errors
@@ -110,11 +112,13 @@ static bool write_error(Error *error, const char *path, const char *act) {
                      write_remedy(number));
 }
 
-static bool read_error(Error *error, const char *path, const char *act) {
+#define CHECK_PATH "Check the path and its permissions."
+
+static bool read_error(Error *error, const char *path, const char *act, const char *remedy) {
     int number = errno;
     return error_set(error, EXIT_INPUT, "%s: %s failed: %s.\n  %s", path, act, strerror(number),
                      number == EIO ? "The disk failed. See the system log, and use another copy of the file."
-                                   : file_remedy(number, "Check the path and its permissions."));
+                                   : file_remedy(number, remedy));
 }
 
 // ---- writing
@@ -122,7 +126,7 @@ static bool read_error(Error *error, const char *path, const char *act) {
 enum { FLUSH_BYTES = 16 << 20 };    // write-back to disk starts in steps of this size
 
 struct File {
-    int fd;
+    int fd, folder;
     uint64_t size;          // bytes written
     uint64_t flushed;       // bytes whose write-back to disk has started
     FileHash *hash;         // where the hash is to go; NULL if none is requested
@@ -130,13 +134,19 @@ struct File {
     char path[PATH_MAX];
 };
 
-File *file_create(const char *path, FileHash *hash, Error *error) {
+// What the system gets of a path in an open folder.
+static const char *in_folder(int folder, const char *path) {
+    const char *slash = folder == AT_FDCWD ? NULL : strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+File *file_create(int folder, const char *path, FileHash *hash, Error *error) {
     if (strlen(path) >= PATH_MAX) {
         error_set(error, EXIT_RESOURCE, "%.200s...: the path is longer than %d bytes.\n  Choose a shorter one.", path,
                   PATH_MAX - 1);
         return NULL;
     }
-    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    int fd = own_create(folder, in_folder(folder, path));
     if (fd < 0) {
         write_error(error, path, "creating it");
         return NULL;
@@ -144,6 +154,7 @@ File *file_create(const char *path, FileHash *hash, Error *error) {
     File *file = calloc(1, sizeof *file);
     if (!file) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     file->fd = fd;
+    file->folder = folder;
     strcpy(file->path, path);
     if (hash) {
         file->hash = hash;
@@ -191,32 +202,26 @@ bool file_close(File *file, Error *error) {
     bool ok = act_fsync(file->fd) == 0 || write_error(error, file->path, "fsync");
     if (close(file->fd) != 0 && ok) ok = write_error(error, file->path, "close");
     if (ok && file->hash) *file->hash = (FileHash){file->size, XXH3_128bits_digest(file->state)};
+    if (!ok) unlinkat(file->folder, in_folder(file->folder, file->path), 0);
     file_free(file);
     return ok;
 }
 
 void file_discard(File *file) {
     close(file->fd);
-    unlink(file->path);
+    unlinkat(file->folder, in_folder(file->folder, file->path), 0);
     file_free(file);
 }
 
-// Writes the whole file, or leaves none.
-static bool write_whole(const char *path, const char *text, Error *error) {
+bool file_write_text(int folder, const char *path, const char *text, Error *error) {
     if (!text) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its text.", path);
-    File *file = file_create(path, NULL, error);
+    File *file = file_create(folder, path, NULL, error);
     if (!file) return false;
     if (!file_write(file, text, strlen(text), error)) {
         file_discard(file);
         return false;
     }
-    if (file_close(file, error)) return true;
-    unlink(path);
-    return false;
-}
-
-bool file_write_text(const char *path, const char *text, Error *error) {
-    return write_whole(path, text, error);
+    return file_close(file, error);
 }
 
 bool file_replace_text(const char *path, const char *text, Error *error) {
@@ -225,8 +230,8 @@ bool file_replace_text(const char *path, const char *text, Error *error) {
         errno = ENAMETOOLONG;
         return write_error(error, path, "naming its temporary file");
     }
-    if (!write_whole(temporary, text, error)) return false;
-    if (file_rename(temporary, path, error)) return true;
+    if (!file_write_text(AT_FDCWD, temporary, text, error)) return false;
+    if (file_rename(AT_FDCWD, temporary, path, error)) return true;
     unlink(temporary);
     return false;
 }
@@ -245,70 +250,83 @@ ssize_t file_read_up_to(int fd, void *out, size_t size, uint64_t offset) {
 
 enum { PIECE = 1 << 20 };    // files are read in pieces of this many bytes
 
-int file_open(const char *path) {
-    return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // O_NONBLOCK has no effect on regular files
+// O_NONBLOCK keeps open() from waiting for a FIFO's writer. It has no effect on regular files.
+static int open_regular(int folder, const char *path, const char *remedy, uint64_t *size, Error *error) {
+    struct stat info;
+    int fd = openat(folder, in_folder(folder, path), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &info) != 0) {
+        read_error(error, path, "opening it", remedy);
+    } else if (!S_ISREG(info.st_mode)) {
+        error_set(error, EXIT_INPUT, "%s: expected a regular file, found %s.\n  %s", path,
+                  S_ISDIR(info.st_mode) ? "a folder" : "a device or pipe", remedy);
+    } else {
+        *size = (uint64_t)info.st_size;
+        return fd;
+    }
+    if (fd >= 0) close(fd);
+    return -1;
 }
 
-// Calls `take` with consecutive pieces of the file until it fails.
-static bool read_pieces(const char *path, bool (*take)(void *context, const void *data, size_t size, Error *error),
-                        void *context, Error *error) {
-    int fd = file_open(path);
-    if (fd < 0) return read_error(error, path, "opening it");
+int file_open(const char *path, const char *remedy, uint64_t *size, Error *error) {
+    return open_regular(AT_FDCWD, path, remedy, size, error);
+}
+
+static bool check_limit(const char *path, uint64_t size, uint64_t limit, Error *error) {
+    return size <= limit || error_set(error, EXIT_INPUT,
+                                      "%s: expected at most %" PRIu64 " bytes, found %" PRIu64
+                                      ".\n  This does not look like the right file.",
+                                      path, limit, size);
+}
+
+// Calls `take` with consecutive pieces of the file until it fails, up to the size that the file has now.
+static bool read_pieces(int folder, const char *path, uint64_t limit,
+                        bool (*take)(void *context, const void *data, size_t size, Error *error), void *context,
+                        Error *error) {
+    uint64_t size;
+    int fd = open_regular(folder, path, CHECK_PATH, &size, error);
+    if (fd < 0) return false;
     char *piece = malloc(PIECE);
     if (!piece) fail(EXIT_RESOURCE, "%s: out of memory.", path);
-    bool ok = true;
-    uint64_t offset = 0;
-    for (;;) {
-        ssize_t got = file_read_up_to(fd, piece, PIECE, offset);
-        if (got < 0) ok = read_error(error, path, "reading it");
+    bool ok = check_limit(path, size, limit, error);
+    for (uint64_t offset = 0; ok && offset < size;) {
+        ssize_t got = file_read_up_to(fd, piece, size - offset < PIECE ? size - offset : PIECE, offset);
+        ok = got < 0 ? read_error(error, path, "reading it", CHECK_PATH) : take(context, piece, (size_t)got, error);
         if (got <= 0) break;
-        ok = take(context, piece, (size_t)got, error);
         offset += (uint64_t)got;
-        if (!ok) break;
     }
     free(piece);
     close(fd);
     return ok;
 }
 
-static bool take_write(void *context, const void *data, size_t size, Error *error) {
-    return file_write(context, data, size, error);
-}
-
-bool file_copy(const char *to, const char *from, Error *error) {
-    File *file = file_create(to, NULL, error);
-    if (!file) return false;
-    if (!read_pieces(from, take_write, file, error)) {
-        file_discard(file);
-        return false;
-    }
-    return file_close(file, error);
-}
-
 // ---- folders
 
-bool file_sync(const char *path, Error *error) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+// Some network file systems do not support fsync on folders and return EINVAL.
+static bool sync_open(int fd, const char *path, Error *error) {
+    return act_fsync(fd) == 0 || errno == EINVAL || write_error(error, path, "fsync");
+}
+
+bool file_sync(int folder, const char *path, Error *error) {
+    int fd = openat(folder, in_folder(folder, path), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) return write_error(error, path, "opening it for fsync");
-    // Some network file systems do not support fsync on folders and return EINVAL.
-    bool ok = act_fsync(fd) == 0 || errno == EINVAL || write_error(error, path, "fsync");
+    bool ok = sync_open(fd, path, error);
     close(fd);
     return ok;
 }
 
-static bool sync_parent(const char *path, Error *error) {
+static bool sync_parent(int folder, const char *path, Error *error) {
     char parent[PATH_MAX];
     const char *slash = strrchr(path, '/');
     int length = slash ? (int)(slash - path) : 0;
     if (!slash) strcpy(parent, ".");
     else if (length == 0) strcpy(parent, "/");
     else snprintf(parent, sizeof parent, "%.*s", length, path);
-    return file_sync(parent, error);
+    return folder == AT_FDCWD ? file_sync(folder, parent, error) : sync_open(folder, parent, error);
 }
 
 static bool make_folder(const char *path, Error *error) {
     struct stat info;
-    if (act_mkdir(path) == 0) return sync_parent(path, error);
+    if (act_mkdir(AT_FDCWD, path) == 0) return sync_parent(AT_FDCWD, path, error);
     int number = errno;
     if (number == EEXIST && stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return true;
     errno = number == EEXIST ? ENOTDIR : number;
@@ -332,23 +350,50 @@ bool file_make_folders(const char *path, Error *error) {
     return make_folder(part, error);
 }
 
-bool file_rename(const char *from, const char *to, Error *error) {
-    if (act_rename(from, to) == 0) return sync_parent(to, error);
+int file_make_folder(int folder, const char *path, Error *error) {
+    int fd = -1;
+    if (act_mkdir(folder, in_folder(folder, path)) != 0 || (fd = own_folder(folder, in_folder(folder, path))) < 0) {
+        write_error(error, path, "creating the folder");
+    } else if (!sync_parent(folder, path, error)) {
+        close(fd);
+        fd = -1;
+    }
+    return fd;
+}
+
+bool file_rename(int folder, const char *from, const char *to, Error *error) {
+    if (act_rename(folder, in_folder(folder, from), in_folder(folder, to)) == 0) return sync_parent(folder, to, error);
     char act[PATH_MAX + 40];
     snprintf(act, sizeof act, "renaming %s to this", from);
     return write_error(error, to, act);
 }
 
-static int remove_entry(const char *path, const struct stat *info, int kind, struct FTW *ftw) {
-    (void)info, (void)kind, (void)ftw;
-    return act_remove(path) == 0 || errno == ENOENT ? 0 : -1;    // another process may have removed it
+// Another process may have removed it.
+static bool remove_one(int folder, const char *name, bool is_folder) {
+    return act_remove(folder, name, is_folder) == 0 || errno == ENOENT;
 }
 
-bool file_remove_tree(const char *path, Error *error) {
-    struct stat info;
-    if (nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS) == 0) return true;
-    if (errno == ENOENT && lstat(path, &info) != 0 && errno == ENOENT) return true;
-    return write_error(error, path, "removing it");
+// Removes what is in a folder, and then the folder. Opens no link, so that it never leaves the tree.
+static bool remove_tree(int folder, const char *name, int depth) {
+    enum { DEEPEST = 100 };
+    int fd = own_folder(folder, name), number = 0;
+    DIR *list = fd < 0 ? NULL : fdopendir(fd);
+    if (fd >= 0 && !list) close(fd);
+    if (!list && (errno == ENOTDIR || errno == ELOOP)) return remove_one(folder, name, false);
+    if (!list) return errno == ENOENT;
+    for (struct dirent *entry; !number && (entry = readdir(list));) {
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        if (depth == DEEPEST) number = ENAMETOOLONG;
+        else if (!remove_tree(fd, entry->d_name, depth + 1)) number = errno;
+    }
+    closedir(list);
+    if (!number) return remove_one(folder, name, true);
+    errno = number;
+    return false;
+}
+
+bool file_remove_tree(int folder, const char *path, Error *error) {
+    return remove_tree(folder, in_folder(folder, path), 0) || write_error(error, path, "removing it");
 }
 
 bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
@@ -358,7 +403,7 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
     while (statvfs(part, &info) != 0) {
         char *slash = strrchr(part, '/');
         if ((errno != ENOENT && errno != ENOTDIR) || !strcmp(part, "/") || !strcmp(part, ".")) {
-            return read_error(error, path, "reading its free space");
+            return read_error(error, path, "reading its free space", CHECK_PATH);
         }
         if (!slash) strcpy(part, ".");
         else slash[slash == part] = '\0';    // "/a" becomes "/"
@@ -372,34 +417,56 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
 bool file_read_at(int fd, const char *path, void *out, size_t size, uint64_t offset, Error *error) {
     ssize_t got = file_read_up_to(fd, out, size, offset);
     if (got == (ssize_t)size) return true;
-    if (got < 0) return read_error(error, path, "reading it");
+    if (got < 0) return read_error(error, path, "reading it", CHECK_PATH);
     return error_set(error, EXIT_INPUT,
                      "%s: expected %zu bytes at offset %" PRIu64 ", found %zd.\n"
                      "  The file is truncated. Copy it or create it again.",
                      path, size, offset, got);
 }
 
-// The size of an open regular file.
-static bool regular_size(int fd, const char *path, uint64_t *size, Error *error) {
-    struct stat info;
-    if (fstat(fd, &info) != 0) return read_error(error, path, "reading its size");
-    if (!S_ISREG(info.st_mode)) {
-        return error_set(error, EXIT_INPUT, "%s: expected a regular file, found %s.\n  Check the path.", path,
-                         S_ISDIR(info.st_mode) ? "a folder" : "a device or pipe");
-    }
-    *size = (uint64_t)info.st_size;
-    return true;
+static bool starts_with(const char *text, const char *start) {
+    return strncmp(text, start, strlen(start)) == 0;
 }
 
-static char *read_open(int fd, const char *path, size_t limit, size_t *size, Error *error) {
-    uint64_t bytes = 0;
-    if (!regular_size(fd, path, &bytes, error)) return NULL;
-    if (bytes > limit) {
-        error_set(error, EXIT_INPUT,
-                  "%s: expected at most %zu bytes, found %" PRIu64 ".\n  This does not look like the right file.", path,
-                  limit, bytes);
-        return NULL;
+// Is this open file in the folder, or among the blobs of the Hugging Face cache that the folder is in?
+static bool is_inside(int fd, const char *folder) {
+    char name[40], start[PATH_MAX + 8], *real, *root = realpath(folder, NULL);
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    real = realpath(name, NULL);    // of what has been opened, whatever the path leads to by now
+    bool inside = false;
+    if (real && root) {
+        snprintf(start, sizeof start, "%s/", root);
+        inside = starts_with(real, start);
+        char *snapshots = strstr(start, "/snapshots/");
+        for (char *next = snapshots; next; next = strstr(next + 1, "/snapshots/")) snapshots = next;
+        if (snapshots) strcpy(snapshots, "/blobs/");
+        inside = inside || (snapshots && starts_with(real, start));
     }
+    free(real);
+    free(root);
+    return inside;
+}
+
+static bool check_inside(int fd, const char *folder, const char *path, Error *error) {
+    return is_inside(fd, folder) ||
+           error_set(error, EXIT_INPUT,
+                     "%s: expected a file in its folder, found a link out of it, which could reveal another file.\n"
+                     "  Copy the file into the folder, or pass --follow-links 1.",
+                     path);
+}
+
+bool file_check_inside(const char *folder, const char *path, Error *error) {
+    uint64_t size;
+    Error ignored;
+    int fd = file_open(path, CHECK_PATH, &size, &ignored);
+    if (fd < 0) return true;
+    bool ok = check_inside(fd, folder, path, error);
+    close(fd);
+    return ok;
+}
+
+static char *read_open(int fd, const char *path, uint64_t bytes, size_t limit, size_t *size, Error *error) {
+    if (!check_limit(path, bytes, limit, error)) return NULL;
     char *text = malloc(bytes + 1);
     if (!text) fail(EXIT_RESOURCE, "%s: out of memory for its %" PRIu64 " bytes.", path, bytes);
     if (!file_read_at(fd, path, text, bytes, 0, error)) {
@@ -411,15 +478,45 @@ static char *read_open(int fd, const char *path, size_t limit, size_t *size, Err
     return text;
 }
 
-char *file_read(const char *path, size_t limit, size_t *size, Error *error) {
-    int fd = file_open(path);
-    if (fd < 0) {
-        read_error(error, path, "opening it");
-        return NULL;
-    }
-    char *text = read_open(fd, path, limit, size, error);
+char *file_read_inside(const char *folder, const char *path, size_t limit, size_t *size, Error *error) {
+    uint64_t bytes;
+    int fd = file_open(path, CHECK_PATH, &bytes, error);
+    if (fd < 0) return NULL;
+    bool ok = !folder || check_inside(fd, folder, path, error);
+    char *text = ok ? read_open(fd, path, bytes, limit, size, error) : NULL;
     close(fd);
     return text;
+}
+
+char *file_read(const char *path, size_t limit, size_t *size, Error *error) {
+    return file_read_inside(NULL, path, limit, size, error);
+}
+
+char *file_read_stream(const char *path, size_t limit, size_t *size, Error *error) {
+    size_t length = 0, room = 1 << 16;
+    char *text = malloc(room);
+    FILE *file = path ? fopen(path, "re") : stdin;
+    if (!path) path = "stdin";
+    bool ok = file || read_error(error, path, "opening it", CHECK_PATH);
+    while (ok && text) {
+        length += fread(text + length, 1, room - length - 1, file);
+        ok = check_limit(path, length, limit, error);
+        if (length < room - 1 || !ok) break;
+        room *= 2;
+        text = realloc(text, room);
+    }
+    if (!text) fail(EXIT_RESOURCE, "%s: out of memory for its text.", path);
+    if (ok && ferror(file)) ok = read_error(error, path, "reading it", CHECK_PATH);
+    if (file && file != stdin) fclose(file);
+    text[length] = '\0';
+    *size = length;
+    if (ok) return text;
+    free(text);
+    return NULL;
+}
+
+FILE *file_open_system(const char *path) {
+    return fopen(path, "re");
 }
 
 struct FileLines {
@@ -433,15 +530,8 @@ struct FileLines {
 
 FileLines *file_lines_open(const char *path, size_t limit, Error *error) {
     uint64_t size;
-    int fd = file_open(path);
-    if (fd < 0) {
-        read_error(error, path, "opening it");
-        return NULL;
-    }
-    if (!regular_size(fd, path, &size, error)) {
-        close(fd);
-        return NULL;
-    }
+    int fd = file_open(path, CHECK_PATH, &size, error);
+    if (fd < 0) return NULL;
     FileLines *lines = calloc(1, sizeof *lines);
     if (!lines) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     *lines = (FileLines){.file = fdopen(fd, "r"), .path = strdup(path), .limit = limit, .state = XXH3_createState()};
@@ -479,7 +569,7 @@ bool file_lines_next(FileLines *lines, FileLine *line, Error *error) {
                              lines->path, lines->number, lines->limit);
         keep_byte(lines, length++, byte);
     }
-    if (byte == EOF && ferror(lines->file)) return read_error(error, lines->path, "reading it");
+    if (byte == EOF && ferror(lines->file)) return read_error(error, lines->path, "reading it", CHECK_PATH);
     keep_byte(lines, length, '\n');
     size_t read = length + (byte == '\n');
     XXH3_128bits_update(lines->state, lines->text, read);
@@ -508,11 +598,11 @@ static bool take_hash(void *context, const void *data, size_t size, Error *error
     return true;
 }
 
-bool file_hash(const char *path, FileHash *hash, Error *error) {
+bool file_hash(int folder, const char *path, uint64_t limit, FileHash *hash, Error *error) {
     Hashing hashing = {.state = XXH3_createState()};
     if (!hashing.state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     XXH3_128bits_reset(hashing.state);
-    bool ok = read_pieces(path, take_hash, &hashing, error);
+    bool ok = read_pieces(folder, path, limit, take_hash, &hashing, error);
     *hash = (FileHash){hashing.size, XXH3_128bits_digest(hashing.state)};
     XXH3_freeState(hashing.state);
     return ok;

@@ -167,9 +167,9 @@ cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error) 
     return item;
 }
 
-cJSON *json_read(const char *path, Error *error) {
+cJSON *json_read(const char *path, size_t limit, Error *error) {
     size_t size;
-    char *text = file_read(path, JSON_BYTES, &size, error);
+    char *text = file_read(path, limit, &size, error);
     if (!text) return NULL;
     cJSON *item = json_parse(text, size, (JsonPlace){path, 1, 0}, error);
     free(text);

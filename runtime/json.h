@@ -23,10 +23,11 @@ cJSON *json_parse(const char *text, size_t size, JsonPlace place, Error *error);
 // The same, but names may be repeated in an object, of which Python uses the last.
 cJSON *json_parse_repeated(const char *text, size_t size, JsonPlace place, Error *error);
 
-enum { JSON_BYTES = 64 << 20 };
+// The largest files: of settings and states; and of tokenizers and lists of tensors.
+enum { JSON_SMALL = 4 << 20, JSON_LARGE = 64 << 20 };
 
-// Reads and parses a file of at most JSON_BYTES. Returns NULL on error.
-cJSON *json_read(const char *path, Error *error);
+// Reads and parses a file of at most `limit` bytes. Returns NULL on error.
+cJSON *json_read(const char *path, size_t limit, Error *error);
 
 // Returns true and sets *value if the item is an integer from 0 to 2^53 - 1 (a JSON number is a double). The item may
 // be NULL.

@@ -694,7 +694,9 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
                        "  Omit %s, or start a new run in another --out (--init-from reuses the weights).",
                        reasons_text(&forbidden).text, forbidden.count == 1 ? "this flag" : "these flags");
     for (size_t i = 0; ok && i < count; i++) {
-        if (table[i].given || table[i].only_in || !cJSON_GetObjectItemCaseSensitive(object, table[i].name)) continue;
+        if (table[i].given || table[i].only_in || table[i].per_call ||
+            !cJSON_GetObjectItemCaseSensitive(object, table[i].name))
+            continue;
         if (table[i].type == OPT_TEXT && values[i].text) {
             free(table[i].owned);
             values[i].text = table[i].owned = strdup(values[i].text);

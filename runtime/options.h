@@ -51,6 +51,7 @@ typedef struct {
     bool any_bytes;             // texts: need not be UTF-8; not for programs that call options_json()
     const char *computed;       // the default in words, if the program computes it after options_parse()
     bool on_resume;             // --resume may change this flag
+    bool per_call;              // run.json never sets this flag: it says what this call's user trusts
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
     bool given;                 // set by the parser if the flag is on the command line or in a --config file
     char *owned;                // the memory of texts that are not on the command line
@@ -88,8 +89,9 @@ const char *options_text(const Option *row, char *out, size_t size);
 char *options_json(const Option *table, size_t count);
 
 // For --resume. `json` is the output of options_json() when the run started. Flags that are not given take the run's
-// values. Given flags whose values differ from the run's, and that are not `on_resume`, are an error (EXIT_USAGE) that
-// states both values of each; nothing is changed then. Flags that the run does not know keep their values.
+// values, except of `per_call`. Given flags whose values differ from the run's, and that are not `on_resume`, are an
+// error (EXIT_USAGE) that states both values of each; nothing is changed then. Flags that the run does not know keep
+// their values.
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
 // Writes " Did you mean WORD?" for the one of `words` ("a|b|c") that `text` is probably a typo of, or "". Returns out.

@@ -148,7 +148,7 @@ static bool write_rows(File *file, const TensorRow *rows, size_t count, Error *e
     return ok;
 }
 
-bool safetensors_write(const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
+bool safetensors_write(int folder, const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
                        FileHash *hash, Error *error) {
     size_t size;
     for (size_t i = 0; i < count; i++) {
@@ -157,7 +157,7 @@ bool safetensors_write(const char *path, const TensorRow *rows, size_t count, co
                              rows[i].name, dtype_name(rows[i].dtype));
         }
     }
-    File *file = file_create(path, hash, error);
+    File *file = file_create(folder, path, hash, error);
     if (!file) return false;
     char *header = make_header(rows, count, metadata, &size);
     bool ok = file_write(file, header, size, error) && write_rows(file, rows, count, error);
@@ -166,9 +166,7 @@ bool safetensors_write(const char *path, const TensorRow *rows, size_t count, co
         file_discard(file);
         return false;
     }
-    if (file_close(file, error)) return true;
-    unlink(path);
-    return false;
+    return file_close(file, error);
 }
 
 // ---- reading headers
@@ -326,14 +324,8 @@ static bool add_tensors(Safetensors *s, const Part *part, const cJSON *header, u
     return check_cover(s->infos + first, s->count - first, part->path, data_start, data_size, error);
 }
 
-static bool read_header(Safetensors *s, const Part *part, Error *error) {
-    struct stat info;
+static bool read_header(Safetensors *s, const Part *part, uint64_t size, Error *error) {
     uint64_t length;
-    if (fstat(part->fd, &info) != 0 || !S_ISREG(info.st_mode)) {
-        return error_set(error, EXIT_INPUT, "%s: expected a file, found a folder or device.\n  Check the path.",
-                         part->path);
-    }
-    uint64_t size = (uint64_t)info.st_size;
     if (size < 8) {
         return error_set(error, EXIT_INPUT, "%s: expected at least 8 bytes, found %" PRIu64 ".\n  " DAMAGED, part->path,
                          size);
@@ -366,16 +358,14 @@ static bool read_header(Safetensors *s, const Part *part, Error *error) {
 // ---- files and folders
 
 static bool add_part(Safetensors *s, const char *path, Error *error) {
-    int fd = file_open(path);
-    if (fd < 0) {
-        return error_set(error, EXIT_INPUT, "%s: opening it failed: %s.\n  %s", path, strerror(errno),
-                         file_remedy(errno, "Check the path. A model in several files needs all of them."));
-    }
+    uint64_t size;
+    int fd = file_open(path, "Check the path. A model in several files needs all of them.", &size, error);
+    if (fd < 0) return false;
     s->parts = realloc(s->parts, (s->part_count + 1) * sizeof *s->parts);
     if (!s->parts) fail(EXIT_RESOURCE, "%s: out of memory.", path);
     Part *part = &s->parts[s->part_count++];
     *part = (Part){.path = copy_string(path), .fd = fd};
-    return read_header(s, part, error);
+    return read_header(s, part, size, error);
 }
 
 static bool sort_names(Safetensors *s, Error *error) {
@@ -447,7 +437,7 @@ static bool check_map(const Safetensors *s, const char *index, const cJSON *map,
 }
 
 static bool open_index(Safetensors *s, const char *folder, const char *index, Error *error) {
-    cJSON *json = json_read(index, error);
+    cJSON *json = json_read(index, JSON_LARGE, error);
     if (!json) return false;
     const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map");
     bool ok = cJSON_IsObject(map) ||

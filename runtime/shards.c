@@ -196,23 +196,9 @@ static bool check_size(const char *path, const Format *format, int32_t count, ui
                      bytes < want ? "It was probably truncated." : "It contains extra data.");
 }
 
-// Opens a regular file. Returns -1 with *error set otherwise.
-static int open_plain(const char *path, uint64_t *bytes, Error *error) {
-    int fd = file_open(path);
-    struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        error_set(error, EXIT_INPUT, "%s: cannot open it: %s.\n  %s", path, strerror(errno),
-                  file_remedy(errno, "Check the path and its permissions."));
-    } else if (!S_ISREG(st.st_mode)) {
-        error_set(error, EXIT_INPUT, "%s: expected a shard, found %s.%s", path,
-                  S_ISDIR(st.st_mode) ? "a folder" : "a device or pipe",
-                  S_ISDIR(st.st_mode) ? "\n  Give the files in it, such as \"FOLDER/*_train_*.bin\"." : "");
-    } else {
-        *bytes = (uint64_t)st.st_size;
-        return fd;
-    }
-    if (fd >= 0) close(fd);
-    return -1;
+static int open_shard(const char *path, uint64_t *bytes, Error *error) {
+    return file_open(path, "Give the path of a shard, or a pattern of several, such as \"FOLDER/*_train_*.bin\".",
+                     bytes, error);
 }
 
 // Reads exactly n bytes at the offset.
@@ -238,7 +224,7 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
     if (s->open[slot].id) close(s->open[slot].fd);
     s->open[slot].id = 0;
     const char *path = s->shards[i].path[kind];
-    int fd = open_plain(path, &bytes, error);
+    int fd = open_shard(path, &bytes, error);
     if (fd < 0) return -1;
     if (bytes != want) {
         error_set(error, EXIT_INPUT,
@@ -256,7 +242,7 @@ static int descriptor(Shards *s, size_t i, Kind kind, Error *error) {
 static bool check_header(Shard *shard, const char *path, Kind kind, uint64_t *count, Error *error) {
     int32_t header[3];
     uint64_t bytes;
-    int fd = open_plain(path, &bytes, error);
+    int fd = open_shard(path, &bytes, error);
     if (fd < 0) return false;
     bool ok =
         bytes >= HEADER_BYTES || error_set(error, EXIT_INPUT,

@@ -469,7 +469,7 @@ static char *file_in(const char *path) {
 }
 
 static bool open_file(Tokenizer *t, Error *error) {
-    cJSON *root = json_read(t->path, error);
+    cJSON *root = json_read(t->path, JSON_LARGE, error);
     Opening opening = {.t = t, .root = root, .error = error};
     bool right = root && read_json(&opening);
     cJSON_Delete(root);
@@ -501,7 +501,7 @@ static void count_id(const cJSON *id, const char *name, int *vocab, int *end_of_
 bool tokenizer_ids(const char *path, int *vocab, int *end_of_text) {
     Error error;
     char *file = file_in(path);
-    cJSON *root = file ? json_read(file, &error) : NULL;
+    cJSON *root = file ? json_read(file, JSON_LARGE, &error) : NULL;
     const cJSON *ids = get(get(root, "model"), "vocab"), *item;
     size_t rank = COUNT(DOCUMENT_TOKENS);
     *vocab = cJSON_IsArray(ids) ? cJSON_GetArraySize(ids) : 0;    // Unigram has a list, whose indices are the ids

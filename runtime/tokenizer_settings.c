@@ -1,12 +1,15 @@
-// The tokenizer_config.json of a stranger's folder, made safe for our checkpoints, which people load with
+// The files of a stranger's tokenizer, made safe for our checkpoints, which people publish, and load with
 // trust_remote_code=True because of our own modeling file.
 #include <ctype.h>
+#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/tokenizer.h"
+#include "runtime/utf8.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
@@ -49,18 +52,36 @@ static bool remove_class(cJSON *json, bool any) {
     return found;
 }
 
-char *tokenizer_settings(const char *path, Error *error) {
-    size_t size;
-    char *text = file_read(path, JSON_BYTES, &size, error), *safe = text;
-    cJSON *json = text ? json_parse_repeated(text, size, (JsonPlace){path, 1, 0}, error) : NULL;
-    bool code = json && remove_code(json), class = json && remove_class(json, code);
-    if (code || class) {
-        cJSON_AddStringToObject(json, "tokenizer_class", "PreTrainedTokenizerFast");
-        safe = cJSON_Print(json);
-        if (!safe) error_set(error, EXIT_RESOURCE, "%s: out of memory.", path);
-    }
-    if (!json) safe = NULL;
-    if (safe != text) free(text);
-    cJSON_Delete(json);
+// The text of tokenizer_config.json without what names code, in place of `text`, which it frees.
+static char *safe_settings(char *text, cJSON *json, const char *path, Error *error) {
+    bool code = remove_code(json), class = remove_class(json, code);
+    if (!code && !class) return text;
+    free(text);
+    cJSON_AddStringToObject(json, "tokenizer_class", "PreTrainedTokenizerFast");
+    char *safe = cJSON_Print(json);
+    if (!safe) error_set(error, EXIT_RESOURCE, "%s: out of memory.", path);
     return safe;
+}
+
+// Is this what a chat_template.jinja contains?
+static bool check_text(const char *text, size_t size, const char *path, Error *error) {
+    return (!memchr(text, 0, size) && utf8_valid((const uint8_t *)text, size) == size) ||
+           error_set(error, EXIT_INPUT, "%s: expected text in UTF-8, found other bytes.\n  Get another copy.", path);
+}
+
+char *tokenizer_file(const char *folder, size_t i, bool follow_links, Error *error) {
+    char path[PATH_MAX + 64];
+    size_t size, limit = i < TOKENIZER_TEMPLATE ? JSON_LARGE : TEMPLATE_BYTES;
+    snprintf(path, sizeof path, "%s/%s", folder, tokenizer_files[i]);
+    char *text = file_read_inside(follow_links ? NULL : folder, path, limit, &size, error);
+    if (!text) return NULL;
+    cJSON *json = NULL;
+    bool ok = i == TOKENIZER_TEMPLATE
+                  ? check_text(text, size, path, error)
+                  : (json = json_parse_repeated(text, size, (JsonPlace){path, 1, 0}, error)) != NULL;
+    if (ok && i == TOKENIZER_SETTINGS) text = safe_settings(text, json, path, error);
+    cJSON_Delete(json);
+    if (ok) return text;
+    free(text);
+    return NULL;
 }

@@ -15,7 +15,7 @@ static void make_file(const char *folder) {
     static const char *const names[] = {"config.json", "model.safetensors", "a"};
     for (int i = 0; i < 3; i++) {
         snprintf(path, sizeof path, "%s/%s", folder, names[i]);
-        if (!file_write_text(path, "x", &error)) abort();
+        if (!file_write_text(AT_FDCWD, path, "x", &error)) abort();
     }
 }
 

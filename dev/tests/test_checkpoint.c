@@ -22,23 +22,38 @@ static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];
 enum { VALUES = 1000 };
 
 static bool write_text(Checkpoint *c, const char *name, const char *text, Error *error) {
-    return file_write_text(checkpoint_path(c, name), text, error);
+    return file_write_text(c->folder_fd, checkpoint_path(c, name), text, error);
 }
 
-static bool save(uint64_t step, float value, Error *error) {
+// Without a folder that is still open from an earlier save, as in a process that has just started.
+static bool prune(int keep, uint64_t keep_also, Error *error) {
+    int root = -1;
+    bool ok = checkpoint_prune(&root, out_dir, keep, keep_also, error);
+    if (root >= 0) close(root);
+    return ok;
+}
+
+static bool save_into(int *root, uint64_t step, float value, Error *error) {
     float values[VALUES];
     char text[40];
     Checkpoint c;
     for (int i = 0; i < VALUES; i++) values[i] = value;
     TensorRow rows[] = {{"a", DTYPE_F32, 1, {VALUES}, values}, {"b", DTYPE_BF16, 1, {VALUES}, values}};
     snprintf(text, sizeof text, "{\"value\": %g}", value);
-    bool ok = checkpoint_begin(&c, out_dir, step, error) &&
-              safetensors_write(checkpoint_path(&c, "model.safetensors"), rows, 2, NULL,
+    bool ok = checkpoint_begin(&c, root, out_dir, step, error) &&
+              safetensors_write(c.folder_fd, checkpoint_path(&c, "model.safetensors"), rows, 2, NULL,
                                 checkpoint_hash(&c, "model.safetensors"), error) &&
               write_text(&c, "optimizer.safetensors", text, error) && write_text(&c, "config.json", text, error) &&
-              write_text(&c, "state.json", text, error) && checkpoint_copy(&c, source, error) &&
+              write_text(&c, "state.json", text, error) && write_text(&c, "source.txt", "a tokenizer", error) &&
               checkpoint_commit(&c, error);
     if (!ok) checkpoint_abandon(&c);
+    return ok;
+}
+
+static bool save(uint64_t step, float value, Error *error) {
+    int root = -1;
+    bool ok = save_into(&root, step, value, error);
+    if (root >= 0) close(root);
     return ok;
 }
 
@@ -80,7 +95,7 @@ static bool there(uint64_t step) {
 
 static void start_over(void) {
     Error error;
-    if (!file_remove_tree(out_dir, &error)) fail_with(&error);
+    if (!file_remove_tree(AT_FDCWD, out_dir, &error)) fail_with(&error);
 }
 
 // ---- faults
@@ -123,7 +138,7 @@ static bool save_20(Error *error) {
     return save(20, 2, error);
 }
 static bool prune_to_one(Error *error) {
-    return checkpoint_prune(out_dir, 1, 10, error);
+    return prune(1, 10, error);
 }
 
 // Starts with step 10 (value 1) or no checkpoint; the job saves value 2. After a kill at any point, value 1 or value 2
@@ -176,7 +191,7 @@ static void test_kill_prune(void) {
         if (!killed(prune_to_one, n, false)) break;
         CHECK(newest(&step) == 4 && step == 40, "prune killed at point %ld: step %d", n, (int)step);
         CHECK(there(10), "prune killed at point %ld: the best one is gone", n);
-        CHECK(save(50, 5, &error) && checkpoint_prune(out_dir, 1, 10, &error), "%s", error.text);
+        CHECK(save(50, 5, &error) && prune(1, 10, &error), "%s", error.text);
         CHECK(there(50) && there(10) && count_entries(true) == 2 && count_entries(false) == 0, "prune after point %ld",
               n);
     }
@@ -371,7 +386,7 @@ static void test_damage(void) {
     put("step-00000020", "model.safetensors", "", "w", 0);
     CHECK(verify_names("step-00000020", "an entry of optimizer.safetensors"), "a manifest of weights alone");
     CHECK(checkpoint_verify(path, true, &error), "weights alone: %s", error.text);
-    CHECK(checkpoint_prune(out_dir, 1, UINT64_MAX, &error) && there(10), "the only complete checkpoint was pruned");
+    CHECK(prune(1, UINT64_MAX, &error) && there(10), "the only complete checkpoint was pruned");
 }
 
 // Entries of OUT/ckpt that look like newer checkpoints, but are none.
@@ -401,21 +416,48 @@ static void test_prune(void) {
     Error error = {0};
     start_over();
     for (int i = 1; i <= 5; i++) CHECK(save(10 * (uint64_t)i, (float)i, &error), "%s", error.text);
-    CHECK(checkpoint_prune(out_dir, 0, UINT64_MAX, &error) && count_entries(true) == 5, "keep 0");
-    CHECK(checkpoint_prune(out_dir, 2, 20, &error) && count_entries(true) == 3 && there(50) && there(40) && there(20),
-          "keep 2 and 20");
-    CHECK(checkpoint_prune(out_dir, 2, 50, &error) && count_entries(true) == 2 && there(50) && there(40),
-          "keep 2 and 50");
-    CHECK(checkpoint_prune(out_dir, 7, UINT64_MAX, &error) && count_entries(true) == 2, "keep 7");
+    CHECK(prune(0, UINT64_MAX, &error) && count_entries(true) == 5, "keep 0");
+    CHECK(prune(2, 20, &error) && count_entries(true) == 3 && there(50) && there(40) && there(20), "keep 2 and 20");
+    CHECK(prune(2, 50, &error) && count_entries(true) == 2 && there(50) && there(40), "keep 2 and 50");
+    CHECK(prune(7, UINT64_MAX, &error) && count_entries(true) == 2, "keep 7");
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/ckpt/.old-step-00000050", out_dir);
-    CHECK(mkdir(path, 0777) == 0 && checkpoint_prune(out_dir, 2, UINT64_MAX, &error) && there(50) && there(40),
+    CHECK(mkdir(path, 0777) == 0 && prune(2, UINT64_MAX, &error) && there(50) && there(40),
           "a leftover of step 50 is not another checkpoint");
     rmdir(path);
     CHECK(count_entries(false) == 0, "leftovers");
     CHECK(save(123456789012, 6, &error), "%s", error.text);
     uint64_t step = 0;
     CHECK(newest(&step) == 6 && step == 123456789012, "a step of 12 digits");
+}
+
+// While a run goes on, somebody puts a link to another run's folder, or another folder, in the place of ckpt or of a
+// checkpoint: no save or prune touches what it leads to.
+static void test_exchanged(void) {
+    char ckpt[200], away[200], other[200];
+    Error error = {0};
+    int root = -1;
+    check_group("folders that are exchanged between saves");
+    snprintf(ckpt, sizeof ckpt, "%s/ckpt", out_dir);
+    snprintf(away, sizeof away, "%s/away", out_dir);
+    snprintf(other, sizeof other, "%s/other", out_dir);
+    for (int linked = 0; linked < 2; linked++) {
+        check_case();
+        start_over();
+        for (int i = 1; i <= 3; i++) CHECK(save_into(&root, (uint64_t)i, 1, &error), "%s", error.text);
+        CHECK(rename(ckpt, away) == 0 && mkdir(other, 0777) == 0, "rename");
+        CHECK((linked ? symlink(away, ckpt) : rename(other, ckpt)) == 0, "exchange");
+        CHECK(!save_into(&root, 4, 2, &error) && error.code == EXIT_RESOURCE && strstr(error.text, "no longer"), "%s",
+              error.text);
+        CHECK(!checkpoint_prune(&root, out_dir, 1, UINT64_MAX, &error) && strstr(error.text, "no longer"), "%s",
+              error.text);
+        CHECK(file_remove_tree(AT_FDCWD, ckpt, &error) && rename(away, ckpt) == 0, "back");
+        CHECK(save_into(&root, 4, 2, &error) && there(1) && there(4), "%s", error.text);
+        CHECK(file_remove_tree(AT_FDCWD, ckpt, &error) && save_into(&root, 5, 3, &error) && there(5), "removed: %s",
+              error.text);
+        close(root);
+        root = -1;
+    }
 }
 
 // A folder that cannot be listed makes a save or a prune fail, but does not end the program.
@@ -430,9 +472,10 @@ static void test_unlisted(void) {
     none = files;
     none.rlim_cur = 3;
     setrlimit(RLIMIT_NOFILE, &none);
-    bool begun = checkpoint_begin(&c, out_dir, 20, &error);
+    int root = -1;
+    bool begun = checkpoint_begin(&c, &root, out_dir, 20, &error);
     CHECK(!begun && error.code == EXIT_RESOURCE && strstr(error.text, "ulimit -n"), "begin: %s", error.text);
-    bool pruned = checkpoint_prune(out_dir, 1, UINT64_MAX, &error);
+    bool pruned = prune(1, UINT64_MAX, &error);
     CHECK(!pruned && error.code == EXIT_RESOURCE && strstr(error.text, "ulimit -n"), "prune: %s", error.text);
     setrlimit(RLIMIT_NOFILE, &files);
 }
@@ -463,7 +506,7 @@ static void test_leftovers(void) {
 }
 
 static bool write_hashed(Checkpoint *c, const char *name, const char *text, Error *error) {
-    File *file = file_create(checkpoint_path(c, name), checkpoint_hash(c, name), error);
+    File *file = file_create(c->folder_fd, checkpoint_path(c, name), checkpoint_hash(c, name), error);
     return file && file_write(file, text, strlen(text), error) && file_close(file, error);
 }
 
@@ -475,8 +518,9 @@ static void test_manifest(void) {
     Error error = {0};
     char path[PATH_MAX];
     uint64_t step;
+    int root = -1;
     start_over();
-    CHECK(checkpoint_begin(&c, out_dir, 7, &error), "%s", error.text);
+    CHECK(checkpoint_begin(&c, &root, out_dir, 7, &error), "%s", error.text);
     FILE *file = fopen(checkpoint_path(&c, "other.txt"), "w");
     fputs("written in another way", file);
     fclose(file);
@@ -485,13 +529,13 @@ static void test_manifest(void) {
     CHECK(write_hashed(&c, "empty", "", &error), "%s", error.text);
     CHECK(write_hashed(&c, "longer", "hashed", &error), "%s", error.text);
     CHECK(!checkpoint_hash(&c, "more"), "more than CHECKPOINT_HASHES files");
-    CHECK(file_write_text(checkpoint_path(&c, "more"), "read again", &error), "%s", error.text);
+    CHECK(file_write_text(c.folder_fd, checkpoint_path(&c, "more"), "read again", &error), "%s", error.text);
     file = fopen(checkpoint_path(&c, "longer"), "a");
     fputs("  and written in another way", file);
     fclose(file);
     static const char *const needed[] = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"};
     for (int i = 0; i < 4; i++) CHECK(write_text(&c, needed[i], "", &error), "%s", error.text);
-    CHECK(checkpoint_copy(&c, source, &error) && checkpoint_commit(&c, &error), "%s", error.text);
+    CHECK(write_text(&c, "source.txt", "a tokenizer", &error) && checkpoint_commit(&c, &error), "%s", error.text);
     checkpoint_abandon(&c);    // does nothing after a commit
     CHECK(checkpoint_newest(out_dir, path, sizeof path, &step) && step == 7 && checkpoint_verify(path, false, &error),
           "%s", error.text);
@@ -503,7 +547,8 @@ static void test_manifest(void) {
     // XXH3-128 of nothing, from the algorithm's own test vectors.
     CHECK(text && strstr(text, "99aa06d3014798d86001c324468d497f"), "the hash of an empty file: %s", text);
     free(text);
-    CHECK(checkpoint_begin(&c, out_dir, 8, &error) && mkdir(checkpoint_path(&c, "sub"), 0777) == 0, "%s", error.text);
+    CHECK(checkpoint_begin(&c, &root, out_dir, 8, &error) && mkdir(checkpoint_path(&c, "sub"), 0777) == 0, "%s",
+          error.text);
     CHECK(!checkpoint_commit(&c, &error) && strstr(error.text, "only regular files"), "%s", error.text);
     checkpoint_abandon(&c);
     CHECK(count_entries(true) == 1 && count_entries(false) == 0, "abandoned");
@@ -517,7 +562,7 @@ static void test_lines(void) {
     uint64_t offset = 0;
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/lines", folder);
-    CHECK(file_write_text(path, "first\n\na longer line\nlast", &error), "%s", error.text);
+    CHECK(file_write_text(AT_FDCWD, path, "first\n\na longer line\nlast", &error), "%s", error.text);
     FileLines *lines = file_lines_open(path, 13, &error);
     for (; file_lines_next(lines, &line, &error) && line.text && count < 4; offset += line.length + 1) {
         CHECK(!strcmp(line.text, TEXTS[count]) && line.length == strlen(TEXTS[count]), "%s", line.text);
@@ -525,7 +570,8 @@ static void test_lines(void) {
     }
     CHECK(count == 4 && !line.text, "%zu lines", count);
     FileHash read = file_lines_hash(lines), whole;
-    CHECK(file_hash(path, &whole, &error) && read.size == whole.size && XXH128_isEqual(read.xxh3, whole.xxh3),
+    CHECK(file_hash(AT_FDCWD, path, UINT64_MAX, &whole, &error) && read.size == whole.size &&
+              XXH128_isEqual(read.xxh3, whole.xxh3),
           "the hash of %zu bytes", (size_t)read.size);
     file_lines_close(lines);
     lines = file_lines_open(path, 12, &error);
@@ -571,8 +617,9 @@ static void test_files(void) {
     snprintf(path, sizeof path, "%s/a/link", folder);
     CHECK(symlink(source, path) == 0, "symlink");
     snprintf(path, sizeof path, "%s/a", folder);
-    CHECK(file_remove_tree(path, &error) && access(path, F_OK) != 0 && access(source, F_OK) == 0, "%s", error.text);
-    CHECK(file_remove_tree(path, &error), "nothing there: %s", error.text);
+    CHECK(file_remove_tree(AT_FDCWD, path, &error) && access(path, F_OK) != 0 && access(source, F_OK) == 0, "%s",
+          error.text);
+    CHECK(file_remove_tree(AT_FDCWD, path, &error), "nothing there: %s", error.text);
     CHECK(file_make_folders(path, &error), "%s", error.text);
     for (int i = 0; i < 3000; i++) {
         snprintf(path, sizeof path, "%s/a/%d", folder, i);
@@ -585,7 +632,8 @@ static void test_files(void) {
     }
     if (child == 0) _exit(0);
     snprintf(path, sizeof path, "%s/a", folder);
-    CHECK(file_remove_tree(path, &error) && access(path, F_OK) != 0, "two processes remove it: %s", error.text);
+    CHECK(file_remove_tree(AT_FDCWD, path, &error) && access(path, F_OK) != 0, "two processes remove it: %s",
+          error.text);
     waitpid(child, NULL, 0);
 }
 
@@ -596,12 +644,13 @@ int main(void) {
     snprintf(out_dir, sizeof out_dir, "%s/runs/one", folder);
     snprintf(source, sizeof source, "%s/source.txt", folder);
     fault_clear();
-    if (!file_write_text(source, "a tokenizer", &error)) fail_with(&error);
+    if (!file_write_text(AT_FDCWD, source, "a tokenizer", &error)) fail_with(&error);
     test_shell_words();
     test_files();
     test_manifest();
     test_strange_names();
     test_prune();
+    test_exchanged();
     test_unlisted();
     test_leftovers();
     test_kill("a save, killed at each point", save_20, 20, true, 23);
@@ -615,6 +664,6 @@ int main(void) {
     test_errno("EIO at each point of a save", EIO, "The disk failed");
     test_environment();
     test_damage();
-    file_remove_tree(folder, &error);
+    file_remove_tree(AT_FDCWD, folder, &error);
     return check_verdict();
 }

@@ -473,10 +473,10 @@ def test_a_damaged_checkpoint_is_skipped(data, run):
     assert text.count("Skipping") == 1 and "delete this folder" not in text
 
 
-def test_a_link_to_a_removed_checkpoint_is_skipped(data, run):
+def test_a_link_is_no_checkpoint(data, run):
     link = checkpoint(run, 5)
     link.symlink_to("/nonexistent")
-    says(resume(data, run), "warning", "No such file", f"Skipping {link}", "resumes at step 4")
+    says(resume(data, run), "warning", "is a link", f"Skipping {link}", "resumes at step 4")
 
 
 def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
@@ -741,6 +741,86 @@ def test_names_of_out(data, tmp_path, flags):
     says(train(data, "--steps", 1, "--out", longest + "y", *flags, code=USAGE), "--out", "at most 3996 bytes", "3997")
     train(data, "--steps", 1, "--out", longest, *flags)
     assert os.path.exists(longest + "/ckpt/step-00000001/manifest.json") == ("--dry-run" not in flags)
+
+
+# ---- links, pipes and other people's folders
+
+
+def put(path, what, victim):
+    """Puts something that leads to the victim's file, or blocks, in the place of a file."""
+    path.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "hard link":
+        os.link(victim, path)
+    else:
+        path.symlink_to(victim if what == "link" else victim.with_name("new"))
+
+
+@pytest.mark.parametrize("what", ["link", "link to nothing", "hard link", "pipe"])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "samples.txt"])
+def test_nothing_is_appended_through_a_link(data, tmp_path, name, what):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    out.mkdir()
+    before = "" if name == "metrics.jsonl" else "precious"       # with lines, the folder already contains a run
+    victim.write_text(before)
+    put(out / name, what, victim)
+    samples = name == "samples.txt"
+    text = train(data, "--steps", 1, "--sample-every", 1, "--out", out, code=0 if samples else RESOURCE, timeout=30)
+    says(text, out / name, "cannot", what.split(" to ")[0] if what != "pipe" or name != "samples.txt" else "")
+    assert victim.read_text() == before and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("what", ["link", "link to nothing", "hard link", "pipe"])
+def test_a_temporary_file_is_not_written_through_a_link(data, run, tmp_path, what):
+    """A link in the place of a checkpoint's folder is removed too, but not followed."""
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("precious")
+    folder.mkdir()
+    (folder / "config.json").write_text("precious")
+    for name in ("run.json.tmp", "metrics.jsonl.tmp"):
+        put(run / name, what, victim)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("half a line")                            # so that the file is written again
+    for name in (".tmp-step-00000006", ".old-step-00000006", ".trash-step-00000002"):
+        (run / "ckpt" / name).symlink_to(folder)
+    train(data, "--resume", "--out", run, "--steps", 6, "--keep", 1, model=False, timeout=30)
+    assert victim.read_text() == (folder / "config.json").read_text() == "precious"
+    assert not (tmp_path / "new").exists() and steps(run) == [6] and not list(run.glob("*.tmp"))
+
+
+def test_checkpoints_in_another_runs_folder(data, run, tmp_path):
+    """Saving and pruning there would delete the checkpoints of the other run."""
+    out = shutil.copytree(run, tmp_path / "out")
+    shutil.rmtree(out / "ckpt")
+    (out / "ckpt").symlink_to(run / "ckpt")
+    before = tree(run)
+    text = train(data, "--resume", "--steps", 6, "--keep", 1, "--out", out, code=RESOURCE, model=False)
+    says(text, out / "ckpt", "is a link", "another --out")
+    assert tree(run) == before
+    (tmp_path / "mine").symlink_to(run)                      # the user's own flag may be a link
+    train(data, "--resume", "--steps", 5, "--out", tmp_path / "mine", model=False)
+    assert steps(run) == [2, 4, 5]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders away")
+@pytest.mark.parametrize("owner, mode, refused", [(65534, 0o777, True), (65534, 0o775, False), (65534, 0o755, False),
+                                                  (0, 0o777, False), (65534, 0o1777, None)])
+def test_a_folder_that_others_can_change(data, tmp_path, owner, mode, refused):
+    """refused: None if only the run folder itself is, as of /tmp"""
+    other = tmp_path / "other"
+    other.mkdir()
+    os.chown(other, owner, owner)
+    os.chmod(other, mode)
+    for out, wrong in ((other / "new" / "run", refused), (other / "run", refused), (other, refused is not False)):
+        text = train(data, "--steps", 1, "--out", out, code=RESOURCE if wrong else 0)
+        if wrong:
+            says(text, out, "belongs to another user", "--foreign-folder 1")
+            assert not (out / "lock").exists()
+            train(data, "--steps", 1, "--out", out, "--foreign-folder", 1)
+            again = train(data, "--out", out, "--resume", "--steps", 2, code=RESOURCE if out.parent != other / "new" else 0)
+            assert ("--foreign-folder 1" in again) == (out.parent != other / "new")       # run.json cannot allow it
+        shutil.rmtree(out / "ckpt")
 
 
 def test_no_folder_for_checkpoints(data, tmp_path):

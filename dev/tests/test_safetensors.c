@@ -80,7 +80,7 @@ static void test_round_trip(void) {
         {"quote\"\\ \t\xC3\xA9", DTYPE_F32, 4, {1, 1, 1, 1}, &one},
     };
     const char *path = in_folder("round.safetensors"), *metadata[] = {"format", "pt", "note", "a \"b\"\n", NULL};
-    CHECK(safetensors_write(path, rows, 5, metadata, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(AT_FDCWD, path, rows, 5, metadata, NULL, &error), "%s", error.text);
     Safetensors *s = safetensors_open(path, &error);
     CHECK(s, "%s", error.text);
     CHECK(safetensors_count(s) == 5, "%zu tensors", safetensors_count(s));
@@ -166,7 +166,7 @@ static void test_wrong_requests(void) {
         {"a", DTYPE_F32, 2, {2, 2}, values}, {"b", DTYPE_F32, 1, {6}, values}, {"c", DTYPE_BF16, 1, {6}, values}};
     Error error = {0};
     const char *path = in_folder("requests");
-    CHECK(safetensors_write(path, rows, 3, NULL, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(AT_FDCWD, path, rows, 3, NULL, NULL, &error), "%s", error.text);
     Safetensors *s = safetensors_open(path, &error);
     CHECK(!safetensors_read(s, "z", 1, (size_t[]){4}, out, &error) && error.code == EXIT_INPUT &&
               strstr(error.text, path) && strstr(error.text, "expected a tensor z [4]"),
@@ -184,7 +184,7 @@ static void test_wrong_requests(void) {
           "NaN in bf16: %s", error.text);
     safetensors_close(s);
     values[4] = -INFINITY;
-    CHECK(safetensors_write(path, rows, 3, NULL, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(AT_FDCWD, path, rows, 3, NULL, NULL, &error), "%s", error.text);
     s = safetensors_open(path, &error);
     CHECK(!safetensors_read(s, "b", 1, (size_t[]){6}, out, &error) && strstr(error.text, "-inf"), "infinity: %s",
           error.text);
@@ -304,9 +304,9 @@ static void test_pieces(void) {
     TensorRow rows[] = {{"a", DTYPE_F32, 1, {N}, values}, {"b", DTYPE_BF16, 1, {N}, values}};
     Error error = {0};
     bool same = false;
-    CHECK(safetensors_write(in_folder("zeros"), rows, 2, NULL, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(AT_FDCWD, in_folder("zeros"), rows, 2, NULL, NULL, &error), "%s", error.text);
     values[N - 1] = INFINITY;
-    CHECK(safetensors_write(in_folder("pieces"), rows, 2, NULL, NULL, &error), "%s", error.text);
+    CHECK(safetensors_write(AT_FDCWD, in_folder("pieces"), rows, 2, NULL, NULL, &error), "%s", error.text);
     Safetensors *zeros = safetensors_open(in_folder("zeros"), &error),
                 *s = safetensors_open(in_folder("pieces"), &error);
     for (int i = 0; s && i < 2; i++) {
@@ -361,11 +361,11 @@ static void test_sharded(void) {
     Error error = {0};
     const char *index = in_folder("model.safetensors.index.json"), *first = in_folder("m-1.safetensors"),
                *second = in_folder("m-2.safetensors");
-    CHECK(safetensors_write(first, &row_a, 1, NULL, NULL, &error) &&
-              safetensors_write(second, &row_b, 1, NULL, NULL, &error),
+    CHECK(safetensors_write(AT_FDCWD, first, &row_a, 1, NULL, NULL, &error) &&
+              safetensors_write(AT_FDCWD, second, &row_b, 1, NULL, NULL, &error),
           "%s", error.text);
     file_write_text(
-        index,
+        AT_FDCWD, index,
         "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"m-2.safetensors\",\"a\":\"m-1.safetensors\"}}",
         &error);
     Safetensors *s = safetensors_open(folder, &error);
@@ -389,20 +389,20 @@ static void test_sharded(void) {
     // clang-format on
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         check_case();
-        file_write_text(index, wrong[i][0], &error);
+        file_write_text(AT_FDCWD, index, wrong[i][0], &error);
         CHECK(refused(folder, wrong[i][1]), "%s", wrong[i][0]);
     }
     row_b.name = "a";
     row_a.name = "b";
     TensorRow both[] = {row_a, row_b};
-    CHECK(safetensors_write(first, both, 2, NULL, NULL, &error), "%s", error.text);
-    file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
+    CHECK(safetensors_write(AT_FDCWD, first, both, 2, NULL, NULL, &error), "%s", error.text);
+    file_write_text(AT_FDCWD, index, "{\"weight_map\":{\"a\":\"m-1.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     s = safetensors_open(folder, &error);
     CHECK(s, "two tensors in one file: %s", error.text);
     safetensors_close(s);
-    file_write_text(index, "{\"weight_map\":{\"a\":\"m-1.safetensors\"}}", &error);
+    file_write_text(AT_FDCWD, index, "{\"weight_map\":{\"a\":\"m-1.safetensors\"}}", &error);
     CHECK(refused(folder, "it lists 1 tensors, but its files contain 2"), "a tensor that the index lacks");
-    file_write_text(index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
+    file_write_text(AT_FDCWD, index, "{\"weight_map\":{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}}", &error);
     CHECK(refused(folder, "is also in"), "one tensor in two files");
     unlink(index);
 }
@@ -412,11 +412,12 @@ static void test_write_failures(void) {
     Error error = {0};
     float value = 1;
     TensorRow row = {"a", DTYPE_F32, 0, {0}, &value};
-    CHECK(!safetensors_write(in_folder("none/x"), &row, 1, NULL, NULL, &error) && error.code == EXIT_RESOURCE &&
-              strstr(error.text, "none/x"),
+    CHECK(!safetensors_write(AT_FDCWD, in_folder("none/x"), &row, 1, NULL, NULL, &error) &&
+              error.code == EXIT_RESOURCE && strstr(error.text, "none/x"),
           "no such folder: %s", error.text);
     row.dtype = DTYPE_F16;
-    CHECK(!safetensors_write(in_folder("x"), &row, 1, NULL, NULL, &error) && strstr(error.text, "F32 or BF16"),
+    CHECK(!safetensors_write(AT_FDCWD, in_folder("x"), &row, 1, NULL, NULL, &error) &&
+              strstr(error.text, "F32 or BF16"),
           "F16: %s", error.text);
     CHECK(access(in_folder("x"), F_OK) != 0, "a rejected file was created");
 }
@@ -435,6 +436,6 @@ int main(void) {
     test_large();
     test_sharded();
     test_write_failures();
-    file_remove_tree(folder, &error);
+    file_remove_tree(AT_FDCWD, folder, &error);
     return check_verdict();
 }

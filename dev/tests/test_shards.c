@@ -415,7 +415,7 @@ static void test_refusals(void) {
     refused(at("nothing_*.bin"), c, "no file matches");
     refused(at("nothing.bin"), c, "no file matches");
     refused("", c, "expected the path or pattern of a shard");
-    refused(folder, c, "expected a shard, found a folder");
+    refused(folder, c, "expected a regular file, found a folder");
     refused(write_raw("r1.bin", 20240520, 1, 500, 500), c,
             "r1.bin: expected a header of 1,024 bytes, but the whole file has only 500");
     refused(write_raw("r2.bin", 0x1234, 1, 500, 2024), c,
@@ -477,7 +477,7 @@ static void test_cut_in_use(void) {
     shards_close(s);
     s = shards_open(write_shard("cut.bin", stream, N), config(100, false), &error);
     unlink(path);
-    CHECK(s && !shards_window(s, 1, window, NULL, &error) && strstr(error.text, "cannot open it"), "%s", error.text);
+    CHECK(s && !shards_window(s, 1, window, NULL, &error) && strstr(error.text, "opening it failed"), "%s", error.text);
     write_shard("cut.bin", stream, N - 1);
     CHECK(s && !shards_window(s, 1, window, NULL, &error) &&
               strstr(error.text, "had 4,578 bytes when it was first opened, but now has 4,576"),

@@ -417,7 +417,7 @@ def test_a_stop_after_a_failed_save(data, faults, tmp_path, processes):
         link.symlink_to("/nonexistent")
     text = train(data, *flags, "--out", out, code=4, **how)
     assert text.count("Training continues; earlier checkpoints are intact") == 2 and "step     2/4" in text, text
-    assert text.count("/.tmp-step-") == 3 and "stopped by a signal" not in text, text
+    assert text.count("Remove the link") == 3 and "stopped by a signal" not in text, text
     for link in links:
         link.unlink()
     text = train(data, *flags, "--out", out, "--resume", code=75, **how)
@@ -497,6 +497,30 @@ def test_a_tokenizer_that_only_the_run_has(data, tmp_path):
     (folder / "tokenizer.json").unlink()
     train(folder, *flags, "--steps", 4, "--resume")
     assert not checkpoint(out, 1).exists() and (checkpoint(out, 4) / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("target, wrong", [
+    ("outside", True), ("inside", False), ("snapshots", False), ("blobs that are a link", True)])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_does_not_carry_a_file_into_a_checkpoint(data, tmp_path, name, target, wrong):
+    """A checkpoint is published. Hugging Face's cache is full of links, and stays usable."""
+    folder, out, model = tmp_path / "hub/snapshots/1", tmp_path / "out", MODEL.replace("vocab=97", "vocab=300")
+    shutil.copytree(data, folder)
+    byte_text.write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    real = {"outside": tmp_path / "private", "inside": folder / "sub"}.get(target, tmp_path / "hub/blobs")
+    if target == "blobs that are a link":
+        real.symlink_to(tmp_path / "private")
+        real = tmp_path / "private"
+    real.mkdir(exist_ok=True)
+    (folder / name).rename(real / "secret")
+    (folder / name).symlink_to(real / "secret")
+    text = train(folder, "--steps", 1, "--out", out, "--model", model, code=3 if wrong else 0)
+    if wrong:
+        assert f"{folder / name}: " in text and "--follow-links 1" in text and not (out / "ckpt").exists(), text
+        train(folder, "--steps", 1, "--out", out, "--model", model, "--follow-links", 1)
+    assert (checkpoint(out, 1) / name).read_bytes() == (real / "secret").read_bytes()
 
 
 def test_lost_samples_are_reported(data, tmp_path):
