@@ -1,6 +1,6 @@
-// Opens files and folders to write to. Where a program writes, another user, or whoever packed an archive, may have left
-// a link, a FIFO or a second name of somebody's file under a name that the program uses. None of these functions writes
-// through one.
+// Opens files and folders to write to. Where a program writes, another user, or whoever packed an archive, may have
+// left a link, a FIFO or a second name of somebody's file under a name that the program uses. None of these functions
+// writes through one.
 #ifndef RUNTIME_OWN_H
 #define RUNTIME_OWN_H
 
@@ -10,8 +10,8 @@
 extern "C" {
 #endif
 
-// Creates a new, empty file, in an open folder or (AT_FDCWD) at a path, and returns its descriptor for writing. What has
-// that name goes first, whatever it is; only a folder is an error. Returns -1 with errno set on error.
+// Creates a new, empty file, in an open folder or (AT_FDCWD) at a path, and returns its descriptor for writing. What
+// has that name goes first, whatever it is; only a folder is an error. Returns -1 with errno set on error.
 int own_create(int folder, const char *name);
 
 // Opens a regular file that has no other name (hard link), and is not a link. `flags` are those of open(), among them

@@ -54,8 +54,9 @@ typedef struct {
 } TensorRow;
 
 // Writes and syncs the file piece by piece, without a second copy of the model. F32 tensors come first, so that every
-// tensor is aligned; the format's own library uses the same order. `folder` as for file_create(); `metadata` is key, value, ..., NULL, or NULL for
-// none; `hash` is the file's, or NULL if it is not needed. A file that could not be completed is removed.
+// tensor is aligned; the format's own library uses the same order. `folder` as for file_create(); `metadata` is key,
+// value, ..., NULL, or NULL for none; `hash` is the file's, or NULL if it is not needed. A file that could not be
+// completed is removed.
 bool safetensors_write(int folder, const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
                        FileHash *hash, Error *error);
 

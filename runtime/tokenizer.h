@@ -23,9 +23,9 @@ extern const char *const tokenizer_files[];
 enum { TOKENIZER_SETTINGS = 1, TOKENIZER_TEMPLATE = 2 };    // the indices of tokenizer_config.json and the template
 enum { TEMPLATE_BYTES = 1 << 20 };                          // the largest chat_template.jinja
 
-// What a checkpoint stores of file `i` of a tokenizer's folder: JSON or text in UTF-8, and tokenizer_config.json without
-// what names Python code (auto_map), which transformers would run under trust_remote_code=True. A link out of the folder
-// is an error unless `follow_links`. The caller frees the result. Returns NULL on error.
+// What a checkpoint stores of file `i` of a tokenizer's folder: JSON or text in UTF-8, and tokenizer_config.json
+// without what names Python code (auto_map), which transformers would run under trust_remote_code=True. A link out of
+// the folder is an error unless `follow_links`. The caller frees the result. Returns NULL on error.
 char *tokenizer_file(const char *folder, size_t i, bool follow_links, Error *error);
 
 // Opens `path`, a tokenizer.json or a folder that contains one. Returns NULL with *error set if it is missing, not
