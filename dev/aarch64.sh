@@ -13,7 +13,7 @@ out=$PWD/build/aarch64 root=$PWD/build/aarch64/root
 PACKAGES="gcc-12-aarch64-linux-gnu cpp-12-aarch64-linux-gnu binutils-aarch64-linux-gnu libgcc-12-dev-arm64-cross
     libgcc-s1-arm64-cross libgomp1-arm64-cross libc6-dev-arm64-cross libc6-arm64-cross linux-libc-dev-arm64-cross
     qemu-user-static libcjson-dev:arm64 libcjson1:arm64 libxxhash-dev:arm64 libxxhash0:arm64"
-TESTS="metrics mixture normalizer options random rope safetensors schedule shards toml vecmath"
+TESTS="metrics mixture normalizer options random rope safetensors schedule shards vecmath"
 
 # apt with an architecture and lists of its own, so that the system's stay as they are.
 download() {

@@ -10,10 +10,10 @@
 #include <strings.h>
 
 #include "runtime/file.h"
+#include "runtime/flag_file.h"
 #include "runtime/number.h"
 #include "runtime/process.h"
 #include "runtime/spelling.h"
-#include "runtime/toml.h"
 #include "runtime/utf8.h"
 #include "runtime/version.h"
 
@@ -379,103 +379,130 @@ static void set_value(Option *o, Value v) {
 
 // ---- --config
 
-static const char *const TOML_NAMES[] = {"text in quotes", "a number", "true or false", "a list",
-                                         "a list of texts"};    // by TomlKind
-
-static bool fits_kind(const Option *o, TomlKind kind) {
-    switch (o->type) {
-    case OPT_TEXT:
-    case OPT_CHOICE: return kind == TOML_STRING;
-    case OPT_SWITCH: return kind == TOML_SWITCH;
-    case OPT_INT:
-    case OPT_FLOAT: return kind == TOML_NUMBER;
-    case OPT_INT_LIST: return kind == TOML_NUMBER || kind == TOML_LIST;
-    case OPT_TEXT_LIST: return kind == TOML_STRING || kind == TOML_TEXTS;
-    }
-    return false;
-}
-
-static void expected_entry(const Option *o, char *out, size_t size) {
-    if (o->type == OPT_TEXT || o->type == OPT_TEXT_LIST) snprintf(out, size, "UTF-8 text in quotes");
-    else if (o->type == OPT_SWITCH) snprintf(out, size, "true or false");
-    else if (o->type == OPT_CHOICE) snprintf(out, size, "one of %s, in quotes", o->choices);
-    else expected(o, out, size);
+static char *owned_text(const char *text, size_t size) {
+    char *copy = malloc(size);
+    if (!copy) fail(EXIT_RESOURCE, "out of memory for the flags.");
+    return memcpy(copy, text, size);
 }
 
 // A list of texts takes the place of one in an earlier file.
-static void set_texts(Option *o, const TomlEntry *entry) {
+static void set_texts(Option *o, const FlagLine *line) {
     size_t size = 0;
     ((TextList *)o->value)->count = 0;
-    for (size_t i = 0; i < entry->count; i++) size += strlen(entry->text + size) + 1;
+    for (size_t i = 0; i < line->count; i++) size += strlen(line->text + size) + 1;
     free(o->owned);
-    o->owned = malloc(size + 1);
-    if (!o->owned) fail(EXIT_RESOURCE, "out of memory for the flags.");
-    memcpy(o->owned, entry->text, size);
-    for (size_t i = 0, at = 0; i < entry->count; i++) {
+    o->owned = owned_text(line->text, size + 1);
+    for (size_t i = 0, at = 0; i < line->count; i++) {
         set_value(o, (Value){.text = o->owned + at});
         at += strlen(o->owned + at) + 1;
     }
 }
 
-static void set_entry(Option *o, const TomlEntry *entry, const char *where) {
-    char want[256], near[96] = "";
-    const char *text = entry->text;
-    Value v;
-    expected_entry(o, want, sizeof want);
-    if (!fits_kind(o, entry->kind))
-        usage_fail("%s%s: expected %s, found %s.", where, o->name, want, TOML_NAMES[entry->kind]);
-    if (o->type == OPT_TEXT_LIST) {
-        set_texts(o, entry);
-        return;
-    }
-    if (o->type == OPT_SWITCH) text = strcmp(text, "true") == 0 ? "1" : "0";
-    if (!value_read(o, text, &v)) {
-        if (o->type == OPT_CHOICE) nearest_word(o->choices, text, near, sizeof near);
-        usage_fail("%s%s: expected %s, found \"%s\".%s", where, o->name, want, text, near);
-    }
-    if (o->type == OPT_TEXT) {
+static void set_owned(Option *o, Value v) {
+    if (o->type == OPT_TEXT && v.text) {
         free(o->owned);
-        v.text = o->owned = strdup(text);
-        if (!v.text) fail(EXIT_RESOURCE, "out of memory for the flags.");
+        v.text = o->owned = owned_text(v.text, strlen(v.text) + 1);
     }
     set_value(o, v);
 }
 
-// Returns the row that an entry sets. lines: where the file sets each row, or 0.
-static Option *entry_row(Option *table, size_t count, const TomlEntry *entry, int *lines, const char *where) {
+static void set_line(Option *o, const FlagLine *line, const char *where) {
+    char want[256], near[96] = "", list[512];
+    const char *text = line->text;
+    Value v;
+    if (o->type == OPT_TEXT_LIST) {
+        set_texts(o, line);
+        return;
+    }
+    if (line->count != 1) {
+        size_t n = 0;
+        list[0] = 0;
+        for (size_t i = 0; i < line->count && n < sizeof list; i++, text += strlen(text) + 1)
+            n += (size_t)snprintf(list + n, sizeof list - n, "%s%s", i ? "," : "", text);
+        text = list;
+    }
+    if (o->type == OPT_SWITCH && !strcmp(text, "true")) text = "1";
+    if (o->type == OPT_SWITCH && !strcmp(text, "false")) text = "0";
+    if (!value_read(o, text, &v)) {
+        expected(o, want, sizeof want);
+        if (o->type == OPT_CHOICE) nearest_word(o->choices, text, near, sizeof near);
+        usage_fail("%s%s: expected %s, found \"%s\".%s", where, o->name, want, text, near);
+    }
+    set_owned(o, v);
+}
+
+// Returns the row that a line sets. lines: where the file sets each row, or 0.
+static Option *line_row(Option *table, size_t count, const char *flag, int number, int *lines, const char *where) {
     char near[96];
-    Option *o = options_find(table, count, entry->key);
-    if (!strcmp(entry->key, "config"))
+    Option *o = options_find(table, count, flag);
+    if (!strcmp(flag, "config"))
         usage_fail("%sconfig: a file of flags cannot name another. Repeat --config on the command line.", where);
-    if (!o && (!strcmp(entry->key, "help") || !strcmp(entry->key, "print-config")))
-        usage_fail("%s%s: belongs on the command line, not in a file of flags.", where, entry->key);
+    if (!o && (!strcmp(flag, "help") || !strcmp(flag, "print-config")))
+        usage_fail("%s%s: belongs on the command line, not in a file of flags.", where, flag);
     if (!o)
-        usage_fail("%s%s: unknown flag.%s Run `--help` for the full list.", where, entry->key,
-                   nearest_flag(table, count, "", entry->key, strlen(entry->key), near, sizeof near));
+        usage_fail("%s%s: unknown flag.%s Run `--help` for the full list.", where, flag,
+                   nearest_flag(table, count, "", flag, strlen(flag), near, sizeof near));
     reject_elsewhere(o, where, "");
     int *line = &lines[o - table];
     if (*line) usage_fail("%s%s: is set twice; the first time is on line %d.", where, o->name, *line);
-    *line = entry->line;
+    *line = number;
     return o;
+}
+
+static void read_lines(Option *table, size_t count, FlagFile file) {
+    char where[600];
+    int *lines = calloc(count, sizeof *lines);
+    FlagLine line;
+    if (!lines) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
+    while (flag_file_next(&file, &line)) {
+        snprintf(where, sizeof where, "%.512s: line %d: ", file.path, file.line);
+        set_line(line_row(table, count, line.flag, file.line, lines, where), &line, where);
+    }
+    if (file.error.text[0]) fail_once(&file.error);
+    free(lines);
+}
+
+static bool value_from_json(const Option *o, const cJSON *item, Value *v);
+static bool same_value(const Option *o, Value a, Value b);
+
+// The flags of a run, by its run.json, of which those count as given that differ from the defaults. Flags that only
+// another program has, such as those of the GPU trainer, are left out.
+static void read_run(Option *table, size_t count, const char *path, const char *text) {
+    cJSON *json = cJSON_Parse(text);
+    const cJSON *item, *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
+    Value v;
+    Error error;
+    if (!cJSON_IsObject(arguments)) {
+        error_set(&error, EXIT_INPUT, "%s: expected lines flag = value, or a run's run.json, found other JSON.", path);
+        fail_once(&error);
+    }
+    cJSON_ArrayForEach(item, arguments) {
+        Option *o = options_find(table, count, item->string);
+        if (!o || o->only_in) continue;
+        if (!value_from_json(o, item, &v))
+            usage_fail("%s: \"%s\" has a value that --%s cannot take.", path, o->name, o->name);
+        if (!same_value(o, v, value_get(o))) set_owned(o, v);
+    }
+    cJSON_Delete(json);
 }
 
 static void read_config(Option *table, size_t count, const char *path) {
     Error error;
     size_t size;
-    char *text = file_read(path, CONFIG_LIMIT, &size, &error), where[600];
-    int *lines = calloc(count, sizeof *lines);
-    TomlEntry entry;
+    char *text = file_read(path, CONFIG_LIMIT, &size, &error);
     if (!*path) usage_fail("--config: expected a file, found no name.");
     if (!text) fail_once(&error);
-    if (!lines) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
-    TomlReader reader = toml_start(path, text);
-    if (strlen(text) < size) error_set(&reader.error, EXIT_INPUT, "%s: contains a 0 byte; expected text.", path);
-    while (!reader.error.text[0] && toml_next(&reader, &entry)) {
-        snprintf(where, sizeof where, "%.512s: line %d: ", path, entry.line);
-        set_entry(entry_row(table, count, &entry, lines, where), &entry, where);
+    if (strlen(text) < size) {
+        error_set(&error, EXIT_INPUT, "%s: contains a 0 byte; expected text.", path);
+        fail_once(&error);
     }
-    if (reader.error.text[0]) fail_once(&reader.error);
-    free(lines);
+    if (text[strspn(text, " \t\r\n")] == '{') {
+        read_run(table, count, path, text);
+    } else {
+        char *values = owned_text(text, size + 1);
+        read_lines(table, count, (FlagFile){.path = path, .next = text, .values = values});
+        free(values);
+    }
     free(text);
 }
 
@@ -496,7 +523,7 @@ static void start(CommandLine *c, Option *table, size_t count, int argc, char **
     *c = (CommandLine){
         .table = table, .count = count, .first = argv + 1, .word = argv + 1, .end = argv + argc,
         .own = {
-            [CONFIG]       = {"config", OPT_TEXT, &c->config, .any_bytes = true, .arg = "FILE", .group = "Configuration", .help = "read flags from this file, as lines flag = value; those on the command line win"},
+            [CONFIG]       = {"config", OPT_TEXT, &c->config, .any_bytes = true, .arg = "FILE", .group = "Configuration", .help = "read flags from this file, which has lines flag = value or is a run's run.json; those on the command line win"},
             [PRINT_CONFIG] = {"print-config", OPT_SWITCH, &c->print, .group = "Configuration", .help = "print the given flags as such a file, and exit"},
         }};
     // clang-format on

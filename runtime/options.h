@@ -66,7 +66,8 @@ typedef struct {
 
 // Parses `--flag value` and `--flag=value` into the table's variables; if a flag is repeated, the last one wins, but an
 // OPT_TEXT_LIST has all of them. Every program also has these flags:
-//   --config FILE     reads flags from a file of runtime/toml.h; those on the command line win. May be repeated
+//   --config FILE     reads flags from lines flag = value (runtime/flag_file.h) or a run.json; those on the command
+//                     line win. May be repeated
 //   --print-config    prints the given flags as such a file, and the others as comments, and exits with 0
 //   --help            prints the version, `help` and all flags with their defaults, and exits with 0
 //   --version         prints the version and exits with 0

@@ -120,7 +120,7 @@ variant_loops() { variant plain ONEDNN=0 BLAS=0 MPI=0; }
 
 group_san() { c_tests san sanitized; }
 sanitized() {
-    local tests="attention checkpoint metrics mixture normalizer options random safetensors schedule shards toml" programs
+    local tests="attention checkpoint metrics mixture normalizer options random safetensors schedule shards" programs
     export ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0"
     [ $all = 0 ] || tests+=" gradients memory process tokenizer vecmath"
     programs=($(printf 'build/san/tests/test_%s ' $tests))

@@ -3,7 +3,7 @@
 //
 // Sources: runtime/error.c runtime/file.c runtime/json.c runtime/options.c runtime/process.c runtime/spelling.c
 // Sources: attention/normalizer.c model/model.c model/config.c model/rope.c runtime/tokenizer.c
-// Sources: runtime/tokenizer_json.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c runtime/toml.c runtime/number.c
+// Sources: runtime/tokenizer_json.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c runtime/number.c
 #include <stdlib.h>
 #include <string.h>
 

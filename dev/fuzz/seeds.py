@@ -116,12 +116,6 @@ def shards_seeds():
         yield b"m" + struct.pack("<H", 1064) + shard(20240520, 1, 20, tokens) + mask
 
 
-def toml_seeds():
-    yield b'train-data = "a*.bin" # x\nseq-len = [64, 128,\n 256 ]\nlr = 6e-4\r\nresume = true\nout = \'x\'\n'
-    yield from (b'a = "\\u00e9\\U0001F600\\n\\\\"', b"[table]\na = 1", b"a.b = 1", b'a = """x"""', b"a = 2026-11-23",
-                b"a = {b = 1}", b'a = ["b"]', b"a = [1,\n", b'a = "', b"a=1 2")
-
-
 def compact(value):
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -203,7 +197,7 @@ def tokenizer_seeds():
 
 SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,
          "fuzz_config": config_seeds, "fuzz_normalizer": normalizer_seeds, "fuzz_shards": shards_seeds,
-         "fuzz_tokenizer": tokenizer_seeds, "fuzz_words": words_seeds, "fuzz_chat": chat_seeds, "fuzz_toml": toml_seeds}
+         "fuzz_tokenizer": tokenizer_seeds, "fuzz_words": words_seeds, "fuzz_chat": chat_seeds}
 
 for name, seeds in SEEDS.items():
     folder = pathlib.Path(sys.argv[1]) / name

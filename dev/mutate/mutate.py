@@ -136,7 +136,6 @@ TESTS_OF = (
     ("run/run.c", [*pytest_of("train_gpt2", "test_order", "-k", "share_of_the_peak"),
                    *pytest_of("train_gpt2", "test_training", "-k", "time_left")]),
     ("runtime/options.c", [("build/tests/test_options", ["build/tests/test_options"])]),
-    ("runtime/toml.c", [("build/tests/test_toml", ["build/tests/test_toml"])]),
     ("runtime/file.c", [("build/tests/test_checkpoint", ["build/tests/test_checkpoint"])]),
     ("runtime/safetensors.c", [("build/tests/test_safetensors", ["build/tests/test_safetensors"])]),
     ("runtime/shards.c", [("build/tests/test_shards", ["build/tests/test_shards"])]),

@@ -147,7 +147,7 @@ static char folder[] = "/tmp/test_options.XXXXXX";
 
 static const char *config_path(int number) {
     static char path[2][64];
-    snprintf(path[number], sizeof path[number], "%s/%d.toml", folder, number);
+    snprintf(path[number], sizeof path[number], "%s/%d.flags", folder, number);
     return path[number];
 }
 
@@ -178,10 +178,17 @@ static void test_config(void) {
     parse_with(1, "--batch 2 --shuffle --train-data x --seq-len 8");
     CHECK(v.batch == 2 && v.shuffle && !strcmp(v.data, "x") && v.lengths.count == 1 && v.lr == 3e-3,
           "the command line wins, even before --config");
-    write_config(1, "batch = 16\ntrain-data = \"data/b*.bin\"\nseq-len = 32\n");
+    write_config(1, "  batch=16\r\ntrain-data = data/b*.bin  # two\nseq-len = [ 32 ] # one\n#lr = 1");
     parse_with(2, "");
     CHECK(v.batch == 16 && !strcmp(v.data, "data/b*.bin") && v.lengths.values[0] == 32 && v.lr == 3e-3,
           "of two files the second wins");
+    write_config(1,
+                 " {\"arguments\": {\"batch\": 16, \"lr\": 0.003, \"seed\": 42, \"train-data\": \"c\", \"out\": null, "
+                 "\"zero\": 1, \"seq-len\": [8, 16], \"resume\": false}, \"ranks\": 2}");
+    parse_with(2, "");
+    CHECK(v.batch == 16 && v.lr == 3e-3 && !strcmp(v.data, "c") && v.lengths.count == 2 && !v.resume,
+          "a run's run.json");
+    CHECK(!options_find(table, ROWS, "seed")->given, "a run's defaults do not count as given");
 }
 
 // The child's work of refused_config().
@@ -209,21 +216,28 @@ static void test_config_errors(void) {
                    "line 1: zero is only supported by test_cu, the GPU program, not by test_options.");
     refused_config("batch = 4\n\nbatch = 4", EXIT_USAGE, "line 3: batch: is set twice; the first time is on line 1.");
     refused_config("batch = 0", EXIT_USAGE, "line 1: batch: expected a whole number from 1 to 4096, found \"0\".");
-    refused_config("batch = \"4\"", EXIT_USAGE,
-                   "line 1: batch: expected a whole number from 1 to 4096, found text in quotes.");
     refused_config("batch = true", EXIT_USAGE,
-                   "line 1: batch: expected a whole number from 1 to 4096, found true or false.");
-    refused_config("lr = nan", EXIT_INPUT, "line 1: expected text in quotes, a number");
+                   "line 1: batch: expected a whole number from 1 to 4096, found \"true\".");
+    refused_config("lr = nan", EXIT_USAGE, "line 1: lr: expected a number of at least 0, found \"nan\".");
     refused_config("lr = 1e999", EXIT_USAGE, "line 1: lr: expected a number of at least 0, found \"1e999\".");
-    refused_config("shuffle = 1", EXIT_USAGE, "line 1: shuffle: expected true or false, found a number.");
-    refused_config("out = 5", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found a number.");
-    refused_config("out = \"caf\xe9\"", EXIT_USAGE, "line 1: out: expected UTF-8 text in quotes, found \"caf\\xe9\".");
+    refused_config("shuffle = yes", EXIT_USAGE, "line 1: shuffle: expected 0 or 1, found \"yes\".");
+    refused_config("out = \"caf\xe9\"", EXIT_USAGE, "line 1: out: expected text in UTF-8, found \"caf\\xe9\".");
     refused_config("dtype = \"bf61\"", EXIT_USAGE,
-                   "line 1: dtype: expected one of fp32|bf16, in quotes, found \"bf61\". Did you mean bf16?");
+                   "line 1: dtype: expected one of fp32|bf16, found \"bf61\". Did you mean bf16?");
     refused_config("seq-len = [64, 0]", EXIT_USAGE,
                    "line 1: seq-len: expected 1 to 16 comma-separated whole numbers from 1 to 65536, found \"64,0\".");
     refused_config("seq-len = []", EXIT_USAGE, "line 1: seq-len: expected 1 to 16 comma-separated whole numbers");
-    refused_config("batch = 4\nlr", EXIT_INPUT, "line 2: expected = after the key, found the end of the file.");
+    refused_config("batch = 4\nlr", EXIT_INPUT, "line 2: expected flag = value, found lr.");
+    refused_config("lr =", EXIT_INPUT, "line 1: expected a value, found the end of the line.");
+    refused_config("out = 'x' y", EXIT_INPUT, "line 1: expected the end of the line after a value, found y.");
+    refused_config("out = \"x", EXIT_INPUT,
+                   "line 1: expected a closing quote on this line, found the end of the line.");
+    refused_config("out = \"\\x\"", EXIT_INPUT, "line 1: expected one of the escapes");
+    refused_config("seq-len = [1 2", EXIT_INPUT, "line 1: expected a comma or ], found the end of the line.");
+    refused_config("seq-len = ['1' 2]", EXIT_INPUT, "line 1: expected a comma or ], found 2].");
+    refused_config("{\"a\": 1}", EXIT_INPUT, "expected lines flag = value, or a run's run.json, found other JSON.");
+    refused_config("{\"arguments\": {\"batch\": \"x\"}}", EXIT_USAGE,
+                   "\"batch\" has a value that --batch cannot take.");
     unlink(config_path(0));
     char output[4096];
     CHECK(check_fork(parse_file, "", output, sizeof output) == EXIT_INPUT && strstr(output, "No such file"), "%s",
