@@ -36,7 +36,7 @@ names_out() {
         file=
         case $word in --out | --out=*) return 0 ;; --config=*) file=${word#*=} ;; esac
         [ "$last" != --config ] || file=$word
-        if [ -n "$file" ] && grep -qE '^[[:space:]]*out[[:space:]]*=' "$file" 2> /dev/null; then return 0; fi
+        if [ -n "$file" ] && grep -qE '^[[:space:]]*(out[[:space:]]*=|"out":[[:space:]]*")' "$file" 2> /dev/null; then return 0; fi
         last=$word
     done
     return 1
