@@ -347,7 +347,7 @@ static void open_checkpoint(Sampler *s) {
     char folder[PATH_MAX];
     Error error;
     for (int attempt = 1;; attempt++) {
-        if (!checkpoint_find(s->o.model, folder, sizeof folder, &error)) fail_with(&error);
+        if (!checkpoint_find("--model", s->o.model, folder, sizeof folder, &error)) fail_with(&error);
         if (read_config(s, folder, &error)) {
             if (!s->prompt_count && !s->o.interactive) read_prompts(s);
             if (load(s, folder, &error)) return;

@@ -159,7 +159,7 @@ static void split_models(Eval *e) {
     }
     if (!e->model_count) fail(EXIT_USAGE, "--model is empty: name the folder of a checkpoint or a run.");
     for (size_t i = 0; i < e->model_count; i++)
-        if (!checkpoint_find(e->models[i], folder, sizeof folder, &error)) fail_with(&error);
+        if (!checkpoint_find("--model", e->models[i], folder, sizeof folder, &error)) fail_with(&error);
 }
 
 void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
@@ -323,7 +323,7 @@ static void settle_rope(const Eval *e) {
 bool eval_find(Eval *e, Error *error) {
     char message[1024];
     name_model(e);
-    if (!checkpoint_find(e->models[e->model_at], e->folder, sizeof e->folder, error)) fail_with(error);
+    if (!checkpoint_find("--model", e->models[e->model_at], e->folder, sizeof e->folder, error)) fail_with(error);
     if (!model_config_read(e->config, e->folder, e->o.ignore_config_key, error)) return false;
     if (!checkpoint_verify(e->folder, true, error)) return false;
     e->own = e->given = e->config->attn;

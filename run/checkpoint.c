@@ -333,14 +333,14 @@ bool checkpoint_has_config(const char *folder) {
     return access(join(path, folder, "config.json"), F_OK) == 0;
 }
 
-bool checkpoint_find(const char *given, char *path, size_t size, Error *error) {
+bool checkpoint_find(const char *flag, const char *given, char *path, size_t size, Error *error) {
     uint64_t step;
     snprintf(path, size, "%s", given);
     if (checkpoint_has_config(given) || checkpoint_newest(given, path, size, &step)) return true;
     return error_set(
         error, EXIT_INPUT,
-        "--model %s: expected the folder of a checkpoint (with config.json) or a run (with ckpt/step-*), found neither.",
-        given);
+        "%s %s: expected the folder of a checkpoint or model (with config.json) or a run (with ckpt/step-*), found neither.",
+        flag, given);
 }
 
 bool checkpoint_exists(const char *out_dir, uint64_t step) {

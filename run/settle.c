@@ -218,22 +218,6 @@ static void open_tokenizer(Run *run, const char *weights) {
     warn("%s\n  This does not affect training, but samples are printed as token ids.", error.text);
 }
 
-// Rejects an --init-from that is not the folder of one model. A run is rejected because its newest checkpoint changes,
-// so that the same command would start from other weights.
-static void check_weights_folder(const char *folder) {
-    char newest[PATH_MAX];
-    uint64_t step;
-    if (checkpoint_has_config(folder)) return;
-    if (checkpoint_newest(folder, newest, sizeof newest, &step))
-        fail(EXIT_INPUT,
-             "--init-from %s: expected the folder of one checkpoint, found that of a run.\n"
-             "  Its newest checkpoint is %s.",
-             folder, newest);
-    fail(EXIT_INPUT,
-         "--init-from %s: expected the folder of a checkpoint or of a Hugging Face model, found no config.json.",
-         folder);
-}
-
 static RopeScaling asked_scaling(const TrainOptions *o) {
     RopeScaling scaling;
     char message[512];
@@ -259,16 +243,21 @@ static void check_resumed_scaling(const TrainOptions *o, const RopeScaling *has)
              o->rope_scaling, rope_scaling_text(has, text, sizeof text));
 }
 
-// For --init-from: takes the shape of those weights, which --model may repeat but not contradict.
-static void settle_loaded(Run *run) {
+// For --init-from: finds the folder of those weights and takes their shape, which --model may repeat but not contradict.
+// A run's checkpoint may be pruned before it is read.
+static void settle_loaded(Run *run, char *folder, size_t size) {
     const TrainOptions *o = &run->o;
     ModelConfig *config = run->config, asked;
     Error error;
     char shape[256];
-    check_weights_folder(o->init_from);
-    if (!model_config_read(config, o->init_from, o->ignore_config_key, &error) ||
-        !checkpoint_verify(o->init_from, true, &error) || !weights_check(config, o->init_from, &error))
-        fail_with(&error);
+    for (int attempt = 1;; attempt++) {
+        if (!checkpoint_find("--init-from", o->init_from, folder, size, &error)) fail_with(&error);
+        if (model_config_read(config, folder, o->ignore_config_key, &error) &&
+            checkpoint_verify(folder, true, &error) && weights_check(config, folder, &error))
+            break;
+        if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(folder)) fail_with(&error);
+    }
+    if (run_is_main() && strcmp(folder, o->init_from)) printf("weights from %s\n", folder);
     run->loaded = config->attn;
     run->loaded_L = config->seq_len;
     run->vocab_from = " (from the loaded model)";
@@ -278,7 +267,7 @@ static void settle_loaded(Run *run) {
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
     if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
     if (!model_same_shape(&asked, config))
-        fail(EXIT_USAGE, "--model %s does not match %s: %s.\n  Omit --model to use that shape.", o->model, o->init_from,
+        fail(EXIT_USAGE, "--model %s does not match %s: %s.\n  Omit --model to use that shape.", o->model, folder,
              model_text(config, shape, sizeof shape));
 }
 
@@ -320,8 +309,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
     }
     if (!o->resume && o->out && !folder_is_new(o->out, &error)) fail_with(&error);
     if (o->init_from) {
-        settle_loaded(run);
-        snprintf(folder, size, "%s", o->init_from);
+        settle_loaded(run, folder, size);
     } else {
         if (!model_parse(config, o->model, &error)) fail_with(&error);
         settle_vocabulary(run);
@@ -341,7 +329,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
              (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
     lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text,
-                o->init_from ? "from" : NULL, o->init_from, NULL);
+                o->init_from ? "from" : NULL, folder, NULL);
 }
 
 // ---- batches and data

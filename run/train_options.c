@@ -55,7 +55,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"rope-theta",  OPT_FLOAT, &o->rope_theta, 1.0001, 1e12, .arg = "X", .group = "Model", .help = "base of RoPE's wavelengths"},
         {"rope-scaling", OPT_TEXT, &o->rope_scaling, .arg = "NAME", .group = "Model", .help = "RoPE's scaling: none, linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; without this flag: none, or the loaded model's"},
         {"logit-softcap", OPT_FLOAT, &o->logit_softcap, 0, MAX_SOFTCAP, .arg = "C", .group = "Model", .help = "cap the output logits softly: C tanh(logits/C), 30 in Gemma 2; 0: no cap; without this flag: none, or the loaded model's"},
-        {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint, or in a Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3"},
+        {"init-from",   OPT_TEXT, &o->init_from, .arg = "DIR", .group = "Model", .help = "start from the weights in a checkpoint, in the newest one of a run, or in a Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model", .help = "unknown keys in --init-from's config.json to ignore"},
         {"dtype",       OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Model", .help = "fp32: matmuls in float32; bf16: their inputs in bfloat16, faster where the hardware has it and less exact; sums and master weights stay float32"},
 

@@ -446,7 +446,7 @@ def test_config_of_another_model(data, model, key, value, parts):
 def test_not_a_checkpoint(data, tmp_path):
     for folder in (tmp_path / "none", tmp_path):
         says(init_from(data, folder), f"--init-from {folder}: expected the folder of a checkpoint",
-             "found no config.json")
+             "found neither")
 
 
 def resume(data, run, *flags, code=0, **how):

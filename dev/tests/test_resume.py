@@ -367,9 +367,11 @@ def test_init_from(data, tmp_path):
     assert "keeps the s" not in train(data, *again, "ssmax+s=2+fixed", model=False)
     assert "keeps the s" not in train(data, *flags, "--dry-run", "--attn", "ssmax+s=2", model=False)
     assert "--model" in train(data, *flags, "--model", MODEL.replace("ffn=24", "ffn=32"), code=2)
-    text = train(data, "--init-from", first, *flags[2:], model=False, code=3)
-    assert (f"--init-from {first}: expected the folder of one checkpoint" in text
-            and f"newest checkpoint is {source}." in text)
+    runs = tmp_path / "of the checkpoint", tmp_path / "of the run"
+    for out, given in zip(runs, (source, first)):
+        train(data, "--init-from", given, *flags[2:], "--steps", 2, "--out", out, model=False)
+    assert_same_run(*runs, 2)
+    assert json.loads((runs[1] / "run.json").read_text())["lineage"][0]["from"] == str(source)
 
 
 def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp_path):
