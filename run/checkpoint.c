@@ -349,14 +349,13 @@ bool checkpoint_exists(const char *out_dir, uint64_t step) {
     return check_whole(join_step(folder, join(root, out_dir, "ckpt"), STEP, step), &error);
 }
 
-bool checkpoint_any(const char *out_dir) {
+size_t checkpoint_count(const char *out_dir) {
     char root[PATH_MAX];
-    size_t count;
-    bool any = false;
+    size_t count, steps = 0;
     Entry *entries = need_entries(join(root, out_dir, "ckpt"), &count);
-    for (size_t i = 0; i < count; i++) any = any || !strcmp(entries[i].prefix, STEP);
+    for (size_t i = 0; i < count; i++) steps += !strcmp(entries[i].prefix, STEP);
     free(entries);
-    return any;
+    return steps;
 }
 
 // ---- saving

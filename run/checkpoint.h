@@ -85,8 +85,8 @@ bool checkpoint_find(const char *flag, const char *given, char *path, size_t siz
 // Is there a checkpoint of this step, with all that a resume needs?
 bool checkpoint_exists(const char *out_dir, uint64_t step);
 
-// Is there any folder named step-*, complete or damaged?
-bool checkpoint_any(const char *out_dir);
+// The number of folders named step-*, complete or damaged
+size_t checkpoint_count(const char *out_dir);
 
 // Checks every file in manifest.json by size and hash. The manifest must list config.json and model.safetensors, and
 // also optimizer.safetensors and state.json unless `manifest_optional`. A folder without a manifest (from Hugging Face,

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "run/checkpoint.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
@@ -239,16 +240,45 @@ static void print_work(const Run *run) {
     printf("%s%s\n", o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
 }
 
+static double multiples(const Run *run, int64_t of) {
+    return (double)(run->o.steps / of - run->step / of);
+}
+
+// The checkpoints that the run may still save: at multiples of --ckpt-every; with --keep-best at any validation; and at
+// the end.
+static double checkpoints_to_come(const Run *run) {
+    const TrainOptions *o = &run->o;
+    int64_t ckpt = o->ckpt_every, val = o->keep_best && run->val ? o->val_every : 0;
+    double count = (ckpt ? multiples(run, ckpt) : 0) + (val ? multiples(run, val) : 0);
+    if (ckpt && val) {
+        int64_t a = ckpt, b = val;
+        for (int64_t rest; (rest = a % b); b = rest) a = b;    // b becomes the greatest common divisor
+        if ((double)ckpt / (double)b * (double)val <= (double)o->steps) count -= multiples(run, ckpt / b * val);
+    }
+    bool last = (ckpt && o->steps % ckpt == 0) || (val && o->steps % val == 0);
+    return fmax(last ? count : count + 1, 1);
+}
+
+// The most checkpoints that are added to those in the folder. A new one is complete before an old one is deleted.
+static double checkpoints_at_once(const Run *run) {
+    double most = (double)(run->o.keep + run->o.keep_best + 1) - (double)checkpoint_count(run->o.out);
+    return run->o.keep ? fmin(checkpoints_to_come(run), fmax(most, 1)) : checkpoints_to_come(run);
+}
+
 static void print_disk(const Run *run) {
     const TrainOptions *o = &run->o;
     uint64_t free_bytes;
     Error error;
     if (!o->out || !file_free_space(o->out, &free_bytes, &error)) return;
-    double bytes = checkpoint_bytes(run->config, o), kept = bytes * (double)(o->keep ? o->keep + 1 : 1);
-    printf("disk      %s per checkpoint, %s free\n", human_bytes(bytes).text, human_bytes((double)free_bytes).text);
+    double bytes = checkpoint_bytes(run->config, o), count = checkpoints_at_once(run), kept = bytes * count;
+    printf("disk      %s per checkpoint, up to %s%s at once: %s of %s free\n", human_bytes(bytes).text,
+           human_grouped((uint64_t)count).text, run->resumed ? " more" : "", human_bytes(kept).text,
+           human_bytes((double)free_bytes).text);
     if (kept > (double)free_bytes)
-        warn("%s: %s free, but the checkpoints kept by --keep %lld need up to %s.", o->out,
-             human_bytes((double)free_bytes).text, (long long)o->keep, human_bytes(kept).text);
+        warn("%s: %s free, but up to %s checkpoints at once (--keep %lld, --ckpt-every %lld%s) need %s.\n"
+             "  Set --keep, or a larger --ckpt-every, or another --out.",
+             o->out, human_bytes((double)free_bytes).text, human_grouped((uint64_t)count).text, (long long)o->keep,
+             (long long)o->ckpt_every, o->keep_best ? ", --keep-best" : "", human_bytes(kept).text);
 }
 
 void run_plan(Run *run, MemoryPlan *plan, const char *matmuls, const MemoryPlan *device, uint64_t device_free) {

@@ -146,7 +146,7 @@ static void read_run_json(Run *run) {
 // Handles a run that ended before its first checkpoint: it keeps its arguments and starts from the beginning.
 static void settle_started_over(Run *run) {
     TrainOptions *o = &run->o;
-    if (checkpoint_any(o->out))
+    if (checkpoint_count(o->out) > 0)
         fail(EXIT_INPUT,
              "%s/ckpt: every checkpoint is damaged; see the warnings above. Nothing was changed.\n"
              "  Restore an intact checkpoint, or start a new run in another --out.",

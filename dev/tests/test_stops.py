@@ -286,6 +286,32 @@ def test_the_default_warmup(data, tmp_path, steps, warmup):
         assert run_json(tmp_path)["arguments"]["warmup"] == warmup
 
 
+@pytest.mark.parametrize("flags, count", [
+    (["--steps", 5000, "--ckpt-every", 10, "--keep", 0], 500), (["--steps", 5000, "--ckpt-every", 10], 3),
+    (["--steps", 5001, "--ckpt-every", 10, "--keep", 0], 501), (["--steps", 5000, "--ckpt-every", 10, "--keep", 7], 8),
+    (["--steps", 5000, "--keep-best", "--val-every", 100], 4), (["--steps", 1000], 1), (["--steps", 0], 1),
+    (["--steps", 10, "--keep", 0, "--ckpt-every", 3, "--val-every", 2, "--keep-best"], 7),
+    (["--steps", 10, "--keep", 0, "--ckpt-every", 0], 1),
+    (["--steps", 10 ** 12, "--keep", 0, "--ckpt-every", 1], 10 ** 12)], ids=lambda x: " ".join(map(str, x))
+    if isinstance(x, list) else "")
+def test_the_disk_of_the_whole_run(data, tmp_path, flags, count):
+    text = train(data, "--val-data", data / "d_val_000000.bin", *flags, "--out", tmp_path / "out", "--dry-run")
+    at_once = re.search(r"per checkpoint, up to ([\d,]+) at once", text)[1]
+    assert int(at_once.replace(",", "")) == count
+    assert ("warning" in text and f"up to {at_once} checkpoints" in text) == (count == 10 ** 12)
+
+
+def test_the_disk_of_a_resumed_run(data, tmp_path):
+    """Counts what comes in addition to the checkpoints that are there. A real start prints the same."""
+    out = ["--out", tmp_path, "--ckpt-every", 2]
+    assert "up to 3 at once" in train(data, *out, "--steps", 6)
+    for keep, count in ((2, 1), (3, 2), (5, 4), (0, 7)):
+        text = train(data, *out, "--steps", 20, "--keep", keep, "--resume", "--dry-run")
+        assert f"up to {count} more at once" in text
+    train(data, *out, "--steps", 20, "--keep", 0, "--resume")
+    assert len(steps(tmp_path)) == 2 + 7
+
+
 def test_keep_best_without_validation(data):
     plan = ["--dry-run", "--steps", 1, "--warmup", 0, "--keep-best"]
     assert ("warning: --keep-best selects no checkpoint, because there is no validation: --val-every is 0"
