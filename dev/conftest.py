@@ -16,8 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import draw
 
 
-# In a shell's background job SIGINT is ignored, and the programs that the tests start and stop would inherit that.
+# What the programs that tests start inherit. In a shell's background job SIGINT is ignored, and under nohup SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(name, signal.SIG_DFL)
+os.umask(0o022)
+os.environ["LC_ALL"] = "C.UTF-8"
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_configure(config):
