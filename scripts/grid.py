@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import files
@@ -83,25 +84,26 @@ def print_texts(plan):
 
 
 def print_plan(plan, programs, jobs, threads):
-    """Prints what is done and left, and returns the tokens per second of one job, or None."""
+    """Prints what is done and left, and returns the Estimate of the time that it takes."""
     grid = plan.grid
     runs, evals = ([part for part in plan.parts.values() if bool(part.eval) == kind] for kind in (False, True))
     left = [[part for part in plan.todo if bool(part.eval) == kind] for kind in (False, True)]
     print(f"grid      {grid.name} at scale {grid.scale.name}: {many(len(grid.rows), 'row')}, {many(len(runs), 'run')}, "
           f"{many(len(evals), 'evaluation')}")
     print_texts(plan)
-    tokens = sum(part.cost for part in left[0])
+    flags = [grid.rows[part.run.row].flags for part in left[0]]
+    tokens = sum(of["steps"] * step_tokens(of) for of in flags)
     again = sum(not part.record for part in left[0])
     print(f"to do     {many(len(left[0]), 'run')} of {count(tokens)} tokens in all, {many(len(left[1]), 'evaluation')}"
           + (f"; {again} of the runs again, because their checkpoints are not here" if again else ""))
     measured = left[0] and not programs.stand_in
-    speed, parameters = grid_run.measured(plan, programs, threads) if measured else (None, None)
-    known = grid_run.known_speed(plan)
-    speed = known or speed
-    if speed and plan.todo:
-        seconds = sum(part.cost for part in plan.todo) / speed / jobs
-        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, at "
-              f"{count(speed)} tokens/s a job ({'as in the finished runs' if known else 'measured over a few steps'})")
+    speed, parameters, start = (grid_run.measured(plan, programs, jobs, threads) if measured else (None, None, None))
+    estimate = grid_run.Estimate(plan, speed, parameters, start)
+    seconds = estimate.total(plan.todo, jobs)
+    if seconds:
+        how = "as in the finished parts" if estimate.done else "measured over a few steps"
+        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, validation and "
+              f"evaluation included ({how})")
     elif plan.todo:
         print(f"time      unknown with {many(jobs, 'job')} of {many(threads, 'thread')}: no finished run yet, and none "
               "could be measured")
@@ -110,7 +112,7 @@ def print_plan(plan, programs, jobs, threads):
               f"{grid_run.size(shutil.disk_usage(nearest_folder('--out', plan.out)).free)} free")
     for note in grid.notes:
         print(f"note      {note}")
-    return speed
+    return estimate
 
 
 def print_runs(plan):
@@ -155,13 +157,15 @@ def run_grid(grid, options):
             make_folder("--results", options.results.absolute().parent)
             grid_run.prepare(grid)
         plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), out)
-        speed = print_plan(plan, programs, jobs, threads)
+        estimate = print_plan(plan, programs, jobs, threads)
         if options.dry_run:
             print_runs(plan)
             return {}
         work = grid_run.Work(plan, programs, jobs, threads, options.commit)
-        work.speed = speed
+        work.estimate, expected = estimate, estimate.total(plan.todo, jobs)
         failed = work.run()
+        if expected and work.ended:
+            print(f"time      took {duration(time.monotonic() - work.began)}, estimated {duration(expected)}")
         held.close()
     make_folder("--out", folder)
     text = grid_report.write(plan, folder, failed, not options.no_pictures)

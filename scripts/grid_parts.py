@@ -1,7 +1,9 @@
 """The parts of a grid, training runs and evaluations: which are done, which are left, their command lines, and what is
 kept of their output."""
 import datetime
+import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -200,7 +202,7 @@ class Plan:
         label = (f"{run.row} ({run.size}), seed {run.seed}" if len(grid.scale.sizes) > 1
                  else f"{run.row}, seed {run.seed}")
         part = Part(key_of(grid, run, self.texts), run, None, self.folder(run),
-                    row.flags["steps"] * step_tokens(row.flags), label=label)
+                    row.flags["steps"] * step_tokens(row.flags) + val_tokens(grid, row) * FORWARD, label=label)
         if base_of(row):
             base = key_of(grid, Run(base_of(row), run.size, run.seed), self.texts)
             (part.needs if row.init_from else part.after).append(base)
@@ -211,7 +213,8 @@ class Plan:
             self.parts[part.key] = part
         for e in grid.evals_of(run):
             key = eval_key(grid, run, e, self.texts)
-            most = eval_tokens(e, grid.scale.L) * (2 if e.attn else 1)
+            most = eval_tokens(e, grid.scale.L, (grid.scale.data[e.data] if e.data else row.data).val)
+            most *= 2 if e.attn else 1
             folder = part.folder / "eval" / f"{slug(e.name)}-{key[:10]}"
             self.parts.setdefault(key, Part(key, run, e, folder, most * FORWARD, [part.key],
                                             label=f"{label}, {e.name}"))
@@ -235,11 +238,26 @@ class Plan:
         self.todo = [part for part in self.parts.values() if part in queue]
 
 
-def eval_tokens(e, L):
-    """About how many tokens an evaluation computes, by eval_gpt2's defaults."""
+@functools.cache
+def tokens_in(text):
+    """About how many tokens the shards of a text have; infinite before it is prepared."""
+    paths = [path for path in shards_of(text) if path.suffix != ".mask"]
+    return sum(path.stat().st_size // 2 for path in paths) if paths else math.inf
+
+
+def val_tokens(grid, row):
+    """About how many tokens a run's validations compute, by the trainer's defaults; a switch has one before and one
+    after it."""
+    flags = run_flags(grid, row)
+    count = flags["steps"] // flags["val-every"] + 2 * bool(row.switch) if flags["val-every"] else 0
+    return count * min(flags.get("val-tokens", 1 << 20), tokens_in(row.data.val))
+
+
+def eval_tokens(e, L, text):
+    """About how many tokens an evaluation of a text computes, by eval_gpt2's defaults."""
     lengths, samples = e.lengths or [L], e.flags.get("samples", 20)
     if e.task in ("loss", "positions"):
-        return len(lengths) * e.flags.get("max-tokens", 1 << 20)
+        return len(lengths) * min(e.flags.get("max-tokens", 1 << 20), tokens_in(text))
     if e.task == "needle":
         return sum(lengths) * samples * (1 if e.flags.get("random-depth") else len(e.flags.get("depths", range(5))))
     return 2 * samples * max(lengths) if e.task == "attention" and e.reads_text() else 0
@@ -475,7 +493,8 @@ def entry_of(plan, part, code, seconds, threads):
                   "values": loss_values(report) if part.eval.task in ("loss", "positions") else other_values(report)}
     else:
         values, curves = train_values(grid, part, code == DIVERGED)
-        seconds = plot.seconds(plot.read_metrics(part.folder))[-1] if values["steps"] else 0.0
+        in_steps = plot.seconds(plot.read_metrics(part.folder))[-1] if values["steps"] else 0.0
+        info["whole"], seconds = round(max(seconds, in_steps), 2), in_steps     # whole: with validation and start
         info["commit"] = plot.read_json(part.folder / "run.json").get("commit", "unknown")
         entry |= {"identity": identity(grid, run, plan.texts), "values": values, "curves": curves,
                   "outcome": f"diverged at step {values['steps'] + 1}" if code == DIVERGED else ""}

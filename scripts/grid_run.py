@@ -1,4 +1,5 @@
 """Runs the parts of a grid side by side, records each one as it ends, and estimates how long the rest takes."""
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -8,17 +9,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import files
 import grid_parts
 from grid_file import Refused
 from grid_parts import DIVERGED
-from grid_store import ROOT, make_folder
+from grid_store import ROOT, make_folder, step_tokens
 
 BUSY = 7                      # exit code: the run folder is in use
 TRIES, PAUSE = 60, 2          # how often, and after how many seconds, to try again
 POLL = 0.2
+# Guesses for the estimate before any part has ended.
+GAP = 0.3                     # seconds until the end of a part is noticed and recorded, and the next one starts
+SAVE, DISK = 0.1, 3e8         # seconds to save a small checkpoint; bytes per second of a large one
 
 
 class Busy(Refused):
@@ -94,53 +99,112 @@ def stopped(number, frame):
 
 def duration(seconds):
     minutes = round(seconds / 60)
-    if minutes < 1:
+    if seconds < 60:
         return f"{seconds:.0f} s"
+    if seconds < 600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def known_speed(plan):
-    """Tokens per second of one job in the finished runs of this grid, or None."""
-    done = [plan.results.entries[part.key]
-            for part in plan.parts.values() if not part.eval and part.key in plan.results.entries]
-    seconds = sum(entry["info"]["seconds"] for entry in done)
-    return sum(entry["values"]["tokens"] for entry in done) / seconds if seconds else None
+class Estimate:
+    """How long parts take. Those of a kind, training or an evaluation, take as long as the finished ones here, in
+    proportion to their costs; before any has finished, as long as the measured speed in training says."""
+
+    def __init__(self, plan, speed=None, parameters=None, start=None):
+        self.plan, self.speed, self.parameters, self.start = plan, speed, parameters or 0, start
+        self.done = {}      # {kind: [seconds, cost, count]}
+        entries = [(part, plan.results.entries[part.key]) for part in plan.parts.values()
+                   if part.key in plan.results.entries]
+        here = [pair for pair in entries if pair[1]["info"].get("machine") == grid_parts.machine()]
+        for part, entry in here or entries * (not speed):
+            self.add(part, entry)
+
+    @staticmethod
+    def kind(part):
+        return part.eval.name if part.eval else "train"
+
+    def add(self, part, entry):
+        """Counts a finished part."""
+        share = 1.0
+        if not part.eval:      # a run that diverged is shorter
+            flags = self.plan.grid.rows[part.run.row].flags
+            share = entry["values"]["steps"] / flags["steps"]
+        seconds = entry["info"].get("whole") or entry["info"]["seconds"]
+        if seconds and share:
+            total = self.done.setdefault(self.kind(part), [0.0, 0.0, 0])
+            for i, x in enumerate((seconds, part.cost * share, 1)):
+                total[i] += x
+
+    def seconds(self, part):
+        """Of one part; None if nothing is known."""
+        if self.kind(part) in self.done:
+            seconds, cost, count = self.done[self.kind(part)]
+            return GAP + (seconds * part.cost / cost if cost else seconds / count)
+        if self.speed:
+            saves, size = (0, 0) if part.eval else checkpoints(self.plan, part, self.parameters)
+            return GAP + self.start + part.cost / self.speed + saves * (SAVE + size / DISK)
+        seconds, cost, _ = self.done.get("train", (0, 0, 0))
+        return GAP + part.cost * seconds / cost if cost else None
+
+    def total(self, parts, jobs):
+        """Of all these parts, `jobs` at a time; an evaluation waits for its run."""
+        each = {part.key: self.seconds(part) for part in parts}
+        if None in each.values():
+            return None
+        chains = [each[part.key] + max([each.get(key, 0.0) for key in part.needs], default=0.0) for part in parts]
+        return max([sum(each.values()) / jobs, *chains])
 
 
-def measured(plan, programs, threads, limit=60):
-    """(tokens per second, parameters) of a few steps of the first run that is left; None for what it does not say
-    within the limit."""
+def measured(plan, programs, jobs, threads, limit=60):
+    """(tokens per second of one of `jobs` at a time, parameters, seconds to start) of a few steps of the first run that
+    is left; None for what it does not say within the limit."""
     part = next((part for part in plan.todo if not part.eval and not plan.grid.rows[part.run.row].init_from), None)
     if not part or grid_parts.missing(plan.grid.rows[part.run.row].data):
-        return None, None
+        return None, None, None
     flags = plan.grid.rows[part.run.row].flags
     words = grid_parts.train_words(plan, part, programs, threads)
     words = [word for word in words if not word.startswith(("--out=", "--resume=", "--attn-switch="))]
     words += ["--steps=6", "--val-every=0", "--warmup=0"]
     if "batch" in flags:
         words.append(f"--total-batch-tokens={flags['batch'] * max(flags['seq-len'])}")
-    try:
-        text = subprocess.run(words, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL,
-                              preexec_fn=die_with_parent, timeout=limit).stdout
-    except subprocess.TimeoutExpired as ended:
-        text = ended.stdout or b""
-    text = text.decode(errors="replace")
-    speeds = re.findall(r"([\d.]+) ?([kM]?) tok/s", text)
+    with tempfile.TemporaryFile() as output:
+        began = time.monotonic()
+        started = [subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output if i == 0 else subprocess.DEVNULL,
+                                    stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
+                   for i in range(min(jobs, len(plan.todo)))]
+        try:
+            for process in started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, limit - (time.monotonic() - began)))
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        took = time.monotonic() - began
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    speeds = [float(number) * {"": 1, "k": 1e3, "M": 1e6}[unit]
+              for number, unit in re.findall(r"([\d.]+) ?([kM]?) tok/s", text)]
     parameters = re.search(r"^model +([\d,]+) parameters", text, re.M)
-    speed = float(speeds[-1][0]) * {"": 1, "k": 1e3, "M": 1e6}[speeds[-1][1]] if speeds else None
-    return speed, int(parameters[1].replace(",", "")) if parameters else None
+    start = max(0.0, took - sum(step_tokens(flags) / speed for speed in speeds if speed))
+    return speeds[-1] if speeds else None, int(parameters[1].replace(",", "")) if parameters else None, start
+
+
+def checkpoints(plan, part, parameters):
+    """(how many checkpoints a run saves, the bytes of each): float32 weights and two moments, and with bf16 a rounded
+    copy."""
+    flags = grid_parts.run_flags(plan.grid, plan.grid.rows[part.run.row])
+    return (flags["steps"] // max(1, flags["ckpt-every"]) + 1,
+            parameters * (14 if flags.get("dtype") == "bf16" else 12))
 
 
 def disk(plan, parameters):
-    """Bytes of the checkpoints that are left to write: float32 weights and two moments, and with bf16 a rounded
-    copy."""
+    """Bytes of the checkpoints that are left to write."""
     total = 0
     for part in plan.todo:
         if not part.eval:
-            row = plan.grid.rows[part.run.row]
-            flags = grid_parts.run_flags(plan.grid, row)
-            kept = flags["keep"] or flags["steps"] // max(1, flags["ckpt-every"]) + 1
-            total += kept * parameters * (14 if flags.get("dtype") == "bf16" else 12)
+            saves, size = checkpoints(plan, part, parameters)
+            total += size * (grid_parts.run_flags(plan.grid, plan.grid.rows[part.run.row])["keep"] or saves)
     return total
 
 
@@ -171,9 +235,9 @@ class Work:
     def __init__(self, plan, programs, jobs, threads, commit=False):
         self.plan, self.programs, self.jobs, self.threads, self.commit = plan, programs, jobs, threads, commit
         self.waiting, self.running = list(plan.todo), []
-        self.failed, self.ended, self.cost = {}, 0, 0.0
+        self.failed, self.ended = {}, 0
         self.began = self.shown = time.monotonic()
-        self.speed = None
+        self.estimate = Estimate(plan)
 
     def run(self):
         """Returns {label: what happened} of the parts that failed. On a signal, the trainers save checkpoints, and
@@ -250,7 +314,8 @@ class Work:
             return
         if part.record:
             self.plan.results.add(part.key, entry)
-        self.ended, self.cost = self.ended + 1, self.cost + part.cost
+        self.ended += 1
+        self.estimate.add(part, entry)
         loss = entry["values"].get("val_loss") if not part.eval else None
         done = entry["outcome"] or (f"validation loss {loss:.4f}" if loss is not None else "done")
         self.say(f"{part.label}: {done}{self.remaining()}")
@@ -279,14 +344,12 @@ class Work:
 
     # ---- progress
 
-    def partial(self):
-        """The cost of what the running parts have done."""
-        total = 0.0
-        for part, _, _ in self.running:
-            if not part.eval:
-                steps = self.plan.grid.rows[part.run.row].flags["steps"]
-                total += part.cost * min(1.0, self.steps_of(part) / steps)
-        return total
+    def spent(self, part, began):
+        """The seconds that a running part need not take any more."""
+        if part.eval:
+            return min(time.monotonic() - began, self.estimate.seconds(part))
+        steps = self.plan.grid.rows[part.run.row].flags["steps"]
+        return self.estimate.seconds(part) * min(1.0, self.steps_of(part) / steps)
 
     @staticmethod
     def steps_of(part):
@@ -300,11 +363,9 @@ class Work:
         return int(found[-1]) if found else 0
 
     def left(self):
-        """Seconds until all is done, or None: by this process's speed so far, else by the estimate."""
-        elapsed, done = time.monotonic() - self.began, self.cost + self.partial()
-        todo = sum(part.cost for part in self.waiting) + sum(part.cost for part, _, _ in self.running) - self.partial()
-        speed = done / elapsed if self.ended and elapsed > 10 else self.speed and self.speed * self.jobs
-        return todo / speed if speed else None
+        """Seconds until all is done, or None."""
+        total = self.estimate.total(self.waiting + [part for part, _, _ in self.running], self.jobs)
+        return total and max(0.0, total - sum(self.spent(part, began) for part, _, began in self.running) / self.jobs)
 
     def remaining(self):
         parts, seconds = len(self.waiting) + len(self.running), self.left()

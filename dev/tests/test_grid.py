@@ -511,6 +511,26 @@ def test_a_chain_needs_every_pair(tmp_path, monkeypatch, lssa, verdict):
     assert judged(tmp_path, monkeypatch, "lssa < ssmax < softmax", values, seeds=(1, 2)).verdict == verdict
 
 
+# ---------------------------------------------------------------- the time that it takes
+
+def test_the_estimate_has_validations_and_evaluations(data, tmp_path):
+    """Those of all tokens of the text take longer here than training; what is finished counts as long as it took."""
+    evals = LOSS + '[[eval]]\nname = "other"\ntask = "positions"\n'
+    grid = read(tmp_path, ROWS, evals, data=data)
+    plan = grid_parts.Plan(grid, grid_store.Results(tmp_path / "none"), grid_parts.texts_of(grid, None), tmp_path)
+    training, one_job = 16 * 32 / 100, grid_run.Estimate(plan, speed=100, start=1)
+    softmax, _, lengths, other = (one_job.seconds(plan.todo[i]) for i in (0, 3, 1, 2))
+    validations = 8 * 200 / 3 / 100
+    assert softmax == pytest.approx(training + validations + 1, abs=2) and validations > training
+    assert lengths == pytest.approx(3 * 200 / 3 / 100 + 1, abs=0.5) and other < lengths
+    total = one_job.total(plan.todo, 1)
+    assert total == pytest.approx(2 * (softmax + lengths + other), rel=1e-6) and one_job.total(plan.todo, 2) < total
+    for part, seconds in (plan.todo[0], 40), (plan.todo[1], 30):
+        one_job.add(part, {"info": {"seconds": 9, "whole": seconds}, "values": {"steps": 16}})
+    left = [part for part in plan.todo if part.run.row == "ssmax"]
+    assert [one_job.seconds(part) for part in left] == pytest.approx([40, 30, other], abs=0.5)
+
+
 # ---------------------------------------------------------------- reports of made-up results
 
 def reported(tmp_path, losses, *more, head=""):
