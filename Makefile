@@ -19,6 +19,7 @@ MPICC   ?= mpicc
 ONEDNN  := $(or $(ONEDNN),$(call header,dnnl.h))
 BLAS    := $(or $(BLAS),$(call header,cblas.h))
 MPI     := $(or $(MPI),$(if $(shell command -v $(MPICC)),1,0))
+SODIUM  := $(or $(SODIUM),$(call header,sodium.h))
 CJSON   := $(call header,cjson/cJSON.h)
 XXHASH  := $(call header,xxhash.h)
 
@@ -77,6 +78,10 @@ endif
 ifeq ($(MPI),1)
   CFLAGS += -DUSE_MPI $(shell $(MPICC) --showme:compile)
   LDLIBS += $(shell $(MPICC) --showme:link)
+  ifeq ($(SODIUM),1)
+    HEARTBEAT = -DUSE_SODIUM
+    LDLIBS += -lsodium
+  endif
 endif
 
 # The instruction sets of MARCH, as X("avx2") X("fma") ..., which the programs check at startup (runtime/cpu.c).
@@ -132,6 +137,12 @@ $(BUILD)/eval/cities.o: data/cities.txt
 $(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
 $(BUILD)/run/folder.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
 $(BUILD)/run/folder.o: $(BUILD)/commit
+
+# So that a build without libsodium compiles one file.
+$(BUILD)/runtime/heartbeat.o: private CFLAGS += $(HEARTBEAT)
+$(BUILD)/runtime/heartbeat.o: $(BUILD)/heartbeat
+$(BUILD)/heartbeat: FORCE
+	$(call record,$(HEARTBEAT))
 
 # ---- the PyTorch package (doc/pytorch.md) in $(PACKAGE): Python's files, and a library for each instruction set that
 # attention/torch/library.py selects from. They depend on nothing but libc and libm: OpenMP's functions are those of the
@@ -339,7 +350,7 @@ help:
 	@echo 'make SAN=1      with AddressSanitizer, UBSan, and range checks in runtime/vecmath.h, in build/san'
 	@echo 'make ATTN=ssmax    programs for that attention normalizer alone, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for machines other than this one (now: $(MARCH))'
-	@echo 'make ONEDNN=0 BLAS=0 MPI=0 NCCL=0    without these libraries'
+	@echo 'make ONEDNN=0 BLAS=0 MPI=0 SODIUM=0 NCCL=0    without these libraries'
 	@echo
 	@echo 'make train_gpt2cu test_gpt2cu    the CUDA programs, for GPUS="$(GPUS)" (compute capabilities) and later ones'
 	@echo 'make train_gpt2cu_on_cpu test_gpt2cu_on_cpu    the same source built to run on a CPU (dev/cuda_on_cpu): slow, for tests'
@@ -349,6 +360,7 @@ help:
 	@$(call found,$(ONEDNN),oneDNN (libdnnl-dev),matmuls by oneDNN in float32 and bfloat16,$(if $(filter 1,$(BLAS)),matmuls by a CBLAS; bfloat16 widened to float32,matmuls by our own loops; slower))
 	@$(call found,$(BLAS),CBLAS (libopenblas-dev),used if oneDNN is missing,our own loops if oneDNN is missing)
 	@$(call found,$(MPI),MPI (libopenmpi-dev openmpi-bin),several ranks by scripts/launch.sh,one rank)
+	@$(call found,$(SODIUM),libsodium (libsodium-dev),heartbeats between machines (--rank-timeout),none between machines)
 	@$(call found,$(CJSON),cJSON (libcjson-dev),required,the build needs it)
 	@$(call found,$(XXHASH),xxHash (libxxhash-dev),required,the build needs it)
 	@$(call found,$(if $(CUDA),1),CUDA Toolkit,$(CUDA),no CUDA programs on GPU or CPU; scripts/setup_cuda.sh installs one)

@@ -4,10 +4,9 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <ifaddrs.h>
 #include <inttypes.h>
+#include <linux/sock_diag.h>
 #include <math.h>
-#include <net/if.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -27,77 +26,118 @@
 #include "runtime/error.h"
 #include "runtime/process.h"
 
+#ifdef USE_SODIUM
+#include <sodium.h>
+#endif
+
 enum {
-    ADDRESSES = 32,          // the most addresses of rank 0 that are tried
-    HOST = 65,               // bytes of a host name
-    NAMED = 8,               // the most dead ranks that a message names
-    MEETING_SECONDS = 10,    // how long each rank tries to reach rank 0 at the start
-    DAEMON_SECONDS = 10,     // how long mpirun and its daemons have to exit before they are killed
-    STACK_BYTES = 8 << 20    // the stack also holds the libraries' thread-local variables
+    KEY_BYTES = 32,
+    HOST = 65,                 // bytes of a host name
+    NAMED = 8,                 // the most dead ranks that a message names
+    LOOK_MILLISECONDS = 10,    // between two looks at the socket
+    LOOK_DATAGRAMS = 256,      // the most that one look takes
+    MEETING_SECONDS = 10,      // how long each rank tries to reach rank 0 at the start
+    MEETING_RATE = 10,         // how often per second
+    DAEMON_SECONDS = 10,       // how long mpirun and its daemons have to exit before they are killed
+    STACK_BYTES = 8 << 20      // the stack also holds the libraries' thread-local variables
 };
 
-// Where to reach rank 0, as it tells all others through MPI. A machine may have several networks, so all addresses are
-// tried.
+// What rank 0 draws and tells all others through MPI.
 typedef struct {
-    uint64_t job;     // random, drawn by rank 0; tells our datagrams from those of other jobs
-    uint16_t port;    // in network byte order, like the addresses
-    int32_t count;    // number of addresses; 0 if rank 0 has no socket
-    uint32_t addresses[ADDRESSES];
+    uint8_t key[KEY_BYTES];
+    uint64_t job;    // names what the first rank of each machine claims; never part of a datagram
+} Secret;
+
+// Where a rank receives datagrams, as it tells the others through MPI. The port is 0 if it has no socket.
+typedef struct {
+    struct sockaddr_in at;
     char host[HOST];
-} Center;
+} Place;
 
 typedef enum { ALIVE = 1, DEAD } Kind;
 
-// Each rank sends ALIVE with its host name to rank 0, which echoes it. The text of DEAD names the dead ranks.
+// Each rank sends ALIVE to rank 0, and rank 0 to each rank that it has heard. The text of DEAD names the dead ranks.
 typedef struct {
-    uint64_t job;
-    int32_t kind, rank;    // of the sender
-    int32_t address;       // which of rank 0's addresses an ALIVE was sent to
+    uint8_t code[KEY_BYTES];    // authenticates what follows
+    uint64_t number;            // of the sender's datagrams, from 1; no receiver takes one twice
+    int32_t kind, from, to;     // ranks
     char text[1024];
 } Datagram;
 
 typedef struct {
-    struct sockaddr_in at;
-    double heard;    // when its last datagram arrived
-    char host[HOST];
+    double heard;       // when its last datagram arrived
+    uint64_t number;    // of that datagram; 0 before the first
 } Peer;
 
 struct Heartbeat {
     double timeout, interval;    // seconds
-    Center center;
+    Secret secret;
     int socket, stop[2];    // writing to stop[1] ends the thread
     pid_t parent;
     int daemon;    // a pidfd of the parent if it is mpirun or its daemon, otherwise -1
     pthread_t thread;
-    char host[HOST];    // of this rank
+    Place *places;      // by rank
     Peer *peers;        // by rank; ranks other than 0 only use the entry of rank 0
-    int address;        // the index of the address of rank 0 that answered last; -1 if none has
+    uint64_t sent;      // datagrams
     atomic_bool met;    // rank 0 has answered
-    double woken;       // when the thread last checked its socket
+    double woken;       // when the thread last looked at its socket
+    uint32_t lost;      // datagrams that had come by then and that the socket had no room for
 };
 
 // ---- datagrams
 
-static void send_to(const Heartbeat *h, const struct sockaddr_in *to, Kind kind, int address, const char *text) {
-    Datagram datagram = {.job = h->center.job, .kind = (int32_t)kind, .rank = process.rank, .address = address};
+#ifdef USE_SODIUM
+
+static bool can_authenticate(void) {
+    return sodium_init() >= 0;
+}
+
+static void authenticate(uint8_t *code, const void *data, size_t size, const uint8_t *key) {
+    _Static_assert(KEY_BYTES == crypto_auth_KEYBYTES && KEY_BYTES == crypto_auth_BYTES, "libsodium's sizes");
+    crypto_auth(code, data, size, key);
+}
+
+static bool is_authentic(const uint8_t *code, const void *data, size_t size, const uint8_t *key) {
+    return crypto_auth_verify(code, data, size, key) == 0;
+}
+
+#else
+
+// Without libsodium, datagrams carry the key itself, and only over the loopback interface, where nobody but root can
+// read it.
+static bool can_authenticate(void) {
+    return process.local_size == process.size;
+}
+
+static void authenticate(uint8_t *code, const void *data, size_t size, const uint8_t *key) {
+    (void)data, (void)size;
+    memcpy(code, key, KEY_BYTES);
+}
+
+static bool is_authentic(const uint8_t *code, const void *data, size_t size, const uint8_t *key) {
+    (void)data, (void)size;
+    return memcmp(code, key, KEY_BYTES) == 0;
+}
+
+#endif
+
+enum { SIGNED = offsetof(Datagram, number) };    // where the authenticated part begins
+
+static void send_to(Heartbeat *h, int rank, Kind kind, const char *text) {
+    Datagram datagram = {.number = ++h->sent, .kind = (int32_t)kind, .from = process.rank, .to = rank};
+    const struct sockaddr_in *to = &h->places[rank].at;
     snprintf(datagram.text, sizeof datagram.text, "%s", text);
     size_t size = offsetof(Datagram, text) + strlen(datagram.text) + 1;
+    authenticate(datagram.code, (const char *)&datagram + SIGNED, size - SIGNED, h->secret.key);
     // A datagram that cannot be sent is no different from one that is lost.
     sendto(h->socket, &datagram, size, MSG_NOSIGNAL | MSG_DONTWAIT, (const struct sockaddr *)to, sizeof *to);
 }
 
-static void send_to_center(const Heartbeat *h, Kind kind, int address, const char *text) {
-    struct sockaddr_in to = {
-        .sin_family = AF_INET, .sin_port = h->center.port, .sin_addr.s_addr = h->center.addresses[address]};
-    send_to(h, &to, kind, address, text);
-}
-
-// Sends ALIVE to every address of rank 0 until one answers, then only to that one, until it stops answering.
-static void send_heartbeat(const Heartbeat *h, double t) {
-    if (process.rank == 0) return;
-    bool answered = h->address >= 0 && t - h->peers[0].heard < 3 * h->interval;
-    for (int i = 0; i < h->center.count; i++)
-        if (!answered || i == h->address) send_to_center(h, ALIVE, i, h->host);
+// Not as an answer to the others' heartbeats, which may be lost in a flood of other datagrams.
+static void send_heartbeats(Heartbeat *h) {
+    if (process.rank != 0) send_to(h, 0, ALIVE, "");
+    for (int r = 1; process.rank == 0 && r < process.size; r++)
+        if (h->peers[r].number) send_to(h, r, ALIVE, "");
 }
 
 // ---- the end
@@ -155,7 +195,7 @@ static void outlive_daemon(const Heartbeat *h, int claim) {
 // Returns true for the first rank on each machine that calls this: only one process can bind to the name.
 static bool claim_machine(const Heartbeat *h, int *claim) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
-    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "attn.c-heartbeat-%016" PRIx64, h->center.job);
+    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "attn.c-heartbeat-%016" PRIx64, h->secret.job);
     *claim = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     return *claim < 0 || bind(*claim, (struct sockaddr *)&name, sizeof name) == 0;
 }
@@ -177,14 +217,14 @@ static void say_dead(const Heartbeat *h, const char *who) {
 }
 
 // Rank 0 tells all others. The others tell rank 0, which may only have been suspended and must exit as well.
-static void tell_dead(const Heartbeat *h, const char *who) {
-    if (process.rank != 0) send_to_center(h, DEAD, h->address, who);
-    for (int r = 1; process.rank == 0 && r < process.size; r++) send_to(h, &h->peers[r].at, DEAD, 0, who);
+static void tell_dead(Heartbeat *h, const char *who) {
+    if (process.rank != 0) send_to(h, 0, DEAD, who);
+    for (int r = 1; process.rank == 0 && r < process.size; r++) send_to(h, r, DEAD, who);
 }
 
 // Ends this process. The main thread may be stuck inside MPI, NCCL or a file system, so nothing here waits for it.
 // `told` is true if another rank noticed first and has printed the message.
-static _Noreturn void end_dead(const Heartbeat *h, const char *who, bool told) {
+static _Noreturn void end_dead(Heartbeat *h, const char *who, bool told) {
     int claim;
     bool first = claim_machine(h, &claim);
     if (!told && (first || process.rank == 0)) say_dead(h, who);
@@ -205,14 +245,14 @@ static void name_silent(const Heartbeat *h, double before, char *out, size_t siz
     for (int r = process.rank == 0; r < peer_count(); r++) {
         if (h->peers[r].heard > before || ++count > NAMED) continue;
         const char *between = count > 1 ? ", " : "";
-        length += (size_t)snprintf(out + length, size - length, "%srank %d on %s", between, r, h->peers[r].host);
+        length += (size_t)snprintf(out + length, size - length, "%srank %d on %s", between, r, h->places[r].host);
     }
     if (count > NAMED) snprintf(out + length, size - length, " and %zu more", count - NAMED);
 }
 
 // The ranks of one machine fall silent within an interval or two of each other, so nearly overdue ranks are named along
 // with the first.
-static void check_silence(const Heartbeat *h, double t) {
+static void check_silence(Heartbeat *h, double t) {
     double oldest = t;
     char who[900] = "";
     for (int r = process.rank == 0; r < peer_count(); r++) oldest = fmin(oldest, h->peers[r].heard);
@@ -221,46 +261,50 @@ static void check_silence(const Heartbeat *h, double t) {
     end_dead(h, who, false);
 }
 
-// After this process itself was suspended (a stopped job, a paused virtual machine), silence says nothing about the
-// other ranks.
-static void forgive_own_pause(Heartbeat *h, double t) {
+// How many datagrams the socket has had no room for.
+static uint32_t count_lost(const Heartbeat *h) {
+    uint32_t values[SK_MEMINFO_VARS] = {0};
+    socklen_t size = sizeof values;
+    getsockopt(h->socket, SOL_SOCKET, SO_MEMINFO, values, &size);
+    return values[SK_MEMINFO_DROPS];
+}
+
+// Silence says nothing about the other ranks after this process itself was suspended (a stopped job, a paused virtual
+// machine), nor while somebody floods its socket.
+static void forgive_deafness(Heartbeat *h, double t) {
     double pause = t - h->woken;
+    uint32_t lost = count_lost(h);
+    bool deaf = pause >= 3 * h->interval || lost != h->lost;
     h->woken = t;
-    if (pause < 3 * h->interval) return;
-    for (int r = 0; r < peer_count(); r++) h->peers[r].heard += pause;
+    h->lost = lost;
+    for (int r = 0; deaf && r < peer_count(); r++) h->peers[r].heard += pause;
 }
 
 // ---- the thread
 
-static void receive(Heartbeat *h, const Datagram *datagram, const struct sockaddr_in *from, double t) {
-    int rank = datagram->rank;
-    if (datagram->job != h->center.job || rank < 0 || rank >= process.size || rank == process.rank) return;
-    if (process.rank != 0 && rank != 0) return;
-    if (datagram->kind == DEAD) end_dead(h, datagram->text, true);
+static void receive(Heartbeat *h, const Datagram *datagram, double t) {
+    int rank = datagram->from;
+    if (datagram->to != process.rank || rank < 0 || rank >= process.size) return;
+    if ((process.rank == 0) == (rank == 0)) return;
     Peer *peer = &h->peers[rank];
+    bool first = !peer->number;
+    if (datagram->number <= peer->number) return;
+    if (datagram->kind == DEAD) end_dead(h, datagram->text, true);
+    peer->number = datagram->number;
     peer->heard = t;
-    if (process.rank == 0) {
-        peer->at = *from;
-        snprintf(peer->host, sizeof peer->host, "%.*s", HOST - 1, datagram->text);
-        send_to(h, from, ALIVE, datagram->address, "");
-    } else if (datagram->address >= 0 && datagram->address < h->center.count) {
-        h->address = datagram->address;
-        h->met = true;
-    }
+    if (process.rank != 0) h->met = true;
+    else if (first) send_to(h, rank, ALIVE, "");
 }
 
-static void receive_all(Heartbeat *h, double t) {
-    Datagram datagram;
-    struct sockaddr_in from;
-    for (;;) {
-        socklen_t length = sizeof from;
-        const size_t room = sizeof datagram - 1;
-        ssize_t size = recvfrom(h->socket, &datagram, room, MSG_DONTWAIT, (struct sockaddr *)&from, &length);
-        if (size < 0 && errno == EINTR) continue;
+// Takes a limited number, so that a flood takes little of a core. The others wait for the next look or are lost.
+static void receive_some(Heartbeat *h, double t) {
+    for (int i = 0; i < LOOK_DATAGRAMS; i++) {
+        Datagram datagram;
+        ssize_t size = recv(h->socket, &datagram, sizeof datagram, MSG_DONTWAIT);
         if (size < 0) return;
         if ((size_t)size <= offsetof(Datagram, text)) continue;
-        ((char *)&datagram)[size] = 0;
-        receive(h, &datagram, &from, t);
+        if (is_authentic(datagram.code, (const char *)&datagram + SIGNED, (size_t)size - SIGNED, h->secret.key))
+            receive(h, &datagram, t);
     }
 }
 
@@ -269,44 +313,46 @@ static void *beat(void *data) {
     double next = now();
     h->woken = next;
     for (;;) {
-        struct pollfd fds[] = {{.fd = h->socket, .events = POLLIN}, {.fd = h->stop[0], .events = POLLIN}};
+        struct pollfd fds[] = {{.fd = h->stop[0], .events = POLLIN}, {.fd = h->socket, .events = POLLIN}};
+        poll(fds, 1, LOOK_MILLISECONDS);
         poll(fds, 2, (int)(1000 * fmax(0, next - now())) + 1);
-        if (fds[1].revents) return NULL;
+        if (fds[0].revents) return NULL;
         double t = now();
-        forgive_own_pause(h, t);
-        receive_all(h, t);
+        forgive_deafness(h, t);
+        receive_some(h, t);
         check_silence(h, t);
         if (t < next) continue;
-        send_heartbeat(h, t);
-        next = t + h->interval;
+        send_heartbeats(h);
+        next = t + (h->met || process.rank == 0 ? h->interval : fmin(h->interval, 1.0 / MEETING_RATE));
     }
 }
 
 // ---- start and stop
 
-// Finds the IPv4 addresses of this machine. The loopback address comes last: it only serves ranks on the same machine.
-static int find_addresses(uint32_t *addresses) {
-    struct ifaddrs *all = NULL;
-    int count = 0;
-    if (getifaddrs(&all) != 0) return 0;
-    for (int loopback = 0; loopback < 2; loopback++) {
-        for (const struct ifaddrs *i = all; i && count < ADDRESSES; i = i->ifa_next) {
-            if (!i->ifa_addr || i->ifa_addr->sa_family != AF_INET || !(i->ifa_flags & IFF_UP)) continue;
-            if (!(i->ifa_flags & IFF_LOOPBACK) == !loopback)
-                addresses[count++] = ((const struct sockaddr_in *)i->ifa_addr)->sin_addr.s_addr;
-        }
-    }
-    freeifaddrs(all);
-    return count;
+// Rank 0 binds the address that MPI uses. The others connect to it, and thereby bind the address from which they reach
+// it, and get datagrams from rank 0 only.
+static bool open_socket(Heartbeat *h, uint32_t address) {
+    Place *mine = &h->places[process.rank];
+    socklen_t size = sizeof mine->at;
+    gethostname(mine->host, HOST - 1);
+    h->socket = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (h->socket < 0 || pipe2(h->stop, O_CLOEXEC) != 0 || !address) return false;
+    mine->at = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = address};
+    int status = process.rank == 0 ? bind(h->socket, (struct sockaddr *)&mine->at, size)
+                                   : connect(h->socket, (struct sockaddr *)&h->places[0].at, size);
+    return status == 0 && getsockname(h->socket, (struct sockaddr *)&mine->at, &size) == 0;
 }
 
-static bool open_sockets(Heartbeat *h) {
-    struct sockaddr_in any = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_ANY)};
-    socklen_t length = sizeof any;
-    if (pipe2(h->stop, O_CLOEXEC) != 0) return false;
-    h->socket = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    return h->socket >= 0 && bind(h->socket, (struct sockaddr *)&any, sizeof any) == 0 &&
-           getsockname(h->socket, (struct sockaddr *)&any, &length) == 0 && (h->center.port = any.sin_port);
+// Collective. Distributes the secret and the places. Returns false if this rank cannot receive datagrams.
+static bool exchange_places(Heartbeat *h) {
+    const uint32_t address = process_address();
+    bool ready =
+        process.rank == 0 && getrandom(&h->secret, sizeof h->secret, 0) == sizeof h->secret && open_socket(h, address);
+    process_broadcast(&h->secret, sizeof h->secret);
+    process_broadcast(&h->places[0], sizeof h->places[0]);
+    if (process.rank != 0) ready = h->places[0].at.sin_port && open_socket(h, h->places[0].at.sin_addr.s_addr);
+    process_gather(h->places, sizeof *h->places);
+    return ready;
 }
 
 // The new thread inherits the signal mask, so no signal is ever delivered to it.
@@ -337,41 +383,49 @@ static void release(Heartbeat *h) {
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
         if (fds[i] >= 0) close(fds[i]);
     free(h->peers);
+    free(h->places);
     free(h);
 }
 
-// Fills in what rank 0 broadcasts to the others.
-static void prepare_center(Heartbeat *h, bool ready) {
-    Center *center = &h->center;
-    if (getrandom(&center->job, sizeof center->job, GRND_NONBLOCK) != sizeof center->job)
-        center->job = (uint64_t)getpid() << 32 ^ (uint64_t)time(NULL);
-    center->count = ready ? find_addresses(center->addresses) : 0;
-    memcpy(center->host, h->host, HOST);
+static void warn_apart(const Heartbeat *h, int rank) {
+    const Place *center = &h->places[0];
+    char address[INET_ADDRSTRLEN] = "";
+    inet_ntop(AF_INET, &center->at.sin_addr, address, sizeof address);
+    if (center->at.sin_port)
+        warn("rank %d on %s cannot reach rank 0 by UDP at %s, the address that MPI uses on %s,\n"
+             "  so a machine that goes down will not be noticed. Allow UDP between the machines, or silence this\n"
+             "  warning with --rank-timeout 0.",
+             rank, h->places[rank].host, address, center->host);
+    else
+        warn("rank 0 on %s has no IPv4 address for heartbeats, so a machine that goes down will not be noticed.\n"
+             "  MPI has no TCP connection between the machines, and the host's name only stands for loopback.\n"
+             "  Give it another address there (/etc/hosts), or silence this warning with --rank-timeout 0.",
+             center->host);
 }
 
 Heartbeat *heartbeat_start(int64_t timeout) {
     if (process.size == 1 || timeout == 0) return NULL;
+    if (process_max_int(!can_authenticate())) {
+        warn("built without libsodium (libsodium-dev), so several machines run without heartbeats (--rank-timeout).");
+        return NULL;
+    }
     Heartbeat *h = calloc(1, sizeof *h);
     if (h) h->peers = calloc((size_t)process.size, sizeof *h->peers);
-    if (!h || !h->peers) fail(EXIT_RESOURCE, "out of memory for the heartbeat of %d ranks.", process.size);
+    if (h) h->places = calloc((size_t)process.size, sizeof *h->places);
+    if (!h || !h->peers || !h->places)
+        fail(EXIT_RESOURCE, "out of memory for the heartbeat of %d ranks.", process.size);
     h->timeout = (double)timeout;
     h->interval = fmin(2, h->timeout / 20);
-    h->socket = h->stop[0] = h->stop[1] = h->address = -1;
+    h->socket = h->stop[0] = h->stop[1] = -1;
     h->parent = getppid();
     h->daemon = open_daemon(h->parent);
-    gethostname(h->host, HOST - 1);
-    bool started = open_sockets(h);
-    if (process.rank == 0) prepare_center(h, started);
-    process_broadcast(&h->center, sizeof h->center);
+    bool started = exchange_places(h);
     for (int r = 0; r < process.size; r++) h->peers[r].heard = now();
-    memcpy(h->peers[0].host, h->center.host, HOST);
     started = started && start_thread(h);
     if (started) wait_until_met(h);
     int64_t apart = process_max_int(started && (process.rank == 0 || h->met) ? -1 : process.rank);
     if (apart < 0) return h;
-    warn("rank %d %s, so a machine that goes down will not be noticed.\n"
-         "  Allow UDP between the machines (rank 0 is on %s), or silence this warning with --rank-timeout 0.",
-         (int)apart, apart == 0 ? "cannot start its heartbeat thread" : "cannot reach rank 0 by UDP", h->center.host);
+    warn_apart(h, (int)apart);
     if (started) end_thread(h);
     release(h);
     return NULL;

@@ -1,8 +1,10 @@
 #define _GNU_SOURCE
 #include "runtime/process.h"
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <math.h>
+#include <netdb.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -11,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/auxv.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -275,8 +278,56 @@ void process_broadcast(void *data, size_t bytes) {
         check(MPI_Bcast((char *)data + at, chunk(bytes, at), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
 }
 
+void process_gather(void *all, size_t bytes) {
+    if (process.size > 1)
+        check(MPI_Allgather(MPI_IN_PLACE, 0, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD), "MPI_Allgather");
+}
+
 void process_barrier(void) {
     if (process.size > 1) check(MPI_Barrier(MPI_COMM_WORLD), "MPI_Barrier");
+}
+
+// This machine's address in the first TCP connection of this process to another one, or 0.
+static uint32_t connected_address(void) {
+    for (int fd = 0; fd < 1 << 16; fd++) {
+        struct sockaddr_in here = {0}, there = {0};
+        socklen_t size = sizeof here, length = sizeof there;
+        if (getsockname(fd, (struct sockaddr *)&here, &size) != 0 || here.sin_family != AF_INET) continue;
+        if (getpeername(fd, (struct sockaddr *)&there, &length) != 0) continue;
+        if (here.sin_addr.s_addr != there.sin_addr.s_addr) return here.sin_addr.s_addr;
+    }
+    return 0;
+}
+
+static bool is_loopback(uint32_t address) {
+    return ntohl(address) >> 24 == IN_LOOPBACKNET;
+}
+
+static uint32_t host_address(void) {
+    const struct addrinfo wanted = {.ai_family = AF_INET, .ai_socktype = SOCK_DGRAM};
+    struct addrinfo *found = NULL;
+    char host[256] = "";
+    uint32_t address = 0;
+    gethostname(host, sizeof host - 1);
+    if (getaddrinfo(host, NULL, &wanted, &found) != 0) return 0;
+    for (const struct addrinfo *i = found; i && !address; i = i->ai_next) {
+        uint32_t one = ((const struct sockaddr_in *)i->ai_addr)->sin_addr.s_addr;
+        if (!is_loopback(one)) address = one;
+    }
+    freeaddrinfo(found);
+    return address;
+}
+
+// MPI connects two ranks when they first exchange something, so rank 0 gets an empty message from another machine.
+uint32_t process_address(void) {
+    bool elsewhere = process.local_rank == 0 && process.rank != 0;    // the first rank on its machine
+    int other = process.size - (int)process_max_int(elsewhere ? process.size - process.rank : 0);
+    if (other == process.size) return htonl(INADDR_LOOPBACK);
+    if (process.rank == other) check(MPI_Send(NULL, 0, MPI_BYTE, 0, 0, MPI_COMM_WORLD), "MPI_Send");
+    if (process.rank != 0) return 0;
+    check(MPI_Recv(NULL, 0, MPI_BYTE, other, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE), "MPI_Recv");
+    uint32_t address = connected_address();
+    return address ? address : host_address();
 }
 
 #else
@@ -306,7 +357,13 @@ int64_t process_max_int(int64_t value) {
 void process_broadcast(void *data, size_t bytes) {
     (void)data, (void)bytes;
 }
+void process_gather(void *all, size_t bytes) {
+    (void)all, (void)bytes;
+}
 void process_barrier(void) {}
+uint32_t process_address(void) {
+    return 0;
+}
 
 #endif
 

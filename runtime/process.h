@@ -37,7 +37,13 @@ void process_sum_float(float *values, size_t n);
 void process_sum_double(double *values, size_t n);
 int64_t process_max_int(int64_t value);
 void process_broadcast(void *data, size_t bytes);    // from rank 0
+void process_gather(void *all, size_t bytes);        // bytes from each rank, at all + rank * bytes
 void process_barrier(void);
+
+// Collective. On rank 0, returns the IPv4 address, in network byte order, that MPI uses between it and other machines:
+// that of its TCP connection to one of them, or if it has none (InfiniBand), an address of the host's name. Loopback if
+// all ranks run on one machine; 0 if there is no such address.
+uint32_t process_address(void);
 
 // A barrier after something that may have failed on some ranks. If `done` is false on any rank, all ranks exit with
 // that rank's error, which is printed once.

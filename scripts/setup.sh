@@ -43,6 +43,7 @@ libdnnl-dev               | header dnnl.h           | oneDNN's matmuls: a CBLAS 
 libopenblas-dev           | header cblas.h          | OpenBLAS: needed only without oneDNN
 libopenmpi-dev            | command -v mpicc        | training with several ranks
 openmpi-bin               | command -v mpirun       | training with several ranks
+libsodium-dev             | header sodium.h         | heartbeats between machines (--rank-timeout)
 git                       | command -v git          | the commit in run.json
 TABLE
     if [ $tests = 1 ]; then

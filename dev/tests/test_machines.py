@@ -3,9 +3,13 @@ so most of this needs root.
 
 MACHINES_LONG=1 pulls the cable for 30 s instead of 5.
 """
+import itertools
 import os
+import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,11 +18,12 @@ import pytest
 
 import machines
 from jobs import alive, descendants, line_count, ranks_of, wait_for
-from trainer import (LAUNCH, TRAIN, checkpoint, command, cuda_program, environment, losses, make_data, metrics, steps,
-                     tokens, train, write_shard)
+from trainer import (LAUNCH, ROOT, TRAIN, checkpoint, command, cuda_program, environment, losses, make, make_data,
+                     metrics, steps, tokens, train, write_shard)
 
 OUTAGE, PATIENCE = (30, 60) if os.environ.get("MACHINES_LONG") else (5, 20)
 PEER, STOPPED = 6, 75
+OTHER_BUILDS = ("bench", "cuda", "faults", "on_cpu", "pic", "python", "san", "tests", "torch", "tsan")
 FAST = ["--val-every", 0, "--ckpt-every", 5]
 # Steps have 150 micro-batches, so that a run of a few steps takes as long as an outage.
 SLOW = [*FAST, "--lr", 0.0005, "--batch", 2, "--total-batch-tokens", 2 * 8 * 2 * 150]
@@ -29,6 +34,19 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_data(folder, train=20000)
     return folder
+
+
+@pytest.fixture(scope="module")
+def without_libsodium(tmp_path_factory):
+    """The trainer as make builds it where libsodium is missing. All other objects are those of the build folder."""
+    folder = tmp_path_factory.mktemp("without")
+    flags = ROOT / "build/flags"
+    shutil.copytree(ROOT / "build", folder / "build", copy_function=shutil.copy2,
+                    ignore=lambda path, names: [name for name in names if name in OTHER_BUILDS])
+    made = make("-j2", "SODIUM=0", f"WERROR={int('-Werror' in flags.read_text())}", f"BUILD={folder}/build",
+                f"BIN={folder}", folder / "train_gpt2", capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder / "train_gpt2"
 
 
 class Job:
@@ -83,6 +101,14 @@ def test_a_rank_that_falls_silent_ends_the_others(data, tmp_path, victim):
     assert f"resumes at step {newest}" in train(data, "--steps", newest + 1, "--resume", "--out", job.out, "--batch", 8)
 
 
+def test_a_silent_rank_without_libsodium(data, without_libsodium, tmp_path):
+    with Job(data, tmp_path / "out", "--rank-timeout", 1, program=without_libsodium) as job:
+        assert list(bound(job.ranks[0])) == list(bound(job.ranks[1])) == ["127.0.0.1"]
+        job.signal(signal.SIGSTOP, 1)
+        text = job.end(PEER)
+    assert "no heartbeat from rank 1 on " in text and "libsodium" not in text
+
+
 @pytest.mark.drawn(4, of="one machine")
 def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
     program = cuda_program()
@@ -135,6 +161,78 @@ def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
     assert time.time() - start > 3, "the validations were too short to show anything"
 
 
+def overheard(port, count):
+    """Datagrams to or from a port, as IPv4 packets: what somebody sees who listens to the network."""
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as wire:
+        wire.bind(("lo", 0x0800))
+        wire.settimeout(10)
+        packets = []
+        while len(packets) < count:
+            packet = wire.recv(2000)
+            if packet[9] == socket.IPPROTO_UDP and str(port) in map(str, ports_of(packet)) and packet not in packets:
+                packets.append(packet)
+    return packets
+
+
+def ports_of(packet):
+    return int.from_bytes(packet[20:22], "big"), int.from_bytes(packet[22:24], "big")
+
+
+def bound(pid, inside=lambda words: words):
+    """{address: port} of a process's UDP sockets."""
+    lines = subprocess.run(inside(["cat", f"/proc/{pid}/net/udp"]), capture_output=True, text=True, check=True).stdout
+    links = subprocess.run(inside(["ls", "-l", f"/proc/{pid}/fd"]), capture_output=True, text=True).stdout
+    found = {}
+    for fields in map(str.split, lines.splitlines()[1:]):
+        address, port = fields[1].split(":")
+        if f"socket:[{fields[9]}]" in links:
+            found[socket.inet_ntoa(bytes.fromhex(address)[::-1])] = int(port, 16)
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can overhear and forge packets")
+def test_a_strangers_datagrams(data, tmp_path):
+    """Forged, altered, short, long and many datagrams, with the right addresses, do not end the job; replayed ones do
+    not stand for a rank that has fallen silent."""
+    chance = random.Random(1)
+    with Job(data, tmp_path / "out", "--rank-timeout", 1) as job:
+        (address, port), = bound(job.ranks[0]).items()
+        assert address == "127.0.0.1" and list(bound(job.ranks[1])) == ["127.0.0.1"]
+        genuine = overheard(port, 8)
+        assert {port} < {own for packet in genuine for own in ports_of(packet)}
+        with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as wire:
+
+            def send(packet, payload=None):
+                payload = packet[28:] if payload is None else payload
+                size = (len(payload) + 8).to_bytes(2, "big")
+                wire.sendto(packet[:24] + size + b"\0\0" + payload, ("127.0.0.1", 0))     # without a checksum
+
+            for packet in genuine[-2:]:
+                size = len(packet) - 28
+                for first, second in itertools.combinations(range(size), 2):
+                    altered = bytearray(packet[28:])
+                    altered[first] ^= 255
+                    altered[second] ^= 3
+                    send(packet, bytes(altered))
+                    time.sleep(0.01 if second == size - 1 else 0)
+                for size in (0, 1, 8, 31, 32, 52, 53, 1000, 1076, 1100, 1472):
+                    send(packet, chance.randbytes(size))
+                    send(packet, (packet[28:] + bytes(1472))[:size])
+            flood, before = time.time() + 3, line_count(job.out)
+            while time.time() < flood:
+                for packet in genuine[-2:]:
+                    send(packet, bytes(60000))
+            assert job.process.poll() is None and line_count(job.out) > before + 5
+            job.signal(signal.SIGSTOP, 1)
+            stopped = time.time()
+            while alive(job.ranks[0]) and time.time() < stopped + 10:
+                for packet in genuine:
+                    send(packet)
+                time.sleep(0.02)
+        assert not alive(job.ranks[0]), "replayed datagrams stood for a rank"
+        assert "no heartbeat from rank 1 on " in job.end(PEER)
+
+
 def test_kill_9_of_launch_sh_ends_the_ranks(data, tmp_path):
     with Job(data, tmp_path / "out") as job:
         job.process.kill()
@@ -175,8 +273,8 @@ def reference(data, tmp_path_factory):
     return out
 
 
-def start(data, machine, out, *flags, output=subprocess.PIPE):
-    words = command(data, *FAST, "--out", out, *flags, processes=2)
+def start(data, machine, out, *flags, output=subprocess.PIPE, program=None):
+    words = command(data, *FAST, "--out", out, *flags, processes=2, program=program)
     env = environment(HOSTFILE=str(machine.network.folder / "hostfile")) | machine.network.env
     return machine.start(*words, env=env, stdout=output, stderr=subprocess.STDOUT, cwd="/")
 
@@ -199,7 +297,9 @@ def test_two_machines_give_the_bits_of_one(data, nodes, reference, tmp_path):
     out = tmp_path / "out"
     job = start(data, first, out, *SLOW, "--steps", 25, "--rank-timeout", PATIENCE)
     wait_for(lambda: line_count(out) > 2, "steps")
-    assert first.processes(TRAIN.name) and second.processes(TRAIN.name)
+    for machine in (first, second):
+        pid, = machine.processes(TRAIN.name)
+        assert list(bound(pid, machine.inside)) == [machine.address], "UDP on another address than MPI's"
     second.cable(False)
     time.sleep(1)
     before = line_count(out)
@@ -212,6 +312,12 @@ def test_two_machines_give_the_bits_of_one(data, nodes, reference, tmp_path):
     train(data, *SLOW, "--batch", 4, "--steps", 25, "--out", alone)
     assert abs(losses(out) - losses(alone)).max() < 1e-5
     wait_for_empty(nodes)
+
+
+def test_two_machines_without_libsodium(data, nodes, without_libsodium, tmp_path):
+    job = start(data, nodes[1], tmp_path, "--steps", 10, program=without_libsodium)
+    text = finish(job, 0)
+    assert text.count("built without libsodium") == 1 and "run without heartbeats" in text, text
 
 
 def test_a_stop_saves_on_two_machines(data, nodes, tmp_path):

@@ -378,13 +378,15 @@ def hostfile(tmp_path, text):
 
 def test_hostfile(launcher, tmp_path):
     hosts = hostfile(tmp_path, "# two machines\nnode-a slots=8\n\nnode-b  slots=8 max_slots=8\n")
-    variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": 3}
+    variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": 3,
+                 "FORWARD": "MY_SETTING OTHER", "MY_SETTING": "a", "NCCL_TOKEN": "secret", "CUDA_TOKEN": "secret"}
     run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh"], "--steps", 7, DATA="/d",
         **variables)
     _, own, program = called(tmp_path)
     assert own[:3] == ["mpirun", "-np", "16"] and own[own.index("--hostfile") + 1] == str(hosts)
     handed_on = {own[i + 1] for i, word in enumerate(own) if word == "-x"}
-    assert {"PATH", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS=3"} <= handed_on
+    assert {"PATH", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS=3", "MY_SETTING"} <= handed_on
+    assert not any("TOKEN" in name for name in handed_on), "a variable that is on no list left this machine"
     assert program[:2] == ["--train-data", "/d/*_train_*.bin"] and program[-2:] == ["--steps", "7"]
     whole, batch = sequences(program)
     assert whole % (batch * 16) == 0
