@@ -44,6 +44,9 @@ COMMIT_SECONDS = 5                                       # how much work a kill 
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096        # what a worker encodes at a time
 DATA = Path(__file__).resolve().parent
 
+sys.path.append(str(DATA.parent / "scripts"))
+import files  # noqa: E402
+
 
 class DataError(Exception):
     """A message for the user, and the exit code of the script."""
@@ -76,7 +79,7 @@ def write_atomically(path, content):
     """Replaces a file's contents atomically: `path` is either unchanged or complete."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    with files.create(temporary) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -118,8 +121,9 @@ def take_lock(handle, path, busy):
 
 def lock(folder, name):
     """Locks a dataset in a folder, until the file that this returns is closed or the process ends."""
-    file = open(folder / f".{name}.lock", "a")
-    take_lock(file, file.name, f"{folder}: another run is writing {name} here")
+    path = folder / f".{name}.lock"
+    file = files.extend(path)
+    take_lock(file, path, f"{folder}: another run is writing {name} here")
     return file
 
 
@@ -237,7 +241,7 @@ class Writer:
                 raise DataError(INPUT, f"{path}: expected at least {size:,} bytes from the run "
                                        f"before, found {path.stat().st_size if path.exists() else 0:,}.\n"
                                        f"  Remove the folder {self.out} to start over.")
-            self.parts[split][suffix] = file = open(path, "r+b" if count else "wb")
+            self.parts[split][suffix] = file = files.change(path) if count else files.create(path)
             file.truncate(size)
             file.seek(0, os.SEEK_END)
 
@@ -255,7 +259,7 @@ class Writer:
                                    f"  It has been changed or removed since it was written. "
                                    f"Remove the folder {self.out} to start over.")
         if found == part:
-            with open(part, "r+b") as file:
+            with files.change(part) as file:
                 file.write(header(count, form))
                 file.flush()
                 os.fsync(file.fileno())
@@ -429,6 +433,9 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy
     sources.Reader whose documents they are; what it left out is printed.
     """
     ends = getattr(args, "doc_marks", "sep") == "bos-eos"
+    if not getattr(args, "foreign_folder", False) and (folder := files.others_can_exchange(args.out)):
+        raise DataError(RESOURCE, f"{args.out}: the folder {folder} belongs to another user, and everybody may write "
+                                  "to it.\n  Pass another --out, or --foreign-folder.")
     writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends,
                     reader)
     writer.remedy, writer.can_split = remedy, hasattr(args, "separator")
@@ -520,6 +527,8 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True
     parser.formatter_class = HelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
+    parser.add_argument("--foreign-folder", action="store_true",
+                        help="accept an --out that belongs to another user and that everybody may write to")
     parser.add_argument("--name", type=prefix, default=name, help="prefix of the shards' names")
     parser.add_argument("--tokenizer", default=tokenizer,
                         help="gpt2, " + "own, " * own + "or the path of a tokenizer.json or of a folder with one")

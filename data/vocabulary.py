@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, write_atomically
-from sources import library, package
+from sources import leads_inside, library, package
 
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<s>")   # the first that exists is between documents
@@ -296,6 +296,7 @@ def unusable(text):
     return other_kind(whole) or wrong_tokens(whole)
 
 
+MOST_BYTES = 64 << 20      # of a tokenizer's file
 # A key that contains one of these names code or decides whether it runs (runtime/tokenizer_settings.c).
 CODE = "auto_map", "custom_pipelines", "trust_remote_code", "code_revision"
 
@@ -324,13 +325,26 @@ def settings_without_code(path):
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}).encode()
 
 
+def check_copied(path):
+    """Shards, and then checkpoints, which are published, get a copy of this file."""
+    if path.is_symlink() and not leads_inside(path, path.parent.resolve()):
+        raise DataError(INPUT, f"{path}: expected a file in its folder, found a link out of it, which could reveal "
+                               "another file.\n  Copy the file into the folder.")
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        raise DataError(INPUT, f"{path}: expected a regular file of at most {MOST_BYTES:,} bytes.\n  Remove it.")
+
+
 def load_json(path):
     """Loads a tokenizer.json, or a folder with one, with the `tokenizers` library."""
     tokenizers = library("tokenizers", f"--tokenizer {path}")
-    path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    named = not Path(path).is_dir()
+    path = Path(path) if named else Path(path) / "tokenizer.json"
     if not path.is_file():      # it is read several times, which a pipe does not allow
         found = "not a regular file" if path.exists() else "no such file"
         raise DataError(USAGE, f"--tokenizer {path}: {found}. Expected gpt2 or a tokenizer.json.")
+    beside = [path.with_name(name) for name in ("tokenizer_config.json", "chat_template.jinja")]
+    for file in [path] * (not named) + [file for file in beside if file.exists()]:
+        check_copied(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:   # the library raises Exception itself
@@ -348,7 +362,7 @@ def load_json(path):
               file=sys.stderr)
     config = CONFIG | dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.id_to_token(end_of_text))
     files = {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(config).encode()}
-    settings, template = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
+    settings, template = beside
     if settings.exists():
         files[settings.name] = settings_without_code(settings)
     if template.exists():

@@ -54,11 +54,19 @@ def create(path, mode="wb"):
 
 def extend(path):
     """Opens a file for reading and appending text. One that has other names, by links, is refused."""
+    return open_own(path, os.O_APPEND | os.O_CREAT, "a+")
+
+
+def change(path):
+    """Opens an existing file for reading and writing bytes. One that has other names, by links, is refused."""
+    return open_own(path, 0, "r+b")
+
+
+def open_own(path, flags, mode):
     def refuse(status):
         return is_not_regular(status) or "it has another name, by a hard link" * (status.st_nlink != 1)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
-        return os.fdopen(open_checked(path, flags, refuse), "a+")
+        return os.fdopen(open_checked(path, os.O_RDWR | os.O_NOFOLLOW | flags, refuse), mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "expected a file, found a link. Remove it"
@@ -87,6 +95,22 @@ def replace(path, content, named=False):
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def others_can_exchange(folder):
+    """Which folder belongs to another user, may be written to by everybody, and so lets them exchange what is written
+    into `folder`: this one, or, unless it has the sticky bit as /tmp does, the one that contains it or in which it will
+    be created. None if there is none. runtime/own.c has the same rule."""
+    def foreign(path):
+        status = os.stat(path)
+        return status.st_uid != os.geteuid() and status.st_mode & stat.S_IWOTH and status
+    folder = Path(os.path.abspath(folder))
+    if folder.exists() and foreign(folder):
+        return folder
+    while not folder.exists() and not folder.parent.exists():
+        folder = folder.parent
+    around = (folder.parent, folder / "..") if folder.exists() else (folder.parent,)
+    return next((path for path in around if (status := foreign(path)) and not status.st_mode & stat.S_ISVTX), None)
 
 
 def printable(path):

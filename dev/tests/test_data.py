@@ -28,6 +28,7 @@ import sources
 import vocabulary
 
 END = 50256
+INPUT, RESOURCE = 3, 4
 
 
 def script(name, *arguments, code=0, **options):
@@ -333,6 +334,34 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     with pytest.raises(shards.DataError, match="small.lock: cannot lock it: Function not implemented.") as caught:
         shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
     assert caught.value.code == 4
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_nothing_is_written_through_a_link(tmp_path, link):
+    """Temporaries go first, whatever they are; what is appended to must be a file of the folder."""
+    (tmp_path / "text.txt").write_text("some text")
+    victim, arguments = tmp_path / "victim", ("text", tmp_path / "text.txt", "--val-fraction", 0, "--out")
+    victim.write_text("precious")
+    for name in ("text.json.tmp", "tokenizer.json.tmp", "text_train_000001.bin.part", ".text.lock"):
+        out = tmp_path / name
+        out.mkdir()
+        link(victim, out / name)
+        said = script(arguments[0], *arguments[1:], out, code=INPUT if name == ".text.lock" else 0)
+        assert victim.read_text() == "precious" and (name != ".text.lock" or f"{out / name}: " in said), said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders away")
+def test_a_folder_that_others_can_change(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    for name, mode, refused in (("open", 0o777, True), ("group", 0o775, False), ("sticky", 0o1777, False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        os.chown(folder, 65534, 65534)
+        folder.chmod(mode)
+        arguments = ("text", tmp_path / "text.txt", "--val-fraction", 0, "--out", folder / "out")
+        said = script(*arguments, code=RESOURCE if refused else 0)
+        assert not refused or f"{folder} belongs to another user" in said and not (folder / "out").exists()
+        script(*arguments, "--foreign-folder")
 
 
 def test_ids_are_checked(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+import byte_text
 from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
 from tiny import BIN, END_OF_TEXT, ROOT, VOCAB, run, sentences, vocabulary, write_data
 from trainer import checkpoint, make_data, read_header, train, write_shard
@@ -351,6 +352,21 @@ def test_a_strangers_code_stays_behind(name, tmp_path, monkeypatch):
         assert not any("auto_map" in key or "custom" in key or "module" in str(value) for key, value in pairs)
     assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("the cat")["input_ids"]
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_does_not_carry_a_file_into_shards(name, tmp_path):
+    byte_text.write_tokenizer(tmp_path)
+    blob = tmp_path.with_name(tmp_path.name + "_private")
+    blob.write_bytes((tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(blob)
+    with pytest.raises(vocabulary.DataError, match=f"{name}: expected a file in its folder"):
+        vocabulary.load(str(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(vocabulary.DataError, match="regular file|in its folder"):
+        vocabulary.load(str(tmp_path))
 
 
 def test_harmless_settings_are_copied_as_they_are(tmp_path):
