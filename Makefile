@@ -4,6 +4,9 @@
 MAKEFLAGS += --no-builtin-rules     # one of the built-in rules would apply to the .d files
 
 CC      ?= gcc
+ifeq ($(origin CXX)$(findstring clang,$(CC)),defaultclang)
+  CXX   := $(subst clang,clang++,$(CC))     # one OpenMP runtime for all objects
+endif
 MARCH   ?= native
 OPT     ?= -O3
 WERROR  ?= 0
@@ -12,16 +15,33 @@ TSAN    ?= 0
 FAULTS  ?= 0
 ATTN    ?=
 
+# CPPFLAGS, CFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS and LDLIBS are the user's, from the environment or the command line. They
+# are added to ours, whose names have an underscore, and come last where they may replace what we chose.
+
 # ---- libraries: 1 if found, 0 if not; each can be turned off (make ONEDNN=0)
 hash   := \#
-header  = $(shell echo '$(hash)include <$(1)>' | $(CC) -fsyntax-only -x c - 2>/dev/null && echo 1 || echo 0)
+header  = $(shell echo '$(hash)include <$(1)>' | $(CC) $(CPPFLAGS) $(CFLAGS) -fsyntax-only -x c - 2>/dev/null && echo 1 || echo 0)
 MPICC   ?= mpicc
 ONEDNN  := $(or $(ONEDNN),$(call header,dnnl.h))
 BLAS    := $(or $(BLAS),$(call header,cblas.h))
-MPI     := $(or $(MPI),$(if $(shell command -v $(MPICC)),1,0))
 SODIUM  := $(or $(SODIUM),$(call header,sodium.h))
+OPENMP  := $(call header,omp.h)
 CJSON   := $(call header,cjson/cJSON.h)
 XXHASH  := $(call header,xxhash.h)
+
+# `mpicc -show` prints the compiler's command line, with Open MPI and MPICH alike. Of a compiler of its own and its flags,
+# only the paths and libraries concern us.
+MPI_SHOWN   := $(if $(filter 0,$(MPI)),,$(shell $(MPICC) -show 2>/dev/null))
+MPI_COMPILE := $(filter -I%,$(MPI_SHOWN))
+MPI_LINK    := $(filter -L% -l% -Wl% %.so %.a,$(MPI_SHOWN))
+mpi_links    = $(shell echo '$(hash)include <mpi.h>\nint main(void) { return MPI_Finalize(); }' | \
+  $(CC) $(CPPFLAGS) $(CFLAGS) $(MPI_COMPILE) -x c -o /dev/null - $(LDFLAGS) $(MPI_LINK) 2>/dev/null && echo 1 || echo 0)
+ifeq ($(MPI),)
+  MPI := $(if $(MPI_SHOWN),$(mpi_links),0)
+  ifneq ($(if $(shell command -v $(MPICC)),1,0),$(MPI))
+    $(shell echo 'make: expected flags that build an MPI program from `$(MPICC) -show`, found none; building without ranks (MPI=0)' >&2)
+  endif
+endif
 
 # The CUDA Toolkit is that of nvcc, /usr/local/cuda, or what scripts/setup_cuda.sh installed. cuBLASLt and NCCL come from
 # the Toolkit, from that script, or from Python's wheels. CUDA=DIR selects another Toolkit; CUDA= and NCCL=0 turn them off.
@@ -40,25 +60,27 @@ USE_NCCL := $(if $(filter 1,$(MPI)),$(filter-out 0,$(NCCL)))
 # gcc prefers vectors of 256 bits on processors that have 512, which made the first of them slower. On today's the wider
 # ones are faster. On AMD's processors, gcc fuses the multiplications and additions of some sums and not of others,
 # depending on the code around them; where it fuses all, a program for one normalizer gives the bits of one for all.
-accepted = $(shell $(CC) $(1) -E -x c /dev/null >/dev/null 2>&1 && echo $(1))
+accepted = $(shell $(CC) -Werror $(1) -S -x c -o /dev/null /dev/null 2>/dev/null && echo $(1))
 VECTORS := $(call accepted,-mprefer-vector-width=512) $(call accepted,--param=avoid-fma-max-bits=0)
+# clang does not vectorize a maximum, because of NaN, and warns about each.
+QUIET   := $(if $(call accepted,-Wpass-failed),-Wno-pass-failed)
 
 # ---- flags. -g1 has what reports of defects name, function and line, and compiles faster; OPT="-O1 -g" adds variables.
 COMMIT  := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
-C_FLAGS  = -std=gnu11 -g1 $(OPT) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -MMD -MP -I.
-CFLAGS   = $(C_FLAGS) -march=$(MARCH) $(VECTORS)
-LDFLAGS  = -fopenmp
-LDLIBS   = -lcjson -lxxhash -lm
+C_FLAGS  = -std=gnu11 -g1 $(OPT) -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(QUIET) $(if $(filter 1,$(WERROR)),-Werror) -MMD -MP -I.
+CC_FLAGS = $(C_FLAGS) -march=$(MARCH) $(VECTORS) $(CPPFLAGS) $(CFLAGS)
+LD_FLAGS = -fopenmp $(LDFLAGS)
+LD_LIBS  = -lcjson -lxxhash -lm $(LDLIBS)
 ifeq ($(SAN),1)
   SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
-  CFLAGS  += $(SANITIZE) -DCHECK_RANGES
-  LDFLAGS += -fsanitize=address,undefined
+  CC_FLAGS += $(SANITIZE) -DCHECK_RANGES
+  LD_FLAGS += -fsanitize=address,undefined
 endif
 ifeq ($(TSAN),1)
-  LDFLAGS += -fsanitize=thread
+  LD_FLAGS += -fsanitize=thread
 endif
 ifeq ($(FAULTS),1)
-  CFLAGS += -DFAULTS
+  CC_FLAGS += -DFAULTS
 endif
 ifneq ($(ATTN),)
   bracket := (
@@ -66,26 +88,26 @@ ifneq ($(ATTN),)
     $(error ATTN=$(ATTN): no such preset; `./train_gpt2 --attn help` lists them)
   endif
   ONLY    = '-DATTN_ONLY="$(ATTN)"'
-  CFLAGS += $(ONLY)
+  CC_FLAGS += $(ONLY)
 endif
 ifeq ($(ONEDNN),1)
-  CFLAGS += -DUSE_ONEDNN
-  LDLIBS += -ldnnl
+  CC_FLAGS += -DUSE_ONEDNN
+  LD_LIBS += -ldnnl
 else ifeq ($(BLAS),1)
-  CFLAGS += -DUSE_CBLAS
-  LDLIBS += $(or $(BLAS_LIBS),-lopenblas)
+  CC_FLAGS += -DUSE_CBLAS
+  LD_LIBS += $(or $(BLAS_LIBS),-lopenblas)
 endif
 ifeq ($(MPI),1)
-  CFLAGS += -DUSE_MPI $(shell $(MPICC) --showme:compile)
-  LDLIBS += $(shell $(MPICC) --showme:link)
+  CC_FLAGS += -DUSE_MPI $(MPI_COMPILE)
+  LD_LIBS += $(MPI_LINK)
   ifeq ($(SODIUM),1)
     HEARTBEAT = -DUSE_SODIUM
-    LDLIBS += -lsodium
+    LD_LIBS += -lsodium
   endif
 endif
 
 # The instruction sets of MARCH, as X("avx2") X("fma") ..., which the programs check at startup (runtime/cpu.c).
-BUILT_FOR := $(shell $(CC) -march=$(MARCH) -dM -E -x c /dev/null | sed -nE \
+BUILT_FOR := $(shell $(CC) -march=$(MARCH) $(CFLAGS) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
@@ -94,15 +116,16 @@ PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
-ifneq ($(CJSON)$(XXHASH),11)
-$(if $(filter help clean lacking attn_c,$(MAKECMDGOALS)),,$(error cJSON and xxHash are needed: apt-get install libcjson-dev libxxhash-dev, or scripts/setup.sh))
+ifneq ($(OPENMP)$(CJSON)$(XXHASH),111)
+$(if $(filter help clean lacking attn_c,$(MAKECMDGOALS)),,$(error cJSON, xxHash and, for clang, libomp are needed: \
+  apt-get install libcjson-dev libxxhash-dev libomp-dev, or scripts/setup.sh --test))
 endif
 
 all: $(addprefix $(BIN)/,$(PROGRAMS))
 
 $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
-	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $^ $(LD_LIBS)
 
 # The library is an archive, so that a test that includes a .c file (with fault points, say) replaces the library's object.
 # Nothing calls runtime/cpu.c, which runs before main(), so programs link its object explicitly.
@@ -113,33 +136,33 @@ $(BUILD)/library.a: $(LIBRARY)
 $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library.a
 	@mkdir -p $(@D)
 	@echo '  LD  $@'
-	@$(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LDLIBS)
+	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LD_LIBS)
 
 $(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o
 
 $(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library.a
 	@mkdir -p $(@D)
 	@echo '  LD  $@'
-	@$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $^ $(LD_LIBS)
 
 $(BUILD)/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo '  CC  $<'
-	@$(CC) $(CFLAGS) -c -o $@ $<
+	@$(CC) $(CC_FLAGS) -c -o $@ $<
 
 # Objects depend on their flags: changing a flag rebuilds them.
 record = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 $(BUILD)/flags: FORCE
-	$(call record,$(CC) $(CFLAGS))
+	$(call record,$(CC) $(CC_FLAGS))
 
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/eval/cities.o: data/cities.txt
-$(BUILD)/runtime/cpu.o: private CFLAGS := $(filter-out -march=%,$(CFLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
-$(BUILD)/run/folder.o: private CFLAGS += '-DCOMMIT="$(COMMIT)"'
+$(BUILD)/runtime/cpu.o: private CC_FLAGS := $(filter-out -march=%,$(CC_FLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
+$(BUILD)/run/folder.o: private CC_FLAGS += '-DCOMMIT="$(COMMIT)"'
 $(BUILD)/run/folder.o: $(BUILD)/commit
 
 # So that a build without libsodium compiles one file.
-$(BUILD)/runtime/heartbeat.o: private CFLAGS += $(HEARTBEAT)
+$(BUILD)/runtime/heartbeat.o: private CC_FLAGS += $(HEARTBEAT)
 $(BUILD)/runtime/heartbeat.o: $(BUILD)/heartbeat
 $(BUILD)/heartbeat: FORCE
 	$(call record,$(HEARTBEAT))
@@ -164,12 +187,12 @@ define torch_rules
 $(PACKAGE)/attn_c_$(1).so: $(patsubst %.c,$(BUILD)/torch/$(1)/%.o,$(call torch_sources,$(1)))
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
-	@$(CC) -shared -o $$@ $$^ -lm
+	@$(CC) $(CFLAGS) $(LDFLAGS) -shared -o $$@ $$^ -lm
 
 $(BUILD)/torch/$(1)/%.o: %.c $(BUILD)/torch/flags
 	@mkdir -p $$(@D)
 	@echo '  CC  $$< $(1)'
-	@$(CC) $$(C_FLAGS) -fPIC -fvisibility=hidden $$(for_$(1)) -c -o $$@ $$<
+	@$(CC) $$(C_FLAGS) $(CPPFLAGS) $(CFLAGS) -fPIC -fvisibility=hidden $$(for_$(1)) -c -o $$@ $$<
 endef
 $(foreach level,v3 v4 bf16 double,$(eval $(call torch_rules,$(level))))
 
@@ -184,7 +207,7 @@ $(PACKAGE)/%.py: attention/torch/%.py
 	@cp $< $@
 
 $(BUILD)/torch/flags: FORCE
-	$(call record,$(CC) $(C_FLAGS) $(for_bf16))
+	$(call record,$(CC) $(C_FLAGS) $(CPPFLAGS) $(CFLAGS) $(for_bf16))
 
 # ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(BUILD)/on_cpu
 GPUS       ?= 80 90
@@ -219,33 +242,33 @@ GPU_SHARED  = $(abspath $(call library_in,libcublasLt.so*,$(CUBLAS)) $(if $(USE_
 CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
 CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(HOPPER),-DUSE_HOPPER) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
-NVCCFLAGS   = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC,-fopenmp $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS)
+NVCC_FLAGS  = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC,-fopenmp $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS) $(NVCCFLAGS)
 # The race check covers the kernels, not the emulator, and does not support OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
-CXXFLAGS    = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -g1 $(CU_OPT) -fPIC -march=$(MARCH) -fno-math-errno -Wall -Wextra \
-              -Wno-unknown-pragmas -Wno-psabi $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp)
-MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(shell $(MPICC) --showme:compile))
-compile_gpu = $(CUDA)/bin/nvcc $(NVCCFLAGS) -MF $(@:.o=.d) -c -o $@ $<
-compile_cpu = $(CXX) $(CXXFLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
+CXX_FLAGS   = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -g1 $(CU_OPT) -march=$(MARCH) -fno-math-errno -Wall -Wextra \
+              -Wno-unknown-pragmas -Wno-psabi $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp) $(CPPFLAGS) $(CXXFLAGS) -fPIC
+MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(MPI_COMPILE))
+compile_gpu = $(CUDA)/bin/nvcc $(NVCC_FLAGS) -MF $(@:.o=.d) -c -o $@ $<
+compile_cpu = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
 
 # cu_rules(cuda or on_cpu, suffix of the programs' names, prerequisites, libraries, those of attn_c_cuda.so)
 define cu_rules
 $(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
-	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
+	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
 
 $(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
-	@$(CXX) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LDLIBS)
+	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
 
 $(BUILD)/$(1)/flash.so: $(BUILD)/$(1)/dev/tests/flash_so.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
-	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(4) $(LDLIBS)
+	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -shared -o $$@ $$^ $(4) $(LD_LIBS)
 
 $(BUILD)/$(1)/attn_c_cuda.so: $(BUILD)/$(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
-	@$(CXX) -shared -o $$@ $$^ $(5) -lm
+	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(5) -lm
 
 $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
 $(BUILD)/$(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(BUILD)/$(1)/%.o)
@@ -293,7 +316,7 @@ $(BUILD)/on_cpu/attention/flash90_instance_%.o: attention/flash90_instance.cu $(
 $(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
-	@$(CXX) $(CXXFLAGS:-O0=-O2) $(MPI_FLAGS) -c -o $@ $<
+	@$(CXX) $(CXX_FLAGS:-O0=-O2) $(MPI_FLAGS) -c -o $@ $<
 
 $(BUILD)/on_cpu/emulator.a: $(EMULATOR)
 	@rm -f $@
@@ -307,15 +330,15 @@ $(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime
 $(BUILD)/pic/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo '  CC  $<'
-	@$(CC) $(filter-out -DUSE_MPI,$(CFLAGS)) -fPIC -c -o $@ $<
+	@$(CC) $(filter-out -DUSE_MPI,$(CC_FLAGS)) -fPIC -c -o $@ $<
 
 $(BUILD)/cuda/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
-	$(call record,$(CUDA)/bin/nvcc $(NVCCFLAGS))
+	$(call record,$(CUDA)/bin/nvcc $(NVCC_FLAGS))
 
 $(BUILD)/on_cpu/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
-	$(call record,$(CXX) $(CXXFLAGS) $(RACES))
+	$(call record,$(CXX) $(CXX_FLAGS) $(RACES))
 cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is missing (make help); scripts/setup_cuda.sh installs them' >&2; exit 1
 
 # Runs a test program. `make -j2 -O -k` runs several at a time, and prints each one's output when it ends.
@@ -351,6 +374,8 @@ help:
 	@echo 'make ATTN=ssmax    programs for that attention normalizer alone, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for machines other than this one (now: $(MARCH))'
 	@echo 'make ONEDNN=0 BLAS=0 MPI=0 SODIUM=0 NCCL=0    without these libraries'
+	@echo 'make CC=clang      with clang 14 or newer (needs libomp-dev)'
+	@echo 'CPPFLAGS, CFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS and LDLIBS, of make or in the environment, are added to our flags'
 	@echo
 	@echo 'make train_gpt2cu test_gpt2cu    the CUDA programs, for GPUS="$(GPUS)" (compute capabilities) and later ones'
 	@echo 'make train_gpt2cu_on_cpu test_gpt2cu_on_cpu    the same source built to run on a CPU (dev/cuda_on_cpu): slow, for tests'

@@ -444,8 +444,8 @@ void gemm_start(Gemm *mm, bool bf16) {
     *mm = (Gemm){.bf16 = bf16, .tiles = tiles_available(bf16)};
     if (bf16) mm->primitives = primitives_start();
     if (bf16) mm->native = bf16_works(mm);
-    if (BUFFER) mm->spread = aligned_alloc(64, BUFFER * sizeof *mm->spread);
-    if (BUFFER && !mm->spread)
+    if (BUFFER > 0) mm->spread = aligned_alloc(64, BUFFER * sizeof *mm->spread);
+    if (BUFFER > 0 && !mm->spread)
         fail(EXIT_RESOURCE, "out of memory for the %zu bytes of a matmul.", sizeof(float[BUFFER]));
 }
 

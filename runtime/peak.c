@@ -3,6 +3,10 @@
 #include <omp.h>
 #include <time.h>
 
+#ifdef __x86_64__
+#include "runtime/cpuid.h"
+#endif
+
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
 #elif defined(__AVX__)
@@ -50,9 +54,8 @@ static double measure(int rounds) {
 
 static double bf16_factor(void) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("amx-bf16")) return 16.0;
-    if (__builtin_cpu_supports("avx512bf16")) return 2.0;
+    if (cpu_has_amx_bf16()) return 16.0;
+    if (cpu_has_avx512_bf16()) return 2.0;
 #endif
     return 1.0;
 }

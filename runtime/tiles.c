@@ -8,6 +8,8 @@
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "cpuid.h"
 #endif
 
 enum { LANES = TILE / 2 };    // half the columns of a strip: as many float32 as AVX-512's registers hold
@@ -35,10 +37,6 @@ static Matrix rest(Matrix x, size_t row, size_t column) {
 }
 
 // ---- rounding, and transposing numbers or pairs of 32 bits
-
-static inline uint32_t pair_of(float first, float second) {
-    return (uint32_t)bf16_from_float(first) | (uint32_t)bf16_from_float(second) << 16;
-}
 
 #ifdef __AVX512BF16__
 
@@ -74,7 +72,8 @@ static void round_row(uint16_t *out, const float *x, size_t n) {
 
 static void pair_rows(uint32_t *out, const float *first, const float *second, size_t n) {
     #pragma omp simd
-    for (size_t i = 0; i < n; i++) out[i] = pair_of(first[i], second[i]);
+    for (size_t i = 0; i < n; i++)
+        out[i] = (uint32_t)bf16_from_float(first[i]) | (uint32_t)bf16_from_float(second[i]) << 16;
 }
 
 #endif
@@ -98,6 +97,18 @@ static void take_pairs(uint32_t *out, Matrix x, size_t second, size_t n) {
 
 typedef uint32_t Words __attribute__((vector_size(NATIVE * sizeof(uint32_t)), aligned(sizeof(uint32_t))));
 
+// The numbers of both, one after the other, at these indices. clang has no __builtin_shuffle, and makes one of the loop.
+static inline Words shuffle(Words first, Words second, Words indices) {
+#ifdef __clang__
+    Words out;
+    for (uint32_t j = 0; j < NATIVE; j++)
+        out[j] = indices[j] < NATIVE ? first[indices[j]] : second[indices[j] - NATIVE];
+    return out;
+#else
+    return __builtin_shuffle(first, second, indices);
+#endif
+}
+
 // to = the transpose of from, both squares of a register's width. In each round, rows whose numbers differ in one bit
 // exchange the halves in which the columns differ in the same bit.
 static inline void transpose_square(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step) {
@@ -114,8 +125,8 @@ static inline void transpose_square(uint32_t *to, size_t to_step, const uint32_t
         for (uint32_t i = 0; i < NATIVE; i++) {
             if (i & bit) continue;
             Words first = x[i], second = x[i | bit];
-            x[i] = __builtin_shuffle(first, second, lower);
-            x[i | bit] = __builtin_shuffle(first, second, upper);
+            x[i] = shuffle(first, second, lower);
+            x[i | bit] = shuffle(first, second, upper);
         }
     }
     for (size_t i = 0; i < NATIVE; i++) *(Words *)(to + i * to_step) = x[i];
@@ -416,7 +427,7 @@ static void multiply_amx(float *c, size_t ldc, const uint16_t *a, size_t lda, co
 // Linux gives a process the registers of AMX only if it asks for them.
 static bool may_use_amx(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return cpu_has_amx_bf16() && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
 #else

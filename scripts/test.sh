@@ -103,9 +103,10 @@ group_format() {
 
 group_c() { c_tests c make -j"$jobs" -O -s -k test_c; }
 
-# Builds with a CBLAS and with neither library, and tests the model on the small vocabulary.
+# Builds with a CBLAS, with neither library, and with clang, and tests the model on the small vocabulary.
 group_variants() {
     local name chosen="blas loops"
+    ! echo '#include <omp.h>' | clang -fsyntax-only -x c - 2>/dev/null || chosen+=" clang"
     [ $all = 1 ] || chosen=$(dev/draw.py 1 $chosen)
     for name in $chosen; do c_tests variants variant_"$name"; done
 }
@@ -117,6 +118,7 @@ variant() {
 }
 variant_blas() { variant blas ONEDNN=0 MPI=0; }
 variant_loops() { variant plain ONEDNN=0 BLAS=0 MPI=0; }
+variant_clang() { make -j"$jobs" CC=clang BUILD=build/clang all attn_c >/dev/null && variant clang CC=clang; }
 
 group_san() { c_tests san sanitized; }
 sanitized() {

@@ -232,6 +232,62 @@ def test_threads_of_ranks(data):
     assert "2 threads on 2 ranks" in train(data, "--steps", 1, "--threads", 2, processes=2)
 
 
+# ---- the build
+
+def make(build, *words, **env):
+    return subprocess.run(["make", "-C", ROOT, f"BUILD={build}", f"BIN={build}", *words], capture_output=True,
+                          text=True, env={key: x for key, x in os.environ.items() if key != "MAKEFLAGS"} | env)
+
+
+@pytest.mark.parametrize("where", ["environment", "command line"])
+def test_the_users_flags_are_added_to_ours(tmp_path, where):
+    flags = {"CPPFLAGS": "-DMINE", "CFLAGS": "-DOF_C", "LDFLAGS": "-Wl,-z,now"}
+    words, env = ([], flags) if where == "environment" else ([f"{key}={x}" for key, x in flags.items()], {})
+    lines = make(tmp_path, "-n", "all", "attn_c", *words, **env).stdout.splitlines()
+    compiled = [line for line in lines if " -c -o " in line]
+    linked = [line for line in lines if " -o " in line and line not in compiled]
+    assert len(compiled) > 50 and len(linked) > 5
+    assert all({"-DMINE", "-DOF_C", "-Wall", "-fopenmp", "-I."} <= set(line.split()) for line in compiled)
+    assert all("-Wl,-z,now" in line and "-lm" in line for line in linked)
+
+
+def test_flags_of_a_distribution_build(tmp_path):
+    """Hardening, and position-independent executables."""
+    env = {"CFLAGS": "-g -O2 -fPIE -fstack-protector-strong -Wformat -Werror=format-security",
+           "CPPFLAGS": "-Wdate-time -D_FORTIFY_SOURCE=2", "LDFLAGS": "-pie -Wl,-z,relro -Wl,-z,now"}
+    objects = [f"{tmp_path}/{name}.o" for name in ("runtime/cpu", "runtime/number", "attention/modeling")]
+    result = make(tmp_path, "WERROR=1", "-j2", *objects, f"{tmp_path}/python/attn_c/attn_c_double.so", **env)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("shown, ranks", [
+    ('echo "gcc -I/nonexistent/mpich/include -L/nonexistent/mpich/lib -lmpich"', False),
+    ("echo usage >&2; exit 1", False),
+    (f'echo "cc -g -O2 -Wdate-time $({shutil.which("mpicc")} -show | cut -d" " -f2-)"', True),
+])
+def test_mpicc_of_any_mpi(tmp_path, shown, ranks):
+    """MPICH's knows -show, not --showme. If its flags do not work, the programs are built for one rank."""
+    if ranks and not shutil.which("mpicc"):
+        pytest.skip("needs mpicc")
+    (tmp_path / "mpicc").write_text(f"#!/bin/sh\n[ \"$1\" = -show ] || exit 1\n{shown}\n")
+    (tmp_path / "mpicc").chmod(0o755)
+    result = make(tmp_path, "help", f"MPICC={tmp_path / 'mpicc'}")
+    assert result.returncode == 0 and ("yes MPI" in result.stdout) == ranks
+    assert ("building without ranks" in result.stderr) != ranks
+    lines = make(tmp_path, "-n", "all", f"MPICC={tmp_path / 'mpicc'}").stdout
+    assert ("-DUSE_MPI" in lines) == ranks
+
+
+def test_clang_builds_without_warnings(tmp_path):
+    """Files in which compilers differ; scripts/test.sh builds everything."""
+    if subprocess.run("echo '#include <omp.h>' | clang -fsyntax-only -x c -", shell=True, capture_output=True).returncode:
+        pytest.skip("needs clang and libomp-dev")
+    objects = [f"{tmp_path}/{name}.o" for name in ("runtime/tiles", "runtime/peak", "runtime/gemm", "runtime/cpu",
+                                                   "attention/attention_cpu", "torch/bf16/runtime/tiles")]
+    result = make(tmp_path, "CC=clang", "WERROR=1", "-j2", *objects)
+    assert result.returncode == 0, result.stderr
+
+
 def test_cdpath(tmp_path):
     """If CDPATH is set, cd prefers a folder there to one in the current folder. Runs the line of each script that
     changes to the repository's root."""

@@ -214,8 +214,8 @@ static void test_attention(const char *text, Sizes z) {
     size_t rows = B * NH * T, queries = rows * HS, keys = B * T * NKV * HS, values = B * T * NKV * VS, n = rows * VS;
     int32_t *first = z.documents ? first_keys(z) : NULL;
     real *q = input("q", queries, 0, 2), *k = input("k", keys, 0, 2), *v = input("v", values, 0, 1);
-    AttentionCase c = {.shape = {&normalizer, B, T, NH, NKV, HS, VS, L},
-                       .in = {{q, NH * HS, HS}, {k, NKV * HS, HS}, {v, NKV * VS, VS}, first}};
+    AttentionCase c = {.shape = {&normalizer, B, T, NH, NKV, HS, VS, .L = L},
+                       .in = {{q, NH * HS, HS}, {k, NKV * HS, HS}, {v, NKV * VS, VS}, .first = first}};
     c.dout = input("dout", n, 0, 1);
     c.out = reals(n);
     c.stats = reals(rows * ROW_STATS);
