@@ -172,20 +172,13 @@ def main():
     parser.add_argument("--packages", nargs="+", choices=[*SOURCES, OTHER], default=[*SOURCES, OTHER], metavar="NAME",
                         help=f"which of {', '.join(SOURCES)} and {OTHER}")
     parser.add_argument("--debs", type=Path, help="folder with the .deb files, instead of downloading them")
-    parser.add_argument("--vocab", type=shards.count, default=4096,
-                        help="size of the vocabulary trained on the text with --tokenizer own; end-of-text "
-                             "has the last id")
+    vocabulary.add_flag(parser, 4096, "the text")
     args = parser.parse_args()
-    vocabulary.check_own(parser, args.vocab)
     debs = {name: deb_of(name, args.debs) for name in SOURCES if name in args.packages}
     texts = functools.cache(lambda: all_documents(debs, OTHER in args.packages))
     settings = (sources.settings([sources.File(str(path), path.stat().st_size) for path in debs.values()])
                 | {OTHER: OTHER in args.packages})
-    if args.tokenizer == "own":
-        settings |= {"vocab": args.vocab}
-        args.tokenizer = vocabulary.own("debian_docs", settings, texts, "all documents")
-
-    tokenizer = vocabulary.load(args.tokenizer)
+    tokenizer, settings = vocabulary.choose(args, settings, texts, "all documents")
 
     def encode(batch):
         return [(ids, None, shards.in_validation(text, args.val_fraction))

@@ -35,16 +35,11 @@ def works():
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05,
                               own=True)
-    parser.add_argument("--vocab", type=shards.count, default=4096,
-                        help="size of the vocabulary trained on the works with --tokenizer own; end-of-text "
-                             "has the last id")
+    vocabulary.add_flag(parser, 4096, "the works")
     args = parser.parse_args()
-    vocabulary.check_own(parser, args.vocab)
-    texts, settings = works(), {"source": PACKAGE[1]}
-    if args.tokenizer == "own":
-        settings |= {"vocab": args.vocab}
-        args.tokenizer = str(vocabulary.own("shakespeare", settings, lambda: texts, "all works"))
-    writer = shards.write(args, lambda skip: texts[skip:], vocabulary.load(args.tokenizer), settings)
+    texts = works()
+    tokenizer, settings = vocabulary.choose(args, {"source": PACKAGE[1]}, lambda: texts, "all works")
+    writer = shards.write(args, lambda skip: texts[skip:], tokenizer, settings)
     total, expected = sum(writer.tokens.values()), GPT2_TOKENS + FILES * (2 if args.doc_marks == "bos-eos" else 1)
     if args.tokenizer == "gpt2" and total != expected:
         raise DataError(INPUT, f"{args.out}: expected {expected:,} tokens, found {total:,}.\n"

@@ -127,6 +127,14 @@ def lock(folder, name):
     return file
 
 
+def recorded_settings(out, name):
+    """The settings with which shards were made in a folder, or {}."""
+    try:
+        return json.loads((out / f"{name}.json").read_bytes())["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 class Writer:
     """Appends documents to the shards of one dataset, with a mask beside each if `masks`, and with an end-of-text token
     after each document too if `ends`; resumes an earlier run with the same settings. reader: the sources.Reader of the

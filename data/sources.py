@@ -202,6 +202,23 @@ class Reader:
         changed = {} if self.max_document == MAX_DOCUMENT else {"max_document": self.max_document}
         return settings(self.files, column, self.separator) | changed | ({"dedup": True} if self.dedup else {})
 
+    def inputs(self):
+        """What identifies the files' contents on this machine."""
+        return [[os.path.abspath(file.name), file.size, file.mtime] for file in self.files]
+
+    def sample(self, characters):
+        """Texts to train a vocabulary on: all documents or, if they have more characters, the first ones of each file.
+        What is bad is left out, and reported when all documents are read."""
+        for number, file in enumerate(sorted(self.files, key=lambda file: file.size)):
+            share = characters // (len(self.files) - number)      # what small files leave is for the larger ones
+            for text in items(self.reader(file)):
+                if share and not isinstance(text, Bad):
+                    yield (text := text[:share])
+                    share -= len(text)
+                    characters -= len(text)
+                if not share:
+                    break
+
     # ---- where a run stands
 
     def restore(self, state, documents):

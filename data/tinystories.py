@@ -24,16 +24,14 @@ def column_of(file):
 
 def main():
     parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01,
-                              tokenizer="own")
-    parser.add_argument("--vocab", type=shards.count, default=32000,
-                        help="size of the trained vocabulary; end-of-text has the last id")
+                              tokenizer="own", own=True)
+    vocabulary.add_flag(parser, 32000, "the stories")
     parser.add_argument("--vocab-documents", type=shards.count, default=500_000,
                         help="number of stories to train the vocabulary on")
     parser.add_argument("--input", nargs="+",
                         help="Parquet, JSON or text files, or folders with them, to read instead of the hub")
     sources.add_flags(parser, column=None)
     args = parser.parse_args()
-    vocabulary.check_own(parser, args.vocab)
     reader = sources.reader(args, args.input, (REPO, [PATTERN]), column_of, vocabulary.END_OF_TEXT)
     settings = reader.settings() | {"separator": None}
 
@@ -41,11 +39,11 @@ def main():
         return map(str.strip, reader.documents(skip))
 
     if args.tokenizer == "own":
-        settings |= {"vocab": args.vocab, "vocab_documents": args.vocab_documents}
-        args.tokenizer = vocabulary.own("tinystories", settings,
-                                        lambda: itertools.islice(stories(), args.vocab_documents),
-                                        f"the first {args.vocab_documents:,} stories")
-    shards.write(args, stories, vocabulary.load(args.tokenizer), settings, reader=reader)
+        settings |= {"vocab_documents": args.vocab_documents}
+    tokenizer, settings = vocabulary.choose(
+        args, settings, lambda: itertools.islice(stories(), args.vocab_documents),
+        f"the first {args.vocab_documents:,} stories", inputs=reader.inputs())
+    shards.write(args, stories, tokenizer, settings, reader=reader)
 
 
 if __name__ == "__main__":

