@@ -27,6 +27,7 @@
 #include "run/profile.h"
 #include "run/run.h"
 #include "runtime/adamw.h"
+#include "runtime/cgroup.h"
 #include "runtime/clock.h"
 #include "runtime/gemm.h"
 #include "runtime/memory.h"
@@ -1673,7 +1674,7 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
 // The peak FLOP/s of all ranks. Ranks on one machine may together have more threads than it has cores. *best: see
 // peak_flops().
 static double peak_of(const Model *m, double *best) {
-    int threads = omp_get_max_threads() * process.local_size, cores = omp_get_num_procs();
+    int threads = omp_get_max_threads() * process.local_size, cores = cores_available();
     double flops = peak_flops(best, m->params_bf16 != NULL) * (threads > cores ? (double)cores / threads : 1.0);
     process_sum_double(&flops, 1);
     return flops;

@@ -243,8 +243,8 @@ static void check_resumed_scaling(const TrainOptions *o, const RopeScaling *has)
              o->rope_scaling, rope_scaling_text(has, text, sizeof text));
 }
 
-// For --init-from: finds the folder of those weights and takes their shape, which --model may repeat but not contradict.
-// A run's checkpoint may be pruned before it is read.
+// For --init-from: finds the folder of those weights and takes their shape, which --model may repeat but not
+// contradict. A run's checkpoint may be pruned before it is read.
 static void settle_loaded(Run *run, char *folder, size_t size) {
     const TrainOptions *o = &run->o;
     ModelConfig *config = run->config, asked;

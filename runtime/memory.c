@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "runtime/cgroup.h"
 #include "runtime/error.h"
 #include "runtime/human.h"
 
@@ -57,95 +58,27 @@ void memory_print(const MemoryPlan *plan, const char *title, uint64_t free_bytes
     printf("\n");
 }
 
-// Returns the number that follows `key` at the start of a line, or the fallback.
-static uint64_t number_in(const char *path, const char *key, uint64_t fallback) {
-    FILE *file = fopen(path, "r");
-    char line[256];
-    uint64_t value = fallback;
-    if (!file) return fallback;
-    while (fgets(line, sizeof line, file)) {
-        if (strncmp(line, key, strlen(key)) != 0) continue;
-        char *end;
-        unsigned long long number = strtoull(line + strlen(key), &end, 10);
-        if (end != line + strlen(key)) value = number;
-        break;
-    }
-    fclose(file);
-    return value;
-}
-
-// Where each version of Linux control groups keeps its files, relative to /sys/fs/cgroup/.
-typedef struct {
-    const char *controller;               // in /proc/self/cgroup: "" for the single hierarchy of version 2
-    const char *folder, *limit, *used;    // file names
-    const char *cache, *shared;           // lines of memory.stat: file pages, and the tmpfs pages among them
-} GroupVersion;
-
-static const GroupVersion group_versions[] = {
-    {"", "", "memory.max", "memory.current", "file ", "shmem "},
-    {"memory", "/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache ", "total_shmem "},
-};
-
 // The bytes that this control group leaves; UINT64_MAX without a limit.
-static uint64_t group_leaves(const char *root, const GroupVersion *version, const char *group) {
-    char folder[PATH_MAX], path[2 * PATH_MAX];
-    snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s%s", root, version->folder, group);
-    snprintf(path, sizeof path, "%s/%s", folder, version->limit);
-    uint64_t limit = number_in(path, "", UINT64_MAX);    // "max" is not a number and means no limit
-    if (limit == UINT64_MAX) return limit;
-    snprintf(path, sizeof path, "%s/%s", folder, version->used);
-    uint64_t used = number_in(path, "", 0);
-    snprintf(path, sizeof path, "%s/memory.stat", folder);
-    uint64_t cache = number_in(path, version->cache, 0), shared = number_in(path, version->shared, 0);
+static uint64_t group_leaves(const char *folder, int version) {
+    bool one = version == 1;
+    uint64_t limit = cgroup_number(folder, one ? "memory.limit_in_bytes" : "memory.max", "", UINT64_MAX);
+    if (limit == UINT64_MAX) return limit;    // "max" is not a number and means no limit
+    uint64_t used = cgroup_number(folder, one ? "memory.usage_in_bytes" : "memory.current", "", 0);
+    // File pages, without the tmpfs pages among them, are given back.
+    uint64_t cache = cgroup_number(folder, "memory.stat", one ? "total_cache " : "file ", 0);
+    uint64_t shared = cgroup_number(folder, "memory.stat", one ? "total_shmem " : "shmem ", 0);
     uint64_t reclaimable = cache > shared ? cache - shared : 0;
     used = used > reclaimable ? used - reclaimable : 0;
     return limit > used ? limit - used : 0;
 }
 
-// The least that this group and its ancestors leave. Truncates `group` in place. In a container, the path may be the
-// host's, which is not visible there; the container's own group then appears as the root.
-static uint64_t groups_leave(const char *root, const GroupVersion *version, char *group) {
-    uint64_t least = UINT64_MAX;
-    if (!strcmp(group, "/")) group[0] = 0;
-    for (;;) {
-        uint64_t left = group_leaves(root, version, group);
-        if (left < least) least = left;
-        char *slash = strrchr(group, '/');
-        if (!slash) return least;
-        *slash = 0;
-    }
-}
-
-// Is `name` in the comma-separated list? An empty name matches an empty list.
-static bool listed(const char *list, const char *name) {
-    size_t length = strlen(name);
-    for (const char *at = list;; at++) {
-        size_t word = strcspn(at, ",");
-        if (word == length && strncmp(at, name, length) == 0) return true;
-        at += word;
-        if (!*at) return false;
-    }
-}
-
 uint64_t memory_available_under(const char *root) {
-    char path[PATH_MAX], line[PATH_MAX];
-    snprintf(path, sizeof path, "%s/proc/meminfo", root);
-    uint64_t kilobytes = number_in(path, "MemAvailable:", UINT64_MAX);
-    uint64_t least = kilobytes < UINT64_MAX / 1024 ? kilobytes * 1024 : UINT64_MAX;
-    snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
-    FILE *file = fopen(path, "r");
-    while (file && fgets(line, sizeof line, file)) {    // "4:memory:/a/b" in version 1, "0::/a/b" in version 2
-        char *rest = line, *number = strsep(&rest, ":"), *controllers = strsep(&rest, ":");
-        if (!number || !controllers || !rest) continue;
-        rest[strcspn(rest, "\n")] = 0;
-        for (size_t i = 0; i < sizeof group_versions / sizeof *group_versions; i++) {
-            if (!listed(controllers, group_versions[i].controller)) continue;
-            uint64_t left = groups_leave(root, &group_versions[i], rest);
-            if (left < least) least = left;
-        }
-    }
-    if (file) fclose(file);
-    return least;
+    char proc[PATH_MAX];
+    snprintf(proc, sizeof proc, "%s/proc", root);
+    uint64_t kilobytes = cgroup_number(proc, "meminfo", "MemAvailable:", UINT64_MAX);
+    uint64_t bytes = kilobytes < UINT64_MAX / 1024 ? kilobytes * 1024 : UINT64_MAX;
+    uint64_t least = cgroup_least(root, "memory", group_leaves);
+    return least < bytes ? least : bytes;
 }
 
 uint64_t memory_available(void) {

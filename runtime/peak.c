@@ -3,6 +3,7 @@
 #include <omp.h>
 #include <time.h>
 
+#include "runtime/cgroup.h"
 #ifdef __x86_64__
 #include "runtime/cpuid.h"
 #endif
@@ -42,7 +43,7 @@ static double thread_seconds(void) {
 // count. Threads beyond the number of processors add nothing.
 static double measure(int rounds) {
     double rate = 0.0, operations = 2.0 * CHAINS * (VECTOR_BYTES / sizeof(float)) * rounds;
-    int threads = omp_get_max_threads(), processors = omp_get_num_procs();
+    int threads = omp_get_max_threads(), processors = cores_available();
 #pragma omp parallel reduction(+ : rate)
     {
         double start = thread_seconds();

@@ -10,6 +10,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "runtime/cgroup.h"
 #include "runtime/error.h"
 #include "runtime/options.h"
 #include "runtime/process.h"
@@ -108,7 +109,18 @@ static void check_threads(int count) {
              count, strerror(status));
 }
 
+// The threads that the quotas of control groups allow each rank of this machine, or 0 if they limit nothing. A number
+// that launch.sh has computed from the cores, and put into OMP_NUM_THREADS, is no choice of the user.
+static int64_t threads_of_quota(void) {
+    const char *chosen = getenv("OMP_NUM_THREADS");
+    uint64_t share = cores_quota_under("") / (uint64_t)process.local_size;
+    if (chosen && *chosen && !getenv("CORES_DIVIDED")) return 0;
+    if (share >= (uint64_t)omp_get_max_threads()) return 0;
+    return share ? (int64_t)share : 1;
+}
+
 void start_threads(int64_t threads) {
+    if (!threads) threads = threads_of_quota();
     if (threads) omp_set_num_threads((int)threads);
     if (omp_get_max_threads() > MAX_THREADS)
         usage_fail("OMP_NUM_THREADS asks for %d threads, but at most %d are supported. Override it with --threads N.",

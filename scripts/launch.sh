@@ -10,7 +10,8 @@
 #   PAUSE=5              seconds before a restart
 #   HOSTFILE=file        Open MPI's hostfile (one line per machine: name slots=K); without it all ranks run here
 #   FORWARD="A B"        names of variables that other machines receive besides those listed below
-#   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks
+#   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks, or fewer
+#                        if a container's CPU quota allows fewer
 #   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
 #   MPIRUN=mpirun        a different mpirun, optionally followed by flags for it
 #
@@ -105,6 +106,7 @@ fi
 here=$(((ranks + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
+[ -n "${OMP_NUM_THREADS:-}" ] || flags+=(-x CORES_DIVIDED=1)    # a quota of CPU time may allow a rank fewer threads
 flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
 
 # When mpirun is asked to end, it waits GRACE seconds, sends SIGTERM, waits GRACE seconds again and kills the ranks,

@@ -3,6 +3,7 @@ Also what a killed scripts/setup_cuda.sh leaves behind."""
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
+from trainer import LAUNCH, ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
 
 USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
 PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
@@ -192,6 +193,21 @@ def test_more_threads_than_ulimit_allows(data, run, program):
         assert f"{program}: cannot start 800 threads: Resource temporarily unavailable.\n  Pass a smaller" in text
         start([f"{folder}/{program}", *flags, "--threads", "2"], **how)
         start([f"{folder}/{program}", *flags, "--threads", "800"], OMP_THREAD_LIMIT="2", **how)
+
+
+def test_a_quota_of_cpu_time(data, tmp_path):
+    """In a mount namespace whose control group allows one core. What the user asks for counts."""
+    mount = f"mount --bind {tmp_path} /sys/fs/cgroup"
+    if (len(os.sched_getaffinity(0)) < 2
+            or subprocess.run(["unshare", "-m", *mount.split()], capture_output=True).returncode):
+        pytest.skip("needs two cores and a mount namespace")
+    (tmp_path / "cpu.max").write_text("50000 50000\n")
+    plan = shlex.join(command(data, "--dry-run"))
+    runs = {plan: 1, f"{plan} --threads 2": 2, f"OMP_NUM_THREADS=2 {plan}": 2}
+    if shutil.which("mpirun"):
+        runs[f"{LAUNCH} 1 {plan}"] = 1
+    text = start(["unshare", "-m", "sh", "-c", f"{mount} && unset OMP_NUM_THREADS && {' && '.join(runs)}"])
+    assert [int(threads) for threads in re.findall(r"(\d+) threads? on 1 rank", text)] == list(runs.values())
 
 
 def shown(words, threads, **env):

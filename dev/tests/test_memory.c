@@ -1,9 +1,10 @@
-// memory: the free memory under the limits of control groups, versions 1 and 2, read from imitations of the kernel's
-// files.
+// memory: the free memory and the cores under the limits of control groups, versions 1 and 2, read from imitations of
+// the kernel's files.
 #include <limits.h>
 #include <sys/stat.h>
 
 #include "dev/tests/check.h"
+#include "runtime/cgroup.h"
 #include "runtime/memory.h"
 
 static char root[] = "/tmp/test_memory.XXXXXX";
@@ -88,6 +89,42 @@ static void test_version_1(void) {
     expect(0, "more is used than the limit");
 }
 
+static void expect_cores(uint64_t cores, const char *what) {
+    check_case();
+    uint64_t found = cores_quota_under(root);
+    CHECK(found == cores, "%s: expected %llu cores, found %llu", what, (unsigned long long)cores,
+          (unsigned long long)found);
+}
+
+static void test_cores(void) {
+    check_group("cores under CPU quotas, versions 1 and 2");
+    start("0::/a/b\n");
+    expect_cores(UINT64_MAX, "no files");
+    put("/sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
+    expect_cores(UINT64_MAX, "no quota in version 2");
+    put("/sys/fs/cgroup/a/b/cpu.max", "800000 100000\n");
+    expect_cores(8, "version 2");
+    put("/sys/fs/cgroup/a/cpu.max", "125000 50000\n");
+    expect_cores(3, "the lowest quota counts, rounded up");
+    put("/sys/fs/cgroup/cpu.max", "100 100000\n");
+    expect_cores(1, "in a container, whose files are at the root");
+    start("3:cpuacct:/x\n4:cpuset,cpu:/a/b\n0::/\n");
+    expect_cores(UINT64_MAX, "no files");
+    put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "-1\n");
+    put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us", "100000\n");
+    expect_cores(UINT64_MAX, "no quota in version 1");
+    put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "400000\n");
+    expect_cores(4, "version 1");
+    put("/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "200000\n");
+    put("/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+    expect_cores(2, "the group above");
+    put("/sys/fs/cgroup/cpuset,cpu/cpu.cfs_quota_us", "100000\n");
+    put("/sys/fs/cgroup/cpuset,cpu/cpu.cfs_period_us", "100000\n");
+    expect_cores(1, "a folder of several controllers");
+    put("/sys/fs/cgroup/cpuset,cpu/cpu.cfs_period_us", "0\n");
+    expect_cores(2, "no period");
+}
+
 static void test_resize(void) {
     check_group("a buffer of another size");
     MemoryPlan plan = {0};
@@ -118,6 +155,7 @@ int main(void) {
     test_unknown();
     test_version_2();
     test_version_1();
+    test_cores();
     test_resize();
     test_too_large();
     char command[PATH_MAX];
