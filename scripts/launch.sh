@@ -18,26 +18,20 @@
 # Ctrl-C, SIGTERM, SIGHUP (sent when the terminal closes) or SIGUSR1 lets the program save a checkpoint, however long
 # that takes; a second Ctrl-C ends it at once, as does kill -9 on launch.sh. When a machine vanishes, the remaining ranks
 # end with exit code 6 (--rank-timeout), and launch.sh follows a few seconds later with the same code.
+#
+# Other machines receive those of these variables that are set, and OMP_NUM_THREADS, OMP_WAIT_POLICY and TERM. mpirun
+# sends their values over the network in the clear, so there are no patterns, which could match a secret.
+#   PATH LD_LIBRARY_PATH FLASH90 DNNL_VERBOSE OPENBLAS_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_STACKSIZE
+#   OMP_THREAD_LIMIT CUDA_CACHE_DISABLE CUDA_CACHE_PATH CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER
+#   CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC
+#   NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
+#   NCCL_IB_PKEY NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE
+#   NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN
+#   NCCL_NSOCKS_PERTHREAD NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE
+#   NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN UCX_IB_GID_INDEX
+#   UCX_LOG_LEVEL UCX_NET_DEVICES UCX_TLS
 set -euo pipefail
-# Other machines receive those of these variables that are set. mpirun sends their values over the network in the clear,
-# so there are no patterns, which could match a secret.
-forwarded="PATH LD_LIBRARY_PATH FLASH90 DNNL_VERBOSE OPENBLAS_NUM_THREADS
-OMP_PLACES OMP_PROC_BIND OMP_STACKSIZE OMP_THREAD_LIMIT
-CUDA_CACHE_DISABLE CUDA_CACHE_PATH CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING
-CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES
-NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE
-NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_PKEY NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL
-NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS
-NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN NCCL_NSOCKS_PERTHREAD NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL
-NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE
-NCCL_TUNER_PLUGIN UCX_IB_GID_INDEX UCX_LOG_LEVEL UCX_NET_DEVICES UCX_TLS"
-case ${1:-} in
-    -h | --help)
-        sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"
-        printf '\nOther machines receive these variables if they are set, and OMP_NUM_THREADS, OMP_WAIT_POLICY and TERM:\n%s\n' "$forwarded"
-        exit
-        ;;
-esac
+case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh [--restart R] N program flags..." >&2; exit 2; }
 
@@ -86,6 +80,7 @@ if [ -n "${HOSTFILE:-}" ]; then
     machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node)
+    forwarded=$(sed -n '/^# Other machines receive/,/^set/s/^#   //p' "$0")
     read -ra names -d '' <<< "$forwarded ${FORWARD:-}" || true
     for name in "${names[@]}"; do
         [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || usage "FORWARD=$FORWARD: expected names of variables."
