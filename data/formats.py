@@ -25,15 +25,16 @@ from shards import INPUT, USAGE, DataError
 
 CHUNK = 1 << 20
 HEAD = 4096              # bytes at the start of a file that decide what it is
-MAX_EXPANSION = 1000     # uncompressed bytes for a byte of a file, beyond a few documents
-RECORD_BYTES = 256       # what a record counts as beside its text
+MAX_EXPANSION = 1000     # bytes of text for a byte of a file, beyond the size of a document
+FREE_RECORDS = 10**6     # of a file, even if it has fewer bytes
 BATCH_BYTES = 1 << 28    # of a Parquet column, at a time
+SPARE = 1 << 15          # what a Parquet page has beside its values
 FORMATS = {".txt": "prose", ".md": "prose", ".parquet": "parquet",
            **dict.fromkeys((".json", ".jsonl", ".jsonlines", ".ndjson"), "json")}
 COMPRESSIONS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
                 ".xz": rb"\xfd7zXZ\0", ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"}       # what their files start with
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-         codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}   # UTF-32's before UTF-16's, with which it starts
+         codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}   # UTF-32's start with those of UTF-16
 
 
 class Bad(DataError):
@@ -155,7 +156,7 @@ def zstd_chunks(source):
     whole, held = Sentinel(source, zstandard), b""
     stream = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(whole, CHUNK, read_across_frames=True)
     try:
-        while data := stream.read(CHUNK):
+        while data := stream.read1(CHUNK):
             held += data
             yield held[:-len(Sentinel.CONTENT)]
             held = held[-len(Sentinel.CONTENT):]
@@ -174,7 +175,7 @@ def raw_chunks(source):
         return zstd_chunks(source)
     if compression:
         source = importlib.import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[compression]).open(source)
-    return iter(lambda: source.read(CHUNK), b"")
+    return iter(lambda: source.read1(CHUNK), b"")      # unlike read(), it returns what comes before an error
 
 
 def uncompressed(file):
@@ -219,7 +220,7 @@ class FileReader:
 
     def __init__(self, file, column="text", separator=None, limit=1 << 28):
         self.file, self.column, self.separator, self.limit = file, column, separator, limit
-        self.replaced = self.spent = 0
+        self.replaced = self.spent = self.records = 0
 
     def documents(self):
         """The documents: for each a text or, where there is none to be had, a Bad. The last may be raised instead."""
@@ -229,12 +230,18 @@ class FileReader:
         return TooLong(f"{self.file.name}{where}: more than {self.limit:,} bytes.\n"
                        "  --max-document SIZE accepts longer documents.")
 
-    def spend(self, size):
-        """Counts bytes made from the file. Too many for its size are a bomb, which would keep us busy for hours."""
+    def spend(self, size, records=1):
+        """Counts bytes of text and records. More than a file's size can account for would keep us busy for hours."""
         self.spent += size
-        if self.spent > max(4 * self.limit, MAX_EXPANSION * self.file.size):
-            raise Bad(f"{self.file.name}: its {self.file.size:,} bytes expand to more than {self.spent - size:,}.\n"
-                      "  If you trust the file, pass a larger --max-document.")
+        self.records += records
+        if self.spent > max(1.25 * self.limit, MAX_EXPANSION * self.file.size):
+            found = f"{self.spent - size:,} bytes of text"
+        elif self.records > max(FREE_RECORDS, self.file.size):
+            found = f"{self.records - records:,} records"
+        else:
+            return
+        raise Bad(f"{self.file.name}: its {self.file.size:,} bytes expand to more than {found}.\n"
+                  "  If you trust the file, convert it to uncompressed JSON Lines first.")
 
     # ---- text
 
@@ -256,16 +263,21 @@ class FileReader:
 
     def chunks(self):
         """The file's bytes, decompressed and in UTF-8, without a byte order mark."""
-        chunks, head = uncompressed(self.file), b""
-        while len(head) < HEAD and (chunk := next(chunks, None)) is not None:
-            head += chunk
+        chunks, head, error = uncompressed(self.file), b"", None
+        try:
+            while len(head) < HEAD and (chunk := next(chunks, None)) is not None:
+                head += chunk
+        except Bad as bad:
+            error = bad      # what comes before it counts
         if not is_text(head[:HEAD]):
             raise Bad(f"{self.file.name}: expected text, found binary data.")
         mark = next(filter(head.startswith, MARKS), b"")
         chunks = itertools.chain([head.removeprefix(codecs.BOM_UTF8)], chunks)
         for chunk in chunks if MARKS.get(mark, "utf-8") == "utf-8" else self.transcoded(chunks, MARKS[mark]):
-            self.spend(len(chunk))
+            self.spend(len(chunk) // 16, 0)     # more, if it becomes documents
             yield chunk
+        if error:
+            raise error
 
     def pieces(self, chunks, separator):
         """(number from 1, bytes) of each piece between separators; None stands for a piece above the limit."""
@@ -307,7 +319,7 @@ class FileReader:
             yield self.decode(self.whole())
             return
         for number, piece in self.pieces(self.chunks(), self.separator.encode()):
-            self.spend(RECORD_BYTES)
+            self.spend(len(piece or b""))
             yield self.too_long(f": document {number:,}") if piece is None else self.decode(piece)
 
     # ---- JSON
@@ -353,7 +365,7 @@ class FileReader:
                 except (ValueError, RecursionError) as error:      # perhaps because the rest is missing
                     left, text, at = len(text) - at, text[at:], 0
                     if left > self.limit:
-                        raise self.too_long(where) from None
+                        raise self.too_long(where + " and what follows it") from None
                     text += b"".join(self.some(chunks, max(left, CHUNK))).decode("latin-1")
                     if len(text) == left:
                         raise self.invalid(where, error) from None
@@ -376,7 +388,7 @@ class FileReader:
 
     def value(self, data, where):
         """The text in an object; "" where it is null."""
-        self.spend(RECORD_BYTES)
+        self.spend(len(data))
         try:
             value = parse(self.decode(data))
         except ValueError as error:
@@ -430,9 +442,9 @@ class FileReader:
         where the pages are large."""
         meta = table.metadata.row_group(group)
         size, rows = meta.column(column).total_uncompressed_size, meta.num_rows
-        if rows and size / rows > self.limit:
+        if rows and size / rows > self.limit + SPARE:
             for _ in range(rows):
-                self.spend(RECORD_BYTES)
+                self.spend(0)
                 yield self.too_long(f": row group {group}")
             return
         batches = table.iter_batches(min(64, max(4, BATCH_BYTES // max(size, 1))), [group], [self.column])
@@ -441,7 +453,7 @@ class FileReader:
             values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
             for value in values.cast(pyarrow.large_binary()):
                 text = value.as_py() or b""
-                self.spend(RECORD_BYTES + len(text))
+                self.spend(len(text))
                 if len(text) > self.limit:
                     yield self.too_long(f": a row of group {group}")
                 else:

@@ -317,10 +317,10 @@ class Writer:
         if val is None:
             val = int((number + 1) * self.val_fraction) > int(number * self.val_fraction)
         mask = np.ones(len(ids), np.uint8) if mask is None else mask
-        if self.ends:
-            ids, mask = np.append(ids, self.tokenizer.end_of_text), np.append(mask, 1)
-        self.append("val" if val else "train", np.concatenate(([self.tokenizer.end_of_text], ids)),
-                    np.concatenate(([0], mask)))
+        mark, one = np.array([self.tokenizer.end_of_text], np.uint32), np.ones(1, np.uint8)
+        after = self.ends * 1
+        self.append("val" if val else "train", np.concatenate((mark, ids, mark[:after])),
+                    np.concatenate((one - 1, mask, one[:after])))
 
     def commit(self):
         for file in self.open_files():

@@ -339,7 +339,7 @@ class Reader:
         more = [f"and {many(len(bad) - BAD_FILES, 'file')} more"] * (len(bad) > BAD_FILES)
         return DataError(INPUT, "\n".join([
             *[f"{many(len(bad), 'file')} with bad records:"] * (len(bad) > 1), *map(str, bad[:BAD_FILES]), *more,
-            "  Correct or remove what is bad and rerun the same command, or pass --skip-bad N to skip up to N records."]))
+            "  Correct or remove what is bad and rerun the same command, or skip up to N records with --skip-bad N."]))
 
 
 def items(reader):

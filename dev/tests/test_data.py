@@ -1,5 +1,6 @@
 """The scripts in data/: the format of shards, every reader, resuming after a kill, and wrong usage."""
 import bz2
+import codecs
 import errno
 import fcntl
 import gzip
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -476,19 +478,247 @@ def test_text_files(tmp_path):
     assert read(tmp_path / "a.txt", "text", "<|endoftext|>") == ["one", "two\r\n", ""]
 
 
+def scan(*paths, follow_links=False, prose="", **options):
+    """The texts in files and folders, and {kind: (count, places)} of what the notes say."""
+    notes = sources.Notes()
+    reader = sources.Reader(sources.local_files(paths, None, notes, follow_links, prose), notes=notes, **options)
+    texts = list(reader.documents())
+    return texts, {kind: (count, places) for kind, (count, _, places) in reader.notes.found.items()}
+
+
+ARRAY = json.dumps([{"text": t} for t in TEXTS], ensure_ascii=False, indent=1).encode()
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.ndjson", jsonl(TEXTS)), ("a.JsonLines", jsonl(TEXTS)), ("A.JSONL", jsonl(TEXTS)), ("part-00000", jsonl(TEXTS)),
+    ("a.json", jsonl(TEXTS)), ("a.jsonl", ARRAY), ("a.JSON.GZ", gzip.compress(jsonl(TEXTS))),
+    ("a.jsonl.bz2", bz2.compress(jsonl(TEXTS))), ("a.jsonl.xz", lzma.compress(jsonl(TEXTS)) + lzma.compress(b"")),
+    ("a.jsonl", zst(jsonl(TEXTS))), ("a.jsonl.gz", jsonl(TEXTS)), ("part", bz2.compress(jsonl(TEXTS))),
+    ("a.jsonl", jsonl(TEXTS).decode().encode("utf-16")),
+    ("a.json", codecs.BOM_UTF16_BE + ARRAY.decode().encode("utf-16-be")), ("a.json", b"\n \n" + ARRAY), ("a.jsonl.zst", zst(codecs.BOM_UTF8 + jsonl(TEXTS))),
+    ("padded.jsonl.gz", gzip.compress(jsonl(TEXTS[:2])) + gzip.compress(jsonl(TEXTS[2:])) + bytes(700)),
+    ("frames.jsonl.zst", b"".join(zst(bytes([byte])) for byte in jsonl(TEXTS)) + zst(b"")),
+    ("skippable.jsonl.zst", b"\x50\x2a\x4d\x18\3\0\0\0abc" + zst(jsonl(TEXTS))),
+    ("long.jsonl.zst",       # a frame with a window of 2 GiB, as zstd --long=31 writes
+     bytes.fromhex("28b52ffd00a8") + (len(jsonl(TEXTS)) * 8 + 1).to_bytes(3, "little") + jsonl(TEXTS))])
+def test_content_decides_the_format(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert scan(tmp_path / name) == scan(tmp_path) == (TEXTS, {"blank": (1, [f"{tmp_path / name} (1)"])})
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.TXT", "naïve"), ("a.Md", "naïve"), ("a.txt.gz", "naïve"), ("a.txt", '{"text": "naïve"}'), ("a.md", "世界")])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_prose(tmp_path, name, content, encoding):
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    assert scan(tmp_path) == ([content], {})
+
+
+def test_an_object_that_takes_a_file(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "one\ntwo", "meta": {"a": [1]}}, indent=2))
+    assert scan(tmp_path) == (["one\ntwo"], {})
+
+
 @pytest.mark.parametrize("name, content, kind", [
     ("book.pdf", b"%PDF-1.7\n", "binary"), ("book.txt", b"a\0b", "binary"), ("book.zip", b"PK\3\4\0", "binary"),
-    ("book.csv", b"a,b\n", "unknown format"), ("book", b"prose", "unknown format"),
-    ("book.txt.zip.gz", gzip.compress(b"prose"), "unknown format")])
+    ("book.csv", b"a,b\n", "format"), ("book", b"prose", "format"), ("book.ipynb", b'{\n "cells": [\n', "format"),
+    ("book.tar.gz", gzip.compress(b"prose"), "format")])
 def test_what_is_not_text(tmp_path, name, content, kind):
-    """It is skipped and named in a folder, and rejected where it is named."""
+    """It is skipped and named in a folder, and rejected where it is named. --prose reads what is text."""
     (tmp_path / name).write_bytes(content)
+    with pytest.raises(shards.DataError, match="binary data" if kind == "binary" else "--prose"):
+        scan(tmp_path / name)
     (tmp_path / "a.txt").write_text("text")
-    found = script("text", tmp_path, "--val-fraction", 0, "--out", tmp_path / "out")
-    assert documents_of(tmp_path / "out", "train") == ["text"] and kind in found and f"{tmp_path}/{name}" in found
-    script("text", tmp_path / name, "--val-fraction", 0, "--out", tmp_path / "named", code=3)
-    if kind != "binary":
-        script("text", tmp_path / name, "--val-fraction", 0, "--out", tmp_path / "named", "--prose", "x,book*")
+    assert scan(tmp_path) == (["text"], {kind: (1, [f"{tmp_path}/{name}"])})
+    if kind == "format":
+        assert "skipped" not in str(scan(tmp_path, prose="x,book*")) and len(scan(tmp_path, prose="book*")[0]) == 2
+
+
+def test_what_is_left_out_is_printed(tmp_path):
+    (tmp_path / "in").mkdir()
+    for number in range(8):
+        (tmp_path / "in" / f"{number}.csv").write_text("a,b")
+    (tmp_path / "in" / "a.jsonl").write_bytes(jsonl(["a", "", "b"]) + b'{"text": "\xff\\ud800"}\n')
+    words = [tmp_path / "in", "--val-fraction", 0, "--out", tmp_path / "out"]
+    for _ in range(2):       # the second time, from the state
+        text = script("text", *words)
+        assert "skipped 8 files of unknown format" in text and "0.csv" in text and "and 3 more" in text
+        assert "1 blank document" in text and "replaced 2 invalid characters" in text and "a.jsonl (2)" in text
+    assert documents_of(tmp_path / "out", "train") == ["a", "b", "\ufffd\ufffd"]
+
+
+def test_parquet_of_other_types(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+    data = [b"bad \xff\xfe end", "naïve".encode(), None]
+    texts = ["bad \ufffd\ufffd end", "naïve", ""]
+    null, offsets, values = pa.array(data, pa.binary()).buffers()
+    invalid = pa.StringArray.from_buffers(3, offsets, values, null)
+    for number, array in enumerate([pa.array(data, pa.binary()), pa.array(data, pa.large_binary()), invalid,
+                                    pa.array(data, pa.binary()).dictionary_encode()]):
+        path = tmp_path / f"{number}.parquet"
+        pa.parquet.write_table(pa.table({"meta": [{"text": 1}] * 3, "text": array}), path)
+        assert scan(path) == (texts, {"blank": (1, [f"{path} (1)"]), "replaced": (2, [f"{path} (2)"])})
+    pa.parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "int.parquet")
+    with pytest.raises(shards.DataError, match="expected text in column 'text', found int64"):
+        scan(tmp_path / "int.parquet")
+
+
+# ---- what a folder holds
+
+def test_links(tmp_path, monkeypatch):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "a" / "b").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "a" / "one.txt").write_text("one")
+    (outside / "two.txt").write_text("two")
+    (folder / ".git").mkdir()
+    for name, target in {"loop": "..", "b/loop": "../..", "again.txt": "one.txt", "broken.txt": "none.txt",
+                         "itself": "itself", "out": outside, "out.txt": outside / "two.txt"}.items():
+        (folder / "a" / name).symlink_to(target)
+    (folder / "0").symlink_to("a")          # sorts before what it leads to, which keeps its name
+    (folder / "in.txt").symlink_to(folder / "a" / "one.txt")
+    os.mkfifo(folder / "pipe.txt")
+    expected = {"hidden": 1, "again": 3, "broken": 2, "outside": 2, "special": 1}
+    texts, notes = scan(folder)
+    assert texts == ["one"] * 3 and {kind: count for kind, (count, _) in notes.items()} == expected
+    assert notes["outside"][1] == [f"{folder}/a/out", f"{folder}/a/out.txt"]
+    texts, notes = scan(folder, follow_links=True)
+    assert texts == ["one", "one", "two", "two", "one"] and "outside" not in notes
+    (tmp_path / "link").symlink_to(folder)
+    assert scan(tmp_path / "link", folder / "a" / "out.txt", folder / "0")[0] == ["one"] * 3 + ["two"] + ["one"] * 2
+
+
+def test_the_hub_cache(tmp_path):
+    """A snapshot is read, whose files are links to the blobs beside it, but no link to anything else."""
+    repo = tmp_path / "datasets--a--b"
+    for folder in ("blobs", "snapshots/1/data", "snapshots/1/blobs"):
+        (repo / folder).mkdir(parents=True)
+    (repo / "blobs" / "abc").write_text("text")
+    (repo / "secret").write_text("secret")
+    (repo / "blobs" / "def").symlink_to(repo / "secret")
+    for name, target in {"a.txt": "abc", "b.txt": "def", "c.txt": "../secret"}.items():
+        (repo / "snapshots/1/data" / name).symlink_to(f"../../../blobs/{target}")
+    assert scan(repo / "snapshots" / "1")[0] == scan(repo / "snapshots" / "1" / "data")[0] == ["text"]
+
+
+def test_what_cannot_be_read(tmp_path, monkeypatch):
+    """Access rights do not stop root, so a stand-in does."""
+    def refuse(call):
+        def refusing(path, *rest, **options):
+            if "secret" in str(path):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *rest, **options)
+        return refusing
+
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("scandir", "listdir", "open"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    assert scan(tmp_path) == (["text"], {"unreadable": (2, [f"{tmp_path}/secret", f"{tmp_path}/secret.txt"])})
+
+
+def test_only_regular_files(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    for path in (tmp_path / "a.jsonl", "/dev/zero", "/dev/stdin"):
+        words = [path, "--val-fraction", 0, "--out", tmp_path / "out"]
+        assert f"{path}: expected a regular file" in script("text", *words, code=3, stdin=subprocess.PIPE, timeout=30)
+
+
+# ---- bad records, and sizes
+
+def test_bad_records(tmp_path):
+    files = {"a.jsonl": jsonl(["a"]) + b"{\n" + jsonl(["b"]) + b"[1]\n", "b.jsonl": jsonl(["c"]),
+             "c.jsonl.gz": gzip.compress(jsonl(["d", "lost"]))[:-6], "d.parquet": b"PAR1", "e.json": b"[{]"}
+    (tmp_path / "in").mkdir()
+    for name, content in files.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    words = [tmp_path / "in", "--val-fraction", 0, "--out", tmp_path / "out"]
+    places = ["a.jsonl: line 2: not valid JSON", "c.jsonl.gz: truncated", "d.parquet: not a complete",
+              "e.json: element 0: not valid JSON"]
+    with pytest.raises(shards.DataError, match="4 files with bad records"):
+        scan(tmp_path / "in", skip_bad=4)
+    text = script("text", *words, code=3)
+    assert all(place in text for place in places) and "4 files with bad records" in text and "--skip-bad" in text
+    text = script("text", *words, "--skip-bad", 5)
+    assert "skipped 5 bad records" in text and all(place in text for place in [*places, "a.jsonl: line 4: expected"])
+    assert documents_of(tmp_path / "out", "train") == ["a", "b", "c", "d", "lost"]
+    script("text", *words, "--skip-bad", "-1", code=2)
+
+
+def test_a_corrupt_row_group(tmp_path):
+    import pyarrow.parquet
+    path = tmp_path / "a.parquet"
+    parquet(path, [str(number) * 50 for number in range(6)])
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    data = bytearray(path.read_bytes())
+    data[column.dictionary_page_offset:column.dictionary_page_offset + 20] = bytes(20)
+    path.write_bytes(data)
+    texts, notes = scan(path, skip_bad=1)
+    assert [text for text in texts if text] == [str(number) * 50 for number in (0, 1, 4, 5)]
+    assert notes["bad"][0] == 1 and f"{path}: row group 1" in notes["bad"][1][0]
+
+
+LONG, END_TEXT = "x" * 2000, "end"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.parquet", "a.txt", "b.txt"])
+def test_documents_that_are_too_long(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK", 600)
+    path, texts = tmp_path / name, ["start", LONG, "middle", LONG + LONG, END_TEXT]
+    if name == "a.parquet":
+        parquet(path, texts)
+    elif name == "a.txt":
+        path.write_text("--".join(texts))
+    else:
+        whole = json.dumps([{"text": text} for text in texts]).encode() if name == "a.json" else jsonl(texts)
+        path.write_bytes(zst(whole) if name.endswith("zst") else LONG.encode() if name == "b.txt" else whole)
+    found, notes = scan(tmp_path, max_document=1500, separator="--" if name == "a.txt" else None)
+    ends = {"b.txt": 0, "a.json": 3}       # what follows a very long element of an array is lost
+    assert [text for text in found if text] == texts[:ends.get(name):2]
+    assert notes["long"][0] == (1 if name == "b.txt" else 2) and str(path) in notes["long"][1][0]
+    assert scan(tmp_path, max_document=5000, separator="--" if name == "a.txt" else None)[1] == {}
+
+
+def test_a_long_document_takes_linear_time(tmp_path, monkeypatch):
+    """A thousand chunks; copying the start of the document with each would take several seconds."""
+    monkeypatch.setattr(formats, "CHUNK", 1 << 14)
+    text = "lorem ipsum dolor " * 1_000_000
+    (tmp_path / "a.jsonl").write_bytes(jsonl([text]))
+    (tmp_path / "b.json").write_bytes(b"[" + jsonl([text]) + b"]")
+    (tmp_path / "c.txt").write_text(text)
+    started = time.process_time()
+    assert scan(tmp_path, separator="--")[0] == [text] * 3
+    assert time.process_time() - started < 2.5
+
+
+@pytest.mark.parametrize("name, text", [("a.jsonl", b"{" * (1 << 27)), ("a.txt", b"a" * (1 << 27)),
+                                        ("a.json", b"[" + b" " * (1 << 27)), ("a.json", b'["' + b"a" * (1 << 27))])
+def test_a_bomb_takes_little_memory(tmp_path, name, text):
+    (tmp_path / f"{name}.zst").write_bytes(zst(text))
+    del text
+    tracemalloc.start()
+    try:
+        scan(tmp_path, max_document=1 << 21, skip_bad=1)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 21
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_expands_too_much(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet
+    monkeypatch.setattr(formats, "FREE_RECORDS", 20_000)
+    columns = {"null": pa.nulls(10**7, pa.string()),
+               "one": pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**7, np.int8)), ["hello"]),
+               "long": pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**5, np.int8)), ["x" * 50_000])}
+    for name, column in columns.items():
+        pa.parquet.write_table(pa.table({"text": column}), tmp_path / f"{name}.parquet")
+    (tmp_path / "lines.jsonl.zst").write_bytes(zst(jsonl(["a"]) * 10**6))
+    for path in tmp_path.iterdir():
+        with pytest.raises(shards.DataError, match="bytes expand to more than"):
+            scan(path, max_document=1 << 23)
 
 
 def test_a_byte_order_mark_before_json(tmp_path):
