@@ -8,6 +8,7 @@
 #include "cuda/check.h"
 #include "cuda/gpu.cuh"
 #include "runtime/clock.h"
+#include "runtime/file.h"
 #include "runtime/process.h"
 
 // ---- owners
@@ -93,7 +94,7 @@ static unsigned long long started(int pid) {
     char path[64], text[1024], state = 0;
     unsigned long long ticks = 0;
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    FILE *file = fopen(path, "r");
+    FILE *file = file_open_system(path);
     if (!file) return 0;
     text[fread(text, 1, sizeof text - 1, file)] = 0;
     fclose(file);
@@ -108,7 +109,7 @@ static unsigned long long started(int pid) {
 static double place(void) {
     char text[256] = "", space[128] = "";
     uint64_t hash = 14695981039346656037u;    // FNV-1a
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    FILE *file = file_open_system("/proc/sys/kernel/random/boot_id");
     if (file) {
         text[fread(text, 1, sizeof text / 2, file)] = 0;
         fclose(file);

@@ -25,7 +25,7 @@ import shakespeare
 import shards
 import sources
 import vocabulary
-from shards import INPUT, DataError, many
+from shards import INPUT, DataError, files, many
 
 MIN_WORDS = 50          # of a document
 ENTRIES = 50            # of a dictionary in a document
@@ -34,7 +34,9 @@ ENTRIES = 50            # of a dictionary in a document
 # ---- documents of a file: lists of paragraphs
 
 def text_of(path):
-    return (gzip.open(path) if path.suffix == ".gz" else open(path, "rb")).read().decode("utf-8", "replace")
+    with files.open_regular(path, files.TEXT) as file:
+        whole = gzip.open(file) if path.suffix == ".gz" else file
+        return whole.read(files.TEXT).decode("utf-8", "replace")
 
 
 def rst(path, known):

@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 import markup
-from shards import INPUT, DataError
+from shards import INPUT, DataError, files
 
 DIGITS = {digit: value
           for value, digit in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
@@ -26,7 +26,7 @@ def entries(path):
     index = path.with_name(path.name.removesuffix(".dict.dz") + ".index")
     if not index.exists():
         raise DataError(INPUT, f"expected {index.name} beside it, found none")
-    for line, row in enumerate(index.read_text("utf-8", errors="replace").splitlines(), 1):
+    for line, row in enumerate(files.read(index, files.TEXT).decode("utf-8", "replace").splitlines(), 1):
         try:
             word, offset, length = row.split("\t")[:3]
             places.add((number(offset), number(length), word.startswith("00-")))
@@ -34,8 +34,8 @@ def entries(path):
             raise DataError(INPUT, f"{index.name}: line {line}: expected a headword, an offset and a length, found "
                                    f"{row[:80]!r}.") from None
     about = {place[:2] for place in places if place[2]}
-    with gzip.open(path) as file:
-        data = file.read()
+    with files.open_regular(path, files.METRICS) as file:
+        data = gzip.open(file).read(files.METRICS)
     return [data[offset:offset + length].decode("utf-8", "replace")
             for offset, length in sorted({place[:2] for place in places} - about)]
 

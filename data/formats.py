@@ -7,21 +7,20 @@ document, or several between separators. Invalid bytes become U+FFFD and are cou
 Nothing here holds more of a file than a few times `limit`, the size of the largest document that is read.
 """
 import codecs
+import errno
 import fnmatch
 import importlib
 import itertools
 import json
 import lzma
-import os
 import re
 import shlex
-import stat
 import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from shards import INPUT, USAGE, DataError
+from shards import INPUT, USAGE, DataError, files
 
 CHUNK = 1 << 20
 HEAD = 4096              # bytes at the start of a file that decide what it is
@@ -76,10 +75,11 @@ class File:
 
 def open_regular(path):
     """Opens a regular file to read its bytes. A pipe or a device, which may never end, is an error."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
+    try:
+        return files.open_regular(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     raise Bad(f"{path}: expected a regular file, found a pipe, a socket or a device.\n"
               "  Write its contents to a file first.")
 

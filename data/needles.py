@@ -26,7 +26,7 @@ import shards    # first, because it says what to do if packages are missing
 import numpy as np
 
 import vocabulary
-from shards import DATA, INPUT, USAGE, DataError
+from shards import DATA, INPUT, MOST_BYTES, USAGE, DataError, files
 
 # eval/needle.c has the same texts, and encodes them in the same pieces.
 NEEDLE, NUMBER, NEEDLE_END = "\nThe special magic {city} number is:", " {digits}.", "\n"
@@ -88,7 +88,7 @@ def settings_of(args, sources):
     """What determines the output."""
     digest = hashlib.sha256((DATA / "cities.txt").read_bytes())
     for path in (*sources, args.source / "tokenizer.json"):
-        digest.update(path.read_bytes())
+        digest.update(files.read(path, MOST_BYTES))
     return {"sha256": digest.hexdigest(), "seq_len": args.seq_len, "fraction": args.fraction, "digits": args.digits,
             "questions": args.questions, "seed": args.seed}
 
@@ -104,7 +104,7 @@ def recorded(args, settings):
         return {}
     if not state.exists():
         raise DataError(USAGE, f"--out {args.out}: it holds another dataset ({names[0]}).\n  Pass another --out.")
-    found = json.loads(state.read_text("utf-8"))
+    found = json.loads(files.read(state, files.JSON))
     if found["settings"] != settings:
         raise DataError(USAGE, f"{args.out} holds needles made with other settings or from another dataset.\n"
                                f"  Pass another --out, or remove the folder to start over.")
@@ -127,7 +127,7 @@ def write(args, train, val, tokenizer, settings):
     for name, content in tokenizer.files.items():
         shards.write_atomically(args.out / name, content)
     for path in val:      # last: a folder with validation shards is complete
-        shards.write_atomically(args.out / path.name, path.read_bytes())
+        shards.write_atomically(args.out / path.name, files.read(path, MOST_BYTES))
     record(needles=needles)
     print(f"{args.out}: {start:,} tokens to train on, with {needles:,} needles of {args.digits} digits.")
 

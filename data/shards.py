@@ -34,6 +34,7 @@ except ImportError as error:
     sys.exit(f"{sys.argv[0]}: {error}.\n  Run scripts/setup.sh once, and this script with .venv/bin/python.")
 
 HEADER_BYTES, MAX_VOCAB = 1024, 1 << 20   # the C programs' limit
+MOST_BYTES = 1024 + (4 << 31)             # of a shard
 Format = collections.namedtuple("Format", "magic version dtype")
 TOKENS = Format(20240520, 1, np.dtype("<u2"))
 WIDE_TOKENS = Format(20240801, 7, np.dtype("<u4"))       # llm.c's for Llama 3
@@ -99,12 +100,13 @@ def write_shard(path, tokens):
 
 def read_shard(path):
     """The token ids of a complete shard."""
-    data = Path(path).read_bytes()
-    magic, version, count = np.frombuffer(data[:12], "<i4").tolist() if len(data) >= HEADER_BYTES else (0, 0, 0)
-    form = next((form for form in (TOKENS, WIDE_TOKENS) if form[:2] == (magic, version)), None)
-    if not form or len(data) != HEADER_BYTES + form.dtype.itemsize * count:
-        raise DataError(INPUT, f"{path}: expected a complete shard. Make the dataset again.")
-    return np.frombuffer(data[HEADER_BYTES:], form.dtype)
+    with files.open_regular(path) as file:
+        start, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+        magic, version, count = np.frombuffer(start[:12], "<i4").tolist() if len(start) == HEADER_BYTES else (0, 0, 0)
+        form = next((form for form in (TOKENS, WIDE_TOKENS) if form[:2] == (magic, version)), None)
+        if not form or size != HEADER_BYTES + form.dtype.itemsize * count:
+            raise DataError(INPUT, f"{path}: expected a complete shard. Make the dataset again.")
+        return np.fromfile(file, form.dtype, count)
 
 
 def take_lock(handle, path, busy):
@@ -130,7 +132,7 @@ def lock(folder, name):
 def recorded_settings(out, name):
     """The settings with which shards were made in a folder, or {}."""
     try:
-        return json.loads((out / f"{name}.json").read_bytes())["settings"]
+        return json.loads(files.read(out / f"{name}.json", files.JSON))["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -161,7 +163,7 @@ class Writer:
         self.check_tokenizer()
         self.resume()
         for file, content in tokenizer.files.items():
-            if not (self.out / file).exists() or (self.out / file).read_bytes() != content:
+            if not (self.out / file).exists() or files.read(self.out / file, files.TEXT) != content:
                 write_atomically(self.out / file, content)
 
     def check_tokenizer(self):
@@ -170,7 +172,7 @@ class Writer:
         names = {match[1] for path in self.out.iterdir()
                  if (match := re.fullmatch(r"(.+)_(train|val)_\d{6}\.bin(\.part)?", path.name))}
         if others := names - {self.name}:
-            if found.exists() and found.read_bytes() != self.tokenizer.files["tokenizer.json"]:
+            if found.exists() and files.read(found, files.TEXT) != self.tokenizer.files["tokenizer.json"]:
                 raise DataError(USAGE, f"{found}: the {min(others)} shards in this folder have another tokenizer.\n"
                                        "  Pass another --out, or the --tokenizer of those shards.")
 
@@ -184,7 +186,7 @@ class Writer:
                 self.reader.restore(None, 0)
             return
         try:
-            state = json.loads(self.state_path.read_bytes())
+            state = json.loads(files.read(self.state_path, files.JSON))
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
             self.counts.update(state.get("counts", {}))

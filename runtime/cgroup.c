@@ -8,11 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/file.h"
+
 uint64_t cgroup_number(const char *folder, const char *name, const char *key, uint64_t fallback) {
     char path[2 * PATH_MAX], line[256];
     uint64_t value = fallback;
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *file = fopen(path, "r");
+    FILE *file = file_open_system(path);
     if (!file) return fallback;
     while (fgets(line, sizeof line, file)) {
         if (strncmp(line, key, strlen(key)) != 0) continue;
@@ -57,7 +59,7 @@ uint64_t cgroup_least(const char *root, const char *controller, uint64_t (*limit
     char path[PATH_MAX], line[PATH_MAX];
     uint64_t least = UINT64_MAX;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
-    FILE *file = fopen(path, "r");
+    FILE *file = file_open_system(path);
     while (file && fgets(line, sizeof line, file)) {    // "4:memory:/a/b" in version 1, "0::/a/b" in version 2
         char *rest = line, *number = strsep(&rest, ":"), *controllers = strsep(&rest, ":");
         if (!number || !controllers || !rest) continue;

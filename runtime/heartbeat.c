@@ -24,6 +24,7 @@
 
 #include "runtime/clock.h"
 #include "runtime/error.h"
+#include "runtime/file.h"
 #include "runtime/process.h"
 
 #ifdef USE_SODIUM
@@ -146,7 +147,7 @@ static bool launcher_name(pid_t pid) {
     static const char *const names[] = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", NULL};
     char path[64], name[64] = "";
     snprintf(path, sizeof path, "/proc/%d/comm", (int)pid);
-    FILE *file = fopen(path, "r");
+    FILE *file = file_open_system(path);
     if (!file) return false;
     if (!fgets(name, sizeof name, file)) name[0] = 0;
     fclose(file);

@@ -132,7 +132,7 @@ def tensors(folder):
     """(name, float32 array) of all weights, one at a time."""
     for path in weight_files(folder):
         try:
-            data = np.memmap(path, np.uint8, "r")
+            data = np.memmap(files.open_regular(path), np.uint8, "r")
             start = 8 + int(data[:8].view("<u8")[0])
             header = json.loads(bytes(data[8:start]))
         except (OSError, ValueError) as error:

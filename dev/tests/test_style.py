@@ -23,6 +23,31 @@ MARKDOWN = tracked("*.md")
 EXEMPT = ("|", "#", "![", "[![", "<!--")     # a table's row, a heading, an image, a comment
 
 
+# Only these files open others. Elsewhere, a line may do so if it names the system's files, this checkout's own, a folder,
+# or what has just been downloaded into a folder of its own.
+OPENERS = "runtime/file.c", "runtime/own.c", "scripts/files.py"
+C_OPEN = r"\b(fopen|freopen|open|open64|openat|creat|mkstemp|tmpfile|fopen64)\s*\("
+PYTHON_OPEN = (r"(?<![\w.])open\(|\bos\.open\(|\bio\.open\(|\.(read|write)_(text|bytes)\(|\.tofile\(|\.touch\("
+               r"|\bnp\.(load|memmap|fromfile)\(")
+OWN = (r"/dev/null|os\.devnull|/proc/|O_DIRECTORY|O_PATH|os\.open\(folder, os\.O_RDONLY\)|open\([12], \"w\"\)|\bROOT\b"
+       r"|FOLDER /|DATA /|urlopen|wanted\.|open_regular\(|def open|mmap_mode|np\.fromfile\(file"
+       r"|open\(path, O_RDONLY \| O_CLOEXEC\)")
+
+
+def test_files_are_opened_in_one_place():
+    """Elsewhere nobody would think of links, pipes, devices and endless files."""
+    found = []
+    for path in [*SOURCES, *tracked("data/*.py", "scripts/*.py")]:
+        if path.startswith("dev/") or path in OPENERS:
+            continue
+        pattern = PYTHON_OPEN if path.endswith(".py") else C_OPEN
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+            code = re.split(r"#|//", line)[0] if not re.search(r"[\"']", line) else line
+            if re.search(pattern, code) and not line.lstrip().startswith(("//", "#")) and not re.search(OWN, line):
+                found.append(f"{path}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
 def test_format():
     """.clang-format defines the style. To fix: .venv/bin/clang-format -i FILE"""
     tool = Path(sys.executable).parent / "clang-format"
