@@ -284,7 +284,7 @@ pack_cublas() {
 # in data/ import. They are pure Python and work with any version.
 pack_python() {
     local p new=$deps/python.new packages="pytest pytest-xdist pytest-timeout tqdm"
-    local flags="-q --disable-pip-version-check --only-binary :all: --no-compile"
+    local flags="-q --disable-pip-version-check --no-user --prefix= --root=/ --only-binary :all: --no-compile"
     for p in .venv/bin/python python3; do
         "$p" -m pip --version >/dev/null 2>&1 || continue
         rm -rf "$new"

@@ -2,11 +2,12 @@
 # Installs what the build and the scripts need: Debian packages and the virtual environment .venv.
 #
 #   scripts/setup.sh           what training, sampling and plotting need
-#   scripts/setup.sh --test    also what the tests need: PyTorch, transformers, clang
+#   scripts/setup.sh --test    also what the tests need: PyTorch, transformers, clang and, for root on a machine without
+#                              systemd, an SSH server, which is not started
 #
-# It is safe to rerun: what is already installed is skipped, and that takes a second. Packages are installed if there
-# is apt and the user is root or may use sudo; otherwise missing packages are listed. Missing optional packages do not
-# stop the setup.
+# It says what it installs and why. It is safe to rerun: what is already installed is skipped, and that takes a second.
+# Packages are installed if there is apt and the user is root or may use sudo; otherwise missing packages are listed.
+# Missing optional packages do not stop the setup.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."
@@ -18,12 +19,19 @@ case "${1:-}" in
     *) echo "setup: $1: unknown flag; the only one is --test" >&2; exit 2 ;;
 esac
 
+# Python and pip set up .venv only, whatever the user's settings name: other modules, another Python, another folder.
+unset "${!PYTHON@}"
+pip_install() {
+    .venv/bin/python -m pip install -q --disable-pip-version-check --no-user --target= --prefix="$PWD/.venv" --root=/ "$@"
+}
+
 say() { echo "setup: $*"; }
 stop() { echo "setup: $*" >&2; exit 1; }
 
 # ---------------------------------------------------------------- Debian packages
 
 header() { echo "#include <$1>" | gcc -fsyntax-only -x c - 2>/dev/null; }
+clang_header() { echo "#include <$1>" | clang -fsyntax-only -x c - 2>/dev/null; }
 
 # Without recommended packages, clang lacks the libraries of its sanitizers.
 has_fuzzer() {
@@ -31,7 +39,7 @@ has_fuzzer() {
         clang -fsanitize=fuzzer,address -x c -o /dev/null - 2>/dev/null
 }
 
-# One row per need: Debian packages | how to check for them | what is lost without them; empty: required
+# One row per need: Debian packages | how to check for them | what they are for; empty: required
 needs() {
     cat <<'TABLE'
 gcc libc6-dev             | header stdio.h          |
@@ -49,12 +57,13 @@ TABLE
     if [ $tests = 1 ]; then
         cat <<'TABLE'
 clang libclang-rt-dev     | has_fuzzer              | the fuzzer's tests
+clang libomp-dev          | clang_header omp.h      | the build with clang
 TABLE
         # These are for network namespaces, which only root may create. With systemd, sshd would start at every boot, so
         # there you have to install it yourself.
         if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ]; then
             cat <<'TABLE'
-openssh-server openssh-client | command -v sshd && command -v ssh | the tests with two machines (network namespaces, each with an sshd)
+openssh-server openssh-client | command -v sshd && command -v ssh | the tests with two machines: network namespaces, each with an SSH server that ends with its test. Nothing starts one now
 iproute2                  | command -v ip           | the tests with two machines
 TABLE
         fi
@@ -84,12 +93,13 @@ apt_install() {
 }
 
 debian_packages() {
-    local lacking packages cost
+    local lacking packages row cost
     lacking=$(missing)
     [ -n "$lacking" ] || return 0
     packages=$(cut -d'|' -f1 <<<"$lacking" | xargs)
     if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || command -v sudo >/dev/null; }; then
-        say "installing Debian packages: $packages"
+        say "installing Debian packages:"
+        while IFS='|' read -r row cost; do echo "  $(xargs <<<"$row"):${cost:- the build}"; done <<<"$lacking"
         as_root apt-get -qq update </dev/null || say "apt-get update failed; continuing with the existing package lists"
         # A name that this release lacks must not prevent the others.
         apt_install $packages || for package in $packages; do apt_install "$package" || say "apt-get cannot install $package"; done
@@ -119,7 +129,7 @@ torch_room() {
     torch=$(grep -om1 '^torch==[0-9.]*' requirements-test.txt)
     if .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '${torch#torch==}')" \
         2>/dev/null; then return; fi
-    if .venv/bin/pip install -q --dry-run --no-deps "$torch+cpu" >/dev/null 2>&1; then
+    if pip_install --dry-run --no-deps "$torch+cpu" >/dev/null 2>&1; then
         say "$torch: pip found its CPU build"
         return
     fi
@@ -133,8 +143,8 @@ torch_room() {
 install() {
     if [ "$(stamp "$1")" = "$(cat ".venv/$1.done" 2>/dev/null)" ]; then return; fi
     [ "$1" = requirements.txt ] || torch_room
-    say "installing $1 into .venv"
-    .venv/bin/pip install -q --disable-pip-version-check -r "$1" || stop "pip could not install $1 (its message is above).
+    say "installing into .venv w$(sed -n '1s/^# W\(.*\)\.$/\1/p' "$1"): $(grep -o '^[a-z][A-Za-z0-9_-]*' "$1" | xargs)"
+    pip_install -r "$1" || stop "pip could not install $1 (its message is above).
   The network or the package index may be down. Rerun this script to continue."
     stamp "$1" > ".venv/$1.done"
 }

@@ -47,7 +47,8 @@ fetch() {
     say "downloading $what"
     rm -rf .cuda/new
     # shellcheck disable=SC2086
-    "$python" -m pip install -q --disable-pip-version-check --no-deps --only-binary :all: --target .cuda/new $packages ||
+    "$python" -m pip install -q --disable-pip-version-check --no-user --prefix= --root=/ --no-deps --only-binary :all: \
+        --target "$PWD/.cuda/new" $packages ||
         stop "pip could not download $packages (its message is above).
   The network or the package index may be down. Rerun this script to continue."
     mv .cuda/new .cuda/complete

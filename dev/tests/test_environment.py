@@ -318,6 +318,58 @@ def test_cdpath(tmp_path):
     assert lines and found == f"{ours}\n" * len(lines)
 
 
+def copied_setup(folder, programs=()):
+    """setup.sh in a folder of its own, with these programs (name: text) before those of PATH. Returns a function that
+    runs it."""
+    (folder / "scripts").mkdir()
+    (folder / "bin").mkdir()
+    shutil.copy(ROOT / "scripts/setup.sh", folder / "scripts")
+    for name, text in dict(programs).items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return lambda *words, **env: subprocess.run(
+        [folder / "scripts/setup.sh", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} | env)
+
+
+def test_setup_says_what_it_installs_and_why(tmp_path):
+    setup = copied_setup(tmp_path, {"gcc": "exit 1", "clang": "exit 1", "sh": "exit 1", "id": "echo 0",
+                                    "apt-get": "echo 'apt-get was called' >&2"})
+    printed = setup("--test").stdout
+    said = printed[:printed.index("apt-get was called")]
+    for line in "gcc libc6-dev: the build", "libdnnl-dev: oneDNN", "clang libclang-rt-dev: the fuzzer's tests":
+        assert line in said
+    if not shutil.which("sshd") and not Path("/run/systemd/system").exists():
+        assert "openssh-server" in said and "Nothing starts one" in said
+
+
+def test_setup_despite_settings_of_python_and_pip(tmp_path):
+    """The virtual environment gets its packages whatever the user's settings say: it has no folder of the user, and
+    what lies elsewhere is not in it."""
+    def write(folder, version):
+        (folder / f"thing-{version}.dist-info").mkdir(parents=True)
+        (folder / "thing.py").write_text(f"version = {version}\n")
+        info = folder / f"thing-{version}.dist-info"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
+        (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        (info / "RECORD").write_text("thing.py,,\n" + "".join(f"{info.name}/{x},,\n" for x in ("METADATA", "WHEEL")))
+
+    write(tmp_path / "wheel", 1)
+    write(tmp_path / "other", 1)
+    wheel = shutil.make_archive(tmp_path / "wheel", "zip", tmp_path / "wheel")
+    os.rename(wheel, tmp_path / "thing-1-py3-none-any.whl")
+    (tmp_path / "requirements.txt").write_text("# What it needs.\nthing\n")
+    (tmp_path / "pip.conf").write_text(f"[install]\ntarget = {tmp_path / 'target'}\nroot = {tmp_path / 'root'}\n")
+    result = copied_setup(tmp_path)(
+        PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), PIP_CONFIG_FILE=str(tmp_path / "pip.conf"), PIP_USER="1",
+        PIP_PREFIX=str(tmp_path / "prefix"), PYTHONPATH=str(tmp_path / "other"), PYTHONHOME="/nonexistent")
+    assert result.returncode == 0, result.stdout
+    assert "what it needs: thing" in result.stdout
+    found = subprocess.run([tmp_path / ".venv/bin/python", "-Ic", "import thing; print(thing.__file__)"], text=True,
+                           capture_output=True).stdout
+    assert found.startswith(str(tmp_path / ".venv")), found
+
+
 def test_an_interrupted_setup_goes_on(tmp_path):
     """scripts/setup_cuda.sh, killed while it copies what it has downloaded, finishes the copy in its next call."""
     def program(name, text):
