@@ -189,9 +189,6 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
         if (!s->prompt_count) warn("%s\n  Prompts and texts are token ids instead.", error->text);
         return true;
     }
-    if (tokenizer_vocab(s->tokenizer) > config->vocab)
-        return error_set(error, EXIT_INPUT, "%s: its tokenizer has %d tokens, but the model's vocabulary has %d.",
-                         folder, tokenizer_vocab(s->tokenizer), config->vocab);
     return true;
 }
 
@@ -213,10 +210,14 @@ static bool read_ids(Prompt *p, int vocab) {
 }
 
 // The tokens of a prompt: as in transformers, with the tokenizer's token in front of a text.
-static void encode_prompt(Prompt *p, const Tokenizer *tokenizer) {
-    int32_t begins = tokenizer_begins(tokenizer);
+static void encode_prompt(const Sampler *s, Prompt *p, const char *where, ExitCode code) {
+    Error error;
+    int32_t begins = tokenizer_begins(s->tokenizer);
     if (begins >= 0) p->ids[p->count++] = begins;
-    p->count += tokenizer_encode(tokenizer, p->text, p->length, p->ids + p->count, tokenizer_capacity(p->length));
+    p->count += tokenizer_encode(s->tokenizer, p->text, p->length, p->ids + p->count, tokenizer_capacity(p->length));
+    if (tokenizer_fits(s->tokenizer, p->ids, p->count, s->model.config.vocab, where, &error)) return;
+    error.code = code;
+    fail_with(&error);
 }
 
 // Adds a prompt. `where` names it in messages. The text must remain valid, with a 0 byte somewhere after its end.
@@ -226,7 +227,7 @@ static void add_prompt(Sampler *s, const char *text, size_t length, const char *
     if (!s->prompts || !ids) fail(EXIT_RESOURCE, "%s: out of memory for the prompts.", where);
     Prompt *p = &s->prompts[s->prompt_count++];
     *p = (Prompt){text, length, ids, 0};
-    if (s->tokenizer) encode_prompt(p, s->tokenizer);
+    if (s->tokenizer) encode_prompt(s, p, where, code);
     else if (!read_ids(p, s->model.config.vocab))
         fail(code,
              "%s: expected comma-separated token ids below %d, such as 1,2,3, found \"%.*s\".\n"
@@ -295,6 +296,12 @@ static void settle_conversation(Sampler *s, const char *folder) {
              s->chat->name, folder, missing);
     if (o->system && !*s->chat->system) fail(EXIT_USAGE, "--system: --chat raw has no system message.");
     if (o->system) s->system = o->system;
+    size_t count;
+    ChatTurn empty = {.first = true, .system = s->system && *s->system ? s->system : NULL, .text = ""};
+    int32_t *ids = chat_encode(s->chat, s->tokenizer, empty, &count);
+    if (!tokenizer_fits(s->tokenizer, ids, count, s->model.config.vocab, "the chat template", &error))
+        fail_with(&error);
+    free(ids);
     size_t most = (size_t)s->model.config.seq_len;
     if (o->context) s->context = (size_t)o->context;
     else s->context = most < DEFAULT_CONTEXT ? most : DEFAULT_CONTEXT;
@@ -604,8 +611,14 @@ static int32_t *take_turn(const Sampler *s, ChatTurn turn, size_t *used, size_t 
     size_t room = s->context - (size_t)s->o.max_new_tokens;
     turn.first = !*used;
     int32_t *ids = chat_encode(s->chat, s->tokenizer, turn, count);
-    if (*used + *count <= room) return ids;
+    Error error;
+    bool fits = tokenizer_fits(s->tokenizer, ids, *count, s->model.config.vocab, "the message", &error);
+    if (fits && *used + *count <= room) return ids;
     free(ids);
+    if (!fits) {
+        warn("%s", error.text);
+        return NULL;
+    }
     if (!*used) {
         warn(
             "the message takes %zu tokens with its chat template; expected at most %zu. Shorten it, or pass a larger --context.",

@@ -152,7 +152,8 @@ def split_pattern(numbers):
 
 
 PATTERNS = split_pattern(r"\p{N}{1,3}"), split_pattern(r"\p{N}")   # Llama 3's, and Qwen2's and Qwen3's
-PREPEND = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND = [{"type": "Prepend", "prepend": "▁"}, REPLACE]
 
 
 def is_byte_level(words, regex):
@@ -182,9 +183,12 @@ def known_words(words):
 
 def known_spaces(normalizer, words):
     """Are they the normalizer and pre_tokenizer of a tokenizer with byte fallback that we know?"""
+    never = words.get("add_prefix_space") is False      # of older files
+    scheme = words.get("prepend_scheme", "never" if never else "always")
     metaspace = (words.get("type") == "Metaspace" and words.get("split") is False and words.get("replacement") == "▁"
-                 and words.get("prepend_scheme") in ("always", "first", "never"))
-    return pair_of(normalizer, "normalizers") == PREPEND and not words or not normalizer and metaspace
+                 and scheme in (("never",) if never else ("always", "first", "never")))
+    replaces = normalizer == REPLACE or pair_of(normalizer, "normalizers") == PREPEND
+    return replaces and not words or not normalizer and metaspace
 
 
 def other_text(model, normalizer, words):
@@ -244,11 +248,12 @@ def wrong_tokens(whole):
     """Lists the first reason why runtime/tokenizer.c cannot use the tokens of a supported tokenizer.json, if any."""
     model, added = whole["model"], whole.get("added_tokens") or []
     names, texts, used, single = Names(model.get("byte_fallback") is True), {}, set(), set()
+    contents = {token["content"] for token in added}
     for name, index in model["vocab"].items():
         text, byte = names.text(name), names.byte(name)
         if byte is not None:
             single.add(byte)
-        elif text is None and any(name == token["content"] for token in added):
+        elif text is None and name in contents:
             continue
         elif text is None:
             return [f"a character that does not represent a byte in the token {name}"]
@@ -372,6 +377,8 @@ def load_json(path):
         copied[template.name] = files.read(template, MOST_BYTES)
     whole = json.loads(content)
     inside = without_space(whole)
+    if inside and adds_no_space(json.loads(copied["tokenizer_config.json"])):
+        whole, inside = inside, None
     return Tokenizer(encoder(whole), vocab, end_of_text, copied, inside and library_encoder(inside))
 
 
@@ -416,6 +423,14 @@ def without_space(whole):
         return whole | {"pre_tokenizer": words | {"prepend_scheme": "never"}}
     kept = [part for part in parts if part.get("type") != "Prepend"]
     return whole | {"normalizer": whole["normalizer"] | {"normalizers": kept}} if len(kept) < len(parts) else None
+
+
+def adds_no_space(settings):
+    """Does transformers put no space before a document, whatever tokenizer.json says, because of this
+    tokenizer_config.json? read_settings() in runtime/tokenizer_json.c has the same rule."""
+    classes = r"(Llama|CodeLlama|Gemma)Tokenizer(Fast)?"
+    return (settings.get("add_prefix_space") is False
+            and re.fullmatch(classes, str(settings.get("tokenizer_class"))) is not None)
 
 
 def load(name):

@@ -175,10 +175,13 @@ static size_t encode(const Eval *e, const char *text, int32_t **ids) {
 static ChoiceEnding make_ending(const Eval *e, const char *query, const char *ending, Where at) {
     ChoiceEnding out = {.length = eval_characters(ending)};
     size_t context = stripped_length(query), most = eval_length(e, 1);
-    char *whole;
+    char *whole, where[PATH_MAX + 32];
     int32_t *ids;
+    Error error;
     if (asprintf(&whole, "%s %s", query, ending) < 0) fail(EXIT_RESOURCE, "out of memory for the questions.");
     size_t count = encode(e, whole, &out.ids);
+    snprintf(where, sizeof where, "%s: line %zu", at.path, at.line);
+    if (!tokenizer_fits(e->tokenizer, out.ids, count, e->config->vocab, where, &error)) fail_with(&error);
     whole[context] = 0;
     out.from = encode(e, whole, &ids);
     out.count = count;

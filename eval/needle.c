@@ -41,9 +41,8 @@ enum {
 static int32_t special(const Eval *e, const char *text) {
     if (!text) return e->config->end_of_text;
     int32_t id = tokenizer_special(e->tokenizer, text);
-    if (id >= 0) return id;
-    fail(EXIT_USAGE, "--chat chatml: %s: its tokenizer has no special token %s. Use --chat raw or squad.", e->folder,
-         text);
+    if (id >= 0 && id < e->config->vocab) return id;
+    fail(EXIT_USAGE, "--chat chatml: %s: the model has no special token %s. Use --chat raw or squad.", e->folder, text);
 }
 
 void needle_close(Needle *n) {
@@ -175,6 +174,7 @@ static bool can_write(const Needle *n, const char *text) {
     size_t count = encode(n, ids, "%s", text), length = 0, at = 0;
     for (size_t i = 0; i < count; i++) {
         const char *bytes = tokenizer_token(n->e->tokenizer, ids[i], &length);
+        if (ids[i] >= n->e->config->vocab) return false;
         if (strlen(text + at) < length || memcmp(bytes, text + at, length) != 0) return false;
         at += length;
     }

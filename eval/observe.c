@@ -1,5 +1,6 @@
 #include "eval/observe.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,7 +30,7 @@ static void read_prompt_file(Observer *o) {
     const Eval *e = o->e;
     Error error;
     size_t size, line = 1;
-    char *text = file_read_stream(e->o.prompt_file, 64 << 20, &size, &error);
+    char where[PATH_MAX + 32], *text = file_read_stream(e->o.prompt_file, 64 << 20, &size, &error);
     if (!text) fail_with(&error);
     for (char *at = text; at < text + size; line++) {
         char *end = memchr(at, '\n', (size_t)(text + size - at)), *next = end ? end + 1 : text + size;
@@ -39,6 +40,8 @@ static void read_prompt_file(Observer *o) {
         size_t length = (size_t)(end - at), room = tokenizer_capacity(length);
         int32_t *ids = array(room, sizeof *ids);
         size_t count = tokenizer_encode(e->tokenizer, at, length, ids, room);
+        snprintf(where, sizeof where, "%s: line %zu", e->o.prompt_file, line);
+        if (!tokenizer_fits(e->tokenizer, ids, count, e->config->vocab, where, &error)) fail_with(&error);
         if (count == 1)
             fail(EXIT_INPUT,
                  "%s: line %zu: a prompt of a single token; expected at least two.\n"

@@ -429,13 +429,17 @@ static void open_val(Run *run) {
 static void settle_tokenizer(Run *run, const char *weights) {
     const ModelConfig *config = run->config;
     open_tokenizer(run, weights);
-    if (run->tokenizer_vocab > config->vocab && weights[0])
-        fail(
-            EXIT_INPUT,
-            "%s: its tokenizer has %d tokens, but the vocabulary of the model in %s has %d and cannot grow.\n"
-            "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in data/.",
-            run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
-    if (run->tokenizer_vocab > config->vocab)
+    if (run->tokenizer_vocab > config->vocab && weights[0] && run->end_of_text < config->vocab)
+        warn("%s: its tokenizer has %d tokens, but the vocabulary of the model in %s has %d and cannot grow.\n"
+             "  Text with a token that the model lacks cannot be used. Shards are checked as they are read.",
+             run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
+    else if (run->tokenizer_vocab > config->vocab && weights[0])
+        fail(EXIT_INPUT,
+             "%s: its token between documents has the id %d, but the vocabulary of the model in %s has %d ids.\n"
+             "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in "
+             "data/.",
+             run->tokenizer_folder, run->end_of_text, weights, config->vocab);
+    else if (run->tokenizer_vocab > config->vocab)
         fail(EXIT_INPUT,
              "%s: its tokenizer has %d tokens, but the model's vocabulary has %d.\n"
              "  Omit vocab= from --model, or set vocab=%d or more.",

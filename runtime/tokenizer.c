@@ -5,6 +5,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <xxhash.h>
 
 #include "runtime/nfc.h"
 #include "runtime/tokenizer_parts.h"
@@ -14,7 +15,7 @@
 #define LOW_LINE "\xE2\x96\x81"    // U+2581, which SentencePiece writes for a space
 
 uint32_t *tokenizer_pair_slot(const Tokenizer *t, int32_t left, int32_t right) {
-    uint64_t hash = ((uint64_t)left << 32 | (uint32_t)right) * 0x9E3779B97F4A7C15u;
+    uint64_t hash = ((uint64_t)left << 32 | (uint32_t)right) * t->seed;
     for (size_t i = (hash >> 32) & t->pairs_mask;; i = (i + 1) & t->pairs_mask) {
         const Merge *merge = t->pairs[i] ? &t->merges[t->pairs[i] - 1] : NULL;
         if (!merge || (merge->left == left && merge->right == right)) { return &t->pairs[i]; }
@@ -22,9 +23,7 @@ uint32_t *tokenizer_pair_slot(const Tokenizer *t, int32_t left, int32_t right) {
 }
 
 uint32_t *tokenizer_name_slot(const Tokenizer *t, const void *bytes, size_t length) {
-    uint64_t hash = 0xcbf29ce484222325u;    // FNV-1a
-    for (size_t i = 0; i < length; i++) { hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3u; }
-    for (size_t i = (hash ^ hash >> 32) & t->names_mask;; i = (i + 1) & t->names_mask) {
+    for (size_t i = XXH3_64bits_withSeed(bytes, length, t->seed) & t->names_mask;; i = (i + 1) & t->names_mask) {
         const Token *token = t->names[i] ? &t->tokens[t->names[i] - 1] : NULL;
         if (!token || (token->length == length && memcmp(token->bytes, bytes, length) == 0)) { return &t->names[i]; }
     }
@@ -229,17 +228,35 @@ static void encode_part(Encoder *e, TextPlace place, const uint8_t *s, size_t le
     }
 }
 
+// Below 0 if the name comes before the text, above 0 if it comes after it. A prefix comes first.
+static int compare_name(Token name, const void *text, size_t length) {
+    int order = memcmp(name.bytes, text, name.length < length ? name.length : length);
+    return order ? order : (name.length > length) - (name.length < length);
+}
+
+int32_t tokenizer_added_before(const Tokenizer *t, const void *text, size_t length) {
+    size_t low = 0, high = t->added_count;    // those below `low` are not above the text, those from `high` on are
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (compare_name(t->added[middle].name, text, length) <= 0) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return (int32_t)low - 1;
+}
+
 // Returns the longest added token that the text at s starts with, or NULL.
 static const Added *added_at(const Tokenizer *t, const uint8_t *s, size_t length) {
-    const Added *longest = NULL;
-    for (size_t i = 0; t->starts_added[s[0]] && i < t->added_count; i++) {
-        const Token *name = &t->added[i].name;
-        if (t->added[i].normalized || name->length > length || (longest && name->length <= longest->name.length)) {
-            continue;
-        }
-        if (memcmp(s, name->bytes, name->length) == 0) { longest = &t->added[i]; }
+    int32_t at = t->starts_added[s[0]] ? tokenizer_added_before(t, s, length) : -1;
+    size_t same = 0;    // bytes in which the text equals that name
+    while (at >= 0 && same < length && same < t->added[at].name.length &&
+           (uint8_t)t->added[at].name.bytes[same] == s[same]) {
+        same++;
     }
-    return longest;
+    while (at >= 0 && (t->added[at].name.length > same || t->added[at].normalized)) { at = t->added[at].prefix; }
+    return at < 0 ? NULL : &t->added[at];
 }
 
 size_t tokenizer_encode_at(const Tokenizer *t, TextPlace place, const char *text, size_t length, int32_t *ids,
@@ -296,6 +313,19 @@ int tokenizer_vocab(const Tokenizer *t) {
     return t->vocab;
 }
 
+bool tokenizer_fits(const Tokenizer *t, const int32_t *ids, size_t count, int vocab, const char *where, Error *error) {
+    size_t i = 0;
+    char token[128];
+    while (i < count && ids[i] < vocab) { i++; }
+    if (i == count) { return true; }
+    tokenizer_text(t, ids[i], token, sizeof(token));
+    return error_set(
+        error, EXIT_INPUT,
+        "%s: the token \"%s\" has the id %d in the tokenizer, but the model's vocabulary has only %d ids.\n"
+        "  Leave this token out, or use a model that has it.",
+        where, token, ids[i], vocab);
+}
+
 int32_t tokenizer_begins(const Tokenizer *t) {
     return t->begins;
 }
@@ -306,12 +336,9 @@ int tokenizer_end_of_text(const Tokenizer *t) {
 
 int32_t tokenizer_special(const Tokenizer *t, const char *text) {
     size_t length = strlen(text);
-    for (size_t i = 0; i < t->added_count; i++) {
-        const Token *name = &t->added[i].name;
-        bool same = name->length == length && memcmp(name->bytes, text, length) == 0;
-        if (same && t->added[i].special) { return t->added[i].id; }
-    }
-    return -1;
+    int32_t at = tokenizer_added_before(t, text, length);
+    bool same = at >= 0 && compare_name(t->added[at].name, text, length) == 0;
+    return same && t->added[at].special ? t->added[at].id : -1;
 }
 
 void tokenizer_close(Tokenizer *t) {

@@ -1,8 +1,10 @@
 // Opens a tokenizer.json. Every setting that would produce other ids than tokenizer.c is a reason to reject it.
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "runtime/json.h"
 #include "runtime/tokenizer_parts.h"
@@ -18,9 +20,18 @@ const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"
 // The token between documents is the first of these that exists.
 static const char *const DOCUMENT_TOKENS[] = {"<|endoftext|>", "<|begin_of_text|>", "<s>"};
 
+// The name of an added token, and the id of this name in model.vocab if it is written in other characters than the
+// others there, or -1.
+typedef struct {
+    const char *text;
+    int32_t id;
+} AddedName;
+
 typedef struct {
     Tokenizer *t;
     const cJSON *root, *model, *vocab, *added;
+    AddedName *names;    // of `added`, in order
+    size_t names_count;
     int16_t byte_of[0x180];    // ByteLevel's alphabet: the byte that a character stands for, or -1
     Error *error;
 } Opening;
@@ -89,12 +100,17 @@ static bool read_split(const cJSON *words, Split *split) {
            is_byte_level(second, false) && cJSON_IsString(pattern) && split_of_pattern(pattern->valuestring, split);
 }
 
-// Is this a Prepend of U+2581 and a Replace of spaces by it?
+// Is this a Replace of spaces by U+2581?
+static bool is_replace(const cJSON *normalizer) {
+    return has_type(normalizer, "Replace") && is_text(get(get(normalizer, "pattern"), "String"), " ") &&
+           is_text(get(normalizer, "content"), LOW_LINE);
+}
+
+// Is this a Prepend of U+2581 and a Replace?
 static bool is_prepend(const cJSON *normalizer) {
     const cJSON *first, *second;
     return is_pair(normalizer, "normalizers", &first, &second) && has_type(first, "Prepend") &&
-           is_text(get(first, "prepend"), LOW_LINE) && has_type(second, "Replace") &&
-           is_text(get(get(second, "pattern"), "String"), " ") && is_text(get(second, "content"), LOW_LINE);
+           is_text(get(first, "prepend"), LOW_LINE) && is_replace(second);
 }
 
 // The normalizer and pre_tokenizer of a tokenizer with byte fallback. Returns false if they are none that we know.
@@ -103,14 +119,18 @@ static bool read_lead(const cJSON *normalizer, const cJSON *words, Lead *lead) {
         const char *scheme;
         Lead lead;
     } schemes[] = {{"always", LEAD_IF_MISSING}, {"first", LEAD_FIRST_MISSING}, {"never", LEAD_NONE}};
-    if (is_prepend(normalizer) && is_empty(words)) {
-        *lead = LEAD_EVERY_PART;
+    bool prepends = is_prepend(normalizer);
+    if ((prepends || is_replace(normalizer)) && is_empty(words)) {
+        *lead = prepends ? LEAD_EVERY_PART : LEAD_NONE;
         return true;
     }
     bool metaspace = is_empty(normalizer) && has_type(words, "Metaspace") && cJSON_IsFalse(get(words, "split")) &&
                      is_text(get(words, "replacement"), LOW_LINE);
+    const cJSON *scheme = get(words, "prepend_scheme");
+    bool never = cJSON_IsFalse(get(words, "add_prefix_space"));    // of older files
     for (size_t i = 0; metaspace && i < COUNT(schemes); i++) {
-        if (!is_text(get(words, "prepend_scheme"), schemes[i].scheme)) { continue; }
+        bool chosen = scheme ? is_text(scheme, schemes[i].scheme) : i == (never ? 2 : 0);
+        if (!chosen || (never && schemes[i].lead != LEAD_NONE)) { continue; }
         *lead = schemes[i].lead;
         return true;
     }
@@ -224,12 +244,13 @@ static int fallback_byte(const Opening *o, const char *name) {
     return (int)((high - digits) * 16 + (low - digits));
 }
 
-static bool is_added(const cJSON *added, const char *name) {
-    const cJSON *token;
-    cJSON_ArrayForEach(token, added) {
-        if (is_text(get(token, "content"), name)) { return true; }
-    }
-    return false;
+static int compare_texts(const void *a, const void *b) {
+    return strcmp(((const AddedName *)a)->text, ((const AddedName *)b)->text);
+}
+
+static AddedName *find_added(const Opening *o, const char *text) {
+    AddedName wanted = {.text = text};
+    return bsearch(&wanted, o->names, o->names_count, sizeof(wanted), compare_texts);
 }
 
 static bool is_id(const cJSON *item) {
@@ -241,7 +262,7 @@ static bool is_id(const cJSON *item) {
 static bool make_room(Opening *o) {
     Tokenizer *t = o->t;
     const cJSON *item;
-    size_t entries = 0, bytes = 0;
+    size_t entries = 0, bytes = 0, added = 0;
     cJSON_ArrayForEach(item, o->vocab) {
         if (!is_id(item)) { return bad(o, "expected a whole number from 0 as the id of ", item->string); }
         if (item->valueint >= t->vocab) { t->vocab = item->valueint + 1; }
@@ -254,12 +275,19 @@ static bool make_room(Opening *o) {
         if (!content->valuestring[0]) { return bad(o, "an empty content in added_tokens", ""); }
         if (id->valueint >= t->vocab) { t->vocab = id->valueint + 1; }
         bytes += strlen(content->valuestring);
+        added++;
     }
     t->tokens = calloc((size_t)t->vocab + 1, sizeof(*t->tokens));
-    t->added = calloc((size_t)cJSON_GetArraySize(o->added) + 1, sizeof(*t->added));
+    t->added = calloc(added + 1, sizeof(*t->added));
+    o->names = calloc(added + 1, sizeof(*o->names));
     t->bytes = malloc(bytes + NAME_LIMIT);    // id_in_vocab() needs room beyond the names
     t->names = table_create(entries, &t->names_mask);
-    return t->tokens && t->added && t->bytes && t->names ? true : no_memory(o);
+    if (!t->tokens || !t->added || !o->names || !t->bytes || !t->names) { return no_memory(o); }
+    cJSON_ArrayForEach(item, o->added) {
+        o->names[o->names_count++] = (AddedName){get(item, "content")->valuestring, -1};
+    }
+    qsort(o->names, added, sizeof(*o->names), compare_texts);
+    return true;
 }
 
 // Takes the last `length` bytes of t->bytes.
@@ -287,7 +315,11 @@ static bool read_token(Opening *o, const cJSON *item) {
         return set_token(o, item->valueint, 1, item->string);
     }
     bool plain = bytes_of_name(o, item->string, strlen(item->string), t->bytes + t->bytes_used, &length);
-    if (!plain && is_added(o->added, item->string)) { return true; }    // its name may be any text
+    AddedName *added = plain ? NULL : find_added(o, item->string);    // whose name may be any text
+    if (added) {
+        added->id = item->valueint;
+        return true;
+    }
     if (!plain) { return bad(o, "a character that does not represent a byte in the token ", item->string); }
     uint32_t *slot = tokenizer_name_slot(t, t->bytes + t->bytes_used, length);
     if (*slot) { return bad(o, "two ids for the token ", item->string); }
@@ -380,7 +412,7 @@ static bool read_merges(Opening *o) {
 
 // ---- added_tokens
 
-// The id of a name in model.vocab, or -1. (cJSON searches from the start, so it is asked last.)
+// The id of a name in model.vocab, or -1.
 static int32_t id_in_vocab(const Opening *o, const char *name) {
     size_t length = strlen(name), out_length;
     int byte = fallback_byte(o, name);
@@ -389,8 +421,33 @@ static int32_t id_in_vocab(const Opening *o, const char *name) {
     if (bytes_of_name(o, name, length, room, &out_length)) {
         return (int32_t)*tokenizer_name_slot(o->t, room, out_length) - 1;
     }
-    const cJSON *id = get(o->vocab, name);
-    return id ? id->valueint : -1;
+    const AddedName *added = find_added(o, name);
+    return added ? added->id : -1;
+}
+
+static int compare_added(const void *a, const void *b) {
+    const Added *left = a, *right = b;
+    size_t shorter = left->name.length < right->name.length ? left->name.length : right->name.length;
+    int order = memcmp(left->name.bytes, right->name.bytes, shorter);
+    if (order) { return order; }
+    if (left->name.length != right->name.length) { return left->name.length < right->name.length ? -1 : 1; }
+    return (left->id < right->id) - (left->id > right->id);
+}
+
+static bool starts_with(Token name, Token start) {
+    return name.length >= start.length && memcmp(name.bytes, start.bytes, start.length) == 0;
+}
+
+// Orders the added tokens by name. A name's prefixes are the one before it, or that one's prefixes.
+static void order_added(Tokenizer *t) {
+    qsort(t->added, t->added_count, sizeof(*t->added), compare_added);
+    for (size_t i = 0; i < t->added_count; i++) {
+        int32_t prefix = (int32_t)i - 1;
+        while (prefix >= 0 && !starts_with(t->added[i].name, t->added[prefix].name)) {
+            prefix = t->added[prefix].prefix;
+        }
+        t->added[i].prefix = prefix;
+    }
 }
 
 // The `tokenizers` library, whatever the file says, reuses the ids of added tokens that are in model.vocab and numbers
@@ -416,6 +473,7 @@ static bool read_added(Opening *o) {
         t->starts_added[(uint8_t)content[0]] |= !added.normalized;
         t->added[t->added_count++] = added;
     }
+    order_added(t);
     return true;
 }
 
@@ -468,10 +526,32 @@ static char *file_in(const char *path) {
     return full;
 }
 
+// transformers' classes for Llama put no space in front of a text if tokenizer_config.json has add_prefix_space false,
+// whatever tokenizer.json says; data/vocabulary.py does the same.
+static bool read_settings(Tokenizer *t, Error *error) {
+    static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"};
+    const char *slash = strrchr(t->path, '/');
+    char path[PATH_MAX];
+    snprintf(path, sizeof(path), "%.*s%s", slash ? (int)(slash + 1 - t->path) : 0, t->path, tokenizer_files[1]);
+    if (t->lead == LEAD_NONE || access(path, F_OK) != 0) { return true; }
+    cJSON *json = json_read(path, JSON_LARGE, error);
+    const char *class = cJSON_GetStringValue(get(json, "tokenizer_class"));
+    for (size_t i = 0; class && i < COUNT(classes); i++) {
+        size_t length = strlen(classes[i]);
+        bool same = strncmp(class, classes[i], length) == 0 && (!class[length] || !strcmp(class + length, "Fast"));
+        if (same && cJSON_IsFalse(get(json, "add_prefix_space"))) { t->lead = LEAD_NONE; }
+    }
+    cJSON_Delete(json);
+    return json != NULL;
+}
+
 static bool open_file(Tokenizer *t, Error *error) {
+    if (getentropy(&t->seed, sizeof(t->seed)) != 0) { t->seed = (uintptr_t)t; }
+    t->seed |= 1;
     cJSON *root = json_read(t->path, JSON_LARGE, error);
     Opening opening = {.t = t, .root = root, .error = error};
-    bool right = root && read_json(&opening);
+    bool right = root && read_json(&opening) && read_settings(t, error);
+    free(opening.names);
     cJSON_Delete(root);
     return right;
 }

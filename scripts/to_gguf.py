@@ -297,7 +297,9 @@ def add_tokenizer(writer, config, folder):
     if whole["model"].get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_token_scores(scores(names, merges))
-        writer.add_add_space_prefix(vocabulary.without_space(whole) is not None)
+        settings = folder / "tokenizer_config.json"
+        never = settings.exists() and vocabulary.adds_no_space(read_json(settings, "a tokenizer's settings"))
+        writer.add_add_space_prefix(vocabulary.without_space(whole) is not None and not never)
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre_tokenizer(whole["pre_tokenizer"]))

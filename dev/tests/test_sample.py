@@ -381,6 +381,25 @@ def test_beyond_the_training_length_it_warns_once(runs):
     assert errors.count("warning") == 1 and f"the length of {T} with" in errors
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(runs, tmp_path):
+    """Only texts with a token that the model lacks are rejected; the message has its name."""
+    shutil.copytree(checkpoint(runs / "text", 60), tmp_path / "model")
+    path = tmp_path / "model/tokenizer.json"
+    whole = json.loads(path.read_text())
+    whole["added_tokens"].append(whole["added_tokens"][0] | {"id": VOCAB, "content": "<pad>", "special": False})
+    path.write_text(json.dumps(whole))
+    assert sample(tmp_path / "model", "--prompt", "the cat")[0] == sample(runs / "text", "--prompt", "the cat")[0]
+    _, errors = run(BIN / "sample_gpt2", "--model", tmp_path / "model", "--prompt", "the <pad>", code=2)
+    assert '--prompt: the token "<pad>"' in errors and f"only {VOCAB} ids" in errors
+    (tmp_path / "prompts").write_text("the cat\nthe <pad>\n")
+    _, errors = run(BIN / "sample_gpt2", "--model", tmp_path / "model", "--prompt-file", tmp_path / "prompts", code=3)
+    assert 'line 2: the token "<pad>"' in errors
+    words = [str(word) for word in (BIN / "sample_gpt2", "--model", tmp_path / "model", "--interactive", "--chat", "raw",
+                                    "--context", 30, "--max-new-tokens", 5)]
+    talk = subprocess.run(words, input=b"the <pad>\nthe cat\n", capture_output=True, env=environment(), check=True)
+    assert b'"<pad>"' in talk.stderr and talk.stdout.count(b"\n") >= 1
+
+
 WRONG = {
     "no model": ([], 2, ["--model"]),
     "two prompts": (["--model", "{ids}", "--prompt", "1", "--prompt-file", "x"], 2, ["--prompt-file"]),
@@ -397,7 +416,7 @@ WRONG = {
     "empty prompt file": (["--model", "{ids}", "--prompt-file", "{ids}/blank"], 3, ["blank", "one prompt per line"]),
     "bad line": (["--model", "{ids}", "--prompt-file", "{ids}/bad"], 3, ["bad: line 2", "1,x"]),
     "broken weights": (["--model", "{ids}/broken"], 3, ["model.safetensors"]),
-    "tokenizer over vocabulary": (["--model", "{ids}/other"], 3, ["tokenizer", "200"]),
+    "a token that the model lacks": (["--model", "{ids}/other", "--prompt", "the cat"], 2, ["token", "only 200 ids"]),
     "an empty stop": (["--model", "{ids}", "--stop", ""], 2, ["--stop"]),
     "a stop without a tokenizer": (["--model", "{ids}", "--stop", "x"], 3, ["--stop", "tokenizer.json"]),
     "no memory": (["--model", "{ids}/huge"], 4, ["memory", "--max-new-tokens"]),

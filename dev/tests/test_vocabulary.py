@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -108,6 +109,8 @@ def tokenizer_files():
     by_length = sorted(vocab, key=lambda name: vocab[name])
     digits = pre_tokenizers.Digits(individual_digits=True)
     llama2 = fallback(normalizer=llama2_normalizer())
+    metaspace = fallback(pre_tokenizers.Metaspace(split=False))
+    metaspace_words = {key: metaspace["pre_tokenizer"][key] for key in ("type", "replacement", "split")}
     files = {
         "ours": (plain, True),
         "merges as text": (changed(plain, model__merges=[" ".join(pair) for pair in merges]), True),
@@ -156,6 +159,13 @@ def tokenizer_files():
         "metaspace first": (fallback(pre_tokenizers.Metaspace(prepend_scheme="first", split=False)), True),
         "metaspace always": (fallback(pre_tokenizers.Metaspace(prepend_scheme="always", split=False)), True),
         "metaspace never": (fallback(pre_tokenizers.Metaspace(prepend_scheme="never", split=False)), True),
+        "metaspace by default": (changed(metaspace, pre_tokenizer=metaspace_words), True),
+        "metaspace, an old file": (
+            changed(metaspace, pre_tokenizer=metaspace_words | {"add_prefix_space": False}), True),
+        "metaspace that contradicts itself": (
+            changed(metaspace, pre_tokenizer=metaspace_words | {"add_prefix_space": False, "prepend_scheme": "first"}),
+            False),
+        "spaces replaced": (fallback(normalizer=normalizers.Replace(" ", "▁")), True),
         "metaspace, split": (fallback(pre_tokenizers.Metaspace(prepend_scheme="first", split=True)), False),
         "metaspace of another sign": (
             fallback(pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first", split=False)), False),
@@ -235,7 +245,8 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     try:
         known = Tokenizer.from_file(str(path))
     except Exception:                                     # the last rows contradict themselves
-        assert name in ("a pair twice", "two names for one id")
+        assert name in ("a pair twice", "two names for one id", "metaspace, an old file",
+                        "metaspace that contradicts itself")
         return
     if name == "added tokens with other ids":
         return
@@ -248,6 +259,40 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
                  "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4", "", " ", "▁the", " the", "  ▁ x",
                  "catcher cat  dat do<|endoftext|>cat", "e\u0301\u0323 \uFB2C", "<s> the</s><0x41>"]
         assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize("words", [None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)])
+def test_settings_without_a_space_in_front(kind, words, library, tmp_path):
+    """add_prefix_space false in tokenizer_config.json, as transformers reads it."""
+    from transformers import AutoTokenizer
+    whole = fallback(words, None if words else llama2_normalizer(), across=False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    settings = {"add_prefix_space": False, "tokenizer_class": kind, "unk_token": "<unk>", "bos_token": "<s>",
+                "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    texts = ["the cat", " the  cat", "a", "日本 é", *sentences(5, seed=4)]
+    expected = AutoTokenizer.from_pretrained(tmp_path)(texts, add_special_tokens=False).input_ids
+    found = CTokenizer(library, tmp_path)
+    assert [found.encode(text.encode()).tolist() for text in texts] == expected
+    assert [ids.tolist() for ids in vocabulary.load_json(tmp_path).encode_batch(texts)] == expected
+
+
+def test_many_added_tokens_take_little_time(library, tmp_path):
+    """Names that model.vocab has in other characters than ByteLevel's, and names that are found in text."""
+    whole, count = bpe(), 40_000
+    special = whole["added_tokens"][0]
+    for i in range(count):
+        whole["model"]["vocab"][f"日{i}"] = VOCAB + i
+        whole["added_tokens"].append(special | {"id": VOCAB + i, "content": f"日{i}", "special": i % 2 == 0})
+    whole["model"]["vocab"]["<|endoftext|>"] = END_OF_TEXT
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    start = time.process_time()
+    tokenizer = CTokenizer(library, tmp_path)
+    ids = tokenizer.encode("日12日345日9".encode() * 20_000)
+    assert time.process_time() - start < 5 and len(ids) > 20_000
+    text = "日12日345日9 日99999日77777 日"
+    assert tokenizer.encode(text.encode()).tolist() == vocabulary.load_json(tmp_path).encode_batch([text])[0].tolist()
 
 
 # ---------------------------------------------------------------- through the programs
