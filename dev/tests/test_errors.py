@@ -789,6 +789,59 @@ def test_a_temporary_file_is_not_written_through_a_link(data, run, tmp_path, wha
     assert not (tmp_path / "new").exists() and steps(run) == [6] and not list(run.glob("*.tmp"))
 
 
+def endless(path, what):
+    path.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 42)
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "holes"])
+def test_endless_files(data, model, run, tmp_path, what):
+    """Nothing waits, fills the memory, or takes a run beyond the file."""
+    folder = shutil.copytree(data, tmp_path / "data")
+    byte_text.write_tokenizer(folder)
+    shutil.rmtree(checkpoint(run, 2))
+    new = ["--steps", 1, "--out", tmp_path / "new", "--model", MODEL.replace("vocab=97", "vocab=300")]
+    cases = [(model / name, ["--init-from", model], INPUT) for name in ("model.safetensors", "config.json")]
+    cases += [(folder / name, new, INPUT) for name in ("d_train_000001.mask", "tokenizer.json")]
+    cases += [(folder / name, new, 0) for name in ("tokenizer_config.json", "chat_template.jinja")]
+    cases += [(tmp_path / "flags.toml", ["--config", tmp_path / "flags.toml"], INPUT)]
+    cases += [(path, ["--resume", "--out", run, "--steps", 6], code) for path, code in (
+        (run / "metrics.jsonl", INPUT if what == "holes" else RESOURCE), (checkpoint(run, 4) / "state.json", INPUT),
+        (checkpoint(run, 4) / "manifest.json", INPUT), (run / "run.json", INPUT))]
+    for path, flags, code in cases:
+        kept = path.read_bytes() if path.exists() else None
+        endless(path, what)
+        if code == 0 and what == "device":              # a link out of its folder
+            flags = [*flags, "--follow-links", 1]
+        at, plain = folder if folder in path.parents else data, flags[0] not in ("--resume", "--init-from")
+        says(train(at, *flags, code=code, timeout=30, model=plain), path)
+        path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+
+
+def test_a_manifest_of_terabytes(data, run):
+    """Their hash would take hours."""
+    shutil.rmtree(checkpoint(run, 2))
+    for name in ("more", "optimizer.safetensors"):
+        path, manifest = checkpoint(run, 4) / name, checkpoint(run, 4) / "manifest.json"
+        kept, before = manifest.read_text(), path.read_bytes() if path.exists() else b""
+        endless(path, "holes")
+        content = json.loads(kept)
+        content["files"][name] = {"size": 1 << 42, "xxh3_128": "0" * 32}
+        manifest.write_text(json.dumps(content))
+        says(resume(data, run, code=INPUT), path, "expected at most")
+        path.write_bytes(before)
+        manifest.write_text(kept)
+
+
 def test_checkpoints_in_another_runs_folder(data, run, tmp_path):
     """Saving and pruning there would delete the checkpoints of the other run."""
     out = shutil.copytree(run, tmp_path / "out")

@@ -178,6 +178,18 @@ def test_a_prompt_from_stdin(runs, given, same):
     assert texts[0] == texts[1] and texts[0].startswith(same.encode())
 
 
+def test_prompts_from_a_pipe(runs):
+    """They are read to their end, but not forever."""
+    words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5"]
+    how = dict(capture_output=True, env=environment(), timeout=60)
+    piped = subprocess.run([*words, "--prompt-file", "/dev/stdin"], input=b"the cat\n", **how)
+    assert piped.returncode == 0 and piped.stdout == subprocess.run([*words, "--prompt", "the cat"], **how).stdout
+    for flags, standard in ((["--prompt-file", "/dev/zero"], "/dev/null"), (["--prompt", "-"], "/dev/zero")):
+        with open(standard, "rb") as file:
+            result = subprocess.run([*words, *flags], stdin=file, **how)
+        assert result.returncode == 3 and b"expected at most 67108864 bytes" in result.stderr, result.stderr
+
+
 @pytest.mark.parametrize("newline", ["", "\n", "\r\n"], ids=repr)
 def test_ids_from_stdin(runs, newline):
     words = [BIN / "sample_gpt2", "--model", runs / "ids", "--max-new-tokens", "2", "--prompt", "-"]
