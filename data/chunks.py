@@ -1,12 +1,11 @@
 """Cuts the validation documents of a dataset into chunks, so that no sequence of an evaluation spans two documents.
 
-    python data/chunks.py data/docs --tokens 4096 --out data/docs-chunks
+    .venv/bin/python data/chunks.py data/docs --tokens 4096 --out data/docs-chunks
 
 Every chunk has --tokens tokens of one document, from its start on; what is left at a document's end is dropped. So at
 every length that divides --tokens, `eval_gpt2` reads the same text, and each of its sequences lies inside one document.
 A mask leaves out the one target that would cross a border: the first token of the next document.
 """
-import argparse
 from pathlib import Path
 
 import shards    # first, because it says what to do if packages are missing
@@ -27,8 +26,7 @@ def chunks(tokens, end_of_text, size):
 
 
 def flags():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
-                                     allow_abbrev=False)
+    parser = shards.parser(__doc__)
     parser.add_argument("source", type=Path, help="folder of a dataset, with its tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the chunks")
     parser.add_argument("--tokens", type=shards.count, default=4096, help="tokens of a chunk")

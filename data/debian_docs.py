@@ -1,13 +1,12 @@
 """Collects prose from the documentation in Debian packages, cleaned and without duplicates, and converts it to shards.
 
-    python data/debian_docs.py                                   downloads the packages with apt-get
-    python data/debian_docs.py --debs FOLDER --packages perl-doc from .deb files on this machine
-    python data/debian_docs.py --tokenizer own --vocab 4096      with a vocabulary trained on the text
+    .venv/bin/python data/debian_docs.py                                    # downloads the packages with apt-get
+    .venv/bin/python data/debian_docs.py --debs FOLDER --packages perl-doc  # from .deb files on this machine
+    .venv/bin/python data/debian_docs.py --tokenizer own --vocab 4096       # with a vocabulary trained on the text
 
 Markup, code, tables and what does not read like English are left out, and so is every paragraph that has occurred
 before, whatever its digits and punctuation. The hash of a document decides whether it is for validation.
 """
-import argparse
 import functools
 import gzip
 import hashlib
@@ -169,7 +168,7 @@ def all_documents(debs, other):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "debian_docs", 0.02,
+    parser = shards.add_flags(shards.parser(__doc__), "debian_docs", 0.02,
                               own=True)
     parser.add_argument("--packages", nargs="+", choices=[*SOURCES, OTHER], default=[*SOURCES, OTHER], metavar="NAME",
                         help=f"which of {', '.join(SOURCES)} and {OTHER}")

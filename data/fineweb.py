@@ -1,7 +1,7 @@
 """Converts FineWeb or FineWeb-Edu, web text filtered for pretraining, to shards.
 
-    python data/fineweb.py --version 10B                         streams it from the Hugging Face hub
-    python data/fineweb.py --version 10B --input FOLDER          from Parquet files on this machine
+    .venv/bin/python data/fineweb.py --version 10B                 # streams it from the Hugging Face hub
+    .venv/bin/python data/fineweb.py --version 10B --input FOLDER  # from Parquet files on this machine
 
 10B tokens are 20 GB of shards. You can train on the first finished shards while the others are being made.
 """
@@ -24,7 +24,7 @@ def main():
                        help="the sample, named by its number of tokens; edu has 10B")
     version = first.parse_known_args()[0].version
     repo, pattern, name, val_fraction = VERSIONS[version]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], parents=[first])
+    parser = shards.parser(__doc__, parents=[first])
     shards.add_flags(parser, name, val_fraction, out=shards.DATA / f"fineweb-{version}")
     parser.add_argument("--input", nargs="+", help="Parquet files, or folders with them, to read instead of the hub")
     sources.add_flags(parser)

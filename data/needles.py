@@ -1,6 +1,6 @@
 """Copies a dataset, with a needle in some of its training sequences, so that a small model learns to find one.
 
-    python data/needles.py data/docs --seq-len 128 --digits 3 --out data/docs-needles
+    .venv/bin/python data/needles.py data/docs --seq-len 128 --digits 3 --out data/docs-needles
 
 A training sequence is the trainer's: a window of --seq-len tokens of all shards in order. In each one that is chosen,
 
@@ -15,7 +15,6 @@ times, which teaches a small model to copy after far fewer needles. The sequence
 tokens make way; the number of tokens stays. Sequences in which a document starts are not chosen. Cities come from
 data/cities.txt. Validation shards are copied unchanged.
 """
-import argparse
 import hashlib
 import json
 import random
@@ -133,8 +132,7 @@ def write(args, train, val, tokenizer, settings):
 
 
 def flags():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
-                                     allow_abbrev=False)
+    parser = shards.parser(__doc__)
     parser.add_argument("source", type=Path, help="folder of a dataset, with its tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the copy")
     parser.add_argument("--seq-len", type=shards.count, default=1024, help="the trainer's --seq-len")

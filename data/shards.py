@@ -46,6 +46,7 @@ BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096        # what a worker encodes
 DATA = Path(__file__).resolve().parent
 
 sys.path.append(str(DATA.parent / "scripts"))
+import command_line  # noqa: E402
 import files  # noqa: E402
 
 
@@ -525,17 +526,13 @@ def prefix(text):
     return text
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """States the defaults, except of flags that have none."""
-
-    def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+def parser(doc, **options):
+    """A parser for the script of this folder that has this docstring."""
+    return command_line.parser(doc, "doc/data.md", **options)
 
 
 def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True, own=False):
     """Adds the flags that all scripts have, and --doc-marks if `marks`. own: does the script have --tokenizer own?"""
-    parser.formatter_class = HelpFormatter
-    parser.allow_abbrev = False
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
     parser.add_argument("--foreign-folder", action="store_true",
                         help="accept an --out that belongs to another user and that everybody may write to")

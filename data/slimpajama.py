@@ -1,7 +1,7 @@
 """Converts SlimPajama, 627B tokens of cleaned and deduplicated text in ten chunks of jsonl.zst files, to shards.
 
-    python data/slimpajama.py --chunks 1                         streams the first tenth from the Hugging Face hub
-    python data/slimpajama.py --input FOLDER                     from jsonl.zst files on this machine
+    .venv/bin/python data/slimpajama.py --chunks 1      # streams a tenth from the Hugging Face hub
+    .venv/bin/python data/slimpajama.py --input FOLDER  # from jsonl.zst files on this machine
 """
 import argparse
 
@@ -24,7 +24,7 @@ def chunk_numbers(text):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "slimpajama", 0.001)
+    parser = shards.add_flags(shards.parser(__doc__), "slimpajama", 0.001)
     parser.add_argument("--chunks", type=chunk_numbers, default="1", help="which of the ten chunks, such as 1,3-5")
     parser.add_argument("--input", nargs="+", help="jsonl.zst files, or folders with them, to read instead of the hub")
     sources.add_flags(parser)

@@ -1,13 +1,12 @@
 """Converts SQuAD, questions about paragraphs of Wikipedia, to shards with masks, for fine-tuning ([SSMax] Appendix C).
 
-    python data/squad.py                                         downloads version 2.0
-    python data/squad.py --json FILE... [--val-json FILE...]     from its JSON files on this machine, version 2.0 or 1.1
+    .venv/bin/python data/squad.py                                                  # downloads version 2.0
+    .venv/bin/python data/squad.py --json train-v2.0.json --val-json dev-v2.0.json  # from files
 
 Each question with an answer is a document, to be trained with --pack example: end-of-text, the prompt, the answer,
 end-of-text. Only the answer and the end-of-text after it count in the loss. Questions without an answer, empty fields,
 and documents that do not fit into --max-tokens are skipped.
 """
-import argparse
 import itertools
 import json
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ def report(writer, max_tokens):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "squad", 0.0, marks=False)
+    parser = shards.add_flags(shards.parser(__doc__), "squad", 0.0, marks=False)
     parser.add_argument("--json", nargs="+", action="extend", metavar="FILE",
                         help="files to train on, such as train-v2.0.json, instead of a download")
     parser.add_argument("--val-json", nargs="+", action="extend", metavar="FILE",

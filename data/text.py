@@ -1,11 +1,10 @@
 """Converts text to shards: files and folders of plain text, JSONL, JSON and Parquet, also compressed as .zst or .gz.
 
-    python data/text.py FILE_OR_FOLDER... --out data/mine
-    python data/text.py FILE_OR_FOLDER... --out data/mine --tokenizer own --vocab 8192    with a vocabulary of its own
+    .venv/bin/python data/text.py ~/books --out data/books
+    .venv/bin/python data/text.py ~/books --out data/books --tokenizer own --vocab 8192  # with a vocabulary of its own
 
 A plain text file is one document, or several with --separator; a JSONL line and a Parquet row are one document each.
 """
-import argparse
 
 import shards
 import sources
@@ -15,7 +14,7 @@ SAMPLE = 1 << 28     # characters to train a vocabulary on
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "text", 0.05,
+    parser = shards.add_flags(shards.parser(__doc__), "text", 0.05,
                               own=True)
     vocabulary.add_flag(parser, 4096, "the text")
     sources.add_flags(parser, plain=True)

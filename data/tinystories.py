@@ -1,12 +1,11 @@
 """Converts TinyStories, short stories in words that small children know, to shards, with a vocabulary trained on them.
 
-    python data/tinystories.py                                   from the Hugging Face hub
-    python data/tinystories.py --input FILE_OR_FOLDER            from its Parquet, JSON or text files on this machine
+    .venv/bin/python data/tinystories.py                 # from the Hugging Face hub
+    .venv/bin/python data/tinystories.py --input FOLDER  # from files on this machine
 
 Trains a byte-level BPE with --vocab ids on the first --vocab-documents stories (--model 15M expects 32,000), then
 encodes all stories with it. --tokenizer gpt2 skips the training.
 """
-import argparse
 import itertools
 
 import shards
@@ -23,7 +22,7 @@ def column_of(file):
 
 
 def main():
-    parser = shards.add_flags(argparse.ArgumentParser(description=__doc__.split("\n")[0]), "tinystories", 0.01,
+    parser = shards.add_flags(shards.parser(__doc__), "tinystories", 0.01,
                               tokenizer="own", own=True)
     vocabulary.add_flag(parser, 32000, "the stories")
     parser.add_argument("--vocab-documents", type=shards.count, default=500_000,

@@ -3,15 +3,14 @@
 Writes NAME.png for each normalizer, all.png with all of them, scores.png with the scores, and weights.csv with the
 numbers. attention/README.md shows them.
 
-    python scripts/draw_weights.py             draws them
-    python scripts/draw_weights.py --check     compares with the stored ones; exit status 1 if they differ
+    .venv/bin/python scripts/draw_weights.py          # draws them
+    .venv/bin/python scripts/draw_weights.py --check  # compares with the stored ones; exit status 1 if they differ
 
 The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j =
 20, a dip around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which determines the cosines under qk=l2. A
 comes from dev/reference/model.py (PyTorch, float64), with the identity as v and the learned scalars at their initial
 values.
 """
-import argparse
 import csv
 import io
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import command_line
 import files
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev/reference"))
@@ -134,7 +134,7 @@ def differences(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line.parser(__doc__, "doc/normalizers.md")
     parser.add_argument("--check", action="store_true",
                         help="compare with the stored pictures and numbers; exit status 1 if they differ")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """Sends the metrics of a run to Weights & Biases or TensorBoard, while the trainer writes them or afterwards.
 
-    python scripts/follow.py out/a --tensorboard            out/a/tensorboard; then: tensorboard --logdir out
-    python scripts/follow.py out/a --wandb --project gpt    needs: pip install wandb
-    python scripts/follow.py out/a --wandb --once           what is there, and no more
+    .venv/bin/python scripts/follow.py out/a --tensorboard          # out/a/tensorboard; then: tensorboard --logdir out
+    .venv/bin/python scripts/follow.py out/a --wandb --project gpt  # needs: pip install wandb
+    .venv/bin/python scripts/follow.py out/a --wandb --once         # what is there, and no more
 
 It waits for a run that has not begun, if its folder is missing or empty. It ends when the run has made all its --steps,
 or with Ctrl-C; it keeps following a run that stops and resumes. Started again, it continues. Steps that a resumed run
@@ -17,6 +17,7 @@ import time
 import uuid
 from pathlib import Path
 
+import command_line
 import events
 import files
 import plot
@@ -218,7 +219,7 @@ def seconds_of(text):
 
 
 def flags():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line.parser(__doc__, "doc/training.md")
     parser.add_argument("run", metavar="RUN", help="run folder, the trainer's --out")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--wandb", action="store_true", help="send them to Weights & Biases")

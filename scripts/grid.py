@@ -1,16 +1,15 @@
 """Trains and evaluates a grid of normalizers, seeds and sizes, and writes the papers' tables with our numbers beside
 theirs.
 
-    .venv/bin/python scripts/grid.py grids/lssa.toml                  at the small scale, for two cores
-    .venv/bin/python scripts/grid.py grids/lssa.toml --scale paper    at the paper's own scale
-    .venv/bin/python scripts/grid.py grids/lssa.toml --dry-run        only prints the plan: runs, tokens, time, disk
-    .venv/bin/python scripts/grid.py grids/lssa.toml --report         only writes the report of the results so far
-    .venv/bin/python scripts/grid.py grids/lssa.toml --report --csv --latex    also its numbers, as tables to read on
+    .venv/bin/python scripts/grid.py grids/lssa.toml                         # at the small scale, for two cores
+    .venv/bin/python scripts/grid.py grids/lssa.toml --scale paper           # at the paper's own scale
+    .venv/bin/python scripts/grid.py grids/lssa.toml --dry-run               # the plan: runs, tokens, time, disk
+    .venv/bin/python scripts/grid.py grids/lssa.toml --report                # the report of the results so far
+    .venv/bin/python scripts/grid.py grids/lssa.toml --report --csv --latex  # also its numbers, as tables to read on
 
 Rerun it to resume: finished parts are kept, and interrupted runs continue. Results go to grids/results.json as runs
 end, so that a fresh clone continues too. doc/grids.md explains the grid files.
 """
-import argparse
 import errno
 import os
 import shlex
@@ -20,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import command_line
 import files
 import grid_export
 import grid_file
@@ -33,7 +33,7 @@ FAILED, USAGE, INPUT, RESOURCE, STOPPED = 1, 2, 3, 4, 75
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = command_line.parser(__doc__, "doc/grids.md")
     parser.add_argument("grids", nargs="+", metavar="GRID.toml", help="grid files, which are run one after another")
     parser.add_argument("--scale", default="small", help="small, paper or another scale of the file (default small)")
     parser.add_argument("--out", type=Path, default=ROOT / "out/grids",

@@ -1,7 +1,7 @@
 """Writes tables of grids' reports into a page, so that the page has the numbers of grids/results.json.
 
-    .venv/bin/python scripts/grid_tables.py doc/results.md            rewrites the tables below its markers
-    .venv/bin/python scripts/grid_tables.py doc/results.md --check    only says which differ; exit code 1 if any does
+    .venv/bin/python scripts/grid_tables.py doc/results.md          # rewrites the tables below its markers
+    .venv/bin/python scripts/grid_tables.py doc/results.md --check  # only says which differ; exit code 1 if any does
 
 A marker is a comment that names the grid, a section of its report and, where that has several, a table:
 
@@ -10,12 +10,12 @@ A marker is a comment that names the grid, a section of its report and, where th
 
 The table that follows it is replaced.
 """
-import argparse
 import functools
 import re
 import sys
 from pathlib import Path
 
+import command_line
 import files
 import grid_file
 import grid_parts
@@ -39,7 +39,7 @@ def report(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line.parser(__doc__, "doc/grids.md")
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table differs")
     options = parser.parse_args()

@@ -30,6 +30,9 @@
 #   NCCL_NSOCKS_PERTHREAD NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE
 #   NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN UCX_IB_GID_INDEX
 #   UCX_LOG_LEVEL UCX_NET_DEVICES UCX_TLS
+#
+# Example: scripts/launch.sh 2 ./train_gpt2 --train-data "data/shakespeare/*_train_*.bin" --out out/two
+# See doc/gpu.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 

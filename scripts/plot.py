@@ -1,17 +1,16 @@
 """Plots one or several training runs in one picture, or exports them to TensorBoard.
 
-    python scripts/plot.py out/a                                out/a/loss.png
-    python scripts/plot.py out/a out/b --out both.png
-    python scripts/plot.py out/* --seeds --out mean.png         mean and range over runs that differ in their seeds
-    python scripts/plot.py out/a out/b --baseline out/a --out difference.png
-    python scripts/plot.py out/a --scalars                      out/a/scalars.png: the learned s, b, sink and p_n
-    python scripts/plot.py out/a --heads                        out/a/heads.png: those of every head, in all checkpoints
-    python scripts/plot.py out/* --tensorboard /tmp/events      then: tensorboard --logdir /tmp/events
+    .venv/bin/python scripts/plot.py out/a                           # out/a/loss.png
+    .venv/bin/python scripts/plot.py out/a out/b --out both.png
+    .venv/bin/python scripts/plot.py out/* --seeds --out mean.png    # mean and range over seeds
+    .venv/bin/python scripts/plot.py out/a out/b --baseline out/a --out difference.png
+    .venv/bin/python scripts/plot.py out/a --scalars                 # out/a/scalars.png: the learned s, b, sink and p_n
+    .venv/bin/python scripts/plot.py out/a --heads                   # out/a/heads.png: those of every head
+    .venv/bin/python scripts/plot.py out/* --tensorboard out/events  # then: tensorboard --logdir out/events
 
 A run is a folder with the trainer's metrics.jsonl; a run in progress can be plotted at any time. A dashed line marks a
 change of normalizer.
 """
-import argparse
 import io
 import json
 import math
@@ -22,6 +21,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import command_line
 import events
 import files
 
@@ -656,7 +656,7 @@ def chosen(options):
 
 def main():
     files.print_escapes()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line.parser(__doc__, "doc/training.md")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", metavar="FILE",
                         help="the picture, such as x.png or x.pdf (default: loss.png or scalars.png in the run folder)")

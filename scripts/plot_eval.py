@@ -1,8 +1,8 @@
 """Draws the results of eval_gpt2: the pictures of one eval.json, or of several together.
 
-    python scripts/plot_eval.py out/a/eval                           the pictures beside its eval.json
-    python scripts/plot_eval.py out/a/eval out/b/eval --out ab.png   both in one; further pictures are ab-NAME.png
-    python scripts/plot_eval.py out/a/eval out/b/eval --baseline out/a/eval --out difference.png    losses less a's
+    .venv/bin/python scripts/plot_eval.py out/a/eval  # the pictures beside its eval.json
+    .venv/bin/python scripts/plot_eval.py out/a/eval out/b/eval --out ab.png  # both in one, further ones in ab-NAME.png
+    .venv/bin/python scripts/plot_eval.py out/a/eval out/b/eval --baseline out/a/eval --out difference.png
 
 A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides
 what is drawn:
@@ -16,12 +16,12 @@ what is drawn:
     scores      scores.png                              the learned scalars
     choice      choice.png                              accuracies
 """
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 
+import command_line
 import files
 import plot
 from pictures import attention, charts, page, results, tasks
@@ -101,7 +101,7 @@ def record(path, names):
 
 def main():
     files.print_escapes()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with eval.json")
     parser.add_argument("--out", metavar="FILE",
                         help="the first picture, such as x.png, x.svg or x.pdf (default: in the folder, named after "

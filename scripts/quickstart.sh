@@ -5,6 +5,9 @@
 #   scripts/quickstart.sh [--steps N]     N training steps (default: QUICKSTART_STEPS, or 500)
 #
 # It is safe to rerun: finished steps are skipped, and with a larger N training continues.
+#
+# Example: scripts/quickstart.sh --steps 1000
+# See doc/training.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

@@ -1,12 +1,11 @@
 """Writes one HTML page about runs and evaluations, side by side, that needs no other file.
 
-    python scripts/report.py out/softmax out/ssmax out/softmax/eval out/ssmax/eval --out report.html
+    .venv/bin/python scripts/report.py out/softmax out/ssmax out/softmax/eval out/ssmax/eval --out report.html
 
 Each folder is a run (the trainer's --out), an evaluation (eval_gpt2's --out), or both. Evaluations with the same task
 share a section: the loss by length and by position, needles, attention, learned scalars, multiple choice. A run in
 progress can be reported at any time.
 """
-import argparse
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+import command_line
 import files
 import plot
 from pictures import attention, charts, page, results, tasks
@@ -351,7 +351,7 @@ def report(folders, title):
 
 def main():
     files.print_escapes()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, an evaluation, or both")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default report.html)")
     parser.add_argument("--title", help="the page's title (default: the folders' names)")

@@ -12,6 +12,9 @@
 # Memory  24 GB per GPU, 8 GB with --batch 16. The batch of all GPUs together must divide the step's 512 sequences
 # Time    estimated, not measured: 0.85 GFLOP per token (6 · parameters + 12 · layers · channels · T), 8.5e18 in all.
 #         At 400 TFLOP/s per GPU that is 6 hours on one and 45 minutes on eight
+#
+# Example: GPUS=8 scripts/run_124M_fineweb.sh --attn ssmax --dry-run
+# See doc/gpu.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

@@ -14,6 +14,9 @@
 # Memory  25 GB per GPU, 9 GB with --batch 16. The batch of all GPUs together must divide the step's 2,048 sequences
 # Time    estimated, not measured: 0.85 GFLOP per token (6 · parameters without the input embedding
 #         + 12 · layers · channels · T), 3.6e20 in all. At 400 TFLOP/s per GPU that is 31 hours on eight, 8 hours on 32
+#
+# Example: GPUS=8 scripts/run_162M_slimpajama_ssmax.sh --dry-run
+# See doc/gpu.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

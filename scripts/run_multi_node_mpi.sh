@@ -11,6 +11,9 @@
 # NCCL finds the network by itself. If it picks the wrong one, set NCCL_SOCKET_IFNAME=eth0 (the interface) or
 # NCCL_IB_HCA=mlx5 (the InfiniBand adapters); NCCL_DEBUG=INFO shows which ones it picked. Open MPI has
 # OMPI_MCA_btl_tcp_if_include=eth0. All machines receive these variables (scripts/launch.sh --help lists all).
+#
+# Example: HOSTFILE=hosts scripts/run_multi_node_mpi.sh scripts/run_124M_fineweb.sh --batch 32
+# See doc/gpu.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 

@@ -8,6 +8,9 @@
 # It says what it installs and why. It is safe to rerun: what is already installed is skipped, and that takes a second.
 # Packages are installed if there is apt and the user is root or may use sudo; otherwise missing packages are listed.
 # Missing optional packages do not stop the setup.
+#
+# Example: scripts/setup.sh --test
+# See doc/tests.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

@@ -7,6 +7,9 @@
 # An installed CUDA Toolkit is used: if it has nvcc, only the libraries that it lacks are downloaded. cuBLASLt takes
 # 0.6 GB on disk, NCCL 0.2 GB, nvcc 0.3 GB. It is safe to rerun: what is already there is skipped, and that takes a
 # second. The programs need a driver for CUDA 13.
+#
+# Example: scripts/setup_cuda.sh
+# See doc/gpu.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

@@ -14,6 +14,9 @@
 # Memory  9 GB per GPU for 162M. The batch of all GPUs together must divide the step's 128 sequences
 # Time    estimated, not measured: 0.85 GFLOP per token for 162M (6 · parameters without the input embedding
 #         + 12 · layers · channels · T), 7.6e17 in all. At 400 TFLOP/s per GPU that is 32 minutes on one
+#
+# Example: MODEL=out/softmax/ckpt/step-00200000 scripts/squad_sft.sh --attn ssmax --dry-run
+# See doc/evaluation.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

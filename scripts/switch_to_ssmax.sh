@@ -9,6 +9,9 @@
 # --resume may change, such as --steps, which a finished run needs. --dry-run only prints the plan. Environment
 # variables: GPUS (8), OUT, STEP and PROGRAM; paths are relative to the repository's root. To keep the softmax run as
 # it is, copy its folder first.
+#
+# Example: OUT=out/softmax scripts/switch_to_ssmax.sh --dry-run
+# See doc/training.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

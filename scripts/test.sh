@@ -8,6 +8,9 @@
 # Without --all, the largest tests run only some of their cases, which the commit hash selects (dev/draw.py);
 # DRAW=COMMIT repeats the draw of another commit. The last lines name the skipped tests and give the seconds of each
 # group; the very last is "N passed, N failed". The exit status is 0 if none failed and some passed.
+#
+# Example: scripts/test.sh c
+# See doc/tests.md.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

@@ -7,7 +7,6 @@ Qwen3. train_gpt2, which must be built, checks it first.
 Models with another normalizer or gated units cannot be written, nor RoPE that is scaled in a way that llama.cpp does
 not have: it would compute something else.
 """
-import argparse
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import command_line
 import files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -390,8 +390,7 @@ def convert(folder, out, half, ignored):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=shards.HelpFormatter,
-                                     allow_abbrev=False)
+    parser = command_line.parser(__doc__, "doc/checkpoints.md")
     parser.add_argument("folder", type=Path, help="folder of a checkpoint, of a run, or of a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--dtype", choices=["f32", "f16"], default="f32", help="of the matrices")

@@ -64,6 +64,33 @@ def test_help_is_the_comment_at_the_top(script):
     assert run([script], "--help") == re.sub(r"^# ?", "", top, flags=re.M)
 
 
+# Prints the --help of every Python script, in one process, as JSON: most of the time goes into imports.
+ALL_HELP = """
+import contextlib, io, json, pathlib, runpy, sys
+found = {}
+for path in sys.argv[1:]:
+    sys.argv, sys.path[0] = [path, "--help"], str(pathlib.Path(path).parent)
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+    found[path] = said.getvalue()
+print(json.dumps(found))
+"""
+
+
+def test_help_ends_with_an_example_and_a_page():
+    shells = [*SCRIPTS.glob("*.sh"), SCRIPTS / "run_multi_node.sbatch"]
+    pythons = [path for folder in (SCRIPTS, ROOT / "data") for path in folder.glob("*.py")
+               if '__name__ == "__main__"' in path.read_text()]
+    found = {str(path): run([path], "--help") for path in shells}
+    found |= json.loads(subprocess.run([sys.executable, "-c", ALL_HELP, *pythons], cwd="/", capture_output=True,
+                                       text=True, check=True).stdout)
+    assert len(found) > 25
+    for path, text in found.items():
+        example, page = re.search(r"\nExamples?:(.*?)\n\n?See (doc/\w+\.md)\.\n$", text, re.S).groups()
+        assert Path(path).name in example and (ROOT / page).exists(), f"{path}: {example}{page}"
+        assert str(ROOT) not in text and "['" not in text and "None" not in text, text
+
+
 def comment(script):
     """The comment at the top of a script, as one line."""
     text = (SCRIPTS / script).read_text().split("set -euo")[0]
