@@ -8,7 +8,7 @@
 #   --restart R          if a rank dies, start the job again with --resume, up to R times; but not after a signal
 #                        that stops it, nor if a restart cannot help: exit codes 0, 2 to 5, 7 and 75 (doc/training.md)
 #   PAUSE=5              seconds before a restart
-#   HOSTFILE=file        Open MPI's hostfile (one line per machine: name slots=K); without it all ranks run here
+#   HOSTFILE=file        Open MPI's hostfile (lines `name slots=K`, or PBS's $PBS_NODEFILE); without it all ranks run here
 #   FORWARD="A B"        names of variables that other machines receive besides those listed below
 #   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks, or fewer
 #                        if a container's CPU quota allows fewer
@@ -80,7 +80,8 @@ machines=1
 flags=(-np "$ranks" --oversubscribe --bind-to none)
 if [ -n "${HOSTFILE:-}" ]; then
     [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: cannot be read."
-    machines=$(grep -cvE '^[[:space:]]*(#|$)' "$HOSTFILE" || true)
+    # A name may have several lines: PBS writes one for each core.
+    machines=$(awk '!/^[[:space:]]*(#|$)/ { print $1 }' "$HOSTFILE" | sort -u | wc -l)
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     flags+=(--hostfile "$HOSTFILE" --map-by node)
     forwarded=$(sed -n '/^# Other machines receive/,/^set/s/^#   //p' "$0")

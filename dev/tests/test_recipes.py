@@ -419,6 +419,13 @@ def test_hostfile(launcher, tmp_path):
     assert whole % (batch * 16) == 0
 
 
+def test_a_name_in_several_lines_is_one_machine(launcher, tmp_path):
+    hosts = hostfile(tmp_path, "node-a\n" * 4 + "node-b\n" * 4)
+    run([SCRIPTS / "launch.sh", 8, TRAIN], **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})
+    _, own, _ = called(tmp_path)
+    assert f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // 4)}" in own
+
+
 @pytest.mark.parametrize("text", ["node-a slots=8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
 def test_bad_hostfile(tmp_path, text):
     text = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], code=USAGE,
