@@ -102,8 +102,8 @@ def print_plan(plan, programs, jobs, threads):
     seconds = estimate.total(plan.todo, jobs)
     if seconds:
         how = "as in the finished parts" if estimate.done else "measured over a few steps"
-        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, validation and "
-              f"evaluation included ({how})")
+        print(f"time      about {duration(seconds)} with {many(jobs, 'job')} of {many(threads, 'thread')}, validation "
+              f"and evaluation included ({how})")
     elif plan.todo:
         print(f"time      unknown with {many(jobs, 'job')} of {many(threads, 'thread')}: no finished run yet, and none "
               "could be measured")

@@ -1,5 +1,5 @@
-"""The numbers of a grid's report as a CSV file, for spreadsheets and pandas, and as LaTeX tables: means and spreads over
-all seeds of each row, and how many seeds these are."""
+"""The numbers of a grid's report as a CSV file, for spreadsheets and pandas, and as LaTeX tables: means and spreads
+over all seeds of each row, and how many seeds these are."""
 import csv
 import io
 import math

@@ -169,9 +169,9 @@ def measured(plan, programs, jobs, threads, limit=60):
         words.append(f"--total-batch-tokens={flags['batch'] * max(flags['seq-len'])}")
     with tempfile.TemporaryFile() as output:
         began = time.monotonic()
-        started = [subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output if i == 0 else subprocess.DEVNULL,
-                                    stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
-                   for i in range(min(jobs, len(plan.todo)))]
+        quiet = subprocess.DEVNULL
+        started = [subprocess.Popen(words, cwd=ROOT, stdin=quiet, stdout=quiet if i else output, stderr=quiet,
+                                    preexec_fn=die_with_parent) for i in range(min(jobs, len(plan.todo)))]
         try:
             for process in started:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -4,12 +4,15 @@
     .venv/bin/python scripts/plot.py out/a out/b --out both.png
     .venv/bin/python scripts/plot.py out/* --seeds --out mean.png    # mean and range over seeds
     .venv/bin/python scripts/plot.py out/a out/b --baseline out/a --out difference.png
+    .venv/bin/python scripts/plot.py out/a out/b --after-parent --out after.png    # b began with --init-from, from a
+    .venv/bin/python scripts/plot.py out/a --norms                   # out/a/norms.png: norms by layer (--norms-every)
     .venv/bin/python scripts/plot.py out/a --scalars                 # out/a/scalars.png: the learned s, b, sink and p_n
     .venv/bin/python scripts/plot.py out/a --heads                   # out/a/heads.png: those of every head
     .venv/bin/python scripts/plot.py out/* --tensorboard out/events  # then: tensorboard --logdir out/events
 
 A run is a folder with the trainer's metrics.jsonl; a run in progress can be plotted at any time. A dashed line marks a
-change of normalizer.
+change of normalizer, with the validation losses before and after it, and a dotted one a resume, with the flags that
+changed.
 """
 import io
 import json
@@ -250,17 +253,68 @@ def change_at_start(run):
     return f", at the start {change_text(entry)}" if entry else ""
 
 
-def read_switches(run, lines):
-    """[(tokens, seconds, "softmax → ssmax")]: where the normalizer changed mid-run, according to the lineage in
-    run.json."""
-    switches, times = [], seconds(lines)
-    for entry in changes(run):
-        if entry.get("event") != "attn-switch" or not entry.get("step", math.inf) <= lines[-1]["step"]:
-            continue
-        done = [i for i, line in enumerate(lines) if line["step"] <= entry["step"]]
-        at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
-        switches.append((*at, change_text(entry)))
-    return switches
+SWITCH, RESUME = (0, (4, 3)), (0, (1, 2.5))     # line styles of marks
+MOST_RESUMES = 5        # that changed nothing and are labeled
+
+
+def read_marks(run, lines):
+    """[(tokens, seconds, text, line style)]: where the normalizer changed mid-run, and where the run resumed, with the
+    flags that changed, according to run.json."""
+    described, times, found = read_json(Path(run) / "run.json"), seconds(lines), []
+    resumes = [entry for entry in lineage_of(described, "history") if entry.get("event") == "resume"]
+    for entry in lineage_of(described):
+        if entry.get("event") == "attn-switch":
+            found.append((entry.get("step", math.inf), change_text(entry), SWITCH))
+    for entry in resumes:
+        changed = entry.get("changed")
+        texts = [f"{flag} {plain(pair.get('from'))} → {plain(pair.get('to'))}"
+                 for flag, pair in (changed.items() if isinstance(changed, dict) else ()) if isinstance(pair, dict)]
+        text = "resumed" + (": " + ", ".join(texts) if texts else "")
+        found.append((entry.get("step", math.inf), text if texts or len(resumes) <= MOST_RESUMES else "", RESUME))
+    marks = []
+    for step, text, style in found:
+        done = [i for i, line in enumerate(lines) if line["step"] <= step]
+        if step <= lines[-1]["step"]:
+            at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
+            marks.append((*at, textwrap.shorten(text, 60, placeholder=" …"), style))
+    return marks
+
+
+def plain(value):
+    """A flag's value in a mark."""
+    if isinstance(value, list):
+        return ",".join(map(plain, value))
+    return f"{value:g}" if type(value) is float else "–" if value is None else str(value)
+
+
+# ---------------------------------------------------------------- runs after their parents
+
+def parent_of(run, runs):
+    """(the run folder, step) that a run's --init-from names, or None if it did not begin with another run's checkpoint.
+    The folder may have moved together with the run, or be one of `runs`."""
+    entry = next((entry for entry in changes(run) if entry.get("event") == "init-from"), {})
+    path = Path(str(entry.get("from", "")))
+    if path.parent.name != "ckpt" or not re.fullmatch("step-[0-9]+", path.name):
+        return None
+    parent = path.parent.parent
+    for folder in (parent, Path(run).absolute().parent / parent.name, *map(Path, runs)):
+        if folder.absolute().name == parent.name and (folder / "metrics.jsonl").exists():
+            return folder, int(path.name[5:])
+    raise Refused(f"{run}: --after-parent: its parent {parent} is not there. Correct the current folder, or name the "
+                  "parent's folder, too.")
+
+
+def after_parent(run, runs, children=()):
+    """The lines of a run's metrics whose tokens and time continue those of its parent, and so on."""
+    lines, parent = read_metrics(run), parent_of(run, runs)
+    if not parent or os.path.abspath(parent[0]) in children:
+        return lines
+    before = [line for line in after_parent(parent[0], runs, (*children, os.path.abspath(run)))
+              if line["step"] <= parent[1]]
+    if not before:
+        return lines
+    tokens, first = before[-1]["tokens"], {"ms": (lines[0].get("ms") or 0) + 1e3 * seconds(before)[-1]}
+    return [line | {"tokens": line["tokens"] + tokens} | (first if line is lines[0] else {}) for line in lines]
 
 
 # ---------------------------------------------------------------- the picture
@@ -298,18 +352,26 @@ def title(name, lines, run):
     loss = [value for value in smooth(column(lines, "loss")) if math.isfinite(value)]
     val = last_validation(lines, 3)
     losses = (f": mean loss {loss[-1]:.3f}" if loss else "") + (f", validation {val}" if val else "")
+    lost = [line["step"] for line, value in zip(lines, column(lines, "loss")) if not math.isfinite(value)]
+    losses += f", x: not finite from step {lost[0]:,} on" if lost else ""
+    steps = read_json(Path(run) / "run.json").get("arguments", {}).get("steps")
+    losses += f", step {lines[-1]['step']:,} of {steps:,}" if type(steps) is int and steps > lines[-1]["step"] else ""
     return name + losses + change_at_start(run)
 
 
-def draw_smooth(axes, x, y, color, dash="-", label=None):
+def draw_smooth(axes, x, y, color, dash="-"):
     """Draws the values faintly and their running mean on top; if there are only a few, also as points."""
     axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8, marker="." if len(x) < 10 else None)
-    axes.plot(x, smooth(y), color=color, linestyle=dash, linewidth=1.4, label=label)
+    axes.plot(x, smooth(y), color=color, linestyle=dash, linewidth=1.4)
 
 
-def draw_loss(axes, x, lines, color, dash, label):
-    """The training loss, and the validation losses as points on a thicker, darker line."""
-    draw_smooth(axes, x, column(lines, "loss"), color, dash, label)
+def draw_loss(axes, x, lines, color, dash):
+    """The training loss, an x at the top where it is not finite, and the validation losses as points on a thicker,
+    darker line."""
+    draw_smooth(axes, x, column(lines, "loss"), color, dash)
+    lost = [a for a, b in zip(x, column(lines, "loss")) if not math.isfinite(b)]
+    if lost:
+        axes.plot(lost, [0.96] * len(lost), "x", color=color, transform=axes.get_xaxis_transform())
     points = [(a, b) for a, b in zip(x, column(lines, "val_loss")) if math.isfinite(b)]
     if points:
         axes.plot(*zip(*points), color=[0.75 * c for c in color], linestyle=dash, linewidth=2, alpha=0.8, marker="o",
@@ -322,13 +384,16 @@ def rim():
     return [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
-def draw_switches(axes, at, color, labels=True):
-    """A dashed line for each (x, text), labeled or not. Labels stand at the top, where losses rarely are."""
-    for x, text in at:
-        axes.axvline(x, color=color, linestyle=(0, (4, 3)), linewidth=1.1, alpha=0.9)
-        if labels:
-            axes.annotate(text, (x, 0.93), (-3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          rotation=90, ha="right", va="top", fontsize=8.5, color=color, zorder=5, path_effects=rim())
+def draw_marks(axes, marks, size, color, labels=True, place=0):
+    """A line for each of read_marks(), against tokens (place 0) or seconds (1) in units of `size`, labeled or not.
+    Labels stand at the top, where losses rarely are."""
+    for *at, text, style in marks:
+        x = at[place] / size
+        axes.axvline(x, color=color, linestyle=style, linewidth=1.1, alpha=0.9)
+        if labels and text:
+            shift, side = (-3, "right") if style == SWITCH else (3, "left")     # the two may be close to each other
+            axes.annotate(text, (x, 0.93), (shift, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+                          rotation=90, ha=side, va="top", fontsize=8.5, color=color, zorder=5, path_effects=rim())
 
 
 def loss_limits(loaded):
@@ -343,13 +408,19 @@ def loss_limits(loaded):
     return min(late) - margin, max(late) + margin
 
 
-def say_what_is_cut_off(axes, loaded):
-    """Adds a note below the top edge if some losses lie above it."""
-    top = axes.get_ylim()[1]
-    above = [value for lines in loaded for value in column(lines, "loss") if math.isfinite(value) and value > top]
-    if above:
-        axes.text(0.5, 0.985, f"axis truncated: the first steps reach {max(above):.2f}", transform=axes.transAxes,
-                  ha="center", va="top", fontsize=9, style="italic", color="0.35")
+def say_what_is_cut_off(axes):
+    """Adds a note below the top edge if some of what is drawn lies above or below the axis."""
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    points = [(float(x), float(y)) for line in axes.lines if line.get_transform() == axes.transData
+              for x, y in zip(line.get_xdata(), line.get_ydata()) if math.isfinite(y)]
+    cut = [(x, y) for x, y in points if not low <= y <= high]
+    if not cut:
+        return
+    least, largest = min(y for _, y in cut), max(y for _, y in cut)
+    early = least > high and max(x for x, _ in cut) < left + 0.1 * (right - left)
+    parts = ([f"reach {largest:.2f}"] if largest > high else []) + ([f"fall to {least:.2f}"] if least < low else [])
+    axes.text(0.5, 0.985, f"axis truncated: {'the first steps' if early else 'values'} {' and '.join(parts)}",
+              transform=axes.transAxes, ha="center", va="top", fontsize=9, style="italic", color="0.35")
 
 
 def pyplot():
@@ -373,44 +444,52 @@ def dashes_of(colors):
     return [DASHES[colors[:i].count(color) % len(DASHES)] for i, color in enumerate(colors)]
 
 
-def curves(runs, colors=None, dashes=None):
+def legend(owner, handles, labels, **how):
+    """The legend of axes or a figure. matplotlib leaves out labels that begin with _, unless they get that later."""
+    made = owner.legend(handles, [f" {label}" for label in labels], **how)
+    for text, label in zip(made.get_texts(), labels):
+        text.set_text(label)
+    return made
+
+
+def curves(runs, colors=None, dashes=None, loaded=None):
     """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
-    tokens. Only the first one labels the runs."""
+    tokens. loaded: the runs' metrics."""
     from matplotlib import ticker
-    loaded = [read_metrics(run) for run in runs]
+    loaded = loaded or [read_metrics(run) for run in runs]
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
     time_size, time_name = unit(max(seconds(lines)[-1] for lines in loaded), TIME_UNITS)
     colors = colors or run_colors(len(runs))
-    each = list(zip(runs, loaded, names(runs), colors, dashes or dashes_of(colors)))
+    each = list(zip(runs, loaded, colors, dashes or dashes_of(colors)))
 
     def tokens_of(lines):
         return [value / token_size for value in column(lines, "tokens")]
 
     def against(axes, size, name, place, labels):
-        for run, lines, _, color, _ in each:
+        for run, lines, color, _ in each:
             mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
-            draw_switches(axes, [(at[place] / size, at[2]) for at in read_switches(run, lines)], mark, labels)
+            draw_marks(axes, read_marks(run, lines), size, mark, labels, place)
         axes.set_xlabel(name)
-        axes.set_xlim(left=0)
+        axes.set_xlim(left=0)       # also of a run whose parent is not drawn
 
     def draw_losses(axes):
         axes.set(ylabel="nats per token", ylim=loss_limits(loaded))
-        say_what_is_cut_off(axes, loaded)
+        say_what_is_cut_off(axes)
 
     def by_tokens(axes):
-        for run, lines, name, color, dash in each:
-            draw_loss(axes, tokens_of(lines), lines, color, dash, title(name, lines, run))
+        for _, lines, color, dash in each:
+            draw_loss(axes, tokens_of(lines), lines, color, dash)
         against(axes, token_size, f"{token_name}tokens", 0, True)
         draw_losses(axes)
 
     def by_time(axes):
-        for _, lines, _, color, dash in each:
-            draw_loss(axes, [value / time_size for value in seconds(lines)], lines, color, dash, None)
+        for _, lines, color, dash in each:
+            draw_loss(axes, [value / time_size for value in seconds(lines)], lines, color, dash)
         against(axes, time_size, time_name, 1, True)
         draw_losses(axes)
 
     def rate(axes):
-        for _, lines, _, color, dash in each:
+        for _, lines, color, dash in each:
             axes.plot(tokens_of(lines), column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
                       marker="." if len(lines) < 10 else None)
         against(axes, token_size, f"{token_name}tokens", 0, False)
@@ -418,7 +497,7 @@ def curves(runs, colors=None, dashes=None):
         axes.set_ylim(bottom=0)
 
     def norm(axes):
-        for _, lines, _, color, dash in each:
+        for _, lines, color, dash in each:
             draw_smooth(axes, tokens_of(lines), column(lines, "grad_norm"), color, dash)
         against(axes, token_size, f"{token_name}tokens", 0, False)
         axes.set_yscale("log")
@@ -447,18 +526,23 @@ def fit_legend(labels, columns, width, size):
     return wrapped, max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(wrapped, columns))
 
 
-def picture(runs):
+def picture(runs, loaded=None):
     """A figure of the four panels of curves(), which grows with its legend."""
     plt = pyplot()
+    from matplotlib.lines import Line2D
+    loaded = loaded or [read_metrics(run) for run in runs]
+    colors = run_colors(len(runs))
     figure, grid = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
-    for axes, (name, draw) in zip(grid.flat, curves(runs)):
+    for axes, (name, draw) in zip(grid.flat, curves(runs, colors, loaded=loaded)):
         draw(axes)
         axes.set_title(name)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    handles = [Line2D([], [], color=color, linestyle=dash, linewidth=1.4)
+               for color, dash in zip(colors, dashes_of(colors))]
+    labels = [title(*each) for each in zip(names(runs), loaded, runs)]
     columns, size = (1, 11) if len(runs) < 4 else (2, 10)
     labels, lines = fit_legend(labels, columns, 12, size)
     figure.set_figheight(8 + 0.25 * max(0, lines - 4))
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
+    legend(figure, handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
     return figure
 
 
@@ -576,8 +660,7 @@ def scalars_picture(runs):
                 draw_p(axes, found["p"], fit)
             else:
                 draw_layers(axes, *found[scalar], token_size, color.to_rgba)
-                switches = read_switches(run, read_metrics(run))
-                draw_switches(axes, [(at / token_size, text) for at, _, text in switches], "0.3")
+                draw_marks(axes, read_marks(run, read_metrics(run)), token_size, "0.3")
                 axes.set(title=f"{scalar} by layer: mean over heads, band from minimum to maximum",
                          xlabel=f"{token_name}tokens")
                 axes.set_xlim(left=0)
@@ -649,9 +732,14 @@ def chosen(options):
     from pictures import runs
     if options.heads:
         return runs.heads(options.runs[0]), "heads.png"
+    if options.norms:
+        return runs.norms(options.runs[0]), "norms.png"
     if options.seeds or options.baseline:
         return runs.comparison(options.runs, options.seeds, options.baseline), "comparison.png"
-    return (scalars_picture(options.runs), "scalars.png") if options.scalars else (picture(options.runs), "loss.png")
+    if options.scalars:
+        return scalars_picture(options.runs), "scalars.png"
+    loaded = [after_parent(run, options.runs) for run in options.runs] if options.after_parent else None
+    return picture(options.runs, loaded), "loss.png"
 
 
 def main():
@@ -663,6 +751,12 @@ def main():
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--scalars", action="store_true", help="plot the normalizer's learned s, b, sink and p_n")
     what.add_argument("--heads", action="store_true", help="plot the learned s, b and sink of every head of one run")
+    what.add_argument("--norms", action="store_true",
+                      help="plot the norms of one run's gradients and weights by layer; the trainer's --norms-every "
+                           "writes them")
+    what.add_argument("--after-parent", action="store_true",
+                      help="draw each run that began with --init-from after the run that its checkpoint is from: "
+                           "tokens and time go on from there")
     what.add_argument("--seeds", action="store_true",
                       help="draw runs that differ only in their seeds as one curve: the mean, and a band for the range")
     parser.add_argument("--baseline", metavar="RUN",
@@ -675,10 +769,11 @@ def main():
         options.runs = [run for run in options.runs if not is_no_run(Path(run))] or options.runs
     if len(options.runs) > 1 and not (options.out or options.tensorboard):
         parser.error("to plot several runs in one picture, pass --out FILE")
-    if options.baseline and (options.scalars or options.heads or options.tensorboard):
-        parser.error("--baseline compares losses: omit --scalars, --heads and --tensorboard")
-    if options.heads and len(options.runs) > 1:
-        parser.error("--heads plots one run")
+    if options.baseline and (options.scalars or options.heads or options.norms or options.after_parent
+                             or options.tensorboard):
+        parser.error("--baseline compares losses: omit --scalars, --heads, --norms, --after-parent and --tensorboard")
+    if (options.heads or options.norms) and len(options.runs) > 1:
+        parser.error(f"--{'heads' if options.heads else 'norms'} plots one run")
     wrong = options.out and wrong_format(options.out)
     if wrong:
         parser.error(wrong)

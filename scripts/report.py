@@ -20,6 +20,7 @@ import command_line
 import files
 import plot
 from pictures import attention, charts, page, results, tasks
+from pictures import runs as pictures_of_runs
 from pictures.results import shown
 
 # Flags that say nothing about the result.
@@ -194,6 +195,11 @@ def about_runs(folders, names, colors):
     drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, *zip(*chosen))]
     legend = page.legend([(name, *style) for name, style in zip(names, chosen)])
     found.append(("Training", legend + page.panels(drawn, "training")))
+    panels = [panel for folder, name in zip(folders, names)
+              for panel in pictures_of_runs.norm_panels(folder, name if len(folders) > 1 else "")]
+    if panels:
+        found.append(("Norms by layer", "<p>Euclidean norms of the gradient before clipping, and of the weights.</p>\n"
+                      + page.panels(panels, "norms")))
     scalars = scalar_panels(folders, names)
     if scalars:
         about = "<p>Lines: means over the heads of a layer; bands: from the least to the largest head.</p>\n"

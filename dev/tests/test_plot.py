@@ -281,6 +281,96 @@ def test_an_untruncated_axis_has_no_note(tmp_path):
     assert figure.axes[0].get_ylim()[1] > 11 and not figure.axes[0].texts
 
 
+@pytest.mark.parametrize("values, said", [([5.0] * 2 + [4.0] * 28, "the first steps reach 5.00"),
+                                          ([4.0] * 15 + [9.0] + [4.0] * 14, "values reach 9.00"),
+                                          ([2.0] * 5 + [4.0] * 25, "values fall to 2.00"), ([4.0] * 30, None)])
+def test_an_axis_that_cuts_values_off_says_so(values, said):
+    axes = plot.pyplot().figure().add_subplot()
+    axes.plot(range(30), values)
+    axes.axvline(3)
+    axes.set_ylim(3, 4.5)
+    plot.say_what_is_cut_off(axes)
+    assert [text.get_text() for text in axes.texts] == ([f"axis truncated: {said}"] if said else [])
+
+
+def test_a_run_that_stopped_or_diverged_says_so(tmp_path):
+    lost = '{"step": 16, "tokens": 8192, "loss": null}\n{"step": 17, "tokens": 8704, "loss": null}\n'
+    run = make_run(tmp_path / "a", 15, tail=lost)
+    (run / "run.json").write_text(json.dumps({"arguments": {"steps": 40}}))
+    figure = plot.picture([str(run)])
+    assert "x: not finite from step 16 on, step 17 of 40" in figure.legends[0].texts[0].get_text()
+    crosses = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[8.192, 8.704]]
+
+
+def test_names_that_begin_with_an_underscore_are_in_the_legend(tmp_path):
+    folders = [str(make_run(tmp_path / name, 20)) for name in ("_a", "__b", "_child0")]
+    for figure in plot.picture(folders), runs.comparison(folders, False, folders[0]):
+        assert [text.get_text().partition(":")[0] for text in figure.legends[0].texts] == ["_a", "__b", "_child0"]
+
+
+def resumed(run, step, **changed):
+    described = json.loads((run / "run.json").read_text()) if (run / "run.json").exists() else {}
+    described.setdefault("history", [{"step": 0, "event": "start"}]).append(
+        {"step": step, "event": "resume", "changed": {flag: {"from": a, "to": b} for flag, (a, b) in changed.items()}})
+    (run / "run.json").write_text(json.dumps(described))
+
+
+def test_resumes_are_marked(tmp_path):
+    run = make_run(tmp_path / "a", 30)
+    resumed(run, 10, lr=(0.01, 0.003), schedule=("cosine", None))
+    resumed(run, 20)
+    resumed(run, 31)        # still due
+    marks = plot.read_marks(run, plot.read_metrics(run))
+    assert [mark[:3] for mark in marks] == [(5120, 5.0, "resumed: lr 0.01 → 0.003, schedule cosine → –"),
+                                            (10240, 10.0, "resumed")]
+    for axes in plot.picture([str(run)]).axes:
+        where = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
+        assert where == pytest.approx([5, 10] if axes.get_xlabel() == "seconds" else [5.12, 10.24])
+    for _ in range(plot.MOST_RESUMES):
+        resumed(run, 20)
+    assert [mark[2] for mark in plot.read_marks(run, plot.read_metrics(run))[1:]] == [""] * 6, "too many to label"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_after_its_parent(tmp_path, moved):
+    """And its parent's parent, up to the steps of the checkpoints."""
+    parent = make_run(tmp_path / "parent", 30)
+    for name, origin, step in ("child", "parent", 20), ("grandchild", "child", 10):
+        run = make_run(tmp_path / name, 20)
+        where = Path("/elsewhere") if moved else tmp_path
+        (run / "run.json").write_text(json.dumps({"lineage": [
+            {"step": 0, "event": "init-from", "attn": "x", "from": str(where / origin / f"ckpt/step-{step:08}")}]}))
+    lines = plot.after_parent(tmp_path / "grandchild", [])
+    assert [lines[i]["tokens"] for i in (0, -1)] == [512 * 31, 512 * 50] and plot.seconds(lines)[-1] == 25.0
+    out = tmp_path / "x.png"
+    result = command(parent, tmp_path / "child", "--after-parent", "--out", out)
+    assert result.returncode == 0 and out.exists(), result.stderr
+    shutil.rmtree(parent)
+    result = command(tmp_path / "child", "--after-parent", "--out", out)
+    assert result.returncode == 3 and "its parent" in result.stderr and "parent is not there" in result.stderr
+
+
+def test_norms_by_layer(tmp_path):
+    run = make_run(tmp_path / "a", 3)
+    norms = {"embed": 1.0, "attn": [1.0, 2.0], "mlp": [3.0, None], "gains": [5.0, 6.0]}
+    with open(run / "metrics.jsonl", "a") as file:
+        for step in 4, 5:
+            file.write(json.dumps({"step": step, "tokens": 512 * step, "loss": 3.0, "grad_norms": norms,
+                                   "weight_norms": norms | {"attn": [7.0, 8.0 + step]}}) + "\n")
+    drawn = {axes.get_title(loc="left"): [list(line.get_ydata()) for line in axes.lines]
+             for axes in runs.norms(run).axes}
+    assert drawn["Weights: attention"] == [[7.0, 7.0], [12.0, 13.0]] and drawn["Gradient: attention"][1] == [2.0, 2.0]
+    assert drawn["Gradient: feed-forward"][0] == [3.0, 3.0] and "Gradient: outside of the layers" in drawn
+    assert command(run, "--norms").returncode == 0 and (run / "norms.png").exists()
+    result = command(make_run(tmp_path / "none", 3), "--norms")
+    assert result.returncode == 3 and "--norms-every" in result.stderr
+    for wrong in "5", '{"attn": [[1]]}', '{"attn": "x"}', '{"attn": [1, "x"]}':
+        bad = make_run(tmp_path / f"bad{wrong}", 2, tail=f'{{"step": 3, "tokens": 9, "grad_norms": {wrong}}}\n')
+        with pytest.raises(plot.Refused, match="grad_norms"):
+            runs.norms(bad)
+
+
 # ---------------------------------------------------------------- the normalizer's learned scalars
 
 def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn_bias")):
@@ -433,7 +523,8 @@ def test_a_switch_is_marked(tmp_path, draw):
                  if list(line.get_xdata()) == [line.get_xdata()[0]] * 2 and list(line.get_ydata()) == [0, 1]]
         assert marks == pytest.approx(elapsed if axes.get_xlabel() == "seconds" else [6 * 32])
     labels = [text for axes in panels for text in axes.texts if "→" in text.get_text()]
-    assert [text.get_text() for text in labels] == ["softmax → ssmax-bias"] * 2
+    assert len(labels) == 2
+    assert all(re.fullmatch(r"softmax → ssmax-bias( \(\d.* → \d.*\))?", text.get_text()) for text in labels)
     assert not any(text.get_bbox_patch() for text in labels), "a box would hide curves"
 
 
@@ -446,7 +537,7 @@ def test_a_switch_at_the_start_is_in_the_legend(tmp_path, measured, said):
         {"step": 0, "event": "init-from", "attn": "ssmax", "from": "x"},
         {"step": 0, "event": "attn-at-start", "from": "softmax", "attn": "ssmax", "val_loss_before": measured[0],
          "val_loss_after": measured[1]}]}))
-    assert plot.read_switches(run, plot.read_metrics(run)) == []
+    assert plot.read_marks(run, plot.read_metrics(run)) == []
     [text] = plot.picture([run]).legends[0].texts
     assert text.get_text().endswith(", at the start softmax → ssmax" + said)
 
@@ -525,7 +616,8 @@ def test_means_over_seeds_and_differences_of_pairs(seeded):
     loss, val, loss_less, val_less = figure.axes
     assert labels(figure) == ["--attn softmax, 3 seeds: validation 3.6800 ± 0.1000",
                               "--attn ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414 "
-                              "at 41 thousand tokens"]
+                              "at 41 thousand tokens; "
+        "mean to step 80, where b2 ends"]
     assert list(val.lines[0].get_ydata()) == pytest.approx([3.6 + 8 / step for step in range(10, 101, 10)])
     assert list(val.lines[1].get_xdata()) == pytest.approx([5.12 * i for i in range(1, 9)])
     assert list(val_less.lines[0].get_ydata()) == pytest.approx([-0.4] * 8)

@@ -156,8 +156,8 @@ def figure(picture):
         axes.set_title(wrapped(panel.title, panel.width - 0.7))
     if picture.legend:
         handles = [Line2D([], [], color=color, linestyle=dash, linewidth=2.5) for _, color, dash in picture.legend]
-        legend = out.legend(handles, labels, loc="outside upper center", frameon=False, title=title or None,
-                            ncols=ncols, title_fontproperties={"weight": "bold", "size": 11})
+        legend = plot.legend(out, handles, labels, loc="outside upper center", frameon=False, title=title or None,
+                             ncols=ncols, title_fontproperties={"weight": "bold", "size": 11})
         legend.get_title().set_multialignment("center")
     elif title:
         out.suptitle(title, weight="bold", fontsize=11)

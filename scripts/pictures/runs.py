@@ -126,17 +126,16 @@ def draw_curves(axes, groups, base, key, unit):
                   marker="o" if key != "loss" or len(x) < 10 else None, markersize=3.5)
         if len(values) > 1:
             axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=group.color, alpha=0.18, linewidth=0)
-        switches = plot.read_switches(group.runs[0].path, group.runs[0].lines)
-        plot.draw_switches(axes, [(at / unit[0], text) for at, _, text in switches if at <= tokens[-1]],
-                           [0.7 * c for c in group.color])
+        marks = plot.read_marks(group.runs[0].path, group.runs[0].lines)
+        plot.draw_marks(axes, [mark for mark in marks if mark[0] <= tokens[-1]], unit[0],
+                        [0.7 * c for c in group.color])
         drawn.append(values[:, len(x) // 20:])
     if base:
         axes.axhline(0, color=base.color, linewidth=1.6)
     limit(axes, drawn, base)
-    if key == "loss" and not base:
-        plot.say_what_is_cut_off(axes, [run.lines for group in groups for run in group.runs])
     axes.set(xlabel=f"{unit[1]}tokens", ylabel="nats per token")
     axes.set_xlim(left=0)
+    plot.say_what_is_cut_off(axes)
 
 
 def limit(axes, drawn, base):
@@ -170,14 +169,17 @@ def label_of(group, base, unit):
     text = f"{group.label}: {what} {spread(values)}"
     if key == "val_loss" and ends < min(run.lines[-1]["tokens"] for run in group.runs):
         text += f" (step {next(step for step, tokens in group.runs[0].tokens.items() if tokens == ends):,})"
+    last = {run.lines[-1]["step"]: run for run in group.runs}
+    short = (f"; mean to step {min(last):,}, where {plot.names([last[min(last)].path])[0]} ends" if len(last) > 1
+             else "")
     if not base or group is base:
-        return text
+        return text + short
     at, differences = last_values(group, base, key)
     if not at:
-        return text
+        return text + short
     same = at == ends == last_values(base, None, key)[0]
     return text + f", difference {spread(differences, '+')}" + (
-        "" if same else f" at {at / unit[0]:.3g} {unit[1]}tokens")
+        "" if same else f" at {at / unit[0]:.3g} {unit[1]}tokens") + short
 
 
 def find_baseline(groups, paths, baseline):
@@ -206,6 +208,78 @@ def comparison(paths, seeds, baseline):
     return charts.figure(Picture("comparison", panels, 2, legend, "mean and range over seeds" if seeds else ""))
 
 
+# ---------------------------------------------------------------- norms by layer
+
+NORMS = {"grad_norms": "Gradient", "weight_norms": "Weights"}
+GROUPS = {"attn": "attention", "mlp": "feed-forward", "gains": "norms' gains"}
+
+
+def read_norms(run, lines):
+    """{key of NORMS: (tokens, {group: array (steps, layers)}, {tensor outside of the layers: array (steps,)})} of the
+    steps that have them."""
+    found = {}
+    for key in NORMS:
+        rows = [(line["tokens"], line[key]) for line in lines if key in line]
+        try:
+            groups = [name for name in rows[0][1] if isinstance(rows[0][1][name], list)] if rows else []
+            others = [name for name in rows[0][1] if name not in groups] if rows else []
+            if rows:
+                found[key] = ([tokens for tokens, _ in rows],
+                              {name: results.numbers([row[name] for _, row in rows]) for name in groups},
+                              {name: results.numbers([row[name] for _, row in rows]) for name in others})
+            if any(array.ndim != 2 for array in found.get(key, ((), {}))[1].values()):
+                raise TypeError("lists of equal lengths")
+        except (TypeError, KeyError, plot.Refused) as error:
+            raise plot.Refused(f"{run}/metrics.jsonl: {key}: expected the same tensors and layers on each line "
+                               f"({error}).")
+    return found
+
+
+def draw_norms(axes, tokens, curves, colors, unit, marks):
+    """curves: [(label or None, numbers)]"""
+    x = [token / unit[0] for token in tokens]
+    for (label, values), color in zip(curves, colors):
+        axes.plot(x, values, color=color, linewidth=1.3, marker="." if len(x) < 10 else None, label=label)
+    plot.draw_marks(axes, marks, unit[0], "0.3", labels=False)
+    charts.positive_axis(axes, [value for _, values in curves for value in values])
+    axes.set_xlabel(f"{unit[1]}tokens")
+    axes.set_xlim(left=0)
+    if any(label for label, _ in curves):
+        axes.legend(fontsize=8, frameon=False)
+
+
+def norm_panels(run, name=""):
+    """The panels of one run's norms by layer, in the layers' colors; [] without any."""
+    from matplotlib import colormaps
+    lines = plot.read_metrics(run)
+    found, unit = read_norms(run, lines), plot.unit(lines[-1]["tokens"], plot.TOKEN_UNITS)
+    marks = plot.read_marks(run, lines)
+    panels, titles = [], [*GROUPS, "outside"]
+    for group in titles:
+        for key, (tokens, layers, others) in found.items():
+            if group in layers:
+                count = layers[group].shape[1]
+                colors = [colormaps["viridis"](0.25 + 0.65 * i / max(1, count - 1)) for i in range(count)]
+                curves = [(f"layer {i}" if i in (0, count - 1) else None, layers[group][:, i]) for i in range(count)]
+                title = f"{NORMS[key]}: {GROUPS[group]}"
+            elif group == "outside":
+                colors, curves = plot.run_colors(len(others)), list(others.items())
+                title = f"{NORMS[key]}: outside of the layers"
+            else:
+                continue
+            panels.append(Panel(title + f": {name}" * bool(name), lambda axes, t=tokens, c=curves, p=colors:
+                                draw_norms(axes, t, c, p, unit, marks), 6, 3))
+    return panels
+
+
+def norms(run):
+    """The picture of `plot.py RUN --norms`."""
+    panels = norm_panels(run)
+    if not panels:
+        raise plot.Refused(f"{run}/metrics.jsonl: no norms by layer. The trainer writes them with --norms-every N.")
+    return charts.figure(Picture("norms", panels, 2, [], plot.names([run])[0]))
+
+
 # ---------------------------------------------------------------- the scalars of each head
 
 def head_values(run):
@@ -228,7 +302,7 @@ def draw_heads(axes, tokens, layers, colors, unit, marks):
     for values, color in zip(layers, colors):
         axes.plot([token / unit[0] for token in tokens], values, color=color, linewidth=1, alpha=0.8,
                   marker="." if len(tokens) < 10 else None)
-    plot.draw_switches(axes, [(at / unit[0], text) for at, _, text in marks], "0.3")
+    plot.draw_marks(axes, marks, unit[0], "0.3")
     axes.set_xlabel(f"{unit[1]}tokens")
     axes.set_xlim(left=0)
 
@@ -244,7 +318,7 @@ def heads(run):
     """The picture of `plot.py RUN --heads`: each scalar over the steps, and by layer in the newest checkpoint."""
     from matplotlib import colormaps
     found, lines = head_values(run), plot.read_metrics(run)
-    unit, marks = plot.unit(lines[-1]["tokens"], plot.TOKEN_UNITS), plot.read_switches(run, lines)
+    unit, marks = plot.unit(lines[-1]["tokens"], plot.TOKEN_UNITS), plot.read_marks(run, lines)
     panels = []
     for name in plot.in_order(found):
         tokens, layers = found[name]
