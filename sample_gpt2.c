@@ -634,10 +634,13 @@ static int32_t *take_turn(const Sampler *s, ChatTurn turn, size_t *used, size_t 
 static void converse(Sampler *s) {
     size_t used = 0, length, count;
     ChatTurn turn = {.system = s->system && *s->system ? s->system : NULL};
+    bool first = true;
     for (char *line; (line = read_line(&length)); free(line)) {
-        turn.text = line;
-        turn.length = length;
-        int32_t *ids = length ? take_turn(s, turn, &used, &count) : NULL;
+        size_t mark = first ? file_mark(line, length) : 0;
+        first = false;
+        turn.text = line + mark;
+        turn.length = length - mark;
+        int32_t *ids = turn.length ? take_turn(s, turn, &used, &count) : NULL;
         if (!ids) continue;
         size_t last = decode_span(&s->decoder, ids, count, 0, used) - 1, from = used + count;
         used = answer(s, decode_logits(&s->decoder, last, 1, 0), from);

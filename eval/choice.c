@@ -235,16 +235,6 @@ static void open_lines(Choice *c) {
     if (!(c->lines = file_lines_open(c->e->o.data, MAX_LINE, &error))) fail_with(&error);
 }
 
-// A byte order mark, with which some programs begin a text.
-static void skip_mark(FileLine *line) {
-    static const char MARK[] = "\xEF\xBB\xBF";
-    size_t length = strlen(MARK);
-    if (strncmp(line->text, MARK, length) != 0) return;
-    line->text += length;
-    line->length -= length;
-    line->offset += length;
-}
-
 // Reads the next question. Returns false after the last one.
 static bool read_question(Choice *c) {
     Error error;
@@ -254,7 +244,6 @@ static bool read_question(Choice *c) {
     do {
         if (!file_lines_next(c->lines, &line, &error)) fail_with(&error);
         if (!line.text) return false;
-        if (line.offset == 0) skip_mark(&line);
     } while (strspn(line.text, " \t\r") == line.length);
     cJSON *json = json_parse(line.text, line.length, (JsonPlace){path, line.number, line.offset}, &error);
     if (!json) {

@@ -465,6 +465,18 @@ bool file_check_inside(const char *folder, const char *path, Error *error) {
     return ok;
 }
 
+size_t file_mark(const char *text, size_t length) {
+    static const char mark[] = "\xEF\xBB\xBF";
+    return length >= strlen(mark) && memcmp(text, mark, strlen(mark)) == 0 ? strlen(mark) : 0;
+}
+
+// Removes the mark from a text, which is followed by a 0 byte.
+static void drop_mark(char *text, size_t *length) {
+    size_t mark = file_mark(text, *length);
+    *length -= mark;
+    memmove(text, text + mark, *length + 1);
+}
+
 static char *read_open(int fd, const char *path, uint64_t bytes, size_t limit, size_t *size, Error *error) {
     if (!check_limit(path, bytes, limit, error)) return NULL;
     char *text = malloc(bytes + 1);
@@ -473,8 +485,10 @@ static char *read_open(int fd, const char *path, uint64_t bytes, size_t limit, s
         free(text);
         return NULL;
     }
-    text[bytes] = '\0';
-    if (size) *size = bytes;
+    size_t length = bytes;
+    text[length] = '\0';
+    drop_mark(text, &length);
+    if (size) *size = length;
     return text;
 }
 
@@ -509,6 +523,7 @@ char *file_read_stream(const char *path, size_t limit, size_t *size, Error *erro
     if (ok && ferror(file)) ok = read_error(error, path, "reading it", CHECK_PATH);
     if (file && file != stdin) fclose(file);
     text[length] = '\0';
+    drop_mark(text, &length);
     *size = length;
     if (ok) return text;
     free(text);
@@ -575,7 +590,8 @@ bool file_lines_next(FileLines *lines, FileLine *line, Error *error) {
     XXH3_128bits_update(lines->state, lines->text, read);
     lines->size += read;
     lines->text[length] = '\0';
-    *line = (FileLine){lines->text, length, lines->number, lines->offset};
+    size_t mark = lines->number == 1 ? file_mark(lines->text, length) : 0;
+    *line = (FileLine){lines->text + mark, length - mark, lines->number, lines->offset + mark};
     if (byte == EOF && !length) line->text = NULL;
     lines->offset += length + 1;
     return true;

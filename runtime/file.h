@@ -97,6 +97,10 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error);
 // Opens a file. Returns -1 on error, whose message ends with `remedy`, a sentence.
 int file_open(const char *path, const char *remedy, uint64_t *size, Error *error);
 
+// The length of the byte order mark with which some programs begin a text in UTF-8, or 0. The functions below that read
+// a text leave it out.
+size_t file_mark(const char *text, size_t length);
+
 // Returns the whole file, followed by a 0 byte that `size` (may be NULL) does not count. A file of more than `limit`
 // bytes is an error. The caller frees the result. Returns NULL on error.
 char *file_read(const char *path, size_t limit, size_t *size, Error *error);

@@ -197,6 +197,26 @@ def test_ids_from_stdin(runs, newline):
     assert result.returncode == 0 and result.stdout.startswith(b"1,2,"), result.stderr
 
 
+def test_a_byte_order_mark_is_no_text(runs, tmp_path):
+    """Some programs begin a text file with it. Elsewhere, it is a character."""
+    mark, flags = "\ufeff", [str(word) for word in (BIN / "sample_gpt2", "--model", runs / "text", "--temperature", 0,
+                                                    "--max-new-tokens", 5)]
+
+    def printed(*words, said=""):
+        return subprocess.run([*flags, *map(str, words)], input=said.encode(), capture_output=True, env=environment(),
+                              check=True).stdout.decode()
+
+    talk = ["--interactive", "--chat", "raw", "--context", 30]
+    for start in ("", mark):
+        (tmp_path / "prompts").write_text(f"{start}the cat\n{mark}on\n")
+        (tmp_path / "config").write_text(start + 'prompt = "the cat"\n')
+        found = [printed("--prompt-file", tmp_path / "prompts"), printed("--config", tmp_path / "config"),
+                 printed("--prompt", "-", said=f"{start}the cat{mark}\n"),
+                 printed(*talk, said=f"{start}the cat\n{mark}on\n")]
+        expected = expected if start else found
+        assert found == expected and found[0].count(mark) == 1
+
+
 def test_an_empty_prompt_is_end_of_text(runs):
     assert (sample(runs / "ids", "--prompt", "")[0] == sample(runs / "ids")[0]
             == sample(runs / "ids", "--prompt", END_OF_TEXT)[0])
