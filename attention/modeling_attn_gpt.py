@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 try:
     import attn_c
@@ -497,19 +497,17 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "cache_position", "token_type_ids"}
 
 
-class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
+class AttnGPT(PreTrainedModel):
+    """What the two models below share."""
     config_class = AttnGPTConfig
     base_model_prefix = "model"
     _no_split_modules = ["Layer", "GatedLayer"]
     supports_gradient_checkpointing = True
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config):
         super().__init__(config)
         check_config(config)
         self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     def _init_weights(self, module):
         """The initial weights of a new model; a checkpoint's tensors are not touched."""
@@ -531,19 +529,10 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, embedding):
         self.model.embed_tokens = embedding
 
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, head):
-        self.lm_head = head
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-                labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, output_hidden_states=None,
-                return_dict=None, cache=None, **kwargs):
-        """attention_mask (B, keys): 0 for padding. cache: what transformers calls past_key_values from 5.24 on.
-        logits_to_keep: computes only the logits of that many last tokens; 0: of all. output_attentions: also returns
-        each layer's A (B, heads, T, keys). output_hidden_states: also returns the embeddings (B, T, C), and each
-        layer's output, the last one after its RMSNorm."""
+    def decode(self, input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, output_attentions,
+               output_hidden_states, **kwargs):
+        """Returns the Decoder's output (B, T, C), and by name what it may return besides: hidden_states, attentions and
+        the cache."""
         default = lambda value, name: getattr(self.config, name) if value is None else value
         unknown = [name for name, value in kwargs.items() if value is not None and name not in KNOWN]
         if unknown:
@@ -553,7 +542,6 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
         use_cache = default(use_cache, "use_cache")
-        cache = past_key_values if cache is None else cache
         if self.training and self.is_gradient_checkpointing and torch.is_grad_enabled():
             # Layers run twice, and would fill a cache twice.
             if cache is not None:
@@ -576,6 +564,50 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         with_states = default(output_hidden_states, "output_hidden_states")
         compute, seen = attention_for(self.config, x, past, attention_mask, with_weights)
         x, states, weights = self.model(x, with_states, with_weights, positions, lengths, compute, seen, cache)
+        return x, {"hidden_states": states, "attentions": weights, CACHE: cache if use_cache else None}
+
+
+class AttnGPTModel(AttnGPT):
+    """The hidden states without the logits, for AutoModel."""
+    _keys_to_ignore_on_load_unexpected = ["lm_head.weight"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+                use_cache=None, output_attentions=None, output_hidden_states=None, return_dict=None, cache=None,
+                **kwargs):
+        """The arguments of AttnGPTForCausalLM."""
+        x, others = self.decode(input_ids, attention_mask, position_ids, past_key_values if cache is None else cache,
+                                inputs_embeds, use_cache, output_attentions, output_hidden_states, **kwargs)
+        out = BaseModelOutputWithPast(last_hidden_state=x, **others)
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
+
+
+class AttnGPTForCausalLM(AttnGPT, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, head):
+        self.lm_head = head
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+                labels=None, use_cache=None, logits_to_keep=0, output_attentions=None, output_hidden_states=None,
+                return_dict=None, cache=None, **kwargs):
+        """attention_mask (B, keys): 0 for padding. cache: what transformers calls past_key_values from 5.24 on.
+        logits_to_keep: computes only the logits of that many last tokens; 0: of all. output_attentions: also returns
+        each layer's A (B, heads, T, keys). output_hidden_states: also returns the embeddings (B, T, C), and each
+        layer's output, the last one after its RMSNorm."""
+        x, others = self.decode(input_ids, attention_mask, position_ids, past_key_values if cache is None else cache,
+                                inputs_embeds, use_cache, output_attentions, output_hidden_states, **kwargs)
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         logits = self.lm_head(x[:, logits_to_keep])
@@ -584,6 +616,5 @@ class AttnGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, attentions=weights,
-                                     **{CACHE: cache if use_cache else None})
-        return out if default(return_dict, "return_dict") else out.to_tuple()
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, **others)
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()

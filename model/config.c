@@ -76,6 +76,7 @@ static bool has_window(int window, int seq_len) {
 static void write_own(cJSON *json, const ModelConfig *config) {
     cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
     cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
+    cJSON_AddStringToObject(map, "AutoModel", "modeling_attn_gpt.AttnGPTModel");
     cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
     if (config->qk_norm) cJSON_AddBoolToObject(json, "qk_norm", true);
     if (config->qkv_bias) cJSON_AddBoolToObject(json, "qkv_bias", true);

@@ -97,7 +97,7 @@ static void take_pairs(uint32_t *out, Matrix x, size_t second, size_t n) {
 
 typedef uint32_t Words __attribute__((vector_size(NATIVE * sizeof(uint32_t)), aligned(sizeof(uint32_t))));
 
-// The numbers of both, one after the other, at these indices. clang has no __builtin_shuffle, and makes one of the loop.
+// The numbers of both, one after the other, at these indices. clang has no __builtin_shuffle; it makes one of the loop.
 static inline Words shuffle(Words first, Words second, Words indices) {
 #ifdef __clang__
     Words out;

@@ -111,6 +111,19 @@ def test_transformers_gives_our_logits(folder):
     assert abs(ours - theirs).max() < 1e-4
 
 
+def test_automodel_gives_the_hidden_states(folder, caplog):
+    """Those of the causal model, whose output layer our own model leaves out without a warning."""
+    from transformers import AutoModel
+    trusted = json.loads((folder / "config.json").read_text())["model_type"] not in PLAIN
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted).eval()
+    assert not trusted or "lm_head" not in caplog.text
+    ids = random_ids(20)
+    with torch.no_grad():
+        expected, found = (each(ids, output_hidden_states=True) for each in (load(folder), model))
+    assert torch.equal(found.last_hidden_state, expected.hidden_states[-1])
+    assert all(map(torch.equal, found.hidden_states, expected.hidden_states))
+
+
 def test_generate_and_sample_give_the_same_text(folder):
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     for prompt in ("the cat", "€ 日本", "on"):
