@@ -5,6 +5,7 @@ import re
 import shlex
 import statistics
 import sys
+import textwrap
 from dataclasses import dataclass
 from html import escape
 
@@ -501,6 +502,32 @@ def claims_table(plan):
 
 # ---------------------------------------------------------------- pictures
 
+UNLABELED = re.compile(r"_child\d+|_nolegend_")      # matplotlib's labels of lines without one
+SPREAD = "± standard deviation over seeds"
+
+
+def spreads(numbers):
+    """For each place, the standard deviation of its numbers; 0 where it is not known. numbers: a list for each
+    place."""
+    return [x if math.isfinite(x) else 0.0 for x in map(deviation, numbers)]
+
+
+def draw_band(axes, x, y, spread, color):
+    """A band of the spread around a curve, if it has any."""
+    if any(spread):
+        axes.fill_between(x, [a - b for a, b in zip(y, spread)], [a + b for a, b in zip(y, spread)], color=color,
+                          alpha=0.15, linewidth=0)
+
+
+def draw_bars(axes, x, y, color, **spread):
+    """Bars of the spread, xerr or yerr, at points that have one."""
+    (key, sizes), = spread.items()
+    points = [(a, b, size) for a, b, size in zip(x, y, sizes) if size]
+    if points:
+        x, y, sizes = zip(*points)
+        axes.errorbar(x, y, fmt="none", ecolor=color, elinewidth=1.2, capsize=2.5, **{key: sizes})
+
+
 def panels(plan, title, found, data, draw, labels, base=True):
     """A figure with a panel for each title of {title: Lines}. draw(axes, line, data, color, style) draws the line's
     {key: data}; lines without data are left out. The baseline is dashed in the panels that lack it, and has no panel of
@@ -528,21 +555,29 @@ def panels(plan, title, found, data, draw, labels, base=True):
             if line not in lines:
                 draw(axes, line, data[line.key()], "0.3", "--")
         axes.set_title(name, weight="bold")
-        axes.legend(fontsize=7.5, frameon=False, ncols=names, loc="upper left", bbox_to_anchor=(0, -0.08))
-    figure.suptitle(title)
+        handles = [line for line in axes.get_lines() if not UNLABELED.fullmatch(line.get_label())]
+        plot.legend(axes, handles, [line.get_label() for line in handles], fontsize=7.5, frameon=False, ncols=names,
+                    loc="upper left", bbox_to_anchor=(0, -0.08))
+    for axes, _ in zip(grid.flat, found):
+        plot.say_what_is_cut_off(axes)
+    figure.suptitle(textwrap.fill(title, int(10 * figure.get_figwidth())))
     for put, label in zip((figure.supxlabel, figure.supylabel), labels):
         put(label, fontsize=10)
     return figure
 
 
 def mean_curve(plan, x):
-    """([(tokens, validation loss)], outcomes) of a Trained, the mean over its seeds; the smoothed training loss where
-    there is no validation."""
-    entries = [entry_of(plan, Run(x.row.name, x.size, seed), "train") for seed in x.seeds]
-    curves = [dict(map(tuple, entry["curves"]["val"] or entry["curves"]["loss"])) for entry in entries]
-    common = set.intersection(*map(set, curves)) if curves else ()
-    return ([(tokens, statistics.fmean(curve[tokens] for curve in curves)) for tokens in sorted(common)],
-            [entry["outcome"] for entry in entries if entry["outcome"]])
+    """([(tokens, validation loss)], outcomes, the spread of each loss over all seeds of the row) of a Trained, the mean
+    over its seeds; the smoothed training loss where there is no validation."""
+    entries = {seed: entry for seed in x.row.seeds
+               if (entry := entry_of(plan, Run(x.row.name, x.size, seed), "train"))}
+    every = {seed: dict(map(tuple, entry["curves"]["val"] or entry["curves"]["loss"]))
+             for seed, entry in entries.items()}
+    curves = [every[seed] for seed in x.seeds]
+    common = sorted(set.intersection(*map(set, curves))) if curves else []
+    return ([(tokens, statistics.fmean(curve[tokens] for curve in curves)) for tokens in common],
+            [entries[seed]["outcome"] for seed in x.seeds if entries[seed]["outcome"]],
+            spreads([[curve[tokens] for curve in every.values() if tokens in curve] for tokens in common]))
 
 
 def curves_picture(plan):
@@ -550,16 +585,18 @@ def curves_picture(plan):
     curves = {lines[x.label].key(): mean_curve(plan, x) for x in trained_rows(plan)}
     curves = {key: pair for key, pair in curves.items() if pair[0]}
     found = {title: [lines[label] for label, *_ in inside] for title, inside in groups(plan).items()}
-    late = [loss for curve, _ in curves.values() for _, loss in curve[len(curve) // 4:]]
-    unit, name = plot.unit(max([1, *(tokens for curve, _ in curves.values() for tokens, _ in curve)]), plot.TOKEN_UNITS)
+    late = [loss for curve, *_ in curves.values() for _, loss in curve[len(curve) // 4:]]
+    unit, name = plot.unit(max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)]), plot.TOKEN_UNITS)
 
-    def draw(axes, line, pair, color, style):
-        curve, outcomes = pair
+    def draw(axes, line, found, color, style):
+        curve, outcomes, spread = found
         label = line.label + (f" ({outcomes[0]})" if outcomes else "")
         axes.plot([t / unit for t, _ in curve], [loss for _, loss in curve], color=color, linestyle=style,
                   linewidth=1.3, marker="x" if outcomes else None, label=label)
+        draw_band(axes, [t / unit for t, _ in curve], [loss for _, loss in curve], spread, color)
         axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
-    return panels(plan, "Validation loss while training", found, curves, draw, (f"{name}tokens", "nats per token"))
+    bands = f"; bands: {SPREAD}" if any(any(spread) for *_, spread in curves.values()) else ""
+    return panels(plan, f"Validation loss while training{bands}", found, curves, draw, (f"{name}tokens", "nats per token"))
 
 
 def final_picture(plan):
@@ -573,9 +610,11 @@ def final_picture(plan):
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * len(final)), layout="constrained")
     axes.barh([x.label for x in final], [x.difference if x in finite else 0 for x in final], height=0.75,
               color=[colors[order.index(x.row.group) % len(colors)] for x in final])
-    for place, x in enumerate(final):
+    spread = spreads([from_baseline(plan, x.row, x.size, "train.val_loss") if x in finite else [] for x in final])
+    draw_bars(axes, [x.difference for x in final], range(len(final)), "black", xerr=spread)
+    for place, (x, wide) in enumerate(zip(final, spread)):
         said = f" {number(x.difference, sign=True)}" if x in finite else " diverged"
-        axes.text(max(x.difference, 0) if x in finite else 0, place, said, va="center", fontsize=8)
+        axes.text(max(x.difference + wide, 0) if x in finite else 0, place, said, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
@@ -585,7 +624,8 @@ def final_picture(plan):
     if len(first) > 1:
         names = sorted(first, key=order.index)
         axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
-    axes.set_title(f"Final validation loss, difference from {base}, seed by seed")
+    axes.set_title(f"Final validation loss, difference from {base}, seed by seed"
+                   + f"\nlines: {SPREAD}" * any(spread))
     axes.set_xlabel("nats per token")
     return figure
 
@@ -593,35 +633,41 @@ def final_picture(plan):
 def lengths_picture(plan, title, evals):
     found, lengths = lines_of(plan, evals), sorted({T for e in evals for T in e.lengths})
     shared = seeds_of_lines(plan, found)
-    data = {line.key(): [(T, statistics.fmean(values)) for T in line.eval.lengths
+    data = {line.key(): [(T, statistics.fmean(values),
+                          *spreads([line.numbers(plan, line.row.seeds, "loss", str(T))])) for T in line.eval.lengths
                          if (values := line.numbers(plan, shared[line.key()], "loss", str(T)))]
             for inside in found.values() for line in inside}
+    bars = f"; bars: {SPREAD}" if any(point[2] for points in data.values() for point in points) else ""
 
     def draw(axes, line, points, color, style):
         good, bad = ([point for point in points if math.isfinite(point[1]) == known] for known in (True, False))
-        axes.plot([T for T, _ in good], [loss for _, loss in good], color=color, linestyle=style, linewidth=1.3,
+        axes.plot([T for T, *_ in good], [loss for _, loss, _ in good], color=color, linestyle=style, linewidth=1.3,
                   marker=".", label=line.label + " (x: diverged)" * bool(bad))
-        axes.plot([T for T, _ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
+        draw_bars(axes, [T for T, *_ in good], [loss for _, loss, _ in good], color, yerr=[wide for *_, wide in good])
+        axes.plot([T for T, *_ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, map(str, lengths), fontsize=8)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-    return panels(plan, f"{title}: loss by length; dotted: the training length", found, data, draw,
+    return panels(plan, f"{title}: loss by length; dotted: the training length{bars}", found, data, draw,
                   ("tokens per sequence", "nats per token"), len(evals) == 1)
 
 
 def positions_picture(plan, title, evals):
     found = lines_of(plan, evals)
     shared = seeds_of_lines(plan, found)
+    data = {line.key(): by_position(plan, line, shared[line.key()]) for lines in found.values() for line in lines}
+    wide = {line.key(): spreads(zip(*filter(None, (by_position(plan, line, [seed]) for seed in line.row.seeds))))
+            for lines in found.values() for line in lines}
 
     def draw(axes, line, means, color, style):
         T = max(line.eval.lengths)
-        axes.plot([(i + 0.5) * T / len(means) for i in range(len(means))], means, color=color, linestyle=style,
-                  linewidth=1.1, label=line.label)
+        x = [(i + 0.5) * T / len(means) for i in range(len(means))]
+        axes.plot(x, means, color=color, linestyle=style, linewidth=1.1, label=line.label)
+        draw_band(axes, x, means, wide[line.key()], color)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-    return panels(plan, f"{title}: loss by position; dotted: the training length", found,
-                  {line.key(): by_position(plan, line, shared[line.key()])
-                   for lines in found.values() for line in lines},
-                  draw, ("position", "nats per token"), len(evals) == 1)
+    bands = f"; bands: {SPREAD}" if any(map(any, wide.values())) else ""
+    return panels(plan, f"{title}: loss by position; dotted: the training length{bands}", found, data, draw,
+                  ("position", "nats per token"), len(evals) == 1)
 
 
 def needles_picture(plan, title, evals):
@@ -631,11 +677,14 @@ def needles_picture(plan, title, evals):
         return None
     plt = plot.pyplot()
     lines = [line for group in lines_of(plan, evals).values() for line in group]
-    found = {line.label: columns for line in lines
-             for run in plan.grid.runs() if (run.row, run.size) == (line.row.name, line.size)
-             and (entry := entry_of(plan, run, line.eval.name)) and run.seed == line.row.seeds[0]
-             for columns in [{name: x for name, x in entry["values"].get("right", {}).items() if " at " in name}]
-             if columns}
+    found = {}
+    for line in lines:
+        entries = [entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in line.row.seeds]
+        each = [entry["values"].get("right", {}) for entry in entries if entry]
+        columns = {name: mean_known([right.get(name) for right in each])
+                   for right in each for name in right if " at " in name}
+        if columns:
+            found[line.label + f", mean of {len(each)} seeds" * (len(each) > 1)] = columns
     if not found:
         return None
     cells = [[int(part) for part in name.replace(" %", "").split(" at ")]
@@ -688,8 +737,8 @@ def scalars_picture(plan):
                 axes.set_title(f"{name} at the end: mean over heads")
                 charts.layer_axis(axes, max(len(row[3]) for row in known if row[2] == name))
     if lines:      # one legend for all panels, outside of them
-        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, fontsize=8,
-                      frameon=False)
+        plot.legend(figure, list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8,
+                    frameon=False)
     return figure
 
 

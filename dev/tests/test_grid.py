@@ -622,6 +622,44 @@ def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
     assert "exp (diverged at step 3)" in axes.get_legend_handles_labels()[1]
 
 
+def error_bars(axes):
+    """[(place, end)] of the error bars' lines."""
+    return [tuple(map(tuple, segment)) for bars in axes.containers if hasattr(bars, "has_yerr")
+            for lines in bars[2] for segment in lines.get_segments()]
+
+
+def test_pictures_show_the_spread_over_seeds(tmp_path):
+    """Of all seeds of a row, around the mean of those that all rows have."""
+    plan = reported(tmp_path, UNEVEN)
+    evals = plan.grid.evals
+    for (run, seed_part) in [(run, run.seed / 10) for run in plan.grid.runs() if run.row != "exp"]:
+        entry = plan.results.entries[grid_store.key_of(plan.grid, run, {})]
+        entry["curves"] = {"val": [[32 * i, 4.0 + 1 / i + seed_part] for i in range(1, 9)]}
+    figure = grid_report.lengths_picture(plan, "lengths", evals)
+    spread = np.std([5.0, 4.0, 4.8], ddof=1)
+    bars = error_bars(figure.axes[0])
+    assert len(bars) == 6 and "standard deviation over seeds" in figure.get_suptitle().replace("\n", " ")
+    assert ((8, pytest.approx(6 - spread)), (8, pytest.approx(6 + spread))) in bars
+    axes, = grid_report.final_picture(plan).axes
+    ends = [(a[0], b[0]) for a, b in error_bars(axes)]
+    middle, wide = 0.19 / 3, np.std([-0.01, 0.1, 0.1], ddof=1)
+    assert ends == [pytest.approx((middle - wide, middle + wide))], "only ssmax has several differences"
+    figure = grid_report.curves_picture(plan)
+    assert "bands" in figure.get_suptitle() and len(figure.axes[0].collections) == 2
+    band = figure.axes[0].collections[0].get_paths()[0].get_extents()
+    assert band.y1 == pytest.approx(5.1 + 0.1) and [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_names_that_begin_with_an_underscore_are_in_the_legends(tmp_path):
+    plan = reported(tmp_path, {"softmax": {1: 5.0}, "ssmax": {1: 4.5}})
+    lines = grid_report.lines_of(plan, plan.grid.evals)
+    for line in [line for inside in lines.values() for line in inside]:
+        line.label = f"_{line.label}"
+    figure = grid_report.panels(plan, "title", lines, {line.key(): [1] for inside in lines.values() for line in inside},
+                                lambda axes, line, *_: axes.plot([1, 2], [3, 4], label=line.label), ("x", "y"))
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["_ssmax", "_softmax"]
+
+
 NASTY = r"a_b & 50% #1 $x$ {y} \z ~^ <i> | \"q\" --lr [2] * α → ±1 ü 中"
 
 
