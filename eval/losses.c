@@ -38,6 +38,7 @@ void losses_settle(Eval *e) {
         if (most < 1) most = 1;
         e->lengths[i] = (Length){
             .T = T, .shards = shards, .windows = windows < most ? windows : most, .rope_theta = rope_theta(&rope, T)};
+        if (!shards_check_targets(shards, e->lengths[i].windows, i == 0 && !e->checking, &error)) fail_with(&error);
         if (T > e->longest) e->longest = T;
         e->work += e->lengths[i].windows * T;
         if (e->model_count > 1) check_windows(&e->lengths[i]);
@@ -116,11 +117,6 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
         at->part[p] = mean_loss(sums, counts, from, to, &in_part);
         from = to;
     }
-    if (!count)
-        fail(EXIT_INPUT,
-             "%s: no token counts toward the loss at length %zu: the mask bytes of all its targets are 0.\n"
-             "  Use data with another mask, or longer sequences.",
-             e->o.data, at->T);
     printf("%8zu %12s %10s %15s %9.4f %11.6g", at->T, human_grouped(at->windows).text, human_count(at->rope_theta).text,
            human_grouped(count).text, shown(loss), shown(exp(loss)));
     if (e->after) printf(" %+9.4f", shown(loss - at->loss[0]));

@@ -10,6 +10,9 @@ void settle(Run *run);
 // The schedule of these flags, whose warmup restarted at step `rewarm`.
 Schedule schedule_of(const TrainOptions *o, int64_t rewarm);
 
+// run.c: the number of windows of --val-data that a validation reads, from the first on.
+uint64_t validation_windows(const Run *run);
+
 // agree.c: ends the program if ranks would train different models, or on different data: on a machine with other files
 // under the same paths, for example. Their sums would be meaningless, or they would wait for each other forever.
 // Collective.

@@ -315,10 +315,14 @@ bool run_validation_due_at_end(const Run *run) {
     return !run->stopped && run->val && run->o.val_every && !due(run->o.val_every, run->step);
 }
 
-void run_validation_start(Run *run) {
+uint64_t validation_windows(const Run *run) {
     uint64_t windows = shards_windows(run->val), most = (uint64_t)run->o.val_tokens / run->T;
     if (most < 1) most = 1;
-    run->window_count = windows < most ? windows : most;
+    return windows < most ? windows : most;
+}
+
+void run_validation_start(Run *run) {
+    run->window_count = validation_windows(run);
     run->window_first = 0;
     run->window_loss = 0;
 }

@@ -376,6 +376,10 @@ static void open_train(Run *run) {
     config.min_windows = (uint64_t)(run->step_tokens / (int64_t)run->T);
     config.remedy = "Add data, or reduce --seq-len, --batch or --total-batch-tokens.";
     run->train = mixture_open(run->o.train_data, config, &error);
+    for (size_t i = 0; run->train && i < run->train->count; i++) {
+        Shards *shards = run->train->sources[i].shards;
+        if (!shards_check_targets(shards, shards_windows(shards), true, &error)) fail_with(&error);
+    }
     run->train_print = run->train ? mixture_fingerprint(run->train, &error) : NULL;
     if (!run->train_print) fail_with(&error);
 }
@@ -421,6 +425,7 @@ static void open_val(Run *run) {
     config.min_windows = 1;
     config.remedy = "Add data, or reduce --seq-len.";
     run->val = shards_open(run->o.val_data, config, &error);
+    if (run->val && !shards_check_targets(run->val, validation_windows(run), true, &error)) fail_with(&error);
     run->val_print = run->val ? shards_fingerprint(run->val, &error) : NULL;
     if (!run->val_print) fail_with(&error);
 }

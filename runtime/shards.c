@@ -484,6 +484,53 @@ bool shards_window(Shards *s, uint64_t g, int32_t *tokens, uint8_t *mask, Error 
     return !s->has_masks || read_stream(s, MASK, first + 1, length - 1, mask, error);
 }
 
+// Is the token at this place of the stream a target of the first `windows` windows?
+static bool is_target(const Shards *s, uint64_t at, uint64_t windows) {
+    size_t low = 0, high = windows, T = s->config.T;    // documents[low].first < at <= documents[high].first
+    if (s->config.pack == PACK_STREAM) return at > 0 && at <= windows * T;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (s->documents[middle].first < at) low = middle;
+        else high = middle;
+    }
+    uint64_t first = s->documents[low].first, length = s->documents[low].length;
+    return at > first && at - first < (length < T + 1 ? length : T + 1);
+}
+
+// Sets *found if a target of the windows counts in shard i.
+static bool find_target(Shards *s, size_t i, uint64_t windows, bool *found, Error *error) {
+    const Shard *shard = &s->shards[i];
+    *found = false;
+    for (uint64_t at = 0; at < shard->count && !*found; at += CHUNK) {
+        size_t n = shard->count - at < CHUNK ? (size_t)(shard->count - at) : CHUNK;
+        if (!read_chunk(s, i, MASK, at, n, error)) return false;
+        for (size_t k = 0; k < n && !*found; k++) *found = s->chunk[k] && is_target(s, shard->first + at + k, windows);
+    }
+    return true;
+}
+
+bool shards_check_targets(Shards *s, uint64_t windows, bool warns, Error *error) {
+    const Document *last = s->documents ? &s->documents[windows - 1] : NULL;
+    uint64_t end = last ? last->first + last->length : windows * s->config.T + 1;
+    size_t used = 0, idle = 0, first_idle = 0;
+    bool found;
+    if (!s->has_masks) return true;
+    for (; used < s->count && s->shards[used].first < end; used++) {
+        if (!find_target(s, used, windows, &found, error)) return false;
+        if (!found && !idle++) first_idle = used;
+    }
+    const char *path = shards_path(s, first_idle);
+    if (idle == used)
+        return error_set(error, EXIT_INPUT,
+                         "%s: no token counts toward the loss at length %zu: the mask bytes of all targets are 0%s.\n"
+                         "  Use data with another mask, or longer sequences.",
+                         path, s->config.T, used > 1 ? ", as in the other shards" : "");
+    if (idle && warns)
+        warn("%s: no token counts toward the loss: the mask bytes of all its targets are 0. Of %zu shards, %zu %s so.",
+             path, used, idle, idle == 1 ? "is" : "are");
+    return true;
+}
+
 bool shards_check_all(Shards *s, Error *error) {
     for (size_t i = 0; i < s->count; i++)
         if (!read_stream(s, TOKENS, s->shards[i].first, s->shards[i].count, NULL, error)) return false;

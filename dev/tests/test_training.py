@@ -243,3 +243,47 @@ def test_muon_by_the_cuda_source(tmp_path, data, monkeypatch):
         off, allowed = (distance(changed[name], changes(exact, start)[name])
                         for changed in (changes(ours, start), changes(theirs, start)))
         assert off < 1.2 * allowed < 0.06, name
+
+
+# ---- masks without a target that counts
+
+def mask_at(*places):
+    mask = np.zeros(200, int)
+    mask[list(places)] = 1
+    return mask
+
+
+# the masks of two training shards and of the validation shard, more flags, and what a message names, or None
+IDLE = {
+    "training": ([mask_at(), mask_at()], mask_at(5), [], "d_train_000001.bin"),
+    "one token that is no target": ([mask_at(0), mask_at()], mask_at(5), [], "d_train_000001.bin"),
+    "beyond the last window": ([mask_at(), mask_at(199)], mask_at(5), [], "d_train_000001.bin"),
+    "validation": ([mask_at(5), mask_at(7)], mask_at(), [], "d_val_000000.bin"),
+    "the windows of a validation": ([mask_at(5), mask_at(7)], mask_at(17), ["--val-tokens", 16], "d_val_000000.bin"),
+    "beyond the length of documents": ([mask_at(19), mask_at()], mask_at(5), ["--pack", "example"],
+                                       "d_train_000001.bin"),
+    "the first token of documents": ([mask_at(20), mask_at(40)], mask_at(5), ["--pack", "example"],
+                                     "d_train_000001.bin"),
+    "the last target": ([mask_at(), mask_at(192)], mask_at(16), ["--val-tokens", 16], None),
+    "the last target of a document": ([mask_at(28), mask_at(48)], mask_at(5), ["--pack", "example"], None),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_data_in_which_no_target_counts(name, tmp_path):
+    """It is an error before anything is written, and one shard among others a warning."""
+    train_masks, val_mask, flags, named = IDLE[name]
+    ids = np.arange(200) % 20 + 1
+    ids[::20] = VOCAB - 1
+    for path, mask in zip(("d_train_000001", "d_train_000002", "d_val_000000"), (*train_masks, val_mask)):
+        write_shard(tmp_path / f"{path}.bin", ids)
+        write_shard(tmp_path / f"{path}.mask", mask, magic=20240521)
+    words = ["--val-data", tmp_path / "d_val_*.bin", "--val-every", 1, "--keep-best", "--steps", 1, *flags]
+    for more in (["--dry-run"], ["--out", tmp_path / "out"]):
+        printed = train(tmp_path, *words, *more, code=3 if named else 0)
+        if named:
+            assert named in printed and "no token counts toward the loss" in printed
+            assert not (tmp_path / "out").exists()
+        else:
+            idle = [i for i, mask in enumerate(train_masks) if not mask.any()]
+            assert printed.count("no token counts") == len(idle) and all(f"d_train_{i + 1:06d}" in printed for i in idle)
