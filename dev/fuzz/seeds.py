@@ -51,6 +51,16 @@ def manifest_seeds():
         yield json.dumps({"files": files}).encode()
 
 
+def folder_seeds():
+    remove, names, kinds = 9, 19, 9
+    for kind in range(1, kinds):
+        for name in range(names):
+            yield bytes([name, remove, name, kind, 0])
+        yield bytes(part for name in range(names) for part in (name, remove, name, kind)) + b"\0"
+    for name, content in ((3, b'{"step": 1}\n{"step": 9}\nhalf'), (8, b'{"files": {"../../victim": {"size": 1}}}')):
+        yield bytes([name, remove, name, 0, len(content)]) + content
+
+
 def config_seeds():
     llama = {"model_type": "llama", "vocab_size": 50257, "hidden_size": 128, "intermediate_size": 352,
              "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
@@ -196,6 +206,7 @@ def tokenizer_seeds():
 
 
 SEEDS = {"fuzz_safetensors": safetensors_seeds, "fuzz_index": index_seeds, "fuzz_manifest": manifest_seeds,
+         "fuzz_folder": folder_seeds,
          "fuzz_config": config_seeds, "fuzz_normalizer": normalizer_seeds, "fuzz_shards": shards_seeds,
          "fuzz_tokenizer": tokenizer_seeds, "fuzz_words": words_seeds, "fuzz_chat": chat_seeds}
 
