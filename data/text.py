@@ -1,4 +1,4 @@
-"""Converts text to shards: files and folders of plain text, JSONL, JSON and Parquet, also compressed as .zst or .gz.
+"""Converts text to shards: files and folders of plain text, JSON, JSON Lines and Parquet, also compressed.
 
     .venv/bin/python data/text.py ~/books --out data/books
     .venv/bin/python data/text.py ~/books --out data/books --tokenizer own --vocab 8192  # with a vocabulary of its own
