@@ -298,8 +298,7 @@ void choice_close(Choice *c) {
 }
 
 void choice_begin(Choice *c) {
-    c->ending = c->right = c->right_norm = 0;
-    c->not_finite = 0;
+    c->ending = c->right = c->right_norm = c->not_finite = c->judged = 0;
     c->log_likelihoods = cJSON_CreateArray();
     open_lines(c);
 }
@@ -322,7 +321,7 @@ static void judge(Choice *c) {
     bool finite = true;
     cJSON *list = cJSON_CreateArray();
     for (size_t j = 0; j < q->count; j++) finite = finite && isfinite(a[j].log_likelihood);
-    eval_count(c->e, finite);
+    eval_count(c->e, finite, c->judged++ + 1);
     c->not_finite += !finite;
     for (size_t j = 1; j < q->count; j++) {
         if (a[j].log_likelihood > a[best].log_likelihood) best = j;

@@ -31,7 +31,7 @@ typedef struct {
     FileHash file;    // as first read; it must stay the same for all models and normalizers
     ChoiceQuestion question;
     size_t question_count, ending;    // of the file; the question's next
-    size_t right, right_norm, not_finite;
+    size_t right, right_norm, not_finite, judged;
     cJSON *log_likelihoods;    // of the questions that were measured
 } Choice;
 

@@ -427,19 +427,25 @@ void eval_start(const Eval *e) {
     print_start(e);
 }
 
-void eval_count(Eval *e, bool finite) {
+void eval_count(Eval *e, bool finite, size_t number) {
     e->parts++;
-    e->not_finite += !finite;
+    if (finite) return;
+    size_t length = strlen(e->affected), room = sizeof e->affected - length;
+    if (e->not_finite++ && number == e->last_affected) return;
+    e->last_affected = number;
+    if (room > 32) snprintf(e->affected + length, room, "%s%zu", length ? ", " : "", number);
+    else if (e->affected[length - 1] != '.') strcat(e->affected, ", ...");
 }
 
 void eval_finish(Eval *e) {
-    static const char *const PARTS[] = {"lengths", "lengths", "needles", "prompts", "layers", "questions"};
+    static const char *const PARTS[][2] = {{"lengths", "length"}, {"lengths", "length"}, {"needles", "length"},
+                                           {"prompts", "prompt"}, {"layers", "layer"},   {"questions", "question"}};
     if (e->not_finite)
-        warn("%s under %s: its activations are not finite in %s of %s %s.\n"
+        warn("%s under %s: its activations are not finite in %s of %s %s (--task %s, %s %s).\n"
              "  Every number that depends on them is nan, and null in eval.json.",
              e->name, e->config->attn.text, human_grouped(e->not_finite).text, human_grouped(e->parts).text,
-             PARTS[e->o.task]);
-    e->parts = e->not_finite = 0;
+             PARTS[e->o.task][0], TASKS[e->o.task], PARTS[e->o.task][1], e->affected);
+    e->parts = e->not_finite = e->affected[0] = 0;
 }
 
 void eval_switch(Eval *e) {

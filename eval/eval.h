@@ -90,6 +90,8 @@ typedef struct {
     uint64_t work;                 // the tokens of the model's evaluation under one normalizer, for the bar
     uint64_t tokens;               // that the model has computed so far
     uint64_t parts, not_finite;    // see eval_count()
+    char affected[64];             // the first numbers of parts that are not finite
+    size_t last_affected;
     cJSON *results, *described, *lineage, *pn_fit;
     cJSON *files;     // the names of the files that eval_file() created
     File *prompts;    // --save-prompts
@@ -121,8 +123,9 @@ void eval_take_folder(const Eval *e);
 // Prints what will be evaluated.
 void eval_start(const Eval *e);
 
-// Counts a part of the evaluation (a length, a needle, a prompt, a question) and whether its numbers are finite.
-void eval_count(Eval *e, bool finite);
+// Counts a part of the evaluation (a length, a needle, a prompt, a question) and whether its numbers are finite. number:
+// its length, or the number of the prompt or question, from 1, which eval_finish() names.
+void eval_count(Eval *e, bool finite, size_t number);
 
 // After the evaluation under a normalizer: warns if some parts were not finite.
 void eval_finish(Eval *e);

@@ -125,7 +125,7 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
     printf("\n");
     fflush(stdout);
     add_row(e, at, sums, counts, count, all_zero);
-    eval_count(e, isfinite(loss));
+    eval_count(e, isfinite(loss), at->T);
     e->tokens += at->windows * at->T;
 }
 
@@ -139,7 +139,7 @@ static void print_positions(const Eval *e) {
         snprintf(range, sizeof range, "%zu-%zu", from + 1, to < e->longest ? to : e->longest);
         printf("\n%17s", range);
         for (size_t i = 0; i < e->count; i++) {
-            if (from < e->lengths[i].T) printf(" %9.4f", e->lengths[i].part[p]);
+            if (from < e->lengths[i].T) printf(" %9.4f", shown(e->lengths[i].part[p]));
             else printf(" %9s", "");
         }
         from = to;

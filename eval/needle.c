@@ -436,7 +436,7 @@ static void end_trial(Needle *n) {
     n->right[t->depth_at] += result == NEEDLE_RIGHT;
     n->first_digit[t->depth_at] += result == NEEDLE_FIRST_DIGIT;
     n->not_finite[t->depth_at] += result == NEEDLE_NOT_FINITE;
-    eval_count(n->e, n->finite);
+    eval_count(n->e, n->finite, t->length);
     for (size_t i = 0; i < all; i++) {
         n->mean_scores[i] += n->scores[i];
         if (n->scores[i] > n->scores[best]) best = i;

@@ -426,7 +426,7 @@ void observe_done(Observer *o, size_t T, const float *losses) {
     o->sums[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = round(means.sum * 1e5);
     o->losses[(o->with_end_of_text ? o->prompt_count : 0) + o->at] = loss;
     o->e->tokens += T;
-    eval_count(o->e, isfinite(loss) && isfinite(means.sum) && isfinite(means.largest));
+    eval_count(o->e, isfinite(loss) && isfinite(means.sum) && isfinite(means.largest), o->at + 1);
     if (o->with_end_of_text) o->at++;
     o->with_end_of_text = !o->with_end_of_text;
 }

@@ -356,6 +356,9 @@ void run_validated(Run *run, double loss) {
     run->last.validated = true;
     run->last.val_loss = (float)loss;
     run->best_now = isfinite(loss) && (run->best.step < 0 || run->last.val_loss < run->best.loss);
+    if (!isfinite(loss))
+        warn("step %lld: the validation loss is %g, so it does not count as the best.", (long long)run->step,
+             shown(loss));
     if (!run->best_now) return;
     run->last_best = run->best;
     run->best = (Best){run->last.val_loss, run->step};
@@ -363,7 +366,7 @@ void run_validated(Run *run, double loss) {
 
 void run_validated_at_end(Run *run, double loss) {
     progress_end(&run->progress);
-    if (run_is_main()) printf("final validation loss %.4f\n", loss);
+    if (run_is_main()) printf("final validation loss %.4f\n", shown(loss));
 }
 
 // ---- samples, checkpoints, the end

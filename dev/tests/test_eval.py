@@ -461,7 +461,7 @@ def test_nonfinite_losses_are_reported(weights, data, tmp_path):
     assert isinstance(losses(result)[0], float) and losses(result)[1] is None
     assert " nan" in output and "-nan" not in output
     _, errors = run(BIN / "eval_gpt2", "--model", folder, "--data", f"{data}/*_val_*.bin", "--attn", "exp")
-    assert f"{folder.name} under exp: its activations are not finite in 1 of 1 lengths" in errors
+    assert f"{folder.name} under exp: its activations are not finite in 1 of 1 lengths (--task loss, length " in errors
     assert "under softmax:" not in errors
 
 

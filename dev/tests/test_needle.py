@@ -487,7 +487,7 @@ def test_logits_that_are_not_finite(model_of, data, tmp_path):
     words = ["--task", "needle", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", 100, "--samples", 1]
     output, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
     [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
-    assert "model under softmax: its activations are not finite in 5 of 5 needles" in errors
+    assert "model under softmax: its activations are not finite in 5 of 5 needles (--task needle, length 100)" in errors
     assert [(trial["answer"], trial["verdict"]) for trial in row["trials"]] == 5 * [(None, "not finite")]
     assert row["right"] is None and all(depth["right"] is depth["first_digit"] is None for depth in row["depths"])
     assert output.splitlines()[-1].split()[:15] == ["100", "10.0", "k", *6 * ["nan", "%"]]
