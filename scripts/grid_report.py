@@ -586,7 +586,8 @@ def curves_picture(plan):
     curves = {key: pair for key, pair in curves.items() if pair[0]}
     found = {title: [lines[label] for label, *_ in inside] for title, inside in groups(plan).items()}
     late = [loss for curve, *_ in curves.values() for _, loss in curve[len(curve) // 4:]]
-    unit, name = plot.unit(max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)]), plot.TOKEN_UNITS)
+    largest = max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)])
+    unit, name = plot.unit(largest, plot.TOKEN_UNITS)
 
     def draw(axes, line, found, color, style):
         curve, outcomes, spread = found
@@ -596,7 +597,8 @@ def curves_picture(plan):
         draw_band(axes, [t / unit for t, _ in curve], [loss for _, loss in curve], spread, color)
         axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
     bands = f"; bands: {SPREAD}" if any(any(spread) for *_, spread in curves.values()) else ""
-    return panels(plan, f"Validation loss while training{bands}", found, curves, draw, (f"{name}tokens", "nats per token"))
+    return panels(plan, f"Validation loss while training{bands}", found, curves, draw,
+                  (f"{name}tokens", "nats per token"))
 
 
 def final_picture(plan):

@@ -63,10 +63,27 @@ def pictures(folders):
     return DRAW[series[0].task](series, title)
 
 
-def write(folders, out, baseline=None):
+def means(series):
+    """The series merged over seeds, and a title."""
+    if series[0].task not in ("loss", "positions"):
+        raise plot.Refused(f"--seeds: {series[0].folder} has the task {series[0].task}. Only losses are drawn so: "
+                           "loss, positions.")
+    found = results.over_seeds(series)
+    if len(found) == len(series):
+        raise plot.Refused("--seeds: no two of these evaluations are of runs that differ only in --seed. The run "
+                           "folders must be at hand: above the evaluations, or where eval.json says (checkpoint).")
+    common = results.label(found)
+    charts.paint(found)
+    return found, ", ".join(filter(None, (common or found[0].full_name * (len(found) == 1),
+                                          "mean and standard deviation over seeds")))
+
+
+def write(folders, out, baseline=None, seeds=False):
     """Writes all pictures and returns their paths. Only with --out do several folders' pictures have a name."""
     plt, paths = plot.pyplot(), []
     series, title = read(folders)
+    if seeds:
+        series, title = means(series)
     if baseline:
         series, title = subtract(series, baseline)
     for i, picture in enumerate(DRAW[series[0].task](series, title)):
@@ -108,14 +125,19 @@ def main():
                              "what it shows)")
     parser.add_argument("--baseline", metavar="FOLDER",
                         help="plot losses as differences to those of this folder, one of those to plot")
+    parser.add_argument("--seeds", action="store_true",
+                        help="draw losses of runs that differ only in --seed as one curve: the mean, and bars or a "
+                             "band for the standard deviation")
     options = parser.parse_args()
-    if (len(options.folders) > 1 or options.baseline) and not options.out:
+    if options.seeds and options.baseline:
+        parser.error("--seeds and --baseline exclude each other")
+    if (len(options.folders) > 1 or options.baseline or options.seeds) and not options.out:
         parser.error("to plot several folders in one picture, or differences, pass --out FILE")
     wrong = options.out and plot.wrong_format(options.out)
     if wrong:
         parser.error(wrong)
     try:
-        for path in write(options.folders, options.out, options.baseline):
+        for path in write(options.folders, options.out, options.baseline, options.seeds):
             print(path)
     except (plot.Refused, OSError) as error:
         print(f"plot_eval.py: {error}", file=sys.stderr)

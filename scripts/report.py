@@ -216,8 +216,11 @@ def length_table(series, key, digits, largest=False, more=None):
     more = {"trained at": [f"{s.L:,}" for s in series]} | (more or {})
     lengths = sorted({int(row["seq_len"]) for s in series for row in s.rows})
     cells = {(i, int(row["seq_len"])): results.number(row[key]) for i, s in enumerate(series) for row in s.rows}
+    spread = {(i, int(row["seq_len"])): f" ± {text(row[f'{key}_each'].std(ddof=1))}"
+              for i, s in enumerate(series) if s.seeds > 1 for row in s.rows}
     rows = [[s.label, *(texts[i] for texts in more.values()),
-             *(digits(cells[i, T]) if (i, T) in cells else "" for T in lengths)] for i, s in enumerate(series)]
+             *(digits(cells[i, T]) + spread.get((i, T), "") if (i, T) in cells else "" for T in lengths)]
+            for i, s in enumerate(series)]
     classes, first = {}, 1 + len(more)
     for j, T in enumerate(lengths, first):
         column = {i: cells[i, T] for i in range(len(series)) if math.isfinite(cells.get((i, T), math.nan))}
@@ -233,8 +236,20 @@ def length_table(series, key, digits, largest=False, more=None):
     return page.table(["", *more, *(f"{T:,}" for T in lengths)], rows, classes)
 
 
+def about_seeds(series, panels, identity):
+    """Means over seeds, if there are several."""
+    found = results.over_seeds(series)
+    if len(found) == len(series):
+        return ""
+    results.label(found)
+    return ("<h3>Loss, mean ± standard deviation over seeds</h3>\n"
+            + length_table(found, "loss", text, more={"seeds": [str(s.seeds) for s in found]})
+            + page.legend(charts.legend_of(found)) + page.panels(panels(found), identity))
+
+
 def about_losses(series):
-    return ("<h3>Loss, nats per token</h3>\n" + length_table(series, "loss", text)
+    return (about_seeds(series, tasks.length_panels, "seeds")
+            + "<h3>Loss, nats per token</h3>\n" + length_table(series, "loss", text)
             + "<h3>Perplexity</h3>\n" + length_table(series, "perplexity", short)
             + page.legend(charts.legend_of(series)) + page.panels(tasks.length_panels(series), "lengths"))
 
@@ -242,6 +257,7 @@ def about_losses(series):
 def about_positions(series):
     return (f"<p>The running mean over positions from t/{tasks.WINDOW:g} to {tasks.WINDOW:g} t. "
             "Behind a single curve: the loss at each position.</p>\n"
+            + about_seeds(series, tasks.position_panels, "position-seeds")
             + page.legend(charts.legend_of(series)) + page.panels(tasks.position_panels(series), "positions"))
 
 

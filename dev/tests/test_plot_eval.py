@@ -1036,6 +1036,40 @@ def test_a_report_of_a_grids_runs(tmp_path):
     assert all(len(each) == 1 for each in colors) and len(set.union(*colors)) == len(names)
 
 
+def test_losses_over_seeds(tmp_path):
+    """Means with error bars and bands, of runs that differ only in their seeds."""
+    found = {"loss": [], "positions": []}
+    for key, (attn, seed, start) in zip("abcde", [("softmax", 1, 3.0), ("softmax", 2, 3.2), ("softmax", 3, 3.1),
+                                                  ("ssmax", 1, 2.9), ("ssmax", 2, 2.9)]):
+        run = grid_run(tmp_path, attn, seed, key)
+        shutil.rmtree(run / "eval")
+        rows = {"loss": loss_rows("step-00000030", attn, start=start),
+                "positions": [row | {"model": "step-00000030", "loss_by_position": [start] * 100}
+                              for row in position_rows(attn=attn)]}
+        for task in found:
+            folder = write(run / "eval" / task, task, rows[task], [("step-00000030", attn)])
+            data = json.loads((folder / "eval.json").read_text())
+            data["models"][0]["checkpoint"] = f"x/{run.name}/ckpt/step-00000030"
+            (folder / "eval.json").write_text(json.dumps(data))
+            found[task].append(folder)
+    for task, name in ("loss", "lengths"), ("positions", "positions"):
+        series, title = plot_eval.means(plot_eval.read(found[task])[0])
+        assert [s.label for s in series] == ["softmax, 3 seeds", "ssmax, 2 seeds"] and "over seeds" in title
+        axes = charts.figure(plot_eval.DRAW[task](series, title)[0]).axes[0]
+        assert max(lines_of(axes, len(series[0].rows) if task == "loss" else 100)[0].get_ydata()) == pytest.approx(
+            3.35 if task == "loss" else 3.1)
+        if task == "loss":
+            ends = axes.containers[0].lines[2][0].get_segments()[0]
+            assert list(ends[:, 0]) == [16, 16] and list(ends[:, 1]) == pytest.approx([3.0, 3.2])
+        else:
+            assert axes.collections[0].get_paths()[0].get_extents().height == pytest.approx(0.2)
+    text = report.report([str(folder) for folder in found["loss"]], "t")
+    head, *rows = rows_of(text, "standard deviation over seeds</h3>")
+    assert rows[0][:4] == ["softmax, 3 seeds", "64", "3", "3.1000 ± 0.1000"] and rows[1][3] == "2.9000 ± 0.0000"
+    result = command("plot_eval.py", *found["loss"][:1], "--seeds", "--out", tmp_path / "x.png")
+    assert result.returncode == 3 and "differ only in --seed" in result.stderr
+
+
 @pytest.mark.parametrize("metrics", [None, "", '{"step": 1, "tok'])
 def test_a_run_without_a_step_is_reported(tmp_path, metrics):
     started, empty = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=1e-3)

@@ -33,6 +33,7 @@ class Series:
     arguments: dict
     run: Path = None    # the model's run folder, if it is at hand
     step: int = 0       # of the run's checkpoint
+    seeds: int = 1      # whose means these are; see over_seeds()
     label: str = ""     # what tells it apart from the others
     color: object = None
     dash: object = "-"
@@ -46,7 +47,7 @@ class Series:
 
     @property
     def full_name(self):
-        return join([self.model, self.normalizer])
+        return self.model if self.seeds > 1 else join([self.model, self.normalizer])
 
 
 # ---------------------------------------------------------------- reading
@@ -164,6 +165,50 @@ def less(series, base):
     if not rows:
         raise Refused(f"{series.folder} and the baseline {base.folder} have no length in common (--seq-lens).")
     return dataclasses.replace(series, rows=rows)
+
+
+# ---------------------------------------------------------------- seeds
+
+def over_seeds(series):
+    """The series of losses with those merged whose runs differ only in their seeds: means, and in "loss_each",
+    "perplexity_each" and "loss_by_position_each" the numbers of each seed. A run that is not at hand stays alone."""
+    from . import runs
+    flags, arguments = flags_of(series), {}
+    for s in series:
+        found = plot.read_json(s.run / "run.json").get("arguments", {}) if s.run else {"run": s.full_name}
+        arguments[id(s)] = found | {"init-from": bool(found.get("init-from"))}
+    of_runs = differing(arguments.values(), runs.OWN | {"attn", "attn-switch"})
+    of_evaluations = differing(flags.values(), SHOWN_ANYWAY | {"seed"})
+    groups = {}
+    for s in series:
+        texts = [flag_text(key, found.get(key)) for keys, found in ((of_runs, arguments[id(s)]),
+                                                                    (of_evaluations, flags[s.folder])) for key in keys]
+        groups.setdefault((s.normalizer, s.L, *texts), []).append(s)
+
+    def name(key):
+        """The normalizer, and the flags that tell its groups apart."""
+        alike = [other for other in groups if other[0] == key[0]]
+        return join([key[0], *(text for text, *others in zip(key[2:], *(other[2:] for other in alike))
+                               if len(set(others)) > 1)])
+    return [merged(group, name(key)) for key, group in groups.items()]
+
+
+def merged(group, name):
+    """One series of several seeds."""
+    if len(group) == 1:
+        return dataclasses.replace(group[0])
+    by_length = [{int(row["seq_len"]): row for row in s.rows} for s in group]
+    rows = []
+    for T in sorted(set.intersection(*map(set, by_length))):
+        row = {"seq_len": T}
+        for key in "loss", "perplexity", "loss_by_position":
+            if all(key in found[T] for found in by_length):
+                row[f"{key}_each"] = np.array([numbers(found[T][key]) for found in by_length])
+                row[key] = row[f"{key}_each"].mean(axis=0).tolist()
+        rows.append(row)
+    if not rows:
+        raise Refused(f"{group[0].folder} and {group[1].folder} have no length in common (--seq-lens).")
+    return dataclasses.replace(group[0], rows=rows, model=f"{name}, {len(group)} seeds", seeds=len(group))
 
 
 # ---------------------------------------------------------------- flags

@@ -27,6 +27,10 @@ def draw_by_length(axes, series, key):
     for s in series:
         x, y = by_length(s, key)
         axes.plot(x, y, color=s.color, linestyle=s.dash, linewidth=1.6, marker="o", markersize=4, label=s.label)
+        if s.seeds > 1:
+            each = {int(row["seq_len"]): row[f"{key}_each"].std(ddof=1) for row in s.rows}
+            axes.errorbar(x, y, yerr=np.nan_to_num([each[T] for T in x]), fmt="none", ecolor=s.color, elinewidth=1.2,
+                          capsize=3)
         missing = [T for T, value in zip(x, y) if not math.isfinite(value)]
         if missing:
             axes.plot(missing, [0.96] * len(missing), "x", color=s.color, transform=axes.get_xaxis_transform())
@@ -69,6 +73,15 @@ def curves(series):
     return dict(sorted(found.items()))
 
 
+def draw_spread(axes, s, T):
+    """A band of the standard deviation over seeds around the smoothed mean."""
+    for row in s.rows if s.seeds > 1 else []:
+        if int(row["seq_len"]) == T:
+            each = np.array([smooth(y) for y in row["loss_by_position_each"]])
+            middle, wide = smooth(row["loss_by_position"]), np.nan_to_num(each.std(axis=0, ddof=1))
+            axes.fill_between(np.arange(1, T + 1), middle - wide, middle + wide, color=s.color, alpha=0.18, linewidth=0)
+
+
 def limits(found):
     """From the least to the largest smoothed loss. The first 64th of the sequences, where losses are high and noisy,
     does not count if it would make the axis more than half as long again. The raw numbers may lie outside."""
@@ -91,6 +104,7 @@ def draw_positions(axes, rows, T, between):
                   marker="." if len(y) < 40 else None, rasterized=len(y) > 1000)
     for s, y in rows:
         axes.plot(np.arange(1, len(y) + 1), smooth(y), color=s.color, linestyle=s.dash, linewidth=1.7, label=s.label)
+        draw_spread(axes, s, T)
     owners = charts.mark_trained(axes, [s for s, _ in rows], T)
     drawn = np.concatenate([smooth(y) for _, y in rows])
     cut = [f"reach {drawn[drawn > between[1]].max():.2f}"] if (drawn > between[1]).any() else []
