@@ -660,12 +660,9 @@ static bool is_result(const char *name) {
 // The names in "files" of OUT/eval.json. NULL if there is none that can be read.
 static cJSON *listed_files(const Eval *e) {
     Error ignored;
-    size_t size;
-    char *text = file_read(folder_path(e->o.out, "eval.json").text, (size_t)1 << 30, &size, &ignored);
-    cJSON *json = text ? cJSON_ParseWithLength(text, size) : NULL;
+    cJSON *json = json_read(folder_path(e->o.out, "eval.json").text, JSON_LARGE, &ignored);
     cJSON *files = cJSON_DetachItemFromObjectCaseSensitive(json, "files");
     cJSON_Delete(json);
-    free(text);
     return files;
 }
 

@@ -60,9 +60,14 @@ void open_run_folder(Run *run) {
 bool restore_run_folder(Run *run, Error *error) {
     if (folder_intact(run->lock, run->o.out) && metrics_intact(run->metrics)) return true;
     progress_end(&run->progress);
+    int lock = run->lock;
     if (!folder_lock_again(&run->lock, run->o.out, error)) {
         if (error->code == EXIT_BUSY) fail_with(error);
         return false;
+    }
+    if (run->lock != lock && run->checkpoints >= 0) {    // another folder, with a ckpt of its own
+        close(run->checkpoints);
+        run->checkpoints = -1;
     }
     if (metrics_restore(run->metrics, error) && write_run_json(run, error))
         warn("%s, or part of it, was removed during this run: run.json and metrics.jsonl have been restored.\n"

@@ -2,7 +2,8 @@
 // mask). Either it is rejected with a message that names it, or every window can be read, with ids and mask values in
 // range.
 //
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/human.c runtime/random.c runtime/shards.c runtime/utf8.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/human.c runtime/random.c runtime/shards.c
+// Sources: runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 

@@ -349,15 +349,20 @@ def last_step(out):
     return max(steps(out), default=0)
 
 
-@pytest.mark.parametrize("removed", ["", "run.json", "metrics.jsonl", "lock"])
+@pytest.mark.parametrize("removed", ["", "copied", "run.json", "metrics.jsonl", "lock"])
 def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
-    """The folder, or a file in it, is removed; the next checkpoint restores what a resume needs, with all metrics."""
+    """The folder, or a file in it, is removed, or a copy takes its place; the next checkpoint restores what a resume
+    needs, with all metrics."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--ckpt-every", 20, "--keep", 2]
     process = subprocess.Popen(command(data, *flags, "--steps", 10 ** 6, "--out", out), stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True, env=environment())
     wait_for(process, lambda: last_step(out) >= 20)
-    if removed:
+    if removed == "copied":
+        with paused_between_saves(process, out):
+            out.rename(tmp_path / "moved")
+            shutil.copytree(tmp_path / "moved", out)
+    elif removed:
         (out / removed).unlink()
     else:
         shutil.rmtree(out, ignore_errors=True)      # a save may happen meanwhile
