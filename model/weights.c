@@ -54,9 +54,24 @@ static bool is_buffer(const char *name) {
     return end && !strcmp(end, ".rotary_emb.inv_freq");
 }
 
-static bool is_expected(const TensorList *list, const char *name) {
+// A tensor's name in a file. In a model of transformers, attach() of the package attn_c gives each layer a module
+// `normalizer` that has the scalars; the first layer's has p, too.
+typedef struct {
+    char text[128];
+} TensorName;
+static TensorName name_in(const Safetensors *file, const Tensor *t) {
+    TensorName own, attached;
+    snprintf(own.text, sizeof own.text, "%s", t->name);
+    if (t->scalar == SCALAR_NONE || safetensors_find(file, own.text)) return own;
+    const char *name = strrchr(t->name, '.') + 1, *layer = strstr(t->name, ".self_attn.");
+    snprintf(attached.text, sizeof attached.text, "%.*s.self_attn.normalizer.%s", layer ? (int)(layer - t->name) : 14,
+             layer ? t->name : "model.layers.0", name);
+    return safetensors_find(file, attached.text) ? attached : own;
+}
+
+static bool is_expected(const TensorList *list, const Safetensors *file, const char *name) {
     for (size_t i = 0; i < list->count; i++)
-        if (!strcmp(list->tensors[i].name, name)) return true;
+        if (!strcmp(name_in(file, &list->tensors[i]).text, name)) return true;
     return is_buffer(name);
 }
 
@@ -77,12 +92,12 @@ static bool check_tensors(const TensorList *list, bool tied, const Safetensors *
     Reasons reasons = {0};
     for (size_t i = 0; i < list->count; i++) {
         const Tensor *t = &list->tensors[i];
-        safetensors_fits(file, t->name, t->ndim, t->shape, &reasons);
+        safetensors_fits(file, name_in(file, t).text, t->ndim, t->shape, &reasons);
     }
     bool whole = !reasons.count && safetensors_count(file) == list->count;
     for (size_t i = 0; i < safetensors_count(file) && !whole; i++) {
         const TensorInfo *info = safetensors_at(file, i);
-        if (is_expected(list, info->name)) continue;
+        if (is_expected(list, file, info->name)) continue;
         if (!tied || strcmp(info->name, "lm_head.weight") != 0)
             reasons_add(&reasons, "tensor %.200s is not part of the model that config.json describes", info->name);
         else if (!check_tied(file, info, &reasons, error)) return false;
@@ -135,7 +150,7 @@ bool weights_load(const Weights *w, const char *folder, const Normalizer *saved,
     for (size_t i = 0; done && i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
         if (!tensor_exists(t, saved)) continue;
-        done = safetensors_read(file, t->name, t->ndim, t->shape, w->params + t->offset, error);
+        done = safetensors_read(file, name_in(file, t).text, t->ndim, t->shape, w->params + t->offset, error);
     }
     safetensors_close(file);
     weights_start_scalars(w, saved);

@@ -199,6 +199,10 @@ def attach(model, normalizer, seq_len):
     names = [f"{name}.normalizer.attn_pn" for name, layer in model.named_modules() if layer in layers]
     if "attn_pn" in normalizers[0].names:     # or save_pretrained() rejects the shared parameter
         model._tied_weights_keys = (model._tied_weights_keys or {}) | dict.fromkeys(names[1:], names[0])
+    # For attn.c's programs, which load what save_pretrained() writes; transformers ignores the key.
+    length, parameters = normalizers[0].seq_len, normalizers[0].parameters()
+    model.config.attention_normalizer = {"name": normalizer} | ({"seq_len": length} if length else {}) | (
+        {} if all(parameter.requires_grad for parameter in parameters) else {"fixed": True})
     model.set_attn_implementation(implementation)
 
 
@@ -208,5 +212,6 @@ def detach(model):
     for layer in attention_layers(model):
         if isinstance(getattr(layer, "normalizer", None), Normalizer):
             del layer.normalizer
+    vars(model.config).pop("attention_normalizer", None)
     model._tied_weights_keys = {name: source for name, source in (model._tied_weights_keys or {}).items()
                                 if not name.endswith(".normalizer.attn_pn")}

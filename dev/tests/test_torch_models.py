@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, data, model_of, modeling, pair        # noqa: F401
-from tiny import END_OF_TEXT, ROOT, T, VOCAB, train
+from tiny import END_OF_TEXT, ROOT, T, VOCAB, logits, train
 from trainer import losses
 
 sys.path.insert(0, str(ROOT / "dev/reference"))
@@ -119,6 +119,28 @@ def test_attached_scalars(interface, tmp_path):
     for normalizer in ("ssmax-pn", "ssmax"):        # the second replaces the first
         interface.attach(model, normalizer, seq_len=64)
     assert not any("attn_pn" in name for name in [*model.state_dict(), *model._tied_weights_keys])
+
+
+@pytest.mark.parametrize("name", ["ssmax-pn", "ssmax-fixed", "softmax-sink", "softmax+post=reweight:3"])
+def test_an_attached_model_goes_to_the_trainer(interface, name, data, tmp_path):      # noqa: F811
+    """Trained in PyTorch and written by save_pretrained(): the C programs give the same logits, and train it on."""
+    model = make_llama(vocab_size=VOCAB, max_position_embeddings=T)
+    interface.attach(model, name, seq_len=T)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01, weight_decay=0)
+    ids = torch.randint(1, VOCAB, (4, T), generator=torch.Generator().manual_seed(4))
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        expected = model(ids[:1]).logits[0].double().numpy()
+    assert abs(logits(tmp_path / "saved", ids[0].tolist()) - expected).max() < 1e-4
+    folder = train(data, tmp_path / "out", "--init-from", tmp_path / "saved", steps=2)[0]
+    assert json.loads((folder / "config.json").read_text())["attention_normalizer"]["name"] == name
+    interface.detach(model)
+    assert "attention_normalizer" not in model.config.to_dict()
 
 
 @pytest.mark.parametrize("normalizer, seq_len, message", [
