@@ -55,7 +55,7 @@ def main():
     shards.write_atomically(path.with_suffix(".mask"), shards.header(len(mask), shards.MASK) + mask.tobytes())
     shards.write_shard(path, tokens)
     print(f"{args.out}: {len(found):,} chunks of {args.tokens:,} tokens from "
-          f"{sum(starts for _, starts in found):,} documents.")
+          f"{sum(starts for _, starts in found):,} documents.\n  --data {shards.shell_pattern(path, '')}")
 
 
 if __name__ == "__main__":

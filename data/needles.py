@@ -158,6 +158,8 @@ def main():
             print(f"{args.out}: {found['needles']:,} needles, already there.")
         else:
             write(args, train, val, tokenizer, settings)
+    print("  " + " ".join(f"--{split}-data {shards.shell_pattern(args.out, f'/*_{split}_*.bin')}"
+                          for split in shards.FIRST))
 
 
 if __name__ == "__main__":

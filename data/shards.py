@@ -16,6 +16,7 @@ import collections
 import concurrent.futures
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -500,7 +501,7 @@ def summarize(writer):
 
 def shell_pattern(path, ending):
     """A word of a shell command that matches this path, as it is, followed by the pattern `ending`."""
-    text = re.sub(r"[\[*?]", r"[\g<0>]", str(path).replace("\\", "\\\\"))
+    text = glob.escape(str(path).replace("\\", "\\\\"))
     return shlex.quote(("./" if text[0] in "~-" else "") + text + ending)
 
 

@@ -4,6 +4,7 @@ formats.py reads one file. What is not read, or not as it is, is counted in Note
 """
 import argparse
 import collections
+import glob
 import hashlib
 import http.client
 import itertools
@@ -95,7 +96,8 @@ def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
             if not file.format:
                 raise DataError(INPUT, f"{path}: expected a name that ends in .txt, .md, .json, .jsonl or .parquet, or "
                                        "JSON Lines in a file of another name.\n"
-                                       f"  --prose {shlex.quote(path.name)} reads it as plain text.")
+                                       f"  --prose {shlex.quote(glob.escape(path.name).replace(',', '?'))} reads it "
+                                       "as plain text.")
     if not found:
         raise DataError(INPUT, "\n".join([f"{', '.join(map(str, paths))}: no text files found.", *notes.lines()]))
     return found
@@ -208,11 +210,14 @@ class Reader:
 
     def sample(self, characters):
         """Texts to train a vocabulary on: all documents or, if they have more characters, the first ones of each file.
-        What is bad is left out, and reported when all documents are read."""
-        for number, file in enumerate(sorted(self.files, key=lambda file: file.size)):
+        Too many bad ones are an error."""
+        self.begin()
+        for number, index in enumerate(sorted(range(len(self.files)), key=lambda index: self.files[index].size)):
             share = characters // (len(self.files) - number)      # what small files leave is for the larger ones
-            for text in items(self.reader(file)):
-                if share and not isinstance(text, Bad):
+            for text in items(self.reader(self.files[index])):
+                if isinstance(text, Bad):
+                    self.pass_over(text, index)
+                elif share:
                     yield (text := text[:share])
                     share -= len(text)
                     characters -= len(text)

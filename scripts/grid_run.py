@@ -61,8 +61,8 @@ def prepare(grid):
             raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: no shards match {data.train} and "
                           f"{data.val}.\n  Make them, or add prepare = [...] with the commands that do.")
         for command in data.prepare:
-            print(f"== {command}", flush=True)
             words = shlex.split(command)
+            print(f"== {shlex.join([sys.executable, *words])}", flush=True)
             if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL,
                                       preexec_fn=die_with_parent).returncode:
                 raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code "

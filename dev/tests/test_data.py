@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -915,19 +916,20 @@ def run_text(monkeypatch, *words):
 
 
 def test_a_vocabulary_of_the_texts_own(tmp_path, monkeypatch, capsys):
-    """A folder with a bad record and words of a million characters: a rerun keeps the vocabulary of the shards."""
+    """A folder with a bad record and words of a million characters. A rerun keeps the vocabulary of the shards."""
     monkeypatch.setattr(vocabulary, "DATA", tmp_path)
-    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 10_000)
     folder, out = tmp_path / "in", tmp_path / "out"
     spoiled(folder)
     (folder / "b.txt").write_text("The blank and the long. " + " " * 1_000_000 + "x" * 1_000_000)
     words = [folder, "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0, "--out", out]
     with pytest.raises(shards.DataError, match="c.jsonl: line 151"):
-        run_text(monkeypatch, *words, "--shard-tokens", 1000, "--workers", 1)
+        run_text(monkeypatch, *words)
+    replace(folder / "c.jsonl", b"{bad", b'{"text": "good"}')
+    run_text(monkeypatch, *words)
     assert "training a vocabulary of 300 ids" in capsys.readouterr().out
     before = (out / "tokenizer.json").read_bytes()
-    replace(folder / "c.jsonl", b"{bad", b'{"text": "good"}')
-    run_text(monkeypatch, *words, "--shard-tokens", 1000, "--workers", 1)
+    shutil.rmtree(tmp_path / "cache")
+    run_text(monkeypatch, *words)
     assert "training a vocabulary" not in capsys.readouterr().out and (out / "tokenizer.json").read_bytes() == before
     tokens = [token for path in sorted(out.glob("*_train_*.bin")) for token in read_shard(path)]
     assert tokens[0] == max(tokens) == 299 and tokens.count(299) == 452
@@ -942,7 +944,7 @@ def test_a_vocabulary_is_trained_on_a_sample_of_every_file(tmp_path):
     for name, size in sizes.items():
         (tmp_path / f"{name}.jsonl").write_bytes(jsonl([name * 9, "", *[name] * (size - 9)]))
     (tmp_path / "e.jsonl").write_text("{bad")
-    reader = sources.Reader(sources.local_files([tmp_path]))
+    reader = sources.Reader(sources.local_files([tmp_path]), skip_bad=1)
     for budget, expected in (10**6, sizes), (1000, sizes | {"b": 470, "d": 470}), (8, {"a": 2, "b": 2, "c": 2, "d": 2}):
         found = "".join(reader.sample(budget))
         assert {name: found.count(name) for name in sizes} == expected

@@ -50,6 +50,7 @@ def copy(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("copy")
     text = script(source, "--out", out, "--seq-len", T, "--digits", 3)
     assert "100,000 tokens to train on, with 39 needles of 3 digits" in text      # of 117 and 272 whole sequences
+    assert f"--train-data '{out}/*_train_*.bin' --val-data '{out}/*_val_*.bin'" in text
     return out
 
 
