@@ -469,7 +469,7 @@ def write_encoded(writer, encoded):
     """Appends lists of encoded documents, with a progress bar on a terminal."""
     committed, seconds = time.monotonic(), COMMIT_SECONDS
     with tqdm(unit=" tokens", unit_scale=True, initial=sum(writer.tokens.values()), disable=None,
-              desc=writer.name) as bar:
+              file=files.raw(sys.stderr), desc=files.escaped(writer.name)) as bar:
         for batch in encoded:
             before = sum(writer.tokens.values())
             for document in batch:
@@ -567,8 +567,7 @@ def open_standard_files():
 def run(main):
     """Runs main() and exits, with a message and an exit code if something went wrong."""
     open_standard_files()
-    if sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")       # an escape for what its encoding lacks
+    files.print_escapes()
     signal.signal(signal.SIGTERM, interrupt)
     code, text = 0, ""
     try:

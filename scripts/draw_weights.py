@@ -134,6 +134,7 @@ def differences(found):
 
 
 def main():
+    files.print_escapes()
     parser = command_line.parser(__doc__, "doc/normalizers.md")
     parser.add_argument("--check", action="store_true",
                         help="compare with the stored pictures and numbers; exit status 1 if they differ")

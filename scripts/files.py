@@ -6,6 +6,7 @@ open files through this module only.
 import contextlib
 import errno
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -118,7 +119,39 @@ def printable(path):
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
+# What acts on a terminal instead of being shown: C0 but tab and newline, C1, and the controls of bidirectional text.
+CONTROLS = re.compile("[\\0-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
+
+
+def escaped(text):
+    """The text with an escape, such as \\x1b or \\u202e, in place of each control, as runtime/utf8.c writes them."""
+    return CONTROLS.sub(lambda found: f"\\{'x%02x' if found[0] < chr(128) else 'u%04x'}" % ord(found[0]), text)
+
+
+class Escaping:
+    """A text stream that prints controls as escapes. Names in messages come from files that anybody may have made."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        self.stream.write(escaped(text))
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def raw(stream):
+    """The stream itself, for a progress line."""
+    return stream.stream if isinstance(stream, Escaping) else stream
+
+
 def print_escapes():
-    """From now on, what standard output cannot encode is printed as an escape instead of ending the program."""
+    """From now on, what standard output cannot encode is printed as an escape instead of ending the program, and so are
+    controls: in messages, and on standard output if it is a terminal."""
     if sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout.isatty():
+        sys.stdout = Escaping(raw(sys.stdout))
+    sys.stderr = Escaping(raw(sys.stderr))

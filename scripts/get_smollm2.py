@@ -153,7 +153,7 @@ def write_weights(model, config, path):
     text += b" " * (-len(text) % 8)
     with files.create(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, (_, shape) in tqdm(shapes.items(), unit=" tensors", disable=None):
+        for name, (_, shape) in tqdm(shapes.items(), unit=" tensors", disable=None, file=files.raw(sys.stderr)):
             file.write(weights_of(model, config, name, shape).astype("<f4").tobytes())
         file.flush()
         os.fsync(file.fileno())

@@ -375,7 +375,7 @@ class Work:
 
     def say(self, text):
         if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print("\r\033[K", end="", file=files.raw(sys.stderr), flush=True)
         print(text, flush=True)
 
     def show(self):
@@ -388,4 +388,5 @@ class Work:
                else f"{part.label} step {self.steps_of(part)}/{rows[part.run.row].flags['steps']}"
                for part, _, _ in self.running]
         line = f"{self.ended} done | " + " | ".join(now) + self.remaining().replace(";", " |", 1)
-        print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        line = files.escaped(line)[:shutil.get_terminal_size().columns - 1]
+        print(f"\r\033[K{line}", end="", file=files.raw(sys.stderr), flush=True)

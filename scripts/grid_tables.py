@@ -39,6 +39,7 @@ def report(name):
 
 
 def main():
+    files.print_escapes()
     parser = command_line.parser(__doc__, "doc/grids.md")
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table differs")

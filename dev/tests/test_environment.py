@@ -1,13 +1,16 @@
 """What programs inherit from a shell or batch system: limits, closed descriptors, nohup, the number of threads.
 Also what a killed scripts/setup_cuda.sh leaves behind."""
 import os
+import pty
 import re
 import resource
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import tty
 from pathlib import Path
 
 import pytest
@@ -389,3 +392,24 @@ def test_an_interrupted_setup_goes_on(tmp_path):
         assert done.returncode == code, done.stderr
     assert [(tmp_path / ".cuda/nvidia" / name).read_text() for name in ("header", "nvcc")] == ["a\n", "b\n"]
     assert (tmp_path / "log").read_text() == "pip\n" and [x.name for x in (tmp_path / ".cuda").iterdir()] == ["nvidia"]
+
+
+# ---------------------------------------------------------------- names that act on a terminal
+
+@pytest.mark.parametrize("script", ["data/text.py", "scripts/report.py", "scripts/grid.py"])
+def test_messages_of_scripts_do_not_act_on_a_terminal(script):
+    name = "no\x1b]52;c;eA==\x07\x9b\u202e\r"
+    result = subprocess.run([sys.executable, ROOT / script, name], capture_output=True, cwd="/",
+                            env=environment(PYTHONUTF8="1"))
+    assert rb"no\x1b]52;c;eA==\x07\u009b\u202e\x0d" in result.stderr and b"\x1b" not in result.stderr
+
+
+def test_output_of_scripts_does_not_act_on_a_terminal():
+    """A pipe gets it as it is."""
+    words = [sys.executable, "-X", "utf8", "-c", "import files; files.print_escapes(); print('a\\x1b\\x9b\\tb')"]
+    env = environment(PYTHONPATH=str(ROOT / "scripts"))
+    assert subprocess.run(words, capture_output=True, env=env).stdout == "a\x1b\x9b\tb\n".encode()
+    handle, side = pty.openpty()
+    tty.setraw(side)
+    subprocess.run(words, stdout=side, env=env, check=True)
+    assert os.read(handle, 100) == rb"a\x1b\u009b" + b"\tb\n"
