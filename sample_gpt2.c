@@ -451,12 +451,11 @@ static int32_t draw_token(Sampler *s, float *logits, uint64_t stream, size_t cou
                                  o->top_p, u);
     if (token >= 0) return token;
     if (s->begun) printf("\n");
-    fail(
-        EXIT_DIVERGED,
-        "under %s, the logits after %zu token%s are not finite, so no token can be sampled and the text ends here.\n  %s",
-        s->model.config.attn.text, position, position == 1 ? "" : "s",
-        s->o.attn ? "The activations overflow under this --attn. Omit it, or use another normalizer."
-                  : "The activations overflow: training has probably diverged. Use an earlier checkpoint.");
+    fail(EXIT_DIVERGED,
+         "under %s, the logits after %zu token%s are not finite or all equal, so no token can be sampled.\n  %s",
+         s->model.config.attn.text, position, position == 1 ? "" : "s",
+         s->o.attn ? "The activations overflow under this --attn. Omit it, or use another normalizer."
+                   : "The activations overflow: training has probably diverged. Use an earlier checkpoint.");
 }
 
 // Samples the next token. Sample i uses random stream i, independently of the other texts.

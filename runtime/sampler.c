@@ -33,10 +33,13 @@ static Candidate pop(Candidate *heap, size_t count) {
 int32_t sample_token(float *logits, Candidate *candidates, size_t V, double temperature, size_t top_k, double top_p,
                      double u) {
     size_t best = 0;
+    bool differ = V == 1;
     for (size_t v = 0; v < V; v++) {
         if (!isfinite(logits[v])) return -1;
+        differ = differ || logits[v] != logits[0];
         if (logits[v] > logits[best]) best = v;
     }
+    if (!differ) return -1;
     if (temperature < 1e-6) return (int32_t)best;
     float largest = logits[best], inverse = (float)(1 / temperature);
     double sum = 0;

@@ -374,6 +374,17 @@ def test_logits_that_are_not_finite(runs, flags, interactive):
     assert result.stdout.splitlines()[-1] == (b"" if interactive else b"the cat")
 
 
+def test_activations_whose_squares_overflow(chain, tmp_path):
+    """RMSNorm makes zeros of them, so that all logits are equal."""
+    folder = tmp_path / "model"
+    shutil.copytree(trainer.checkpoint(chain, 0), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= np.float32(1e25)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    output, errors = run(BIN / "sample_gpt2", "--model", folder, "--prompt", "x", *CHAIN, code=5)
+    assert output == "x\n" and "all equal" in errors
+
+
 def test_messages_do_not_act_on_a_terminal(runs, tmp_path):
     """They quote names from files, which anybody may have made."""
     names = "\x1b]52;c;eA==\x07 \u009b2J \u202e\u2066\u061c \x7f\r ok\t"
