@@ -6,9 +6,12 @@ document, or several between separators. Invalid bytes become U+FFFD and are cou
 
 Nothing here holds more of a file than a few times `limit`, the size of the largest document that is read.
 """
+import bz2
 import codecs
 import errno
 import fnmatch
+import functools
+import gzip
 import importlib
 import itertools
 import json
@@ -22,7 +25,8 @@ from pathlib import Path
 
 from shards import INPUT, USAGE, DataError, files
 
-CHUNK = 1 << 20
+CHUNK, SMALL = 1 << 20, 1 << 14
+WINDOW = 1 << 31         # zstd's largest
 HEAD = 4096              # bytes at the start of a file that decide what it is
 MAX_EXPANSION = 1000     # bytes of text for a byte of a file, beyond the size of a document
 FREE_RECORDS = 10**6     # of a file, even if it has fewer bytes
@@ -70,18 +74,7 @@ class File:
     mtime: int = 0          # in ns
 
     def open(self):
-        return self.hub.open(self.name, "rb") if self.hub else open_regular(self.name)
-
-
-def open_regular(path):
-    """Opens a regular file to read its bytes. A pipe or a device, which may never end, is an error."""
-    try:
-        return files.open_regular(path)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    raise Bad(f"{path}: expected a regular file, found a pipe, a socket or a device.\n"
-              "  Write its contents to a file first.")
+        return self.hub.open(self.name, "rb") if self.hub else files.open_regular(self.name)
 
 
 # ---- what a file is
@@ -153,17 +146,32 @@ class Sentinel:
 
 def zstd_chunks(source):
     zstandard = library("zstandard", "a file compressed by zstd")
-    whole, held = Sentinel(source, zstandard), b""
-    stream = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(whole, CHUNK, read_across_frames=True)
+    whole, held, error = Sentinel(source, zstandard), b"", EOFError()
+    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(whole, CHUNK, read_across_frames=True)
     try:
         while data := stream.read1(CHUNK):
             held += data
             yield held[:-len(Sentinel.CONTENT)]
             held = held[-len(Sentinel.CONTENT):]
-    except zstandard.ZstdError as error:
+    except zstandard.ZstdError as found:
         if whole.frame:
-            raise OSError(first_line(error)) from None
+            error = OSError(first_line(found))
     if held != Sentinel.CONTENT:
+        yield held
+        raise error
+
+
+def stream_chunks(source, decompressor):
+    """The bytes of bzip2 or xz streams, between which there may be zeros."""
+    decoder = None
+    while data := source.read(SMALL):      # what follows a stream is copied, and there may be many in a chunk
+        while data := data if decoder else data.lstrip(b"\0"):
+            decoder = decoder or decompressor()
+            yield decoder.decompress(data, CHUNK)
+            while not (decoder.eof or decoder.needs_input):
+                yield decoder.decompress(b"", CHUNK)
+            data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    if decoder:
         raise EOFError
 
 
@@ -173,8 +181,10 @@ def raw_chunks(source):
     source.seek(0)
     if compression == ".zst":
         return zstd_chunks(source)
-    if compression:
-        source = importlib.import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[compression]).open(source)
+    if compression in (".bz2", ".xz"):
+        return stream_chunks(source, bz2.BZ2Decompressor if compression == ".bz2" else
+                             functools.partial(lzma.LZMADecompressor, memlimit=WINDOW))
+    source = gzip.open(source) if compression else source
     return iter(lambda: source.read1(CHUNK), b"")      # unlike read(), it returns what comes before an error
 
 
@@ -425,14 +435,13 @@ class FileReader:
 
     def parquet_column(self, pyarrow, table):
         """The number of the column with the text among those that the file stores."""
-        schema, types = table.schema_arrow, pyarrow.types
-        if self.column not in schema.names:
-            raise Bad(f"{self.file.name}: no column {self.column!r}; it has {', '.join(schema.names)[:200]}.\n"
+        schema = table.schema_arrow
+        if schema.names.count(self.column) != 1:
+            raise Bad(f"{self.file.name}: expected a column {self.column!r}, found {', '.join(schema.names)[:200]}.\n"
                       "  Use --column to name another one.")
         kind = schema.field(self.column).type
-        kind = kind.value_type if types.is_dictionary(kind) else kind
-        if not any(is_one(kind) for is_one in (types.is_string, types.is_large_string, types.is_binary,
-                                               types.is_large_binary, types.is_fixed_size_binary, types.is_null)):
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not re.fullmatch(r"(large_)?(string|binary)|(string|binary)_view|fixed_size_binary.*|null", str(kind)):
             raise Bad(f"{self.file.name}: expected text in column {self.column!r}, found {kind}.\n"
                       "  Use --column to name another one.")
         return next(i for i in range(len(table.schema)) if table.schema.column(i).path == self.column)

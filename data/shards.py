@@ -355,6 +355,11 @@ class Writer:
                 pass   # the disk is full, which has been reported
 
 
+def shown(text):
+    """A text for a terminal. Escapes stand for the control characters that a file's name may have."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def many(number, word):
     return f"{number:,} {word}{'s' * (number != 1)}"
 
@@ -485,7 +490,7 @@ def write_encoded(writer, encoded):
 
 def print_notes(reader, file):
     for line in reader.notes.lines() if reader else ():
-        print(line, file=file)
+        print(shown(line), file=file)
 
 
 def summarize(writer):
@@ -584,5 +589,5 @@ def run(main):
         text = f"{error.filename or 'writing'}: {error.strerror or error}." + (
             "\n  Finished work is kept: free some space and rerun the same command to resume." if full else "")
     if text:
-        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {shown(text)}", file=sys.stderr)
     sys.exit(code)

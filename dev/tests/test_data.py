@@ -496,7 +496,9 @@ ARRAY = json.dumps([{"text": t} for t in TEXTS], ensure_ascii=False, indent=1).e
     ("a.jsonl.bz2", bz2.compress(jsonl(TEXTS))), ("a.jsonl.xz", lzma.compress(jsonl(TEXTS)) + lzma.compress(b"")),
     ("a.jsonl", zst(jsonl(TEXTS))), ("a.jsonl.gz", jsonl(TEXTS)), ("part", bz2.compress(jsonl(TEXTS))),
     ("a.jsonl", jsonl(TEXTS).decode().encode("utf-16")),
-    ("a.json", codecs.BOM_UTF16_BE + ARRAY.decode().encode("utf-16-be")), ("a.json", b"\n \n" + ARRAY), ("a.jsonl.zst", zst(codecs.BOM_UTF8 + jsonl(TEXTS))),
+    ("a.json", codecs.BOM_UTF16_BE + ARRAY.decode().encode("utf-16-be")),
+    ("a.json", b"\n \n" + ARRAY), ("a.jsonl.zst", zst(codecs.BOM_UTF8 + jsonl(TEXTS))),
+    ("padded.jsonl.xz", lzma.compress(jsonl(TEXTS[:2])) + bytes(8) + lzma.compress(jsonl(TEXTS[2:])) + bytes(4)),
     ("padded.jsonl.gz", gzip.compress(jsonl(TEXTS[:2])) + gzip.compress(jsonl(TEXTS[2:])) + bytes(700)),
     ("frames.jsonl.zst", b"".join(zst(bytes([byte])) for byte in jsonl(TEXTS)) + zst(b"")),
     ("skippable.jsonl.zst", b"\x50\x2a\x4d\x18\3\0\0\0abc" + zst(jsonl(TEXTS))),
@@ -538,12 +540,13 @@ def test_what_is_not_text(tmp_path, name, content, kind):
 def test_what_is_left_out_is_printed(tmp_path):
     (tmp_path / "in").mkdir()
     for number in range(8):
-        (tmp_path / "in" / f"{number}.csv").write_text("a,b")
+        (tmp_path / "in" / f"{number}\x1b]52;c.csv").write_text("a,b")
     (tmp_path / "in" / "a.jsonl").write_bytes(jsonl(["a", "", "b"]) + b'{"text": "\xff\\ud800"}\n')
     words = [tmp_path / "in", "--val-fraction", 0, "--out", tmp_path / "out"]
     for _ in range(2):       # the second time, from the state
         text = script("text", *words)
-        assert "skipped 8 files of unknown format" in text and "0.csv" in text and "and 3 more" in text
+        assert "skipped 8 files of unknown format" in text and "and 3 more" in text
+        assert "0\\x1b]52;c.csv" in text and "\x1b" not in text
         assert "1 blank document" in text and "replaced 2 invalid characters" in text and "a.jsonl (2)" in text
     assert documents_of(tmp_path / "out", "train") == ["a", "b", "\ufffd\ufffd"]
 
@@ -556,6 +559,7 @@ def test_parquet_of_other_types(tmp_path):
     null, offsets, values = pa.array(data, pa.binary()).buffers()
     invalid = pa.StringArray.from_buffers(3, offsets, values, null)
     for number, array in enumerate([pa.array(data, pa.binary()), pa.array(data, pa.large_binary()), invalid,
+                                    pa.array(data, pa.binary_view()),
                                     pa.array(data, pa.binary()).dictionary_encode()]):
         path = tmp_path / f"{number}.parquet"
         pa.parquet.write_table(pa.table({"meta": [{"text": 1}] * 3, "text": array}), path)
@@ -781,7 +785,7 @@ def test_broken_files(tmp_path, name, content, message):
 
 def test_broken_parquet(tmp_path):
     parquet(tmp_path / "a.parquet", TEXTS * 1000)
-    with pytest.raises(shards.DataError, match="no column 'body'; it has id, text"):
+    with pytest.raises(shards.DataError, match="expected a column 'body', found id, text"):
         read(tmp_path / "a.parquet", "body")
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[4:2000] = bytes(1996)
