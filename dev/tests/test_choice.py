@@ -1,14 +1,15 @@
 """eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against lm_eval's formulas over the reference's logits,
 for texts prepared by hand, and against what lm_eval itself gave (lm_eval.json); messages.
 
-    LM_EVAL=PYTHON python -m pytest dev/tests/test_choice.py -k lm_eval_gives
+    LM_EVAL=1 python -m pytest dev/tests/test_choice.py -k lm_eval_gives
 
-runs lm_eval and writes lm_eval.json again. PYTHON is an interpreter that has lm_eval[hf] 0.4.13.
+runs lm_eval by doc/evaluation.md's command, and LM_EVAL=store also writes lm_eval.json again.
 """
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import eval_models
 from eval_models import evaluate, overflowing, reference
-from tiny import BIN, END_OF_TEXT, environment, peak_memory, run, write_data
+from tiny import BIN, END_OF_TEXT, ROOT, environment, lm_eval_python, peak_memory, run, write_data
 from trainer import xxh3_128
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
@@ -383,6 +384,27 @@ STORED = Path(__file__).with_name("lm_eval.json")
 KEYS = "acc", "acc_norm", "acc_stderr", "acc_norm_stderr"
 
 
+def documented(folder, task):
+    """The words of the command in doc/evaluation.md, for this checkpoint and task."""
+    page = (ROOT / "doc/evaluation.md").read_text()
+    [command] = re.findall(r"^lm_eval --model hf(?:.*\\\n)*.*$", page, re.M)
+    command, changes = re.subn(r"(?<=pretrained=)[^,]+", str(folder), command)
+    command, tasks = re.subn(r"(?<=--tasks )\S+", task, command)
+    assert changes == tasks == 1
+    return shlex.split(command)
+
+
+def test_the_documented_command_loads_a_checkpoint_as_it_is(model_of):
+    """What lm_eval passes on to transformers: float32 as in our programs, and the modeling file in the folder."""
+    from transformers import AutoModelForCausalLM
+    folder, *_ = model_of("grouped", "ssmax")
+    words = documented(folder, "x")
+    given = dict(pair.split("=") for pair in words[words.index("--model_args") + 1].split(","))
+    model = AutoModelForCausalLM.from_pretrained(given["pretrained"], dtype=given["dtype"],
+                                                 trust_remote_code=given["trust_remote_code"] == "True")
+    assert model.dtype == torch.float32 and model.config.attention_normalizer["name"] == "ssmax"
+
+
 def ask_lm_eval(name, path, folder, scratch):
     """What `lm_eval --model hf` gives for the questions in the file."""
     own = 'process_docs: !function utils.process_docs\ndoc_to_target: "{{label}}"\n'
@@ -390,10 +412,8 @@ def ask_lm_eval(name, path, folder, scratch):
     (scratch / "tasks").mkdir()
     (scratch / "tasks/local.yaml").write_text(task)
     (scratch / "tasks/utils.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
-    words = [os.environ["LM_EVAL"], "-m", "lm_eval", "--model", "hf",
-             "--model_args", f"pretrained={folder},dtype=float32,trust_remote_code=True", "--tasks", f"local_{name}",
-             "--include_path", scratch / "tasks", "--output_path", scratch / "lm", "--log_samples", "--device", "cpu",
-             "--batch_size", "2"]
+    words = [lm_eval_python(), "-m", *documented(folder, f"local_{name}"), "--include_path", scratch / "tasks",
+             "--output_path", scratch / "lm", "--log_samples"]
     env = dict(os.environ, HF_HOME=str(scratch / "home"), HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -410,6 +430,7 @@ def stored_results(case, asked):
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
     if asked:
         stored[case] = asked
+    if os.environ.get("LM_EVAL") == "store":
         STORED.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
     return stored[case]
 
@@ -425,9 +446,9 @@ def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
     """The same file through `lm_eval --model hf`."""
     folder, *_ = model_of(shape, attn)
     path = write_questions(tmp_path / "q.jsonl", rows)
-    asked = "LM_EVAL" in os.environ and {"inputs": digest(folder, path), **ask_lm_eval(name, path, folder, tmp_path)}
+    asked = os.environ.get("LM_EVAL") and {"inputs": digest(folder, path), **ask_lm_eval(name, path, folder, tmp_path)}
     theirs = stored_results(f"{name}, {shape}, {attn}", asked)
-    assert theirs["inputs"] == digest(folder, path), "other questions or another tokenizer: run LM_EVAL=PYTHON again"
+    assert theirs["inputs"] == digest(folder, path), "other questions or another tokenizer: run with LM_EVAL=store"
     [row] = evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"]
     for found, lls in zip(row["log_likelihoods"], theirs["log_likelihoods"], strict=True):
         assert np.abs(np.subtract(found, lls)).max() <= 2e-5 * np.abs(lls).max(), (found, lls)

@@ -10,7 +10,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 import warnings
 import zipfile
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, data, model_of, modeling, pair        # noqa: F401
-from tiny import END_OF_TEXT, ROOT, T, VOCAB, logits, train
+from tiny import END_OF_TEXT, ROOT, T, VOCAB, lm_eval_python, logits, train
 from trainer import losses
 
 sys.path.insert(0, str(ROOT / "dev/reference"))
@@ -656,28 +655,10 @@ def test_evaluation_without_lm_eval(attn_c, tmp_path, monkeypatch):
         "evaluate.py: No module named 'lm_eval'; pip install lm_eval\n")
 
 
-LM_EVAL = "0.4.13"
-
-
-def with_lm_eval():
-    """The Python of build/lm_eval, an environment that sees this one's packages and adds lm_eval."""
-    if not os.environ.get("LM_EVAL"):
-        pytest.skip(f"LM_EVAL=1 runs it, and installs lm_eval {LM_EVAL} in build/lm_eval first (a minute, 470 MB)")
-    folder = ROOT / "build/lm_eval"
-    python, done = folder / "bin/python", folder / f"{LM_EVAL}.done"
-    if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        purelib = sysconfig.get_path("purelib")
-        Path(purelib.replace(sys.prefix, str(folder)), "outer.pth").write_text(purelib)
-        subprocess.run([python, "-m", "pip", "install", "-q", f"lm_eval=={LM_EVAL}"], check=True)
-        done.touch()
-    return python
-
-
 def test_evaluation_example(interface, tmp_path):
     """A task of multiple choice out of a file, with questions to which softmax gives another answer, so that accuracy
     is 1 only for the switched model."""
-    python = with_lm_eval()
+    python = lm_eval_python()
     from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer, models, pre_tokenizers
     words = "[UNK] the cat dog sat ran on mat".split()

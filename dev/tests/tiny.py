@@ -4,8 +4,11 @@ import random
 import re
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 import trainer
 from trainer import ROOT, checkpoint
@@ -111,3 +114,21 @@ def sample(folder, *words, code=0, threads=1):
 
 def ids_of(text):
     return [int(number) for number in text.split(",")]
+
+
+LM_EVAL = "0.4.13"
+
+
+def lm_eval_python():
+    """The Python of build/lm_eval, an environment that sees this one's packages and adds lm_eval."""
+    if not os.environ.get("LM_EVAL"):
+        pytest.skip(f"LM_EVAL=1 runs it, and installs lm_eval {LM_EVAL} in build/lm_eval first (a minute, 470 MB)")
+    folder = ROOT / "build/lm_eval"
+    python, done = folder / "bin/python", folder / f"{LM_EVAL}.done"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        purelib = sysconfig.get_path("purelib")
+        Path(purelib.replace(sys.prefix, str(folder)), "outer.pth").write_text(purelib)
+        subprocess.run([python, "-m", "pip", "install", "-q", f"lm_eval=={LM_EVAL}"], check=True)
+        done.touch()
+    return python
