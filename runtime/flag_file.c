@@ -20,6 +20,7 @@ static char escaped(const char *at, size_t *length) {
     char hex[5] = "";
     *length = 2;
     if (at[1] == '"' || at[1] == '\\') return at[1];
+    if (at[1] == 'n' || at[1] == 't') return at[1] == 'n' ? '\n' : '\t';
     if (at[1] != 'u') return 0;
     strncpy(hex, at + 2, 4);
     *length = 6;
@@ -34,7 +35,7 @@ static const char *read_quoted(FlagFile *f, const char *at, char **out) {
         bool escape = *at == '\\' && quote == '"';
         if (!*at) return wrong(f, "a closing quote on this line", at);
         char c = escape ? escaped(at, &length) : *at;
-        if (!c) return wrong(f, "one of the escapes \\\", \\\\ and \\u00XX", at);
+        if (!c) return wrong(f, "one of the escapes \\\", \\\\, \\n, \\t and \\u00XX", at);
         *(*out)++ = c;
     }
     *(*out)++ = 0;

@@ -342,6 +342,9 @@ def test_stop(chain, stops, end, tmp_path):
     config, _ = run(BIN / "sample_gpt2", "--model", chain, "--prompt", "x", *CHAIN, *flags, "--print-config")
     (tmp_path / "flags.toml").write_text(config)
     assert run(BIN / "sample_gpt2", "--config", tmp_path / "flags.toml")[0].encode() == whole
+    (tmp_path / "own").write_text('stop = ["\\n", "]"]\n')
+    told, _ = run(BIN / "sample_gpt2", "--config", tmp_path / "flags.toml", "--config", tmp_path / "own")
+    assert told == "x\x1b\n"
     told, _ = run(BIN / "sample_gpt2", "--config", tmp_path / "flags.toml", "--stop", "]")      # the command line wins
     assert told == "x\x1b\n"
     answers = subprocess.run([BIN / "sample_gpt2", "--model", chain, *map(str, CHAIN), *flags, "--interactive",
