@@ -27,7 +27,7 @@ from shards import INPUT, USAGE, DataError, files
 
 CHUNK, SMALL = 1 << 20, 1 << 14
 WINDOW = 1 << 31         # zstd's largest
-HEAD = 4096              # bytes at the start of a file that decide what it is
+HEAD = 1 << 16           # bytes at the start of a file that decide what it is
 MAX_EXPANSION = 1000     # bytes of text for a byte of a file, beyond the size of a document
 FREE_RECORDS = 10**6     # of a file, even if it has fewer bytes
 BATCH_BYTES = 1 << 28    # of a Parquet column, at a time
@@ -87,9 +87,11 @@ def suffix_of(name):
 
 def format_of(name, prose=""):
     """The format that a name stands for, or None. prose: patterns of names, between commas"""
-    if any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in prose.split(",")):
+    name = Path(name.lower())
+    names = [name.name, name.stem] if name.suffix in COMPRESSIONS else [name.name]
+    if any(fnmatch.fnmatch(one, pattern.strip().lower()) for one in names for pattern in prose.split(",")):
         return "prose"
-    return FORMATS.get(suffix_of(name))
+    return FORMATS.get(suffix_of(str(name)))
 
 
 def compression_of(head):
@@ -104,8 +106,9 @@ def is_text(head):
     return encoding_of(head) != "utf-8" or not (b"\0" in head or head.startswith(b"%PDF-"))
 
 
-def sniff(file, prose=""):
-    """The format of a local file: "binary" where it isn't text, None if it is text of unknown format."""
+def sniff(file, prose="", column="text"):
+    """The format of a local file: "binary" where it isn't text, None if it is text of unknown format. Objects are JSON
+    Lines whatever the name, if they have the column."""
     with file.open() as source:
         head = source.read(HEAD)
     if head.startswith(b"PAR1"):
@@ -123,7 +126,7 @@ def sniff(file, prose=""):
     if not is_text(head):
         return "binary"
     start = head.decode(encoding_of(head), "ignore").removeprefix("\ufeff")
-    is_json = re.match(r'\s*\{[ \t]*"(?:[^"\\\n]|\\.)*"[ \t]*:', start)
+    is_json = re.match(r'\s*\{[ \t]*"[^"\n]*"[ \t]*:', start) and json.dumps(column) in start
     return known or ("json" if is_json else None)
 
 
@@ -284,6 +287,8 @@ class FileReader:
         mark = next(filter(head.startswith, MARKS), b"")
         chunks = itertools.chain([head.removeprefix(codecs.BOM_UTF8)], chunks)
         for chunk in chunks if MARKS.get(mark, "utf-8") == "utf-8" else self.transcoded(chunks, MARKS[mark]):
+            if len(chunk) > HEAD and not chunk.strip(b"\0"):       # the hole of a sparse file may be endless
+                raise Bad(f"{self.file.name}: expected text, found zeros.")
             self.spend(len(chunk) // 16, 0)     # more, if it becomes documents
             yield chunk
         if error:

@@ -68,9 +68,9 @@ class Notes:
 
 # ---- files
 
-def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
+def local_files(paths, out=None, notes=None, follow_links=False, prose="", column="text"):
     """The given files and all files in the given folders, sorted by name, without the folder `out`, to which the shards
-    are written, if it is inside one of them, and without those that the notes list. prose: see formats.format_of()"""
+    are written, if it is inside one of them, and without those that the notes list. prose, column: as in sniff()"""
     notes = Notes() if notes is None else notes
     found, out = [], out and out.resolve()
     for path in map(Path, paths):
@@ -81,7 +81,7 @@ def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
                 raise DataError(USAGE, f"--out {path}: the texts are read from this folder. Pass another --out.")
             for name in files_in(path, out, notes, follow_links):
                 try:
-                    file = local_file(name, prose)
+                    file = local_file(name, prose, column)
                 except OSError:
                     notes.add("unreadable", name)
                     continue
@@ -90,12 +90,12 @@ def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
                 else:
                     found.append(file)
         else:
-            found.append(file := local_file(path, prose))
+            found.append(file := local_file(path, prose, column))
             if file.format == "binary":
                 raise DataError(INPUT, f"{path}: expected text, found binary data.\n  Convert it first.")
             if not file.format:
                 raise DataError(INPUT, f"{path}: expected a name that ends in .txt, .md, .json, .jsonl or .parquet, or "
-                                       "JSON Lines in a file of another name.\n"
+                                       "JSON Lines with the text that --column names.\n"
                                        f"  --prose {shlex.quote(glob.escape(path.name).replace(',', '?'))} reads it "
                                        "as plain text.")
     if not found:
@@ -103,10 +103,10 @@ def local_files(paths, out=None, notes=None, follow_links=False, prose=""):
     return found
 
 
-def local_file(path, prose):
+def local_file(path, prose, column):
     found = os.stat(path)
     file = File(str(path), found.st_size, mtime=found.st_mtime_ns)
-    file.format = sniff(file, prose)
+    file.format = sniff(file, prose, column if isinstance(column, str) else column(file))
     return file
 
 
@@ -416,11 +416,11 @@ def add_flags(parser, column="text", plain=False):
 
 def reader(args, paths, hub=(), column=None, separator=None):
     """The Reader of files and folders or, without any, of hub_files(*hub), as args says."""
-    notes = Notes()
-    files = (local_files(paths, args.out, notes, args.follow_links, getattr(args, "prose", "")) if paths
+    notes, column = Notes(), column or args.column
+    files = (local_files(paths, args.out, notes, args.follow_links, getattr(args, "prose", ""), column) if paths
              else hub_files(*hub))
-    return Reader(files, column or args.column, separator or getattr(args, "separator", None), args.skip_bad,
-                  args.max_document, notes, args.dedup)
+    return Reader(files, column, separator or getattr(args, "separator", None), args.skip_bad, args.max_document, notes,
+                  args.dedup)
 
 
 # ---- downloads

@@ -525,6 +525,7 @@ def test_an_object_that_takes_a_file(tmp_path):
 @pytest.mark.parametrize("name, content, kind", [
     ("book.pdf", b"%PDF-1.7\n", "binary"), ("book.txt", b"a\0b", "binary"), ("book.zip", b"PK\3\4\0", "binary"),
     ("book.csv", b"a,b\n", "format"), ("book", b"prose", "format"), ("book.ipynb", b'{\n "cells": [\n', "format"),
+    ("book.js.map", b'{"version": 3}', "format"), ("BOOK.rst.gz", gzip.compress(b"prose"), "format"),
     ("book.tar.gz", gzip.compress(b"prose"), "format")])
 def test_what_is_not_text(tmp_path, name, content, kind):
     """It is skipped and named in a folder, and rejected where it is named. --prose reads what is text."""
@@ -534,7 +535,7 @@ def test_what_is_not_text(tmp_path, name, content, kind):
     (tmp_path / "a.txt").write_text("text")
     assert scan(tmp_path) == (["text"], {kind: (1, [f"{tmp_path}/{name}"])})
     if kind == "format":
-        assert "skipped" not in str(scan(tmp_path, prose="x,book*")) and len(scan(tmp_path, prose="book*")[0]) == 2
+        assert "skipped" not in str(scan(tmp_path, prose="x, book*")) and len(scan(tmp_path, prose="book*")[0]) == 2
 
 
 def test_what_is_left_out_is_printed(tmp_path):
@@ -626,6 +627,10 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
 
 def test_only_regular_files(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "hole.jsonl").write_bytes(b'{"text": "a"}' + b"\n" * 100_000)
+    os.truncate(tmp_path / "hole.jsonl", 1 << 42)
+    with pytest.raises(shards.DataError, match="found zeros"):
+        scan(tmp_path / "hole.jsonl")
     for path in (tmp_path / "a.jsonl", "/dev/zero", "/dev/stdin"):
         words = [path, "--val-fraction", 0, "--out", tmp_path / "out"]
         assert f"{path}: expected a regular file" in script("text", *words, code=3, stdin=subprocess.PIPE, timeout=30)
@@ -671,6 +676,7 @@ LONG, END_TEXT = "x" * 2000, "end"
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.zst", "a.parquet", "a.txt", "b.txt"])
 def test_documents_that_are_too_long(tmp_path, name, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK", 600)
+    monkeypatch.setattr(formats, "HEAD", 600)
     path, texts = tmp_path / name, ["start", LONG, "middle", LONG + LONG, END_TEXT]
     if name == "a.parquet":
         parquet(path, texts)
