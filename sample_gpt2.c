@@ -368,21 +368,22 @@ static void open_checkpoint(Sampler *s) {
 
 // ---- the text of the tokens
 
-// The first place in the text, from byte `from` on, where one of the --stop texts begins, or the text's length.
-static size_t find_stop(const Sampler *s, const char *text, size_t from, size_t length) {
-    for (size_t i = from; i < length; i++)
-        for (size_t j = 0; j < s->o.stop.count; j++) {
-            size_t size = strlen(s->o.stop.values[j]);
-            if (size <= length - i && !memcmp(text + i, s->o.stop.values[j], size)) return i;
-        }
-    return length;
+// Where a --stop text that ends at or after byte `end` may begin.
+static size_t stop_start(const Sampler *s, size_t end) {
+    size_t longest = 0;
+    for (size_t j = 0; j < s->o.stop.count; j++)
+        if (strlen(s->o.stop.values[j]) > longest) longest = strlen(s->o.stop.values[j]);
+    return end > longest ? end - longest : 0;
 }
 
-// The length of the text without what could be the start of a --stop text.
-static size_t certain_length(const Sampler *s, const char *text, size_t from, size_t length) {
-    for (size_t i = from; i < length; i++)
-        for (size_t j = 0; j < s->o.stop.count; j++)
-            if (!strncmp(s->o.stop.values[j], text + i, length - i)) return i;
+// The first place in the text, from byte `from` on, where one of the --stop texts begins, or the text's length; with
+// `partly` also where one may begin that continues after the text.
+static size_t find_stop(const Sampler *s, const char *text, size_t from, size_t length, bool partly) {
+    for (size_t i = from; s->o.stop.count && i < length; i++)
+        for (size_t j = 0; j < s->o.stop.count; j++) {
+            size_t size = strlen(s->o.stop.values[j]), here = size < length - i ? size : length - i;
+            if ((partly || here == size) && !memcmp(text + i, s->o.stop.values[j], here)) return i;
+        }
     return length;
 }
 
@@ -399,15 +400,15 @@ static void write_token(Sampler *s, Written *w, int32_t id, bool first) {
         if (!(w->text = realloc(w->text, w->room))) fail(EXIT_RESOURCE, "out of memory for a text.");
     }
     if (length) memcpy(w->text + w->length, bytes, length);
-    w->length += length;
-    size_t stop = find_stop(s, w->text, w->printed, w->length);
-    w->stopped = stop < w->length;
-    w->length = stop;
+    size_t end = w->length + length;
+    w->length = find_stop(s, w->text, stop_start(s, w->length), end, false);
+    w->stopped = w->length < end;
 }
 
 // Prints what is new in a text. What may be the start of a --stop text waits until it is known, or the text is done.
 static void print_written(Sampler *s, Written *w, bool done) {
-    size_t end = done ? w->length : certain_length(s, w->text, w->printed, w->length);
+    size_t from = stop_start(s, w->length), end = w->length;
+    if (!done) end = find_stop(s, w->text, from > w->printed ? from : w->printed, w->length, true);
     utf8_print(&s->out, w->text + w->printed, end - w->printed);
     w->printed = end;
 }

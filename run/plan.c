@@ -11,6 +11,7 @@
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/process.h"
+#include "runtime/utf8.h"
 
 // Plans the memory that the run itself needs.
 static void plan_memory(Run *run) {
@@ -152,19 +153,26 @@ static void print_data(const Run *run) {
         double share = (double)s->weight / (double)train->period;
         char percent[32];
         snprintf(percent, sizeof percent, "%.4g %%", 100 * share);
-        printf("\n  %-7s %s: ", percent, s->globs);
+        Utf8Printer globs = utf8_printer(stdout);
+        printf("\n  %-7s ", percent);
+        utf8_print(&globs, s->globs, strlen(s->globs));
+        utf8_print_end(&globs);
+        printf(": ");
         print_shards(run, s->shards);
         printf(", %.2f epochs", share * sequences * (double)run->o.steps / (double)shards_windows(s->shards));
     }
 }
 
 typedef struct {
-    char text[128];
+    char text[4 * 128];    // with escapes
 } FlagText;
 
+// A resumed run's flags come from its run.json, which anybody may have written.
 static FlagText flag_text(const TrainOptions *o, const char *name) {
+    char text[128];
     FlagText value;
-    options_text(options_find(o->table, o->count, name), value.text, sizeof value.text);
+    options_text(options_find(o->table, o->count, name), text, sizeof text);
+    value.text[utf8_escape((const uint8_t *)text, strlen(text), (uint8_t *)value.text)] = 0;
     return value;
 }
 
