@@ -123,8 +123,8 @@ void eval_take_folder(const Eval *e);
 // Prints what will be evaluated.
 void eval_start(const Eval *e);
 
-// Counts a part of the evaluation (a length, a needle, a prompt, a question) and whether its numbers are finite. number:
-// its length, or the number of the prompt or question, from 1, which eval_finish() names.
+// Counts a part of the evaluation (a length, a needle, a prompt, a question) and whether its numbers are finite.
+// number: its length, or the number of the prompt or question, from 1. eval_finish() names it.
 void eval_count(Eval *e, bool finite, size_t number);
 
 // After the evaluation under a normalizer: warns if some parts were not finite.
