@@ -161,7 +161,7 @@ bool folder_is_new(const char *out, Error *error) {
                      out);
 }
 
-#define NEW_RUN "  Use --init-from %s/ckpt/step-... to start a new run from its weights."
+#define NEW_RUN "  Use --init-from %s to start a new run from its newest checkpoint."
 
 bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *before, RunJson *found, Error *error) {
     const FolderPath path = folder_path(out, "run.json");
