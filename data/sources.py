@@ -46,6 +46,7 @@ class Notes:
              "gone":       ("kept", "document",          "of a file that was read in part and is gone"),
              "duplicate":  ("dropped", "duplicate",      "of an earlier document"),
              "replaced":   ("replaced", "invalid character", "by U+FFFD")}
+    OF_DOCUMENTS = ("bad", "long", "blank", "gone", "duplicate", "replaced")     # the others are of files
 
     def __init__(self, found=None):
         self.found = {kind: [count, times, list(names)] for kind, (count, times, names) in (found or {}).items()}
@@ -230,7 +231,9 @@ class Reader:
         """Prepares to continue where at(documents) said that an earlier run stood; None: at the start, or where a
         version stood that did not say. The files that it has read must be the same, up to the document where it stood;
         the others may have changed."""
-        self.start, self.tracked = state or self.start | {"crc": None if documents else 0}, True
+        state = state or self.start | {"crc": None if documents else 0}
+        of_documents = {kind: state["notes"][kind] for kind in Notes.OF_DOCUMENTS if kind in state["notes"]}
+        self.start, self.tracked = state | {"notes": self.start["notes"] | of_documents}, True
         for index, line in enumerate(self.start["files"]):
             self.check(index, *line.split(" ", 3))
         part, left = self.start.get("part"), [Path(file.name).name for file in self.files[len(self.start["files"]):]]
