@@ -109,7 +109,7 @@ class Wandb:
         self.id, self.first = saved.get("id", uuid.uuid4().hex[:8]), saved.get("step", 0)
         try:
             self.run = wandb.init(project=project, name=Path(run).resolve().name, id=self.id, resume="allow",
-                                  dir=str(run), config=plot.read_json(Path(run) / "run.json").get("arguments", {}))
+                                  dir=str(run), config=plot.read_run(run)["arguments"])
         except Exception as error:      # wandb's own, or the network's
             reason = str(error).rstrip(".")
             raise plot.Refused(f"wandb cannot start: {reason}. Run `wandb login`, or set WANDB_MODE=offline.")
@@ -185,7 +185,7 @@ def wait_for_run(run, options):
 
 
 def is_complete(run, last):
-    arguments = plot.read_json(Path(run) / "run.json").get("arguments")
+    arguments = plot.read_run(run).get("arguments")
     steps = arguments.get("steps") if isinstance(arguments, dict) else None
     return isinstance(steps, int) and last >= steps
 

@@ -495,7 +495,7 @@ def entry_of(plan, part, code, seconds, threads):
         values, curves = train_values(grid, part, code == DIVERGED)
         in_steps = plot.seconds(plot.read_metrics(part.folder))[-1] if values["steps"] else 0.0
         info["whole"], seconds = round(max(seconds, in_steps), 2), in_steps     # whole: with validation and start
-        info["commit"] = plot.read_json(part.folder / "run.json").get("commit", "unknown")
+        info["commit"] = plot.read_run(part.folder).get("commit", "unknown")
         entry |= {"identity": identity(grid, run, plan.texts), "values": values, "curves": curves,
                   "outcome": f"diverged at step {values['steps'] + 1}" if code == DIVERGED else ""}
     return finite(entry | {"info": info | {"seconds": round(seconds, 2)}})

@@ -60,6 +60,9 @@ def read_metrics(run):
     return lines
 
 
+NUMBERS = (int, float)
+
+
 def is_number(value):
     """A number that is not too large to count with, or null, which stands for NaN in JSON."""
     return value is None or type(value) is float or type(value) is int and abs(value) < 1 << 63
@@ -117,10 +120,10 @@ def names(runs):
     found = [files.printable(name) for name in folder_names(runs)]
     by_normalizer = {}
     for i, run in enumerate(runs):
-        match, described = GRID_RUN.fullmatch(Path(os.path.abspath(run)).name), read_json(Path(run) / "run.json")
+        match, described = GRID_RUN.fullmatch(Path(os.path.abspath(run)).name), read_run(run)
         if match:
-            attn = normalizers(described) if described else match[1]
-            by_normalizer.setdefault(attn, []).append((i, match[2], described.get("arguments", {})))
+            attn = normalizers(described) if described["lineage"] else match[1]
+            by_normalizer.setdefault(attn, []).append((i, match[2], described["arguments"]))
     for attn, members in by_normalizer.items():
         flags = telling_flags([arguments for *_, arguments in members])
         called = [", ".join([attn, f"seed {seed}", *more]) for (_, seed, _), more in zip(members, flags)]
@@ -212,25 +215,44 @@ def read_json(path):
     return value if isinstance(value, dict) else {}
 
 
-def lineage_of(described, key="lineage"):
-    """The entries of the lineage, or of another list, in a run.json."""
-    found = described.get(key, [])
-    return ([entry for entry in found if isinstance(entry, dict) and type(entry.get("step", 0)) is int]
-            if isinstance(found, list) else [])
+def read_run(run):
+    """The object in run.json, or {}. What this module and the pages use of it has the right kinds."""
+    path = Path(run) / "run.json"
+    found = read_json(path)
+
+    def check(table, key, kinds, where=""):
+        value = table.get(key)
+        if value is not None and (type(value) not in kinds or not is_number(value) and kinds == NUMBERS):
+            raise Refused(f"{path}: {where}{key}: expected {kinds[0].__name__}, found {str(value)[:40]!r}. Resume the "
+                          "run, which rewrites the file, or leave this run out.")
+        return value if value is not None else kinds[0]()
+    for key, kind in ("arguments", dict), ("data", dict), ("lineage", list), ("history", list):
+        found[key] = check(found, key, (kind,))
+    for key in "steps", "grad-clip", "seed":
+        check(found["arguments"], key, NUMBERS, "arguments: ")
+    for which in "train", "val":
+        for key in "tokens", "files":
+            check(check(found["data"], which, (dict,), "data: "), key, NUMBERS, f"data: {which}: ")
+    for key in "lineage", "history":
+        for entry in found[key]:
+            if not isinstance(entry, dict) or type(entry.setdefault("step", 0)) is not int:
+                raise Refused(f"{path}: {key}: expected objects with a whole number as step, found "
+                              f"{str(entry)[:40]!r}. Leave this run out.")
+    return found
 
 
 def changes(run):
-    return lineage_of(read_json(Path(run) / "run.json"))
+    return read_run(run)["lineage"]
 
 
 def normalizers(described, step=math.inf):
     """The normalizer of a run up to a step, "softmax, then ssmax at step 500", by its run.json."""
-    text = str(described.get("arguments", {}).get("attn", "?"))
-    for entry in lineage_of(described):
-        if entry.get("step", 0) > step or "attn" not in entry:
+    text = str(described["arguments"].get("attn", "?"))
+    for entry in described.get("lineage", []):
+        if entry["step"] > step or "attn" not in entry:
             continue
         if entry.get("event") in ("attn-switch", "attn-at-start"):
-            where = f"step {entry.get('step'):,}" if entry["event"] == "attn-switch" else "the start"
+            where = f"step {entry['step']:,}" if entry["event"] == "attn-switch" else "the start"
             start = text if ", then " in text else entry.get("from", text)
             text = f"{start}, then {entry['attn']} at {where}"
         else:
@@ -260,17 +282,17 @@ MOST_RESUMES = 5        # that changed nothing and are labeled
 def read_marks(run, lines):
     """[(tokens, seconds, text, line style)]: where the normalizer changed mid-run, and where the run resumed, with the
     flags that changed, according to run.json."""
-    described, times, found = read_json(Path(run) / "run.json"), seconds(lines), []
-    resumes = [entry for entry in lineage_of(described, "history") if entry.get("event") == "resume"]
-    for entry in lineage_of(described):
+    described, times, found = read_run(run), seconds(lines), []
+    resumes = [entry for entry in described["history"] if entry.get("event") == "resume"]
+    for entry in described["lineage"]:
         if entry.get("event") == "attn-switch":
-            found.append((entry.get("step", math.inf), change_text(entry), SWITCH))
+            found.append((entry["step"], change_text(entry), SWITCH))
     for entry in resumes:
         changed = entry.get("changed")
         texts = [f"{flag} {plain(pair.get('from'))} → {plain(pair.get('to'))}"
                  for flag, pair in (changed.items() if isinstance(changed, dict) else ()) if isinstance(pair, dict)]
         text = "resumed" + (": " + ", ".join(texts) if texts else "")
-        found.append((entry.get("step", math.inf), text if texts or len(resumes) <= MOST_RESUMES else "", RESUME))
+        found.append((entry["step"], text if texts or len(resumes) <= MOST_RESUMES else "", RESUME))
     marks = []
     for step, text, style in found:
         done = [i for i, line in enumerate(lines) if line["step"] <= step]
@@ -354,8 +376,8 @@ def title(name, lines, run):
     losses = (f": mean loss {loss[-1]:.3f}" if loss else "") + (f", validation {val}" if val else "")
     lost = [line["step"] for line, value in zip(lines, column(lines, "loss")) if not math.isfinite(value)]
     losses += f", x: not finite from step {lost[0]:,} on" if lost else ""
-    steps = read_json(Path(run) / "run.json").get("arguments", {}).get("steps")
-    losses += f", step {lines[-1]['step']:,} of {steps:,}" if type(steps) is int and steps > lines[-1]["step"] else ""
+    steps = read_run(run)["arguments"].get("steps") or 0
+    losses += f", step {lines[-1]['step']:,} of {steps:,}" if steps > lines[-1]["step"] else ""
     return name + losses + change_at_start(run)
 
 

@@ -86,7 +86,7 @@ def shape_of(arguments):
 
 
 def summary_row(folder, name, run):
-    arguments = run.get("arguments", {})
+    arguments = run["arguments"]
     if not has_step(folder):
         return [name, plot.normalizers(run), shape_of(arguments), "no step yet", *[""] * (len(SUMMARY) - 4)]
     lines = plot.read_metrics(folder)
@@ -109,7 +109,7 @@ ABOUT_SUMMARY = ('<p class="muted">Mean loss: the training loss, averaged over t
 
 def configuration(names, runs):
     """The flags, and what the runs were made with."""
-    arguments = [dict(run.get("arguments", {})) for run in runs]
+    arguments = [dict(run["arguments"]) for run in runs]
     for flags in arguments:
         if flags.get("init-from"):      # the default of --model did not apply
             flags["model"] = None
@@ -182,7 +182,7 @@ def colors_of(names, runs, used):
 
 def about_runs(folders, names, colors):
     """The sections about runs, as [(title, HTML)]."""
-    runs = [plot.read_json(Path(folder) / "run.json") for folder in folders]
+    runs = [plot.read_run(folder) for folder in folders]
     chosen = colors_of(names, runs, colors)
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}

@@ -175,6 +175,16 @@ def test_numbers_are_numbers(tmp_path, line):
         plot.read_metrics(make_run(tmp_path / "a", 3, tail=line + "\n"))
 
 
+@pytest.mark.parametrize("wrong", [{"arguments": []}, {"arguments": {"steps": "x"}}, {"arguments": {"seed": 10**30}},
+                                   {"lineage": {}}, {"lineage": [None]}, {"history": [{"step": "1"}]},
+                                   {"data": {"train": {"tokens": "1"}}}, {"data": {"val": 3}}])
+def test_a_broken_run_json_is_named(tmp_path, wrong):
+    run = make_run(tmp_path / "a", 3)
+    (run / "run.json").write_text(json.dumps(wrong))
+    with pytest.raises(plot.Refused, match="run.json: .*expected"):
+        plot.picture([str(run)])
+
+
 # ---------------------------------------------------------------- the picture
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ class Series:
     def normalizer(self):
         if not self.trained:
             return f"{self.attn} (untrained)"
-        found = self.run and plot.normalizers(plot.read_json(self.run / "run.json"), self.step)
+        found = self.run and plot.normalizers(plot.read_run(self.run), self.step)
         return found if found and found.split(", then ")[-1].partition(" at ")[0] == self.attn else self.attn
 
     @property
@@ -63,7 +63,7 @@ def read(folder):
 
     def checked(found):
         for key in COUNTS.intersection(found):
-            if type(found[key]) is not int:
+            if type(found[key]) is not int or not 0 < found[key] < 1 << 63:
                 raise Refused(f"{path}: expected a whole number as {key!r}, found {json.dumps(found[key])[:40]}. Run "
                               "eval_gpt2 again.")
         return Object(found)
@@ -77,6 +77,13 @@ def read(folder):
         raise Refused(f"{path}: expected a JSON object, found {str(data)[:60]}.")
     if data["task"] not in TASKS:
         raise Refused(f"{path}: unknown task {data['task']!r}. Expected one of {', '.join(TASKS)}.")
+    for key in "models", "results":
+        if not isinstance(data[key], list) or not all(isinstance(x, dict) and isinstance(x["attn"], str)
+                                                      and isinstance(x["name" if key == "models" else "model"], str)
+                                                      for x in data[key]):
+            raise Refused(f"{path}: expected a list of objects with names as {key!r}, found {str(data[key])[:40]}.")
+    if not isinstance(data["arguments"], dict):
+        raise Refused(f"{path}: expected an object as 'arguments', found {str(data['arguments'])[:40]}.")
     models = {model["name"]: model for model in data["models"]}
     found = {}
     for row in data["results"]:
@@ -175,7 +182,7 @@ def over_seeds(series):
     from . import runs
     flags, arguments = flags_of(series), {}
     for s in series:
-        found = plot.read_json(s.run / "run.json").get("arguments", {}) if s.run else {"run": s.full_name}
+        found = plot.read_run(s.run)["arguments"] if s.run else {"run": s.full_name}
         arguments[id(s)] = found | {"init-from": bool(found.get("init-from"))}
     of_runs = differing(arguments.values(), runs.OWN | {"attn", "attn-switch"})
     of_evaluations = differing(flags.values(), SHOWN_ANYWAY | {"seed"})

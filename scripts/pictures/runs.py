@@ -54,7 +54,7 @@ class Group:
 # ---------------------------------------------------------------- groups
 
 def load(path):
-    return Run(str(path), plot.read_metrics(path), plot.read_json(Path(path) / "run.json").get("arguments", {}))
+    return Run(str(path), plot.read_metrics(path), plot.read_run(path)["arguments"])
 
 
 def by_seed(runs):
