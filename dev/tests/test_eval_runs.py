@@ -326,6 +326,25 @@ def test_a_folder_that_cannot_be_written_to_is_noticed_first(model_of, data, tmp
         assert not output and said in errors, (output, errors)
 
 
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_results_are_not_written_through_a_link(model_of, data, tmp_path, link):
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    out.mkdir()
+    for name in ("eval.json", "eval.json.tmp", "map-1.npy.tmp"):
+        link(victim, out / name)
+    words = ["--seq-lens", 16, "--max-tokens", 16]
+    evaluate("loss", model_of("grouped", "softmax")[0], data, out, *words)
+    assert victim.read_text() == "precious" and [path.name for path in out.iterdir()] == ["eval.json"]
+    assert not (out / "eval.json").is_symlink()
+    if os.getuid() == 0:
+        os.chown(out, 65534, 65534)
+        out.chmod(0o777)
+        errors = evaluate("loss", model_of("grouped", "softmax")[0], data, out, *words, code=4)
+        assert f"{out}: this folder belongs to another user" in errors
+        evaluate("loss", model_of("grouped", "softmax")[0], data, out, *words, "--foreign-folder", 1)
+
+
 def test_what_a_killed_evaluation_left_is_removed(model_of, data, tmp_path):
     mine = {"mine.tmp", "map.npy.tmp", "eval.json.tmp2"}
     for name in {*mine, "map-7.npy.tmp", "prompts.jsonl.tmp", "eval.json.tmp"}:
