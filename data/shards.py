@@ -182,7 +182,7 @@ class Writer:
 
     def load_state(self):
         self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False
-        self.counts = collections.Counter()
+        self.counts, self.unnumbered = collections.Counter(), 0
         if not self.state_path.exists():
             if self.reader:
                 self.reader.restore(None, 0)
@@ -192,6 +192,7 @@ class Writer:
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
             self.counts.update(state.get("counts", {}))
+            self.unnumbered = state.get("unnumbered", 0)
             read = state.get("read")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(INPUT, f"{self.state_path}: not a state file of a run ({error!r}).\n"
@@ -214,6 +215,8 @@ class Writer:
         state = {"settings": self.settings, "documents": self.documents, "tokens": self.tokens, "done": self.done}
         if self.counts:
             state["counts"] = self.counts
+        if self.unnumbered:
+            state["unnumbered"] = self.unnumbered
         if self.reader:
             state["read"] = self.reader.at(self.documents)
         write_atomically(self.state_path, json.dumps(state, indent=1).encode() + b"\n")
@@ -309,11 +312,12 @@ class Writer:
         val: is it for validation? By default every 1/val_fraction-th is
         kind: the state file counts the documents of each kind
         """
-        number = self.documents
+        number = self.documents - self.unnumbered
         self.documents += 1
         if kind is not None:
             self.counts[kind] += 1
         if not len(ids):
+            self.unnumbered += bool(self.settings.get("dedup"))    # else every second of twins might be for validation
             return
         if int(ids.max()) >= self.tokenizer.vocab:
             raise DataError(INPUT, f"document {number}: token id {ids.max()}, but the vocabulary has only "

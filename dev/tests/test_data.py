@@ -897,6 +897,15 @@ def test_duplicates(tmp_path, often):
     assert (found == 256).sum() == len(expected) - 1      # one is blank
 
 
+def test_validation_is_chosen_from_what_is_left_of_twins(tmp_path, often):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(jsonl(f"document {i // 2}" for i in range(200)))
+    write_files(folder, tmp_path / "out", dedup=True)
+    counts = [read_shard(next((tmp_path / "out").glob(f"*_{split}_*.bin"))).count(256) for split in ("train", "val")]
+    assert counts == [90, 10]
+
+
 # ---- the scripts
 
 def test_text(tmp_path):
