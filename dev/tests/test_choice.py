@@ -391,7 +391,7 @@ def documented(folder, task):
     command, changes = re.subn(r"(?<=pretrained=)[^,]+", str(folder), command)
     command, tasks = re.subn(r"(?<=--tasks )\S+", task, command)
     assert changes == tasks == 1
-    return shlex.split(command)
+    return shlex.split(command.replace("\\\n", ""))
 
 
 def test_the_documented_command_loads_a_checkpoint_as_it_is(model_of):
