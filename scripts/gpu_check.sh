@@ -308,7 +308,7 @@ pack_text() {
     if has_shards "$from"; then cp "$from"/*_train_*.bin "$deps/text/"; else python3 dev/bench/gpu_text.py "$deps/text"; fi
 }
 
-has_shards() { [ -n "$(compgen -G "$1/*_train_*.bin")" ]; }
+has_shards() { set -- "$1"/*_train_*.bin; [ -e "$1" ]; }
 
 # The CPU's losses, and the recipe that produced them.
 pack_curve() {

@@ -26,7 +26,8 @@ CDPATH='' cd "$(dirname "$0")/.."
     exit 2
 }
 data=${DATA:-data/squad} validation=()
-! compgen -G "$data/*_val_*.bin" > /dev/null || validation=(--val-data "$data/*_val_*.bin")
+found=("$data"/*_val_*.bin)
+[ ! -e "${found[0]}" ] || validation=(--val-data "$data/*_val_*.bin")
 read -ra launch <<< "${LAUNCH:-scripts/launch.sh ${GPUS:-1}}"    # scripts/run_multi_node.sbatch sets LAUNCH
 
 command=("${launch[@]}" "${PROGRAM:-./train_gpt2cu}"

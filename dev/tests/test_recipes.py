@@ -286,8 +286,8 @@ def squad_shards(folder, examples, *flags):
     squad_files.write(folder / "train.json", "1.1", *squad_files.facts(examples))
     squad_files.write(folder / "dev.json", "1.1", *squad_files.facts(6))
     run([sys.executable, ROOT / "data/squad.py"], "--json", folder / "train.json", "--val-json", folder / "dev.json",
-        "--tokenizer", squad_files.write_bytes_tokenizer(folder), "--out", folder / "squad", *flags)
-    return folder / "squad"
+        "--tokenizer", squad_files.write_bytes_tokenizer(folder), "--out", folder / "squad [1.1]", *flags)
+    return folder / "squad [1.1]"
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def base(tmp_path):
     """A checkpoint to fine-tune, and shards of 41 examples; five steps of eight are an epoch, rounded."""
     train(squad_shards(tmp_path, 41), "--model", f"{MODEL},vocab={squad_files.END + 1}", "--seq-len", 64, "--steps", 1,
           "--out", tmp_path / "base")
-    return {"MODEL": checkpoint(tmp_path / "base", 1), "DATA": tmp_path / "squad", "OUT": tmp_path / "out"}
+    return {"MODEL": checkpoint(tmp_path / "base", 1), "DATA": tmp_path / "squad [1.1]", "OUT": tmp_path / "out"}
 
 
 SMALL_SFT = ["--seq-len", 64, "--batch", 4, "--total-batch-tokens", 8 * 64]
