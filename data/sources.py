@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 
 from formats import CHUNK, Bad, File, FileReader, TooLong, first_line, format_of, library, sniff
-from shards import DATA, INPUT, USAGE, DataError, files as checked, many, sync_folder
+from shards import DATA, INPUT, USAGE, DataError, files as checked, many, shown, sync_folder
 
 NAMES = 5               # of each kind in Notes
 BAD_FILES = 20          # in an error
@@ -338,10 +338,12 @@ class Reader:
 
     def failure(self, index):
         """The error that names the first bad record of each file, including files that were not yet read."""
+        self.notes.found.pop("bad")
         bad = list(self.first_bad.values())
         rest = [file for file in self.files[index + 1:] if not file.hub]
         if rest:
-            print(f"{bad[-1]}\n  Looking for bad records in the other {many(len(rest), 'file')}.", file=sys.stderr)
+            print(f"{shown(str(bad[-1]))}\n  Looking for bad records in {many(len(rest), 'more file')}.",
+                  file=sys.stderr)
         for file in rest:
             bad += itertools.islice((item for item in items(self.reader(file)) if type(item) is Bad), 1)
         more = [f"and {many(len(bad) - BAD_FILES, 'file')} more"] * (len(bad) > BAD_FILES)
@@ -398,15 +400,15 @@ def natural(text):
 
 def add_flags(parser, column="text", plain=False):
     """Adds the flags of scripts that read files. column: the default of --column, if the script has it; plain: does it
-    read plain text whose documents and names are the user's choice?"""
+    have --separator?"""
     if column:
         parser.add_argument("--column", default=column,
                             help="the key or column with the text, in JSONL, JSON and Parquet files")
     if plain:
         parser.add_argument("--separator",
                             help="text between the documents of a plain text file; without it, a file is one document")
-        parser.add_argument("--prose", default="", metavar="PATTERNS",
-                            help="names of other plain text files than .txt and .md, such as '*.rst,*.tex,README'")
+    parser.add_argument("--prose", metavar="PATTERNS",
+                        help="names of other plain text files than .txt and .md, such as '*.rst,*.tex,README'")
     parser.add_argument("--follow-links", action="store_true",
                         help="in folders, follow links that lead out of them")
     parser.add_argument("--skip-bad", type=natural, default=0, metavar="N",
@@ -420,7 +422,7 @@ def add_flags(parser, column="text", plain=False):
 def reader(args, paths, hub=(), column=None, separator=None):
     """The Reader of files and folders or, without any, of hub_files(*hub), as args says."""
     notes, column = Notes(), column or args.column
-    files = (local_files(paths, args.out, notes, args.follow_links, getattr(args, "prose", ""), column) if paths
+    files = (local_files(paths, args.out, notes, args.follow_links, args.prose or "", column) if paths
              else hub_files(*hub))
     return Reader(files, column, separator or getattr(args, "separator", None), args.skip_bad, args.max_document, notes,
                   args.dedup)
