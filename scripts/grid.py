@@ -161,8 +161,8 @@ def run_grid(grid, options):
         if options.dry_run:
             print_runs(plan)
             return {}
-        work = grid_run.Work(plan, programs, jobs, threads, options.commit)
-        work.estimate, expected = estimate, estimate.total(plan.todo, jobs)
+        work = grid_run.Work(plan, programs, jobs, threads, options.commit, estimate)
+        expected = estimate.total(plan.todo, jobs)
         failed = work.run()
         if expected and work.ended:
             print(f"time      took {duration(time.monotonic() - work.began)}, estimated {duration(expected)}")

@@ -253,11 +253,11 @@ def val_tokens(grid, row):
     return count * min(flags.get("val-tokens", 1 << 20), tokens_in(row.data.val))
 
 
-def eval_tokens(e, L, text):
-    """About how many tokens an evaluation of a text computes, by eval_gpt2's defaults."""
+def eval_tokens(e, L, text=None):
+    """About how many tokens an evaluation computes, by eval_gpt2's defaults, at most those of the text."""
     lengths, samples = e.lengths or [L], e.flags.get("samples", 20)
     if e.task in ("loss", "positions"):
-        return len(lengths) * min(e.flags.get("max-tokens", 1 << 20), tokens_in(text))
+        return len(lengths) * min(e.flags.get("max-tokens", 1 << 20), tokens_in(text) if text else math.inf)
     if e.task == "needle":
         return sum(lengths) * samples * (1 if e.flags.get("random-depth") else len(e.flags.get("depths", range(5))))
     return 2 * samples * max(lengths) if e.task == "attention" and e.reads_text() else 0

@@ -232,12 +232,12 @@ def many(number, word):
 class Work:
     """Runs what is left of a plan."""
 
-    def __init__(self, plan, programs, jobs, threads, commit=False):
+    def __init__(self, plan, programs, jobs, threads, commit=False, estimate=None):
         self.plan, self.programs, self.jobs, self.threads, self.commit = plan, programs, jobs, threads, commit
         self.waiting, self.running = list(plan.todo), []
         self.failed, self.ended = {}, 0
         self.began = self.shown = time.monotonic()
-        self.estimate = Estimate(plan)
+        self.estimate = estimate
 
     def run(self):
         """Returns {label: what happened} of the parts that failed. On a signal, the trainers save checkpoints, and

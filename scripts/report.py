@@ -194,7 +194,9 @@ def about_runs(folders, names, colors):
     folders, names, chosen = zip(*started)
     drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, *zip(*chosen))]
     legend = page.legend([(name, *style) for name, style in zip(names, chosen)])
-    found.append(("Training", legend + page.panels(drawn, "training")))
+    panels, seeds = pictures_of_runs.seed_panels(folders, chosen)
+    over_seeds = page.legend(seeds) + page.panels(panels, "training-seeds") if panels else ""
+    found.append(("Training", legend + page.panels(drawn, "training") + over_seeds))
     panels = [panel for folder, name in zip(folders, names)
               for panel in pictures_of_runs.norm_panels(folder, name if len(folders) > 1 else "")]
     if panels:

@@ -1066,6 +1066,8 @@ def test_losses_over_seeds(tmp_path):
     text = report.report([str(folder) for folder in found["loss"]], "t")
     head, *rows = rows_of(text, "standard deviation over seeds</h3>")
     assert rows[0][:4] == ["softmax, 3 seeds", "64", "3", "3.1000 ± 0.1000"] and rows[1][3] == "2.9000 ± 0.0000"
+    text = report.report([str(folder.parents[1]) for folder in found["loss"]], "t")
+    assert all(f"{label}: validation" in text for label in ("softmax, 3 seeds", "ssmax, 2 seeds"))
     result = command("plot_eval.py", *found["loss"][:1], "--seeds", "--out", tmp_path / "x.png")
     assert result.returncode == 3 and "differ only in --seed" in result.stderr
 

@@ -190,14 +190,16 @@ def over_seeds(series):
     for s in series:
         texts = [flag_text(key, found.get(key)) for keys, found in ((of_runs, arguments[id(s)]),
                                                                     (of_evaluations, flags[s.folder])) for key in keys]
-        groups.setdefault((s.normalizer, s.L, *texts), []).append(s)
+        groups.setdefault((s.normalizer, *texts, f"L = {s.L}"), []).append(s)
+    return [merged(group, name) for name, group in zip(called(list(groups)), groups.values())]
 
-    def name(key):
-        """The normalizer, and the flags that tell its groups apart."""
-        alike = [other for other in groups if other[0] == key[0]]
-        return join([key[0], *(text for text, *others in zip(key[2:], *(other[2:] for other in alike))
-                               if len(set(others)) > 1)])
-    return [merged(group, name(key)) for key, group in groups.items()]
+
+def called(keys):
+    """A name for each (normalizer, texts of flags...): the normalizer, and the texts that tell it apart from others with
+    the same one."""
+    alike = [[other[1:] for other in keys if other[0] == key[0]] for key in keys]
+    return [join([key[0], *(text for text, *others in zip(key[1:], *like) if len(set(others)) > 1)])
+            for key, like in zip(keys, alike)]
 
 
 def merged(group, name):

@@ -58,16 +58,19 @@ def load(path):
 
 
 def by_seed(runs):
-    """Groups of runs whose flags differ in nothing but OWN."""
-    found, keys = {}, results.differing([run.arguments for run in runs], OWN)
-    for run in runs:
-        found.setdefault(tuple(results.shown(run.arguments.get(key)) for key in keys), []).append(run)
+    """Groups of runs whose flags differ in nothing but OWN, and in which checkpoint they began with, if any."""
+    each = [run.arguments | {"init-from": bool(run.arguments.get("init-from"))} for run in runs]
+    found, keys = {}, results.differing(each, OWN)
+    for run, arguments in zip(runs, each):
+        found.setdefault(tuple(results.shown(arguments.get(key)) for key in keys), []).append(run)
     groups = []
     for together in found.values():
         if len({run.seed for run in together}) < len(together):
             raise plot.Refused(f"{together[0].path} and {together[1].path}: --seeds expects runs with the same flags "
                                "to have different seeds. Plot one of them, or omit --seeds.")
-        name = results.join(results.flag_text(key, together[0].arguments.get(key)) for key in keys)
+        flags = together[0].arguments
+        name = results.join(results.flag_text(key, bool(flags.get(key)) if key == "init-from" else flags.get(key))
+                            for key in keys)
         groups.append(Group(name or plot.names([together[0].path])[0], together))
     return groups
 
@@ -189,6 +192,29 @@ def find_baseline(groups, paths, baseline):
         if any(Path(run.path).resolve() == wanted for run in group.runs):
             return group
     raise plot.Refused(f"--baseline {baseline}: expected one of the runs to plot, {', '.join(map(str, paths))}.")
+
+
+def seed_panels(paths, styles):
+    """(the panels of the mean losses of runs over their seeds, their legend), or ([], []) if none differ only in their
+    seeds. styles: (color, dash) of each run; a mean has that of its first one."""
+    try:
+        groups = groups_of(paths, True)
+    except plot.Refused:        # two with one seed
+        return [], []
+    if len(groups) == len(paths):
+        return [], []
+    of_run = dict(zip(map(str, paths), styles))
+    firsts = [group.runs[0] for group in groups]
+    keys = results.differing([run.arguments for run in firsts], OWN | {"attn", "attn-switch", "init-from"})
+    names = results.called([(plot.normalizers(plot.read_run(run.path)),
+                             *(results.flag_text(key, run.arguments.get(key)) for key in keys)) for run in firsts])
+    for group, run, group.name in zip(groups, firsts, names):
+        group.color, group.dash = of_run[run.path]
+    unit = plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
+    return ([Panel(f"{title}, mean and range over seeds",
+                   lambda axes, key=key: draw_curves(axes, groups, None, key, unit), 6.2, 4.2)
+             for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))],
+            [(label_of(group, None, unit), group.color, group.dash) for group in groups])
 
 
 def comparison(paths, seeds, baseline):
