@@ -202,11 +202,14 @@ def test_wandb(tmp_path, stub):
 
     # Started again, it continues the same run of wandb with the steps that are new.
     (tmp_path / "calls").unlink()
-    append(run, json.dumps(line(4, attn_scale=[[0.5, 0.25, None]])) + "\n" + json.dumps(line(5, loss=None)) + "\n")
+    fourth = line(4, attn_scale=[[0.5, 0.25, None]], grad_norms={"embed": 2, "mlp": [3, None]})
+    append(run, json.dumps(fourth) + "\n" + json.dumps(line(5, loss=None)) + "\n")
     follow(run, "--wandb", "--once", **stub)
     init, _, _, *logs, finish = calls(tmp_path)
     assert init[1]["id"] == first["id"] and init[1]["project"] == "attn.c"
     assert [values["step"] for _, values in logs] == [4, 5]
+    assert ({key: value for key, value in logs[0][1].items() if "norms" in key}
+            == {"grad_norms/embed": 2, "grad_norms/mlp/layer 0": 3})
     assert logs[0][1]["attn_scale/layer 0 mean"] == 0.5 and "attn_scale/layer 0 maximum" not in logs[0][1]
 
 
