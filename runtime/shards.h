@@ -58,8 +58,8 @@ bool shards_masked(const Shards *shards);
 // An id outside the vocabulary, or a file that has shrunk since it was opened, is an error (EXIT_INPUT).
 bool shards_window(Shards *shards, uint64_t g, int32_t *tokens, uint8_t *mask, Error *error);
 
-// Does any target count in the first `windows` windows of the stream's order? If not, fails (EXIT_INPUT). Warns of shards
-// in which none does, if `warns`. Reads each mask up to the first target that counts.
+// Does any target count in the first `windows` windows of the stream's order? If not, fails (EXIT_INPUT). Warns of
+// shards in which none does, if `warns`. Reads each mask up to the first target that counts.
 bool shards_check_targets(Shards *shards, uint64_t windows, bool warns, Error *error);
 
 // Reads and checks every token and mask byte, for --dry-run.

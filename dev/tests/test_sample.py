@@ -442,8 +442,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model(runs, tmp_path):
     (tmp_path / "prompts").write_text("the cat\nthe <pad>\n")
     _, errors = run(BIN / "sample_gpt2", "--model", tmp_path / "model", "--prompt-file", tmp_path / "prompts", code=3)
     assert 'line 2: the token "<pad>"' in errors
-    words = [str(word) for word in (BIN / "sample_gpt2", "--model", tmp_path / "model", "--interactive", "--chat", "raw",
-                                    "--context", 30, "--max-new-tokens", 5)]
+    words = [str(word) for word in (BIN / "sample_gpt2", "--model", tmp_path / "model", "--interactive", "--chat",
+                                    "raw", "--context", 30, "--max-new-tokens", 5)]
     talk = subprocess.run(words, input=b"the <pad>\nthe cat\n", capture_output=True, env=environment(), check=True)
     assert b'"<pad>"' in talk.stderr and talk.stdout.count(b"\n") >= 1
 

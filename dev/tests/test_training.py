@@ -286,4 +286,5 @@ def test_data_in_which_no_target_counts(name, tmp_path):
             assert not (tmp_path / "out").exists()
         else:
             idle = [i for i, mask in enumerate(train_masks) if not mask.any()]
-            assert printed.count("no token counts") == len(idle) and all(f"d_train_{i + 1:06d}" in printed for i in idle)
+            assert printed.count("no token counts") == len(idle)
+            assert all(f"d_train_{i + 1:06d}" in printed for i in idle)
