@@ -333,6 +333,7 @@ def test_texts_are_those_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for text, expected in (("/a/*.bin,/b/*.bin", 2), ("/b/x_2.bin /a/x_1.bin,/a/*.bin", 2), ("/?/x_*.bin", 2),
                            ("/?/x_*", 2), ("~/b/*.bin", 1), ("/with a space/x*.bin", 1), ("/[1]/x_4.bin", 1),
+                           ("/[1]/x*.bin", 1), ("/[[]1]/x*.bin", 1),
                            ("/a/*.bin,/none.bin", 0), ("/none.bin", 0)):
         text = re.sub("(^|[ ,])/", rf"\1{tmp_path}/", text)
         shards = grid_store.shards_of(text)
