@@ -95,17 +95,25 @@ def load_gpt2():
 
 WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"    # \s in Rust and Oniguruma
 WHITE_IN_LINE = WHITE.replace("\t-\r", "\t\v\f")
-LONG = 100_000           # characters of a text, or of a run in it
+LONG = 100_000           # characters of a run that is encoded as one word
 PIECE = 1 << 20          # characters to encode at once, where white space allows
+
+
+def has_long_run(text):
+    """Is there white space of LONG characters, or almost? Such a run fills one of these slices."""
+    half = LONG // 2
+    return any(text[i:i + half].isspace() for i in range(0, len(text) - half + 1, half))
 
 
 def cut(text, white, words):
     """(piece, is it one word?) of a long text; only long runs are words, if `words`. The pieces' ids, one after
     another, are those of the text, because GPT-2's pattern, with WHITE, and Llama 3's and Qwen's, with WHITE_IN_LINE,
     start a word at each cut."""
-    at = 0
-    for run in re.finditer(f"[{white}]+", text):
+    runs, skim = re.compile(f"(?<![{white}])[{white}]+"), not has_long_run(text)
+    at = after = 0
+    while run := runs.search(text, after):
         start, end = run.span()
+        after = end
         if end < len(text):
             if text[end] in "\r\n":      # Llama 3's pattern extends the word to the last line break
                 continue
@@ -116,6 +124,8 @@ def cut(text, white, words):
         elif start - at >= PIECE:
             yield text[at:start], False
             at = start
+        if skim:
+            after = max(after, at + PIECE)
     yield text[at:], False
 
 
@@ -127,8 +137,9 @@ def in_pieces(encode, encode_words, white):
         return np.concatenate([(encode_words if word else encode)([piece])[0] for piece, word in pieces])
 
     def encode_batch(texts):
-        short = iter(encode([text for text in texts if len(text) < LONG]))
-        return [next(short) if len(text) < LONG else encode_long(text) for text in texts]
+        long = [len(text) > PIECE or has_long_run(text) for text in texts]
+        short = iter(encode([text for text, is_long in zip(texts, long) if not is_long]))
+        return [encode_long(text) if is_long else next(short) for text, is_long in zip(texts, long)]
 
     return encode_batch
 
