@@ -65,8 +65,8 @@ def report(data):
     """Flags of a run with something due at most steps: validations of two batches, samples, the best and the newest
     checkpoint."""
     return ["--steps", TOTAL, "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 64,
-            "--sample-every", 2, "--norms-every", 1, "--keep", 1, "--keep-best", "--ckpt-every", 3, "--lr", 0.05, "--beta2",
-            0.999, "--warmup", 2]
+            "--sample-every", 2, "--norms-every", 1, "--keep", 1, "--keep-best", "--ckpt-every", 3, "--lr", 0.05,
+            "--beta2", 0.999, "--warmup", 2]
 
 
 CASES = {
