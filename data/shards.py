@@ -511,7 +511,12 @@ def summarize(writer):
 def shell_pattern(path, ending):
     """A word of a shell command that matches this path, as it is, followed by the pattern `ending`."""
     text = glob.escape(str(path).replace("\\", "\\\\"))
-    return shlex.quote(("./" if text[0] in "~-" else "") + text + ending)
+    text = ("./" if text[0] in "~-" else "") + text + ending
+    if text.isprintable():
+        return shlex.quote(text)
+    shown = (chr(byte) if 0x20 <= byte < 0x7F and byte not in b"'\\" else f"\\x{byte:02x}"
+             for byte in os.fsencode(text))
+    return f"$'{''.join(shown)}'"      # where a terminal would not show all of it
 
 
 def count(text):

@@ -919,7 +919,7 @@ def test_text(tmp_path):
     assert "made with files = 1, but now it is 2" in script("text", *arguments, code=2)
 
 
-@pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`', "~a,b:2"])
+@pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`', "~a,b:2", "new\nline'é"])
 def test_printed_flags_can_be_pasted(tmp_path, name):
     (tmp_path / "a.txt").write_text("some text, and more")
     said = script("text", "a.txt", "--val-fraction", 0, f"--out={name}", cwd=tmp_path)
