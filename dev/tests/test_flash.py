@@ -264,6 +264,9 @@ def by_flash(libraries, case, x, scalars, finite=True, rope=None):
 
 # ---- The bounds
 
+IN_SCALE = "s", "b", "p"        # the other scalars are in phi or in Z
+
+
 def by_head(x):
     return [x[:, :, h] for h in range(x.shape[2])] if x.dim() == 4 else [x]
 
@@ -274,13 +277,19 @@ def by_head(x):
 FLOAT_ROUNDING = {"lssar+post=reweight:100": 5e-4, "exp+post=reweight:0.5": 5e-3}
 
 
-def sink_rounding(case, x, scalars, out):
-    """The error of dsink = -sum_t D_t C/Z_t, D_t = dO_t · O_t, when each element of O_t is rounded to bf16: rows with
-    signs that cancel have errors that do not."""
-    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-    mass = reference.attention(q, k, torch.ones_like(v), replace(case.normalizer, qk="none"), case.L, scalars,
-                               case.first).transpose(1, 2)
-    return 2.0**-8 * ((1 - mass) * x["dout"] * out).norm().item()
+def output_rounding(case, x, scalars, name, out):
+    """The error of a scalar's gradient when each element of the output O_t is rounded to bf16. D_t = dO_t · O_t is in
+    the gradient as -sum_t D_t d(ln Z_t)/d(scalar): rows with signs that cancel have errors that do not."""
+    q, k, v = (x[part].transpose(1, 2) for part in "qkv")
+
+    def log_Z(value):
+        trace = reference.Trace()
+        reference.attention(q, k, v, replace(case.normalizer, qk="none"), case.L, scalars | {name: value}, case.first,
+                            trace)
+        return trace.log_Z[0]
+
+    slope = torch.func.jvp(log_Z, (scalars[name],), (torch.ones_like(scalars[name]),))[1]
+    return 2.0**-8 * (slope.transpose(1, 2)[..., None] * x["dout"] * out).norm().item()
 
 
 def scale_rounding(x, scalars, want, plain):
@@ -317,8 +326,9 @@ def check(case, got, rope=None):
                 allowed = ((3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item()
                            + 1e-6 * max(norm, whole))
                 allowed += 2.0**-8 * norm if name.removeprefix("d") in scalars and name != "dp" else 0
-                allowed += sink_rounding(case, x, scalars, want["out"]) if name == "dsink" else 0
                 allowed += scale_rounding(x, scalars, want, plain) if name == "ds" else 0
+                if (scalar := name.removeprefix("d")) in scalars and scalar not in IN_SCALE:
+                    allowed += output_rounding(case, x, scalars, scalar, want["out"])
             assert error <= allowed, f"{name}, head {h}: off by {error:.3g}, allowed {allowed:.3g}, norm {norm:.3g}"
 
 
