@@ -118,11 +118,12 @@ def deb_of(name, folder):
 
 
 def files_of(deb, pattern, folder):
-    """The package's files that match, unpacked into a folder, in order of their names. Links are not followed."""
+    """The package's files that match, unpacked into a folder, in order of their names. Links are not followed, and
+    only regular files are opened."""
     run("dpkg-deb", "-x", str(deb), folder)
     found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
     return sorted(path for path in found
-                  if not path.is_symlink() and re.fullmatch(pattern, str(path.relative_to(folder))))
+                  if path.is_file() and not path.is_symlink() and re.fullmatch(pattern, str(path.relative_to(folder))))
 
 
 # ---- all documents
