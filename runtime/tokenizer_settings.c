@@ -1,5 +1,6 @@
 // The files of a stranger's tokenizer, made safe for our checkpoints, which people publish, and load with
 // trust_remote_code=True because of our own modeling file.
+#define _GNU_SOURCE
 #include <ctype.h>
 #include <limits.h>
 #include <stdio.h>
@@ -18,7 +19,7 @@ static const char *const CODE[] = {"auto_map", "custom_pipelines", "trust_remote
 
 static bool names_code(const char *key) {
     for (size_t i = 0; i < COUNT(CODE); i++)
-        if (strstr(key, CODE[i])) return true;
+        if (strcasestr(key, CODE[i])) return true;
     return false;
 }
 
