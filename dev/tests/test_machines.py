@@ -23,6 +23,8 @@ from trainer import (LAUNCH, ROOT, TRAIN, checkpoint, command, cuda_program, env
 
 OUTAGE, PATIENCE = (30, 60) if os.environ.get("MACHINES_LONG") else (5, 20)
 PEER, STOPPED = 6, 75
+needs_libsodium = pytest.mark.skipif(not TRAIN.exists() or b"libsodium.so" not in TRAIN.read_bytes(),
+                                     reason="built without libsodium")
 OTHER_BUILDS = ("bench", "cuda", "faults", "on_cpu", "pic", "python", "san", "tests", "torch", "tsan")
 FAST = ["--val-every", 0, "--ckpt-every", 5]
 # Steps have 150 micro-batches, so that a run of a few steps takes as long as an outage.
@@ -190,6 +192,7 @@ def bound(pid, inside=lambda words: words):
     return found
 
 
+@needs_libsodium
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can overhear and forge packets")
 def test_a_strangers_datagrams(data, tmp_path):
     """Forged, altered, short, long and many datagrams, with the right addresses, do not end the job; replayed ones do
@@ -291,6 +294,7 @@ def wait_for_empty(nodes, timeout=60):
              "the end of every process on every machine", timeout)
 
 
+@needs_libsodium
 def test_two_machines_give_the_bits_of_one(data, nodes, reference, tmp_path):
     """One machine loses its network for less than the timeout. The run waits and then continues."""
     _, first, second = nodes
@@ -341,6 +345,7 @@ def test_kill_9_of_launch_sh_ends_two_machines(data, nodes, tmp_path):
     wait_for_empty(nodes)
 
 
+@needs_libsodium
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("launcher, victim", [(1, 2), (0, 1)],
                          ids=["launched beside rank 0", "launched elsewhere, rank 0 gone"])
