@@ -315,7 +315,7 @@ def unusable(text):
 
 
 MOST_BYTES = 64 << 20      # of a tokenizer's file
-# A key that contains one of these names code or decides whether it runs (runtime/tokenizer_settings.c).
+# A key that contains one of these, in any case, names code or decides whether it runs (runtime/tokenizer_settings.c).
 CODE = "auto_map", "custom_pipelines", "trust_remote_code", "code_revision"
 
 
@@ -326,7 +326,7 @@ def settings_without_code(path):
 
     def kept(pairs):
         nonlocal changed
-        rest = {key: value for key, value in pairs if not any(word in key for word in CODE)}
+        rest = {key: value for key, value in pairs if not any(word in key.lower() for word in CODE)}
         changed |= len(rest) < len(pairs)
         return rest
 

@@ -14,7 +14,8 @@
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
-// A key that contains one of these names code or decides whether it runs (data/vocabulary.py has the same list).
+// A key that contains one of these, in any case, names code or decides whether it runs. data/vocabulary.py has the same
+// list.
 static const char *const CODE[] = {"auto_map", "custom_pipelines", "trust_remote_code", "code_revision"};
 
 static bool names_code(const char *key) {
