@@ -121,8 +121,9 @@ def read_all(folders, runs=()):
     known = dict.fromkeys(Path(os.path.abspath(run)) for run in [*runs, *(s.run for s in series if s.run)])
     called = dict(zip(known, plot.names(list(known))))
     steps = {run: {s.step for s in series if s.run == run} for run in known}
+    twice = {(s.folder, s.attn, s.run, s.step): s for s in series}      # one model given twice keeps its names
     for s in series:
-        if s.run:
+        if s.run and twice[s.folder, s.attn, s.run, s.step] is s:
             s.model = called[s.run] + f", step {s.step:,}" * (len(steps[s.run]) > 1)
         elif match := plot.GRID_RUN.fullmatch(s.model):
             s.model = f"{match[1]}, seed {match[2]}"
@@ -195,8 +196,8 @@ def over_seeds(series):
 
 
 def called(keys):
-    """A name for each (normalizer, texts of flags...): the normalizer, and the texts that tell it apart from others with
-    the same one."""
+    """A name for each (normalizer, texts of flags...): the normalizer, and the texts that tell it apart from others
+    with the same one."""
     alike = [[other[1:] for other in keys if other[0] == key[0]] for key in keys]
     return [join([key[0], *(text for text, *others in zip(key[1:], *like) if len(set(others)) > 1)])
             for key, like in zip(keys, alike)]
