@@ -479,7 +479,7 @@ static void drop_mark(char *text, size_t *length) {
 
 static char *read_open(int fd, const char *path, uint64_t bytes, size_t limit, size_t *size, Error *error) {
     if (!check_limit(path, bytes, limit, error)) return NULL;
-    char *text = malloc(bytes + 1);
+    char *text = bytes < SIZE_MAX ? malloc(bytes + 1) : NULL;
     if (!text) fail(EXIT_RESOURCE, "%s: out of memory for its %" PRIu64 " bytes.", path, bytes);
     if (!file_read_at(fd, path, text, bytes, 0, error)) {
         free(text);
