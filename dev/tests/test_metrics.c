@@ -156,17 +156,7 @@ static void test_cut(void) {
     same(contents(), "{\"step\": 1}\n{\"step\": 3}\n{\"step\": 6}\n");
 }
 
-// Writes to /dev/full, and to a file whose size limit ends in the middle of a line (like a disk that fills up).
-static void write_full(void *unused) {
-    (void)unused;
-    Metrics *metrics = metrics_open("/dev/full", &error);
-    StepMetrics m = step(1);
-    metrics_write(metrics, &m);
-    metrics_write(metrics, &m);
-    metrics_close(metrics);
-    printf("on it goes\n");
-}
-
+// Writes to a file whose size limit ends in the middle of a line (like a disk that fills up).
 static void write_limited(void *unused) {
     (void)unused;
     signal(SIGXFSZ, SIG_IGN);
@@ -183,12 +173,11 @@ static void write_limited(void *unused) {
 static void test_full_disk(void) {
     check_group("a full disk");
     char output[4096];
-    CHECK(check_fork(write_full, NULL, output, sizeof output) == 0, "exit code");
-    const char *first = strstr(output, "warning: /dev/full: cannot write step 1: No space left on device.");
-    CHECK(first && !strstr(first + 10, "warning") && strstr(output, "on it goes"), "one warning: %s", output);
     put("");
     CHECK(check_fork(write_limited, NULL, output, sizeof output) == 0 && strstr(output, "this line is missing"),
           "a file of at most 300 bytes: %s", output);
+    const char *first = strstr(output, "warning: ");
+    CHECK(first && !strstr(first + 10, "warning") && strstr(output, "on it goes"), "one warning: %s", output);
     const char *text = contents(), *second = strstr(text, "{\"step\": 2");
     CHECK(second && !strstr(text, "\"step\": 3") && strlen(text) < 300 && text[strlen(text) - 1] == '\n',
           "complete lines only: %s", text);
