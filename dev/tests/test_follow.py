@@ -322,7 +322,7 @@ def test_wrong_usage_and_files(tmp_path):
                 in follow(run, "--tensorboard", folder, code=3))
     for wrong in ('{"step": 2}', '{"step": "2", "tokens": 9}'):
         write(run, [line(1)], tail=wrong + "\n")
-        assert (f"metrics.jsonl: line 2: expected a JSON object with step and tokens, found '{wrong}'. Remove the line"
-                in follow(run, "--tensorboard", code=3))
+        said = follow(run, "--tensorboard", code=3)
+        assert "metrics.jsonl: line 2: expected a JSON object" in said and f"found '{wrong}'. Remove the line" in said
     (run / "metrics.jsonl").unlink()
     assert "0 steps" in follow(run, "--tensorboard", "--once")
