@@ -96,7 +96,7 @@ static const OptionsHelp HELP = {
     .usage =
         "Usage: sample_gpt2 --model DIR [flags]\n\n"
         "Prints each prompt and its continuation to stdout, and the speed to stderr. If there are several texts, a "
-        "line\n\"---- prompt P, sample S\" precedes each. With --interactive, it prints answers alone.",
+        "line\n\"---- prompt P, sample S\" precedes each. With --interactive, it prints only the answers.",
     .example = "--model out/quickstart --prompt \"The king is\" --max-new-tokens 100 --temperature 0.8",
     .page = "checkpoints.md"};
 

@@ -27,6 +27,7 @@
 #include "runtime/mixture.h"
 #include "runtime/own.h"
 #include "runtime/start.h"
+#include "runtime/utf8.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Flags
@@ -377,8 +378,8 @@ static void note_temperature(const Eval *e) {
 static void print_start(const Eval *e) {
     const ModelConfig *c = e->config;
     char scaling[ROPE_TEXT], ratio[32];
-    printf("%smodel     %s, %s parameters, trained with %s at L = %d\n", e->model_at ? "\n" : "", e->folder,
-           human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
+    printf("%smodel     %s, %s parameters, trained with %s at L = %d\n", e->model_at ? "\n" : "",
+           utf8_printed(e->folder).text, human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
     if (e->data)
         printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->data)).text,
                shards_count(e->data), shards_count(e->data) == 1 ? "" : "s");

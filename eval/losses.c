@@ -6,6 +6,7 @@
 
 #include "eval/eval.h"
 #include "runtime/human.h"
+#include "runtime/utf8.h"
 
 // Reads what will be evaluated, and thus checks its tokens, before another model is evaluated.
 static void check_windows(const Length *at) {
@@ -180,11 +181,11 @@ static size_t all_lengths(const Eval *e, size_t *lengths) {
 }
 
 static int width_of(const cJSON *row, const char *key) {
-    return (int)eval_characters(text_of(row, key));
+    return (int)eval_characters(utf8_printed(text_of(row, key)).text);
 }
 
 static void print_compared(const cJSON *first, const size_t *lengths, size_t count, int models, int normalizers) {
-    printf("\n%s%*s", text_of(first, "model"), models - width_of(first, "model"), "");
+    printf("\n%s%*s", utf8_printed(text_of(first, "model")).text, models - width_of(first, "model"), "");
     printf("  %-*s", normalizers, text_of(first, "attn"));
     for (size_t i = 0; i < count; i++) {
         const cJSON *row = first;

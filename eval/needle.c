@@ -361,13 +361,15 @@ static cJSON *score_rows(const Needle *n, const double *scores, double divisor) 
     return rows;
 }
 
-// The head with the highest mean needle score.
-static void print_best_head(const Needle *n) {
+// The head with the highest mean needle score, if all are finite.
+static void print_best_head(const Needle *n, bool finite) {
     size_t heads = (size_t)n->e->config->heads, all = heads * (size_t)n->e->config->layers, best = 0;
     double trials = (double)n->e->o.samples * (double)n->depth_count;
     for (size_t i = 1; i < all; i++)
         if (n->mean_scores[i] > n->mean_scores[best]) best = i;
-    printf(" %10.4f, layer %zu, head %zu\n", shown(n->mean_scores[best] / trials), best / heads, best % heads);
+    printf(" %10.4f", shown(finite ? n->mean_scores[best] / trials : NAN));
+    if (finite) printf(", layer %zu, head %zu", best / heads, best % heads);
+    printf("\n");
 }
 
 static void end_length(Needle *n) {
@@ -387,7 +389,7 @@ static void end_length(Needle *n) {
         right += here / (double)n->depth_count;
     }
     printf(" %8.1f %%", shown(100 * right));
-    print_best_head(n);
+    print_best_head(n, isfinite(right));
     fflush(stdout);
     cJSON_AddNumberToObject(n->row, "right", right);
     cJSON_AddItemToObject(n->row, "needle_scores", score_rows(n, n->mean_scores, samples * (double)n->depth_count));

@@ -163,17 +163,11 @@ static void print_data(const Run *run) {
     }
 }
 
-typedef struct {
-    char text[4 * 128];    // with escapes
-} FlagText;
-
 // A resumed run's flags come from its run.json, which anybody may have written.
-static FlagText flag_text(const TrainOptions *o, const char *name) {
+static PrintedName flag_text(const TrainOptions *o, const char *name) {
     char text[128];
-    FlagText value;
     options_text(options_find(o->table, o->count, name), text, sizeof text);
-    value.text[utf8_escape((const uint8_t *)text, strlen(text), (uint8_t *)value.text)] = 0;
-    return value;
+    return utf8_printed(text);
 }
 
 static void print_update(const TrainOptions *o) {
@@ -202,7 +196,7 @@ static void print_resume(const Run *run) {
     const cJSON *flag;
     printf("resume    at step %s, %s %s", human_grouped((uint64_t)run->step).text,
            run->resumed ? "from" : "because there is no checkpoint in",
-           run->resumed ? run->weights_folder : run->o.out);
+           utf8_printed(run->resumed ? run->weights_folder : run->o.out).text);
     cJSON_ArrayForEach(flag, changed) {
         printf("%s--%s %s (was %s)", flag == changed->child ? "; now " : ", ", flag->string,
                flag_text(&run->o, flag->string).text, flag_text(&run->before, flag->string).text);
@@ -245,7 +239,7 @@ static void print_work(const Run *run) {
         if (epochs < 1000) printf(", %.2f epochs", epochs);
         else printf(", %s epochs", human_count(epochs).text);
     }
-    printf("%s%s\n", o->out ? ", into " : ", nothing is saved (no --out)", o->out ? o->out : "");
+    printf("%s%s\n", o->out ? ", into " : ", nothing is saved (no --out)", o->out ? utf8_printed(o->out).text : "");
 }
 
 static double multiples(const Run *run, int64_t of) {

@@ -13,6 +13,7 @@
 #include "runtime/own.h"
 #include "runtime/process.h"
 #include "runtime/start.h"
+#include "runtime/utf8.h"
 
 bool run_is_main(void) {
     return process.rank == 0;
@@ -101,8 +102,8 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     start_threads(o->threads);
     if (run->resumed && run->step >= o->steps && !run->owed) {
         if (run_is_main())
-            printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n", o->out,
-                   (long long)run->step, (long long)run->step);
+            printf("%s is already at step %lld; pass a --steps larger than %lld to continue.\n",
+                   utf8_printed(o->out).text, (long long)run->step, (long long)run->step);
         end_early(run);
     }
     list_others(run);

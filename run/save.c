@@ -14,6 +14,7 @@
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/process.h"
+#include "runtime/utf8.h"
 
 // ---- the run folder
 
@@ -182,7 +183,8 @@ void run_save(Run *run) {
         progress_end(&run->progress);
         done = restore_run_folder(run, &error) && write_checkpoint(run, &whole, &error);
         if (done) {
-            printf("saved %s/ckpt/step-%08lld in %.1f s\n", run->o.out, (long long)run->step, now() - start);
+            printf("saved %s/ckpt/step-%08lld in %.1f s\n", utf8_printed(run->o.out).text, (long long)run->step,
+                   now() - start);
             uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
             if (!checkpoint_prune(&run->checkpoints, run->o.out, (int)run->o.keep, best, &error))
                 warn("%s", error.text);

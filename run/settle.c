@@ -13,6 +13,7 @@
 #include "runtime/file.h"
 #include "runtime/json.h"
 #include "runtime/process.h"
+#include "runtime/utf8.h"
 
 // ---- the state of a resumed run
 
@@ -159,7 +160,7 @@ static void settle_started_over(Run *run) {
     repeat_switches(run, run->lineage, NULL);
     cJSON_Delete(run->lineage);
     run->started_over = true;
-    if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", o->out);
+    if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", utf8_printed(o->out).text);
 }
 
 // For --resume: takes over the run's arguments, shape and state, and finds its newest checkpoint. Returns false if it
@@ -257,7 +258,7 @@ static void settle_loaded(Run *run, char *folder, size_t size) {
             break;
         if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(folder)) fail_with(&error);
     }
-    if (run_is_main() && strcmp(folder, o->init_from)) printf("weights from %s\n", folder);
+    if (run_is_main() && strcmp(folder, o->init_from)) printf("weights from %s\n", utf8_printed(folder).text);
     run->loaded = config->attn;
     run->loaded_L = config->seq_len;
     run->vocab_from = " (from the loaded model)";

@@ -162,10 +162,10 @@ void run_change_undo(Run *run, Change *change) {
 }
 
 static void loss_text(char text[32], double loss) {
-    snprintf(text, 32, isfinite(loss) ? "%.6f" : "not measured", loss);
+    snprintf(text, 32, isfinite(loss) ? "%.6f" : "not finite", loss);
 }
 
-// Adds the loss with as many digits, or null if it was not measured.
+// Adds the loss with as many digits, or null if it was not measured or is not finite.
 static void add_loss(cJSON *entry, const char *name, double loss) {
     cJSON_AddNumberToObject(entry, name, round(1e6 * loss) / 1e6);
 }

@@ -513,7 +513,7 @@ bool shards_check_targets(Shards *s, uint64_t windows, bool warns, Error *error)
     const Document *last = s->documents ? &s->documents[windows - 1] : NULL;
     uint64_t end = last ? last->first + last->length : windows * s->config.T + 1;
     size_t used = 0, idle = 0, first_idle = 0;
-    bool found;
+    bool found, all = windows == shards_windows(s);
     if (!s->has_masks) return true;
     for (; used < s->count && s->shards[used].first < end; used++) {
         if (!find_target(s, used, windows, &found, error)) return false;
@@ -522,9 +522,10 @@ bool shards_check_targets(Shards *s, uint64_t windows, bool warns, Error *error)
     const char *path = shards_path(s, first_idle);
     if (idle == used)
         return error_set(error, EXIT_INPUT,
-                         "%s: no token counts toward the loss at length %zu: the mask bytes of all targets are 0%s.\n"
-                         "  Use data with another mask, or longer sequences.",
-                         path, s->config.T, used > 1 ? ", as in the other shards" : "");
+                         "%s: no token counts toward the loss at length %zu: the mask bytes of all targets %sare 0%s.\n"
+                         "  Use data with another mask, or longer sequences%s.",
+                         path, s->config.T, all ? "" : "that would be read ",
+                         used > 1 ? ", as in the other shards" : "", all ? "" : ", or read more tokens");
     if (idle && warns)
         warn("%s: no token counts toward the loss: the mask bytes of all its targets are 0. Of %zu shards, %zu %s so.",
              path, used, idle, idle == 1 ? "is" : "are");

@@ -78,6 +78,13 @@ size_t utf8_escape(const uint8_t *text, size_t length, uint8_t *out) {
     return written;
 }
 
+PrintedName utf8_printed(const char *name) {
+    PrintedName printed;
+    size_t length = strnlen(name, sizeof(printed.text) / 4);
+    printed.text[utf8_escape((const uint8_t *)name, length, (uint8_t *)printed.text)] = 0;
+    return printed;
+}
+
 Utf8Printer utf8_printer(FILE *file) {
     return (Utf8Printer){.file = file, .escapes = isatty(fileno(file))};
 }

@@ -26,6 +26,13 @@ size_t utf8_repair(const uint8_t *text, size_t length, uint8_t *out);
 // 4 * length bytes. Returns the number of bytes.
 size_t utf8_escape(const uint8_t *text, size_t length, uint8_t *out);
 
+typedef struct {
+    char text[4 * 4096 + 1];
+} PrintedName;
+
+// A path or another name for a line of output: as utf8_escape() writes it, up to 4096 bytes of the name.
+PrintedName utf8_printed(const char *name);
+
 // UTF-8 bytes on their way to a file. A character is printed once all its bytes are there; what is not UTF-8 is printed
 // as U+FFFD, as with Python's errors="replace".
 typedef struct {

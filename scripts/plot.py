@@ -290,7 +290,8 @@ def read_marks(run, lines):
     for entry in resumes:
         changed = entry.get("changed")
         texts = [f"{flag} {plain(pair.get('from'))} → {plain(pair.get('to'))}"
-                 for flag, pair in (changed.items() if isinstance(changed, dict) else ()) if isinstance(pair, dict)]
+                 for flag, pair in (changed.items() if isinstance(changed, dict) else ())
+                 if isinstance(pair, dict) and flag != "attn-switch"]      # that has a mark of its own
         text = "resumed" + (": " + ", ".join(texts) if texts else "")
         found.append((entry["step"], text if texts or len(resumes) <= MOST_RESUMES else "", RESUME))
     marks = []
@@ -298,7 +299,7 @@ def read_marks(run, lines):
         done = [i for i, line in enumerate(lines) if line["step"] <= step]
         if step <= lines[-1]["step"]:
             at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
-            marks.append((*at, textwrap.shorten(text, 60, placeholder=" …"), style))
+            marks.append((*at, textwrap.shorten(text, 50, placeholder=" …"), style))
     return marks
 
 
@@ -522,7 +523,8 @@ def curves(runs, colors=None, dashes=None, loaded=None):
         for _, lines, color, dash in each:
             draw_smooth(axes, tokens_of(lines), column(lines, "grad_norm"), color, dash)
         against(axes, token_size, f"{token_name}tokens", 0, False)
-        axes.set_yscale("log")
+        if any(value > 0 for _, lines, *_ in each for value in column(lines, "grad_norm")):
+            axes.set_yscale("log")
         axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

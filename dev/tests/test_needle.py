@@ -491,6 +491,7 @@ def test_logits_that_are_not_finite(model_of, data, tmp_path):
     assert [(trial["answer"], trial["verdict"]) for trial in row["trials"]] == 5 * [(None, "not finite")]
     assert row["right"] is None and all(depth["right"] is depth["first_digit"] is None for depth in row["depths"])
     assert output.splitlines()[-1].split()[:15] == ["100", "10.0", "k", *6 * ["nan", "%"]]
+    assert "layer" not in output.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- messages

@@ -185,6 +185,11 @@ def test_exp_says_why_it_diverged(data):
     assert "unbounded" not in train(data, "--attn", "relu2-n+scale=const:1e30", *wild, code=5)
 
 
+def test_a_switch_to_a_loss_that_is_not_finite(data):
+    text = train(data, *validation(data), "--steps", 2, "--attn-switch", "1:exp+scale=const:1e5", code=5)
+    assert re.search(r"validation loss \d\.\d+ before, not finite after", text)
+
+
 def test_overrides_train(data):
     texts = ["softmax+norm=l1+0.5+post=negate", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15",
              "softmax+qk=l2+scale=log:L", "gelu-l1+post=recenter-l1", "ssmax-pn+phi=softplus+s=0.5+fixed",

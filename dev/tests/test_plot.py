@@ -328,7 +328,7 @@ def resumed(run, step, **changed):
 
 def test_resumes_are_marked(tmp_path):
     run = make_run(tmp_path / "a", 30)
-    resumed(run, 10, lr=(0.01, 0.003), schedule=("cosine", None))
+    resumed(run, 10, lr=(0.01, 0.003), schedule=("cosine", None), **{"attn-switch": (None, "11:ssmax")})
     resumed(run, 20)
     resumed(run, 31)        # still due
     marks = plot.read_marks(run, plot.read_metrics(run))

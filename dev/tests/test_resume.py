@@ -112,12 +112,21 @@ def test_several_resumes(data, tmp_path):
 
 
 def test_resume_starts_a_run_in_an_empty_folder(data, tmp_path):
-    plain, fresh, empty = tmp_path / "plain", tmp_path / "fresh", tmp_path / "empty"
+    """Its name is printed as escapes if it has characters that act on a terminal."""
+    plain, fresh, empty = tmp_path / "plain", tmp_path / "fresh", tmp_path / "empty\x1b[2J\u202e"
     empty.mkdir()
     train(data, "--steps", 3, "--out", plain)
     for out in (fresh, empty):
-        assert "starts at step 0" in train(data, "--steps", 3, "--out", out, "--resume")
+        printed = train(data, "--steps", 3, "--out", out, "--resume")
+        assert "starts at step 0" in printed
         assert_same_run(plain, out, 3)
+    printed += train(data, "--steps", 3, "--out", empty, "--resume")
+    printed += train(data, "--steps", 4, "--out", empty, "--resume")
+    printed += train(data, "--init-from", empty, "--seq-len", 16, "--dry-run", model=False)
+    printed += subprocess.run([TRAIN.parent / "eval_gpt2", "--model", f"{empty},{empty}", "--seq-lens", "16",
+                               "--data", data / "d_val_000000.bin"],
+                              capture_output=True, text=True, check=True).stdout
+    assert not {"\x1b", "\u202e"} & set(printed) and printed.count(r"empty\x1b[2J\u202e") >= 10
 
 
 def test_killed_before_the_first_checkpoint(data, tmp_path):

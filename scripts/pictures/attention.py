@@ -318,7 +318,8 @@ def grid_panels(series):
     panels = []
     for name, key in ("Row sum", "sum"), ("Entropy", "entropy"):
         values = [head_means(prompts(s, False), key) for s in series]
-        low, high = (pick([pick(x) for x in values]) for pick in (np.nanmin, np.nanmax))
+        finite = np.concatenate([x[np.isfinite(x)] for x in values])
+        low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
         panels += [Panel(f"{name}: {s.label}", lambda axes, x=x, low=low, high=high: draw_grid(axes, x, low, high),
                          height=max(3.7, 1.6 + 0.16 * x.shape[1]))
                    for s, x in zip(series, values) if high - low > 1e-5]
