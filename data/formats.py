@@ -219,6 +219,12 @@ def parse(text):
         raise ValueError(error) from None
 
 
+def may_go_on(error, size):
+    """Can more text make JSON of one of that size? Only if this one ends in a string, or the error is in its last
+    word."""
+    return isinstance(error, json.JSONDecodeError) and (error.msg.startswith("Unterminated") or error.pos > size - 16)
+
+
 def without_surrogates(text):
     """Replaces lone surrogates, which JSON can hold but UTF-8 cannot."""
     try:
@@ -349,14 +355,15 @@ class FileReader:
 
     def lines(self, chunks):
         """The documents of JSON Lines, or the one of an object that takes a whole file."""
-        pieces = self.pieces(chunks, b"\n")
+        pieces, first = self.pieces(chunks, b"\n"), True
         for number, line in pieces:
-            if number == 1 and line and line.strip() == b"{":
-                yield self.value(b"\n".join([line, *self.rest(pieces)]), "")
-            elif line is None:
+            if line is None:
                 yield self.too_long(f": line {number:,}")
             elif line and not line.isspace():
-                yield self.value(line, f": line {number:,}")
+                if first and re.fullmatch(rb"\s*\{(.*[{\[,:])?\s*", line):
+                    line, number = b"\n".join([line, *self.rest(pieces)]), 0
+                yield self.value(line, f": line {number:,}" * bool(number))
+                first = False
 
     def rest(self, pieces):
         size = 0
@@ -377,7 +384,9 @@ class FileReader:
                 try:
                     end = at if text.startswith("]", at) else decoder.raw_decode(text, at)[1]
                     break
-                except (ValueError, RecursionError) as error:      # perhaps because the rest is missing
+                except (ValueError, RecursionError) as error:
+                    if not may_go_on(error, len(text)):
+                        raise self.invalid(where, error) from None
                     left, text, at = len(text) - at, text[at:], 0
                     if left > self.limit:
                         raise self.too_long(where + " and what follows it") from None

@@ -39,7 +39,7 @@ class Notes:
              "unreadable": ("skipped", "name",           "that cannot be read"),
              "broken":     ("skipped", "broken link",    ""),
              "outside":    ("skipped", "link",           "out of the folder; --follow-links reads what it leads to"),
-             "again":      ("skipped", "linked folder",  "that is read under another name"),
+             "again":      ("skipped", "folder",         "that is read under another name"),
              "bad":        ("skipped", "bad record",     ""),
              "long":       ("skipped", "document",       "that is too long; --max-document SIZE accepts it"),
              "blank":      ("skipped", "blank document", ""),
@@ -143,6 +143,8 @@ def passed_over(path, root, follow_links):
     """Why a name in a folder is not read, as a kind of Notes, or None."""
     if path.name.startswith("."):
         return "hidden"
+    if path.name == "blobs" and "--" in path.parent.name and (path.parent / "snapshots").is_dir():     # the hub's cache
+        return "again"
     try:
         mode = path.stat().st_mode
     except OSError as error:

@@ -517,9 +517,19 @@ def test_prose(tmp_path, name, content, encoding):
     assert scan(tmp_path) == ([content], {})
 
 
-def test_an_object_that_takes_a_file(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps({"text": "one\ntwo", "meta": {"a": [1]}}, indent=2))
+@pytest.mark.parametrize("start", ["{\n", "\n\n{ \n", '{"id": 1,\n', '{"tags": [\n2], ', '{"meta": {"text":\n0},'])
+def test_an_object_that_takes_a_file(tmp_path, start):
+    (tmp_path / "a.json").write_text(start + '"text": "one\\ntwo",\n\n"more": {}\n}\n')
     assert scan(tmp_path) == (["one\ntwo"], {})
+
+
+def test_an_error_in_a_long_array(tmp_path):
+    """What follows is no part of a long document."""
+    for number, element in enumerate(['{"text": "a" "b"}', '{"text": "\\q"}', '{"text": "a}', "[" * 10_000]):
+        path = tmp_path / f"{number}.json"
+        path.write_text('[{"text": "first"},\n' + element + ',\n{"text": "more"}' * 1000 + "]")
+        texts, notes = scan(path, skip_bad=1, max_document=5000)
+        assert texts == ["first", ""] and f"{path}: element 1: not valid" in notes["bad"][1][0]
 
 
 @pytest.mark.parametrize("name, content, kind", [
@@ -600,12 +610,13 @@ def test_the_hub_cache(tmp_path):
     repo = tmp_path / "datasets--a--b"
     for folder in ("blobs", "snapshots/1/data", "snapshots/1/blobs"):
         (repo / folder).mkdir(parents=True)
-    (repo / "blobs" / "abc").write_text("text")
     (repo / "secret").write_text("secret")
     (repo / "blobs" / "def").symlink_to(repo / "secret")
-    for name, target in {"a.txt": "abc", "b.txt": "def", "c.txt": "../secret"}.items():
+    for name, target in {"a.jsonl": "abc", "b.txt": "def", "c.txt": "../secret"}.items():
         (repo / "snapshots/1/data" / name).symlink_to(f"../../../blobs/{target}")
+    (repo / "blobs" / "abc").write_bytes(jsonl(["text"]))
     assert scan(repo / "snapshots" / "1")[0] == scan(repo / "snapshots" / "1" / "data")[0] == ["text"]
+    assert scan(tmp_path)[0] == ["text", "secret", "secret"], "not the blobs once more"
 
 
 def test_what_cannot_be_read(tmp_path, monkeypatch):
