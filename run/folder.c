@@ -163,6 +163,17 @@ bool folder_is_new(const char *out, Error *error) {
 
 #define NEW_RUN "  Use --init-from %s to start a new run from its newest checkpoint."
 
+// Is it an array of objects whose "step", if they have one, is a whole number?
+static bool is_list_of_events(const cJSON *list) {
+    const cJSON *entry;
+    uint64_t step;
+    cJSON_ArrayForEach(entry, list) {
+        const cJSON *at = cJSON_GetObjectItemCaseSensitive(entry, "step");
+        if (!cJSON_IsObject(entry) || (at && !json_u64(at, &step))) return false;
+    }
+    return cJSON_IsArray(list);
+}
+
 bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *before, RunJson *found, Error *error) {
     const FolderPath path = folder_path(out, "run.json");
     if (access(path.text, F_OK) != 0 && errno == ENOENT)
@@ -177,12 +188,15 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
     char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
     *found = (RunJson){lineage, history, 0};
     json_u64(cJSON_GetObjectItemCaseSensitive(json, "history_omitted"), &found->omitted);
-    bool ok = (text && cJSON_IsArray(lineage)) ||
+    bool ok = (text && is_list_of_events(lineage)) ||
               error_set(error, EXIT_INPUT,
                         "%s: expected \"arguments\" and \"lineage\", without which --resume is not possible.\n" NEW_RUN,
                         path.text, shell_word(out).text);
-    ok = ok && (!history || cJSON_IsArray(history) ||
-                error_set(error, EXIT_INPUT, "%s: expected \"history\" to be an array.\n  Remove it.", path.text));
+    ok = ok && (!history || is_list_of_events(history) ||
+                error_set(error, EXIT_INPUT,
+                          "%s: expected \"history\" to be an array of objects with a whole number as \"step\".\n"
+                          "  Remove it.",
+                          path.text));
     ok = ok && options_resume(before->table, before->count, text, error) &&
          options_resume(options->table, options->count, text, error);
     cJSON *to_repeat = cJSON_GetObjectItemCaseSensitive(json, "to_repeat");

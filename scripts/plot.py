@@ -280,8 +280,9 @@ MOST_RESUMES = 5        # that changed nothing and are labeled
 
 
 def read_marks(run, lines):
-    """[(tokens, seconds, text, line style)]: where the normalizer changed mid-run, and where the run resumed, with the
-    flags that changed, according to run.json."""
+    """[(tokens, seconds, text, line style)] in the order of steps: where the normalizer changed mid-run, and where the
+    run resumed, with the flags that changed and say something about the losses, according to run.json."""
+    from pictures import runs
     described, times, found = read_run(run), seconds(lines), []
     resumes = [entry for entry in described["history"] if entry.get("event") == "resume"]
     for entry in described["lineage"]:
@@ -291,15 +292,15 @@ def read_marks(run, lines):
         changed = entry.get("changed")
         texts = [f"{flag} {plain(pair.get('from'))} → {plain(pair.get('to'))}"
                  for flag, pair in (changed.items() if isinstance(changed, dict) else ())
-                 if isinstance(pair, dict) and flag != "attn-switch"]      # that has a mark of its own
+                 if isinstance(pair, dict) and flag not in runs.OWN | {"attn-switch", "val-every"}]
         text = "resumed" + (": " + ", ".join(texts) if texts else "")
         found.append((entry["step"], text if texts or len(resumes) <= MOST_RESUMES else "", RESUME))
     marks = []
-    for step, text, style in found:
+    for step, text, style in sorted(found, key=lambda mark: mark[0]):
         done = [i for i, line in enumerate(lines) if line["step"] <= step]
         if step <= lines[-1]["step"]:
             at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
-            marks.append((*at, textwrap.shorten(text, 50, placeholder=" …"), style))
+            marks.append((*at, text, style))
     return marks
 
 
@@ -409,14 +410,16 @@ def rim():
 
 def draw_marks(axes, marks, size, color, labels=True, place=0):
     """A line for each of read_marks(), against tokens (place 0) or seconds (1) in units of `size`, labeled or not.
-    Labels stand at the top, where losses rarely are."""
-    for *at, text, style in marks:
-        x = at[place] / size
-        axes.axvline(x, color=color, linestyle=style, linewidth=1.1, alpha=0.9)
-        if labels and text:
-            shift, side = (-3, "right") if style == SWITCH else (3, "left")     # the two may be close to each other
-            axes.annotate(text, (x, 0.93), (shift, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          rotation=90, ha=side, va="top", fontsize=8.5, color=color, zorder=5, path_effects=rim())
+    Labels stand at the top, where losses rarely are, each on the side of its line with more room to its neighbors."""
+    for *at, _, style in marks:
+        axes.axvline(at[place] / size, color=color, linestyle=style, linewidth=1.1, alpha=0.9)
+    labeled = [(mark[place] / size, mark[2]) for mark in marks if labels and mark[2]]
+    edges = [0, *(x for x, _ in labeled), axes.get_xlim()[1]]
+    for before, (x, text), after in zip(edges, labeled, edges[2:]):
+        shift, side = (-3, "right") if x - before > after - x else (3, "left")
+        axes.annotate("\n".join(textwrap.wrap(text, 36, max_lines=3, placeholder=" …")), (x, 0.93), (shift, 0),
+                      xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha=side, va="top",
+                      fontsize=8, color=color, zorder=5, path_effects=rim())
 
 
 def loss_limits(loaded):

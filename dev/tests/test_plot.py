@@ -342,6 +342,24 @@ def test_resumes_are_marked(tmp_path):
     assert [mark[2] for mark in plot.read_marks(run, plot.read_metrics(run))[1:]] == [""] * 6, "too many to label"
 
 
+@pytest.mark.parametrize("draw", [plot.picture, plot.scalars_picture])
+def test_labels_of_marks_stay_in_the_axes_and_apart(tmp_path, draw):
+    """Of many changed flags, those that say something about the losses are named; a switch has a mark of its own."""
+    run = make_switched(tmp_path / "run", tmp_path)     # at step 6
+    flags = {"keep": (0, 1), "attn-switch": (None, "6:ssmax"), "val-every": (10, 20)}
+    resumed(run, 5, **flags, **{flag: (0.0001234, 0.0002345) for flag in ("lr", "weight-decay", "z-loss", "beta1")})
+    figure = draw([str(run)])
+    figure.canvas.draw()
+    for axes in figure.axes:
+        labels = [text for text in axes.texts if "→" in text.get_text()]
+        assert not labels or len(labels) == 2
+        boxes = [text.get_window_extent() for text in labels]
+        for box, text in zip(boxes, labels):
+            assert axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
+            assert not any(word in text.get_text() for word in ("keep", "val-every", "attn-switch"))
+        assert not labels or not boxes[0].overlaps(boxes[1])
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_run_after_its_parent(tmp_path, moved):
     """And its parent's parent, up to the steps of the checkpoints."""
@@ -534,7 +552,7 @@ def test_a_switch_is_marked(tmp_path, draw):
         assert marks == pytest.approx(elapsed if axes.get_xlabel() == "seconds" else [6 * 32])
     labels = [text for axes in panels for text in axes.texts if "→" in text.get_text()]
     assert len(labels) == 2
-    assert all(re.fullmatch(r"softmax → ssmax-bias( \(\d.* → \d.*\))?", text.get_text()) for text in labels)
+    assert all(re.fullmatch(r"softmax → ssmax-bias(\s\(\d.*\s→\s\d.*\))?", text.get_text()) for text in labels)
     assert not any(text.get_bbox_patch() for text in labels), "a box would hide curves"
 
 

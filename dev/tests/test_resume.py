@@ -499,5 +499,6 @@ def test_run_json_keeps_its_history(data, tmp_path):
         assert run.get("history_omitted", 0) == omitted
         shutil.rmtree(checkpoint(tmp_path, 10))
     assert run["history"][0] == first and len(run["history"]) == 200
-    path.write_text(json.dumps(old | {"history": 5}))
-    assert "history" in train(data, *out, 10, code=3)
+    for wrong in ({"history": 5}, {"history": [1]}, {"history": [{"step": "1"}]}, {"lineage": [1]}):
+        path.write_text(json.dumps(old | wrong))
+        assert [*wrong][0] in train(data, *out, 10, code=3)
