@@ -99,8 +99,8 @@ static void read_state(Run *run, const char *folder, uint64_t step) {
     if (state_has(state, "ranks")) state_whole(state, "ranks", 1, INT32_MAX);
     if (state_has(state, "random")) check_random(run, state_in(state, "random"));
     if (state_has(state, "best_val_loss") || state_has(state, "best_step"))
-        run->best = (Best){state_number(state, "best_val_loss", -FLT_MAX, FLT_MAX),
-                           state_whole(state, "best_step", 0, run->step)};
+        run->best =
+            (Best){state_number(state, "best_val_loss", 0, FLT_MAX), state_whole(state, "best_step", 0, run->step)};
     if (state_has(state, "owed")) read_owed(run, state_in(state, "owed"));
     cJSON_Delete(json);
 }

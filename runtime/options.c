@@ -310,13 +310,17 @@ static void print_groups(const Option *table, size_t count, const char *heading,
 
 // ---- --print-config
 
+// On a terminal, what would act on it is printed as an escape, too.
 static void print_quoted(const char *text) {
+    Utf8Printer terminal = utf8_printer(stdout);
     putchar('"');
     for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
         if (*p == '"' || *p == '\\') printf("\\%c", *p);
         else if (iscntrl(*p)) printf("\\u%04x", *p);
+        else if (terminal.escapes) utf8_print(&terminal, (const char *)p, 1);
         else putchar(*p);
     }
+    utf8_print_end(&terminal);
     putchar('"');
 }
 

@@ -526,7 +526,7 @@ OWED = {"loss": 4, "lr": 0.01, "grad_norm": 123, "ms": 1, "tok_per_s": 1, "mfu":
     *((lambda state, key=key, value=value: json.dumps({**state, key: value}), [f'"{key}": expected', "damaged"])
       for key, value in [("step", "4"), ("step", 3), ("tokens", None), ("tokens", -128), ("data_position", 0.5),
                          ("data_position", 1e300), ("rewarm", 5), ("ranks", 0), ("random", []),
-                         ("best_val_loss", 1e39), ("owed", 3)]),
+                         ("best_val_loss", 1e39), ("best_val_loss", -1), ("owed", 3)]),
     (lambda state: json.dumps({**state, "data_position": 17}), ["data_position", "4 x 4 after 4 steps", "17"]),
     (lambda state: json.dumps({**state, "tokens": 129}), ["tokens", "4 x 32", "129"]),
     (lambda state: json.dumps({**state, "random": {"seed": 1}}), ["seed", "run.json"]),

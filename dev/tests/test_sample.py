@@ -315,6 +315,17 @@ def chain(tmp_path_factory):
 CHAIN = ["--temperature", 0, "--max-new-tokens", 40]
 
 
+def on_a_terminal(words, said, end="\n"):
+    """What the program prints on one."""
+    handle, side = pty.openpty()
+    tty.setraw(side)
+    subprocess.run(words, input=said, stdout=side, stderr=subprocess.DEVNULL, env=environment(), check=True)
+    shown = b""
+    while not shown.endswith(end.encode()):
+        shown += os.read(handle, 4096)
+    return shown.decode()
+
+
 @pytest.mark.parametrize("words, said", [(["--prompt", "x"], b""), (["--interactive", "--chat", "raw"], b"x\n")])
 def test_sampled_text_does_not_act_on_a_terminal(chain, words, said):
     """A pipe has the bytes as they are."""
@@ -322,13 +333,16 @@ def test_sampled_text_does_not_act_on_a_terminal(chain, words, said):
     words = list(map(str, words + ["--context", 60] * bool(said)))
     piped = subprocess.run(words, input=said, capture_output=True, env=environment(), check=True).stdout
     assert piped == HOSTILE[bool(said):] + b"\n"
-    handle, side = pty.openpty()
-    tty.setraw(side)
-    subprocess.run(words, input=said, stdout=side, stderr=subprocess.DEVNULL, env=environment(), check=True)
-    shown = ""
-    while not shown.endswith("\n"):
-        shown += os.read(handle, 4096).decode()
+    shown = on_a_terminal(words, said)
     assert shown.removeprefix("x") == r"\x1b]52;c\x07\u009b\u202e\x0d\x7f" + "\ty\n"
+
+
+def test_printed_flags_do_not_act_on_a_terminal():
+    """They may come from a run.json, which anybody may have made. A pipe has the bytes as they are."""
+    words = [BIN / "sample_gpt2", "--print-config", "--prompt", HOSTILE.decode()]
+    text = 'prompt = "x\\u001b]52;c\\u0007\x9b\u202e\\u000d\\u007f\\u0009y"\n'
+    assert text in run(*words)[0]
+    assert text.replace("\x9b\u202e", r"\u009b\u202e") in on_a_terminal(words, b"", "# threads = 0\n")
 
 
 @pytest.mark.parametrize("stops, end", [
