@@ -514,9 +514,10 @@ def shell_pattern(path, ending):
     text = ("./" if text[0] in "~-" else "") + text + ending
     if text.isprintable():
         return shlex.quote(text)
-    shown = (chr(byte) if 0x20 <= byte < 0x7F and byte not in b"'\\" else f"\\x{byte:02x}"
-             for byte in os.fsencode(text))
-    return f"$'{''.join(shown)}'"      # where a terminal would not show all of it
+    # Where a terminal would not show all of it. ! must not mean the history of commands, nor % a format.
+    printed = ("%%" if byte == ord("%") else chr(byte) if 0x20 < byte < 0x7F and byte not in b"'\\!" else f"\\{byte:03o}"
+               for byte in os.fsencode(text))
+    return f"\"$(printf '{''.join(printed)}')\""
 
 
 def count(text):

@@ -930,15 +930,16 @@ def test_text(tmp_path):
     assert "made with files = 1, but now it is 2" in script("text", *arguments, code=2)
 
 
-@pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`', "~a,b:2", "new\nline'é"])
+@pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`', "~a,b:2", "new\nline'é\t!x%s\\"])
 def test_printed_flags_can_be_pasted(tmp_path, name):
     (tmp_path / "a.txt").write_text("some text, and more")
     said = script("text", "a.txt", "--val-fraction", 0, f"--out={name}", cwd=tmp_path)
     trainer = f"{shlex.quote(str(ROOT / 'train_gpt2'))} --seq-len 4 --steps 1 --warmup 0 --batch 1 --dry-run "
     for flags in (said[said.index("--train-data"):], "--train-data " + shlex.quote(f"./{name}/text_train_*.bin")):
-        done = subprocess.run(trainer + flags, shell=True, executable="/bin/bash", cwd=tmp_path, capture_output=True,
-                              text=True)
-        assert done.returncode == 0 and "1 shard" in done.stdout, done.stderr
+        for shell in ("/bin/bash", "/bin/sh"):
+            done = subprocess.run(trainer + flags, shell=True, executable=shell, cwd=tmp_path, capture_output=True,
+                                  text=True)
+            assert done.returncode == 0 and "1 shard" in done.stdout, done.stderr
 
 
 def run_text(monkeypatch, *words):
