@@ -308,7 +308,7 @@ def plain(value):
     """A flag's value in a mark."""
     if isinstance(value, list):
         return ",".join(map(plain, value))
-    return f"{value:g}" if type(value) is float else "–" if value is None else str(value)
+    return f"{value:g}" if isinstance(value, (bool, float)) else "–" if value is None else str(value)
 
 
 # ---------------------------------------------------------------- runs after their parents
@@ -774,7 +774,8 @@ def main():
     parser = command_line.parser(__doc__, "doc/training.md")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", metavar="FILE",
-                        help="the picture, such as x.png or x.pdf (default: loss.png or scalars.png in the run folder)")
+                        help="the picture, such as x.png or x.pdf (default: loss.png, norms.png and so on in the run "
+                             "folder)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--scalars", action="store_true", help="plot the normalizer's learned s, b, sink and p_n")
     what.add_argument("--heads", action="store_true", help="plot the learned s, b and sink of every head of one run")

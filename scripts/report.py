@@ -377,7 +377,7 @@ def main():
     files.print_escapes()
     parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, an evaluation, or both")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default report.html)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default: report.html)")
     parser.add_argument("--title", help="the page's title (default: the folders' names)")
     options = parser.parse_args()
     out = options.out or Path("report.html")

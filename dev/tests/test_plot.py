@@ -328,11 +328,11 @@ def resumed(run, step, **changed):
 
 def test_resumes_are_marked(tmp_path):
     run = make_run(tmp_path / "a", 30)
-    resumed(run, 10, lr=(0.01, 0.003), schedule=("cosine", None), **{"attn-switch": (None, "11:ssmax")})
+    resumed(run, 10, lr=(0.01, 0.003), shuffle=(True, None), **{"attn-switch": (None, "11:ssmax")})
     resumed(run, 20)
     resumed(run, 31)        # still due
     marks = plot.read_marks(run, plot.read_metrics(run))
-    assert [mark[:3] for mark in marks] == [(5120, 5.0, "resumed: lr 0.01 → 0.003, schedule cosine → –"),
+    assert [mark[:3] for mark in marks] == [(5120, 5.0, "resumed: lr 0.01 → 0.003, shuffle 1 → –"),
                                             (10240, 10.0, "resumed")]
     for axes in plot.picture([str(run)]).axes:
         where = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
