@@ -525,7 +525,8 @@ def draw_bars(axes, x, y, color, **spread):
     points = [(a, b, size) for a, b, size in zip(x, y, sizes) if size]
     if points:
         x, y, sizes = zip(*points)
-        axes.errorbar(x, y, fmt="none", ecolor=color, elinewidth=1.2, capsize=2.5, **{key: sizes})
+        return axes.errorbar(x, y, fmt="none", ecolor=color, elinewidth=1.2, capsize=2.5, **{key: sizes})
+    return None
 
 
 def panels(plan, title, found, data, draw, labels, base=True):
@@ -643,9 +644,11 @@ def lengths_picture(plan, title, evals):
 
     def draw(axes, line, points, color, style):
         good, bad = ([point for point in points if math.isfinite(point[1]) == known] for known in (True, False))
-        axes.plot([T for T, *_ in good], [loss for _, loss, _ in good], color=color, linestyle=style, linewidth=1.3,
-                  marker=".", label=line.label + " (x: diverged)" * bool(bad))
-        draw_bars(axes, [T for T, *_ in good], [loss for _, loss, _ in good], color, yerr=[wide for *_, wide in good])
+        x, y, spread = ([point[i] for point in good] for i in range(3))
+        curve, = axes.plot(x, y, color=color, linestyle=style, linewidth=1.3, marker=".",
+                           label=line.label + " (x: diverged)" * bool(bad))
+        if any(spread):
+            plot.move_beside(axes, curve, draw_bars(axes, x, y, color, yerr=spread))
         axes.plot([T for T, *_ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, map(str, lengths), fontsize=8)

@@ -410,16 +410,32 @@ def rim():
 
 def draw_marks(axes, marks, size, color, labels=True, place=0):
     """A line for each of read_marks(), against tokens (place 0) or seconds (1) in units of `size`, labeled or not.
-    Labels stand at the top, where losses rarely are, each on the side of its line with more room to its neighbors."""
+    Labels stand at the top, where losses rarely are, each on the side of its line with more room to its neighbors, and
+    those of several runs beside each other."""
     for *at, _, style in marks:
         axes.axvline(at[place] / size, color=color, linestyle=style, linewidth=1.1, alpha=0.9)
     labeled = [(mark[place] / size, mark[2]) for mark in marks if labels and mark[2]]
     edges = [0, *(x for x, _ in labeled), axes.get_xlim()[1]]
     for before, (x, text), after in zip(edges, labeled, edges[2:]):
-        shift, side = (-3, "right") if x - before > after - x else (3, "left")
-        axes.annotate("\n".join(textwrap.wrap(text, 36, max_lines=3, placeholder=" …")), (x, 0.93), (shift, 0),
-                      xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha=side, va="top",
-                      fontsize=8, color=color, zorder=5, path_effects=rim())
+        side, sign = ("right", -1) if x - before > after - x else ("left", 1)
+        text = "\n".join(textwrap.wrap(text, 36, max_lines=3, break_on_hyphens=False, placeholder=" …"))
+        there = [label.get_text() for label in axes.texts if getattr(label, "xy", None) == (x, 0.93)
+                 and label.get_ha() == side]
+        if text not in there:
+            lines = "\n".join([*there, ""]).count("\n")
+            axes.annotate(text, (x, 0.93), (sign * (3 + 11 * lines), 0), xycoords=("data", "axes fraction"),
+                          textcoords="offset points", rotation=90, ha=side, va="top", fontsize=8, color=color, zorder=5,
+                          path_effects=rim())
+
+
+def move_beside(axes, curve, bars):
+    """Moves a curve and its error bars a few points to the left or the right in turn, so that no bars of the axes hide
+    others."""
+    from matplotlib.transforms import ScaledTranslation
+    i = (len(axes.containers) - 1) % 9      # more would leave the axes
+    points = 3 * ((i + 1) // 2) * (1 if i % 2 else -1)
+    for artist in (curve, *bars.get_children()):
+        artist.set_transform(axes.transData + ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans))
 
 
 def loss_limits(loaded):

@@ -360,6 +360,18 @@ def test_labels_of_marks_stay_in_the_axes_and_apart(tmp_path, draw):
         assert not labels or not boxes[0].overlaps(boxes[1])
 
 
+def test_labels_of_several_runs_are_apart(tmp_path):
+    folders = [make_run(tmp_path / name, 30) for name in "abcd"]
+    for folder, lr in zip(folders, (0.1, 0.2, 0.3, 0.3)):
+        resumed(folder, 10, lr=(1, lr))
+    figure = plot.picture(folders)
+    figure.canvas.draw()
+    labels = [text for text in figure.axes[0].texts if "→" in text.get_text()]
+    assert sorted(text.get_text()[-3:] for text in labels) == ["0.1", "0.2", "0.3"]
+    boxes = [text.get_window_extent() for text in labels]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_run_after_its_parent(tmp_path, moved):
     """And its parent's parent, up to the steps of the checkpoints."""

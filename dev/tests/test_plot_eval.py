@@ -1061,6 +1061,8 @@ def test_losses_over_seeds(tmp_path):
         if task == "loss":
             ends = axes.containers[0].lines[2][0].get_segments()[0]
             assert list(ends[:, 0]) == [16, 16] and list(ends[:, 1]) == pytest.approx([3.0, 3.2])
+            drawn = {float(bars.lines[2][0].get_transform().transform((16, 3))[0]) for bars in axes.containers}
+            assert len(drawn) == len(series), "bars beside each other"
         else:
             assert axes.collections[0].get_paths()[0].get_extents().height == pytest.approx(0.2)
     text = report.report([str(folder) for folder in found["loss"]], "t")

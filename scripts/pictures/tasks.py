@@ -26,11 +26,13 @@ def draw_by_length(axes, series, key):
     lengths, values = [], []
     for s in series:
         x, y = by_length(s, key)
-        axes.plot(x, y, color=s.color, linestyle=s.dash, linewidth=1.6, marker="o", markersize=4, label=s.label)
+        curve, = axes.plot(x, y, color=s.color, linestyle=s.dash, linewidth=1.6, marker="o", markersize=4,
+                           label=s.label)
         if s.seeds > 1:
             each = {int(row["seq_len"]): row[f"{key}_each"].std(ddof=1) for row in s.rows}
-            axes.errorbar(x, y, yerr=np.nan_to_num([each[T] for T in x]), fmt="none", ecolor=s.color, elinewidth=1.2,
-                          capsize=3)
+            bars = axes.errorbar(x, y, yerr=np.nan_to_num([each[T] for T in x]), fmt="none", ecolor=s.color,
+                                 elinewidth=1.2, capsize=3)
+            plot.move_beside(axes, curve, bars)
         missing = [T for T, value in zip(x, y) if not math.isfinite(value)]
         if missing:
             axes.plot(missing, [0.96] * len(missing), "x", color=s.color, transform=axes.get_xaxis_transform())
