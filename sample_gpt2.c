@@ -306,7 +306,9 @@ static void settle_conversation(Sampler *s, const char *folder) {
     if (o->context) s->context = (size_t)o->context;
     else s->context = most < DEFAULT_CONTEXT ? most : DEFAULT_CONTEXT;
     if (s->context <= (size_t)o->max_new_tokens)
-        fail(EXIT_USAGE, "--max-new-tokens %lld: expected fewer than the %zu tokens of a conversation (--context).",
+        fail(EXIT_USAGE,
+             "--max-new-tokens %lld: expected fewer than the %zu tokens of a conversation.\n"
+             "  Pass a smaller --max-new-tokens, or a larger --context.",
              (long long)o->max_new_tokens, s->context);
 }
 

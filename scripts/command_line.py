@@ -15,10 +15,10 @@ def shown(value):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """States the defaults, except of switches and of flags that have none, and keeps the lines of the examples."""
+    """States the defaults, except of switches, none and empty ones, and keeps the lines of the examples."""
 
     def _get_help_string(self, action):
-        if action.default in (None, argparse.SUPPRESS) or action.default is False or "(default" in action.help:
+        if action.default in (None, argparse.SUPPRESS, "", []) or action.default is False or "(default" in action.help:
             return action.help
         return f"{action.help} (default: {shown(action.default)})".replace("%", "%%")
 

@@ -279,7 +279,7 @@ def load(path):
     except ImportError:
         raise Refused("grid.py needs Python 3.11 or newer, for tomllib.") from None
     try:
-        return tomllib.loads(files.read(path, files.GRID).decode())
+        return tomllib.loads(files.read(path, files.GRID).decode("utf-8-sig"))
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a grid file, such as grids/lssa.toml.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

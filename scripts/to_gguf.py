@@ -333,7 +333,7 @@ def add_special(writer, config, folder, names, whole):
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", found)
     writer.add_add_bos_token(adds_bos(settings, whole))
     jinja = folder / "chat_template.jinja"
-    template = files.read(jinja, files.JSON).decode() if jinja.exists() else settings.get("chat_template")
+    template = files.read(jinja, files.JSON).decode("utf-8-sig") if jinja.exists() else settings.get("chat_template")
     if template:
         writer.add_chat_template(template)
 

@@ -253,6 +253,12 @@ def test_kept_grids(path):
     assert scales[0] == "small"
 
 
+def test_a_byte_order_mark_is_left_out(tmp_path):
+    path = write(tmp_path, ROWS)
+    path.write_text("\ufeff" + path.read_text())
+    assert sorted(grid_file.read(path, "small", lambda: ["softmax", "ssmax"]).rows) == ["softmax", "ssmax"]
+
+
 def test_the_comparison_has_every_preset():
     text = (ROOT / "attention/normalizer.h").read_text()
     presets = re.findall(r"^ +X\(([a-z0-9A-Z-]+),", text, re.M)
