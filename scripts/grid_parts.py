@@ -20,8 +20,9 @@ from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, finge
 
 DIVERGED = 5                     # exit code of the trainer
 POINTS = 64                      # of a curve in results.json
-# Flags of the trainer that reach beyond the run folder.
-RISKY = {"matmuls": "writes a file of its own", "foreign-folder": "writes to folders of other users"}
+# Flags of programs and of scripts of data/ that reach beyond the run folder or the dataset.
+RISKY = {"matmuls": "writes a file of its own", "foreign-folder": "writes to folders of other users",
+         "follow-links": "reads what links lead to"}
 FORWARD = 1 / 3                  # the cost of a token in an evaluation, in tokens of training
 
 
@@ -109,8 +110,14 @@ def escapes(command):
         paths = [Path(part) for part in re.split("[=,:]", word)]
         if any(path.is_absolute() or ".." in path.parts or str(path).startswith("~") for path in paths):
             return f"expected paths in this checkout, found {word}"
-    outs = [value for word, value in zip(words, [*words[1:], ""]) if word == "--out"]
-    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
+    outs = []
+    for word, value in zip(words, [*words[1:], ""]):
+        name, equals, own = word.partition("=")
+        flags = [flag for flag in ("out", *RISKY) if len(name) > 2 and f"--{flag}".startswith(name)]    # abbreviated, too
+        if flags == ["out"]:
+            outs.append(own if equals else value)
+        elif flags:
+            return f"--{flags[0]} {RISKY[flags[0]]}"
     if any(Path(out).parts[:1] not in (("data",), ("out",)) or len(Path(out).parts) < 2 for out in outs):
         return "expected --out in data/ or out/"
     return ""

@@ -1229,10 +1229,11 @@ def test_texts_are_prepared(tmp_path):
     *(("[data.small.text]", f'prepare = ["{command}"]') for command in (
         "/bin/sh -c x", "../x.py", "data/../scripts/grid.py x", "data/docs/x.py", "data/x.sh", "", "scripts/plot.py x",
         "data/text.py x --out /tmp/x", "data/text.py x --out=../x", "data/text.py ~/.ssh --out data/x",
-        "data/text.py x --out scripts/x", "data/text.py x --out data")),
+        "data/text.py x --out scripts/x", "data/text.py x --out data", "data/text.py x --ou scripts/x",
+        "data/text.py x --o=scripts/x", "data/text.py x --foreign-folder", "data/text.py x --follow")),
     ("[model.small]", 'program = "/bin/sh"'), ("[model.small]", 'program = "eval_gpt2"'),
     ("[model.small]", 'eval-program = "../eval_gpt2"'), ("[[run]]", 'flags = { matmuls = "x" }'),
-    ("[[run]]", "flags = { foreign-folder = 1 }")])
+    *(("[[run]]", f"flags = {{ {flag} = 1 }}") for flag in ("foreign-folder", "follow-links"))])
 def test_what_a_grid_file_may_not_start_or_write(tmp_path, section, line):
     """Without --trust-grid. TRAIN_GPT2 and EVAL_GPT2 are the user's own."""
     path = write(tmp_path, '[[run]]\nattn = "softmax"\n')
