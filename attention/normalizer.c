@@ -440,7 +440,7 @@ static void print_table(void) {
     print_presets();
     printf("\n");
     print_values();
-    printf("\nTexts with the same meaning get the same shortest name, for example:\n");
+    printf("\nSpecifications with the same meaning have the same shortest name, for example:\n");
     static const char *const EXAMPLES[] = {"softmax+norm=l1+1", "softmax+qk=l2+scale=logd-logn+phi=softplus",
                                            "relu2-n+norm=l1"};
     for (size_t i = 0; i < COUNT(EXAMPLES); i++) {
