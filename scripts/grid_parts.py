@@ -113,7 +113,7 @@ def escapes(command):
     outs = []
     for word, value in zip(words, [*words[1:], ""]):
         name, equals, own = word.partition("=")
-        flags = [flag for flag in ("out", *RISKY) if len(name) > 2 and f"--{flag}".startswith(name)]    # abbreviated, too
+        flags = [flag for flag in ("out", *RISKY) if len(name) > 2 and f"--{flag}".startswith(name)]    # or abbreviated
         if flags == ["out"]:
             outs.append(own if equals else value)
         elif flags:

@@ -654,8 +654,8 @@ def test_means_over_seeds_and_differences_of_pairs(seeded):
     """Differences are those of runs with the same seed, at the steps that both have."""
     figure = runs.comparison(seeded, True, seeded[1])
     loss, val, loss_less, val_less = figure.axes
-    assert labels(figure) == ["--attn softmax, 3 seeds: validation 3.6800 ± 0.1000",
-                              "--attn ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414 "
+    assert labels(figure) == ["softmax, 3 seeds: validation 3.6800 ± 0.1000",
+                              "ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414 "
                               "at 41 thousand tokens; "
         "mean to step 80, where b2 ends"]
     assert list(val.lines[0].get_ydata()) == pytest.approx([3.6 + 8 / step for step in range(10, 101, 10)])
@@ -664,7 +664,7 @@ def test_means_over_seeds_and_differences_of_pairs(seeded):
     assert list(loss_less.lines[0].get_ydata()) == pytest.approx([-0.4] * 80)
     band = val_less.collections[0].get_paths()[0].vertices[:, 1]
     assert band.min() == pytest.approx(-0.5) and band.max() == pytest.approx(-0.3)
-    assert val_less.get_title(loc="left") == "Validation loss, difference to --attn softmax"
+    assert val_less.get_title(loc="left") == "Validation loss, difference to softmax"
     assert list(val_less.lines[-1].get_ydata()) == [0, 0], "the baseline"
 
 

@@ -15,6 +15,7 @@ from .charts import Panel, Picture
 # Flags that do not make two runs of a group different experiments.
 OWN = {"seed", "out", "resume", "threads", "rank-timeout", "profile", "keep", "ckpt-every", "sample-every",
        "norms-every", "dry-run"}
+NAMED = {"attn", "attn-switch"}     # in a run's normalizer
 
 
 @dataclass
@@ -63,16 +64,16 @@ def by_seed(runs):
     found, keys = {}, results.differing(each, OWN)
     for run, arguments in zip(runs, each):
         found.setdefault(tuple(results.shown(arguments.get(key)) for key in keys), []).append(run)
-    groups = []
-    for together in found.values():
+    groups = list(found.values())
+    for together in groups:
         if len({run.seed for run in together}) < len(together):
             raise plot.Refused(f"{together[0].path} and {together[1].path}: --seeds expects runs with the same flags "
                                "to have different seeds. Plot one of them, or omit --seeds.")
-        flags = together[0].arguments
-        name = results.join(results.flag_text(key, bool(flags.get(key)) if key == "init-from" else flags.get(key))
-                            for key in keys)
-        groups.append(Group(name or plot.names([together[0].path])[0], together))
-    return groups
+    firsts = [each[runs.index(together[0])] for together in groups]
+    names = results.called([(plot.normalizers(plot.read_run(together[0].path)),
+                             *(results.flag_text(key, flags.get(key)) for key in keys if key not in NAMED))
+                            for together, flags in zip(groups, firsts)])
+    return [Group(name, together) for name, together in zip(names, groups)]
 
 
 def groups_of(paths, seeds):
@@ -204,12 +205,8 @@ def seed_panels(paths, styles):
     if len(groups) == len(paths):
         return [], []
     of_run = dict(zip(map(str, paths), styles))
-    firsts = [group.runs[0] for group in groups]
-    keys = results.differing([run.arguments for run in firsts], OWN | {"attn", "attn-switch", "init-from"})
-    names = results.called([(plot.normalizers(plot.read_run(run.path)),
-                             *(results.flag_text(key, run.arguments.get(key)) for key in keys)) for run in firsts])
-    for group, run, group.name in zip(groups, firsts, names):
-        group.color, group.dash = of_run[run.path]
+    for group in groups:
+        group.color, group.dash = of_run[group.runs[0].path]
     unit = plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
     return ([Panel(f"{title}, mean and range over seeds",
                    lambda axes, key=key: draw_curves(axes, groups, None, key, unit), 6.2, 4.2)
