@@ -5,7 +5,7 @@ MAKEFLAGS += --no-builtin-rules     # one of the built-in rules would apply to t
 
 CC      ?= gcc
 ifeq ($(origin CXX)$(findstring clang,$(CC)),defaultclang)
-  CXX   := $(subst clang,clang++,$(CC))     # one OpenMP runtime for all objects
+  CXX   := $(shell echo '$(CC)' | sed 's/\(.*\)clang/\1clang++/')     # one OpenMP runtime for all objects
 endif
 MARCH   ?= native
 OPT     ?= -O3
@@ -117,8 +117,13 @@ LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c run
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(OPENMP)$(CJSON)$(XXHASH),111)
-$(if $(filter help clean lacking attn_c,$(MAKECMDGOALS)),,$(error cJSON, xxHash and, for clang, libomp are needed: \
-  apt-get install libcjson-dev libxxhash-dev libomp-dev, or scripts/setup.sh --test))
+ifeq ($(filter help clean lacking attn_c,$(MAKECMDGOALS)),)
+  ifneq ($(shell $(CC) $(CPPFLAGS) $(CFLAGS) -fsyntax-only -x c /dev/null && echo 1),1)
+    $(error expected a C compiler and its flags, found `$(strip $(CC) $(CPPFLAGS) $(CFLAGS))`, which fails as shown above)
+  endif
+  $(error cJSON, xxHash and, for clang, libomp are needed: \
+    apt-get install libcjson-dev libxxhash-dev libomp-dev, or scripts/setup.sh --test)
+endif
 endif
 
 all: $(addprefix $(BIN)/,$(PROGRAMS))
@@ -151,7 +156,8 @@ $(BUILD)/%.o: %.c $(BUILD)/flags
 	@$(CC) $(CC_FLAGS) -c -o $@ $<
 
 # Objects depend on their flags: changing a flag rebuilds them.
-record = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
+quoted = '$(subst ','\'',$(1))'
+record = @mkdir -p $(@D); echo $(quoted) | cmp -s - $@ || echo $(quoted) > $@
 $(BUILD)/flags: FORCE
 	$(call record,$(CC) $(CC_FLAGS))
 
@@ -268,7 +274,7 @@ $(BUILD)/$(1)/flash.so: $(BUILD)/$(1)/dev/tests/flash_so.o $(FLASH:%=$(BUILD)/$(
 
 $(BUILD)/$(1)/attn_c_cuda.so: $(BUILD)/$(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
-	@$(CXX) $(LDFLAGS) -shared -o $$@ $$^ $(5) -lm
+	@$(CXX) $(CXXFLAGS) $(LDFLAGS) -shared -o $$@ $$^ $(5) -lm
 
 $(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
 $(BUILD)/$(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(BUILD)/$(1)/%.o)

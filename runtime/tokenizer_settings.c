@@ -56,6 +56,11 @@ static bool remove_class(cJSON *json, bool any) {
 
 // The text of tokenizer_config.json without what names code, in place of `text`, which it frees.
 static char *safe_settings(char *text, cJSON *json, const char *path, Error *error) {
+    if (!cJSON_IsObject(json)) {
+        free(text);
+        error_set(error, EXIT_INPUT, "%s: expected a JSON object, found another value.\n  Get another copy.", path);
+        return NULL;
+    }
     bool code = remove_code(json), class = remove_class(json, code);
     if (!code && !class) return text;
     free(text);

@@ -85,15 +85,17 @@ as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; elif [ -t 0 ]; then sudo "$@"; else sudo -n "$@"; fi
 }
 
-apt_install() {
-    local policy=/usr/sbin/policy-rc.d status=0
+# In a subshell, whose trap also acts after Ctrl-C.
+apt_install() (
+    policy=/usr/sbin/policy-rc.d
     # This is how Debian installs a server (sshd) without starting it.
-    if [ -e $policy ] || ! as_root sh -c "printf '#!/bin/sh\nexit 101\n' > $policy && chmod 755 $policy"; then policy=; fi
+    if [ ! -e $policy ]; then
+        trap 'as_root rm -f $policy' EXIT
+        as_root sh -c "printf '#!/bin/sh\nexit 101\n' > $policy && chmod 755 $policy" || true
+    fi
     as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 \
-        install -y --no-install-recommends "$@" >/dev/null </dev/null || status=$?
-    [ -z "$policy" ] || as_root rm -f "$policy"
-    return $status
-}
+        install -y --no-install-recommends "$@" >/dev/null </dev/null
+)
 
 debian_packages() {
     local lacking packages row cost

@@ -271,12 +271,18 @@ def test_the_users_flags_are_added_to_ours(tmp_path, where):
 
 
 def test_flags_of_a_distribution_build(tmp_path):
-    """Hardening, and position-independent executables."""
+    """Hardening, position-independent executables, and definitions that the shell must not read."""
     env = {"CFLAGS": "-g -O2 -fPIE -fstack-protector-strong -Wformat -Werror=format-security",
-           "CPPFLAGS": "-Wdate-time -D_FORTIFY_SOURCE=2", "LDFLAGS": "-pie -Wl,-z,relro -Wl,-z,now"}
+           "CPPFLAGS": "-Wdate-time -D_FORTIFY_SOURCE=2 -DVENDOR='f(\"x\")'", "LDFLAGS": "-pie -Wl,-z,relro -Wl,-z,now"}
     objects = [f"{tmp_path}/{name}.o" for name in ("runtime/cpu", "runtime/number", "attention/modeling")]
     result = make(tmp_path, "WERROR=1", "-j2", *objects, f"{tmp_path}/python/attn_c/attn_c_double.so", **env)
     assert result.returncode == 0, result.stderr
+
+
+def test_flags_that_the_compiler_rejects(tmp_path):
+    """It is not a library that is missing."""
+    result = make(tmp_path, "all", CFLAGS="-fno-such-flag")
+    assert result.returncode and "-fno-such-flag`, which fails" in result.stderr and "apt-get" not in result.stderr
 
 
 @pytest.mark.parametrize("shown, ranks", [

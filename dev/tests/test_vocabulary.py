@@ -415,14 +415,15 @@ def test_a_link_does_not_carry_a_file_into_shards(name, tmp_path):
 
 
 def test_harmless_settings_are_copied_as_they_are(tmp_path):
-    """Also numbers that C would write in another way; a file that is not JSON stays behind."""
+    """Also numbers that C would write in another way; a file that is not a JSON object stays behind."""
     make_data(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(FILES["ours"][0]))
     for text, kept in ('{"model_max_length": 1000000000000000019884624838656,\n "tokenizer_class": "GPT2Tokenizer"}',
-                       True), ('{"a": NaN, "auto_map": 1}', False):
+                       True), ('{"a": NaN, "auto_map": 1}', False), ('[{"auto_map": 1}]', False):
         (tmp_path / "tokenizer_config.json").write_text(text)
-        printed = train(tmp_path, "--model", SHAPE, *FLAGS, "--steps", 0, "--out", tmp_path / f"out{kept}", model=False)
-        copied = checkpoint(tmp_path / f"out{kept}", 0) / "tokenizer_config.json"
+        out = tmp_path / f"out_{len(text)}"
+        printed = train(tmp_path, "--model", SHAPE, *FLAGS, "--steps", 0, "--out", out, model=False)
+        copied = checkpoint(out, 0) / "tokenizer_config.json"
         assert copied.read_text() == text if kept else "saved without" in printed and not copied.exists()
 
 

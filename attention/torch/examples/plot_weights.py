@@ -14,11 +14,11 @@ import torch
 
 from attn_c import PRESETS, attention
 
-os.environ["MPLBACKEND"] = "Agg"        # whatever a notebook has set
+os.environ["MPLBACKEND"], os.environ["MATPLOTLIBRC"] = "Agg", os.devnull     # whatever a notebook or the user has set
 import matplotlib.pyplot as plt     # noqa: E402
 from matplotlib.backend_bases import FigureCanvasBase     # noqa: E402
 
-plt.rcdefaults()        # whatever a matplotlibrc says
+plt.rcdefaults()        # whatever a matplotlibrc in the current folder says
 
 
 def weights(q, k, normalizer):
