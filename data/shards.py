@@ -514,10 +514,10 @@ def shell_pattern(path, ending):
     text = ("./" if text[0] in "~-" else "") + text + ending
     if text.isprintable():
         return shlex.quote(text)
-    # Where a terminal would not show all of it. ! must not mean the history of commands, nor % a format.
-    printed = ("%%" if byte == ord("%") else chr(byte) if 0x20 < byte < 0x7F and byte not in b"'\\!" else f"\\{byte:03o}"
-               for byte in os.fsencode(text))
-    return f"\"$(printf '{''.join(printed)}')\""
+    # A terminal would not show all of it. In a shell, ! may recall an earlier command.
+    plain = {byte: chr(byte) for byte in range(0x21, 0x7F) if byte not in b"'\\!"} | {ord("%"): "%%"}
+    printed = "".join(plain.get(byte, f"\\{byte:03o}") for byte in os.fsencode(text))
+    return f"\"$(printf '{printed}')\""
 
 
 def count(text):

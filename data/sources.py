@@ -32,16 +32,16 @@ class Notes:
     """What was left out or changed: for each kind, how much of it, and the first few places."""
 
     #        kind           action, noun                 what else to say
-    KINDS = {"format":     ("skipped", "file",           "of unknown format; --prose PATTERNS reads it as plain text"),
+    KINDS = {"format":     ("skipped", "file",           "of unknown format; --prose PATTERNS reads plain text"),
              "binary":     ("skipped", "binary file",    ""),
              "special":    ("skipped", "special file",   "(a pipe, a socket or a device)"),
              "hidden":     ("skipped", "hidden name",    ""),
              "unreadable": ("skipped", "name",           "that cannot be read"),
              "broken":     ("skipped", "broken link",    ""),
-             "outside":    ("skipped", "link",           "out of the folder; --follow-links reads what it leads to"),
-             "again":      ("skipped", "folder",         "that is read under another name"),
+             "outside":    ("skipped", "link",           "out of the folder, which --follow-links follows"),
+             "again":      ("skipped", "folder",         "read under another name"),
              "bad":        ("skipped", "bad record",     ""),
-             "long":       ("skipped", "document",       "that is too long; --max-document SIZE accepts it"),
+             "long":       ("skipped", "document",       "above the limit, which --max-document SIZE raises"),
              "blank":      ("skipped", "blank document", ""),
              "gone":       ("kept", "document",          "of a file that was read in part and is gone"),
              "duplicate":  ("dropped", "duplicate",      "of an earlier document"),
@@ -348,7 +348,7 @@ class Reader:
                   file=sys.stderr)
         for file in rest:
             bad += itertools.islice((item for item in items(self.reader(file)) if type(item) is Bad), 1)
-        more = [f"and {many(len(bad) - BAD_FILES, 'file')} more"] * (len(bad) > BAD_FILES)
+        more = [f"and {many(len(bad) - BAD_FILES, 'more file')}"] * (len(bad) > BAD_FILES)
         return DataError(INPUT, "\n".join([
             *[f"{many(len(bad), 'file')} with bad records:"] * (len(bad) > 1), *map(str, bad[:BAD_FILES]), *more,
             "  Correct or remove what is bad and rerun the same command, or skip up to N records with --skip-bad N."]))
