@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 # The most bytes of each kind of file.
-JSON, GRID, TEXT, EVAL, METRICS, RESULTS, ARRAY = 1 << 24, 1 << 24, 1 << 26, 1 << 28, 1 << 30, 1 << 30, 1 << 32
+JSON, GRID, TEXT, EVAL, METRICS, RESULTS, ARRAY = 1 << 24, 1 << 18, 1 << 26, 1 << 28, 1 << 30, 1 << 30, 1 << 32
 
 
 def open_checked(path, flags, refuse):

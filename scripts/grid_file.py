@@ -3,6 +3,7 @@ schema."""
 import difflib
 import fnmatch
 import itertools
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ METRICS = {
     "attention": ("loss", "perplexity", "sum", "unspent", "entropy", "first_token", "zeros", "log_z_slope",
                   "log_z_intercept", "residual_kurtosis", "residual_largest", "spearman_sum_perplexity"),
     "scores": ("a1", "a2"), "choice": ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "questions")}
+MOST = 10000      # runs of a grid, and rows, evaluations or claims that a `for` makes
 SECTIONS = ("grid", "data", "model", "run", "eval", "claim", "paper", "formula")
 
 
@@ -46,12 +48,12 @@ EXPECTED = {TEXT: "a text", NUMBER: "a number", TEXTS: "a list of texts", NUMBER
 
 
 def is_kind(value, kind):
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e15
     if kind in (TEXT, NUMBER):
         return isinstance(value, str) if kind == TEXT else number
     if kind in (TEXTS, NUMBERS):
         return (isinstance(value, list) and value != []
-                and all(isinstance(x, str) if kind == TEXTS else type(x) is int and x >= 0 for x in value))
+                and all(isinstance(x, str) if kind == TEXTS else type(x) is int and 0 <= x <= 1e15 for x in value))
     if not isinstance(value, dict):
         return False
     if kind == FLAGS:
@@ -97,15 +99,15 @@ def check_flags(flags, where):
 
 # ---------------------------------------------------------------- lengths and steps
 
-AMOUNT = re.compile(r"(\d*)([LS])(?:/(\d+))?|(\d+)")
+AMOUNT = re.compile(r"(\d{,15})([LS])(?:/(\d{1,15}))?|(\d{1,15})")
 
 
 def amount(value, units, where):
     """A length or a number of steps: a whole number, or a multiple of L or S such as 2L, L/8 or 7S/8."""
     match = AMOUNT.fullmatch(str(value))
     if not match or match[2] and match[2] not in units:
-        forms = " or ".join(f"a multiple of {unit} such as 2{unit}, {unit}/8 or 7{unit}/8" for unit in units)
-        raise Refused(f"{where}: expected a whole number, or {forms}, found {value!r}.")
+        forms = "".join(f" or a multiple of {unit} such as 2{unit}, {unit}/8 or 7{unit}/8" for unit in units)
+        raise Refused(f"{where}: expected a whole number{',' * bool(forms)}{forms}, found {value!r:.99}.")
     if match[4]:
         return int(match[4])
     number, divisor = units[match[2]] * int(match[1] or 1), int(match[3] or 1)
@@ -267,6 +269,8 @@ def fill(value, variables, where, later=()):
 def loops(table, where, presets, later=()):
     """The table once for each combination of the values of its variables."""
     variables = {name: presets() if values == "presets" else values for name, values in table.get("for", {}).items()}
+    if (count := math.prod(map(len, variables.values()))) > MOST:
+        raise Refused(f"{where}: for: expected at most {MOST:,} combinations, found {count:,}.")
     for values in itertools.product(*variables.values()):
         yield fill({key: x for key, x in table.items() if key != "for"}, dict(zip(variables, values)), where, later)
 
@@ -279,10 +283,13 @@ def load(path):
     except ImportError:
         raise Refused("grid.py needs Python 3.11 or newer, for tomllib.") from None
     try:
-        return tomllib.loads(files.read(path, files.GRID).decode("utf-8-sig"))
+        text = files.read(path, files.GRID).decode("utf-8-sig")
+        if re.search(r"\\(u0000|U00000000)", text):
+            raise Refused(f"{path}: a text has a NUL. Remove it.")
+        return tomllib.loads(text)
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}. Expected a grid file, such as grids/lssa.toml.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:      # other bytes, other text, a long number, or many brackets
         raise Refused(f"{path}: not a valid TOML file: {error}.") from None
 
 
@@ -656,6 +663,8 @@ def read(path, scale, presets):
     evals = reader.read_evals(rows)
     claims = reader.read_claims(rows, evals)
     reader.add_seeds(rows, claims)
+    if (count := sum(len(row.seeds) * len(row.sizes) for row in rows.values())) > MOST:
+        raise Refused(f"{path}: expected at most {MOST:,} runs, found {count:,}. Split the grid.")
     return Grid(Path(path), head["name"], head.get("paper", ""), head.get("baseline", ""), head.get("sort") == "loss",
                 reader.scale, rows, evals, claims, reader.read_published(rows, evals), reader.read_formulas())
 

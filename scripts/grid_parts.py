@@ -55,7 +55,7 @@ def slug(text):
 
 def divisor(steps, least):
     """The smallest divisor of steps that is at least `least`, so that something happens at the last step."""
-    return next(n for n in range(max(1, least), steps + 1) if steps % n == 0)
+    return next(steps // n for n in range(steps // max(1, least), 0, -1) if steps % n == 0)
 
 
 # ---------------------------------------------------------------- programs

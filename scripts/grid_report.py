@@ -749,7 +749,7 @@ def scalars_picture(plan):
 
 def weight(n, low, high, factor):
     """The weight that one score has among n - 1 others under exp, all times the factor."""
-    return 1 / (1 + (n - 1) * math.exp(factor * (low - high)))
+    return 1 / (1 + (n - 1) * math.exp(min(700, factor * (low - high))))
 
 
 def formula_picture(formula):

@@ -114,6 +114,11 @@ def test_multiples_of_the_length_and_the_steps(tmp_path):
     assert [grid_file.amount(text, {"S": 16}, "") for text in ("7S/8", "S", "3", 5)] == [14, 16, 3, 5]
 
 
+def test_runs_validate_about_eight_times():
+    steps = (1, 7, 16, 1000, 10**12 + 39)       # the last one is a prime
+    assert [grid_parts.divisor(n, n // 8) for n in steps] == [1, 1, 2, 125, 10**12 + 39]
+
+
 def test_a_scale_has_rows_and_flags_of_its_own(tmp_path):
     rows = ROWS + 'flags-paper = { steps = 4 }\n[[run]]\nname = "x"\nattn = "lssa"\nscales = ["paper"]\n'
     small, paper = (read(tmp_path, PAPER, rows, scale=scale) for scale in ("small", "paper"))
@@ -134,6 +139,14 @@ def test_claims_add_seeds_to_their_rows_and_to_those_they_start_from(tmp_path):
 
 BAD = {    # what is appended to a correct file, and what the message says
     "syntax": ("[[run]\n", "not a valid TOML file"),
+    "brackets": (f"a = {'[' * 100000}\n", "not a valid TOML file"),
+    "digits": (f"a = {'9' * 5000}\n", "not a valid TOML file"),
+    "NUL": ('[[run]]\nattn = "ss\\u0000max"\n', "a text has a NUL"),
+    "combinations": (f"[[run]]\nfor = {{ attn = {['x'] * 200}, b = {['y'] * 200} }}\n", "expected at most 10,000"),
+    "many runs": (f'[[run]]\nattn = "lssa"\nseeds = {list(range(10001))}\n', "expected at most 10,000 runs"),
+    "many digits": (f'[[run]]\nattn = "lssa"\nflags = {{ steps = "{"9" * 5000}" }}\n', "steps: expected a whole number"),
+    "number": ('[[formula]]\nname = "f"\nlow = 0\nhigh = inf\ns = 1\nagainst = "n"\nn = [8]\n',
+               "high: expected a number, found inf"),
     "section": ("[[runs]]\n", "unknown section runs. Did you mean run?"),
     "key": ('[[run]]\nattn = "lssa"\nsede = [1]\n', r"[[run]] 2 (lssa): unknown key sede. Did you mean seeds?"),
     "type": ('[[run]]\nattn = "lssa"\nseeds = "all"\n', "seeds: expected a list of whole numbers, found 'all'"),
