@@ -98,6 +98,12 @@ def replace(path, content, named=False):
             part.unlink()
 
 
+def refuse_link(folder):
+    """An OSError if a folder that the user has not named, and that is written to, is a link."""
+    if os.path.islink(folder):
+        raise OSError(errno.ELOOP, "expected a folder, found a link. Remove it", str(folder))
+
+
 def others_can_exchange(folder):
     """Which folder belongs to another user, may be written to by everybody, and so lets them exchange what is written
     into `folder`: this one, or, unless it has the sticky bit as /tmp does, the one that contains it or in which it will

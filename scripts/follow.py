@@ -104,6 +104,7 @@ class Wandb:
         except ImportError:
             raise plot.Refused("wandb is not installed. Install it (pip install wandb), or use --tensorboard, which "
                                "needs no package.")
+        files.refuse_link(Path(run) / "wandb")
         self.state = Path(run) / "wandb.json"
         saved = plot.read_json(self.state)
         self.id, self.first = saved.get("id", uuid.uuid4().hex[:8]), saved.get("step", 0)
@@ -243,7 +244,10 @@ def main():
         if options.wandb:
             sink = Wandb(options.run, options.project)
         else:
-            sink = TensorBoard(options.run, Path(options.tensorboard or Path(options.run) / "tensorboard"), lines)
+            folder = Path(options.tensorboard or Path(options.run) / "tensorboard")
+            if not options.tensorboard:
+                files.refuse_link(folder)
+            sink = TensorBoard(options.run, folder, lines)
         try:
             follow(options.run, sink, options, metrics, lines)
         finally:

@@ -235,12 +235,13 @@ def fetch(folder):
 def scratch(out):
     """An empty folder beside `out` for what is unfinished. Only one run uses it; what a killed run left is removed."""
     folder = out.with_name(out.name + ".part")
+    shards.files.refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     shards.take_lock(handle, folder, f"{folder}: another run is writing here")
     try:
         for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -740,6 +740,7 @@ def save(figure, path, named=False):
 
 def write_events(run, folder):
     """Writes one event file with the run's SCALARS into the folder, replacing an earlier one."""
+    files.refuse_link(folder)
     lines = read_metrics(run)
     partial, path = folder / "partial", folder / "events.out.tfevents.0.metrics"
     try:

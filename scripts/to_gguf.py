@@ -52,7 +52,7 @@ def model_folder(path):
 def read_json(path, what):
     try:
         return json.loads(files.read(path, files.JSON))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(INPUT, f"{path}: expected {what}: {error}.") from None
 
 
@@ -285,6 +285,9 @@ def add_tokenizer(writer, config, folder):
     path = folder / "tokenizer.json"
     if not path.exists():
         return add_no_tokenizer(writer, f"{folder}: no tokenizer.json")
+    for file in (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
+        if file.exists():
+            vocabulary.check_copied(file)
     content = files.read(path, files.TEXT)
     if reasons := vocabulary.unusable(content):
         raise DataError(INPUT, f"{path}: this tokenizer cannot be written as GGUF:"

@@ -320,6 +320,9 @@ def test_wrong_usage_and_files(tmp_path):
     for folder in (run / "run.json", run / "run.json/a"):
         assert (f"follow.py: --tensorboard: {run}/run.json: expected a folder, found a file. Pass another folder"
                 in follow(run, "--tensorboard", folder, code=3))
+    (run / "tensorboard").symlink_to(tmp_path)
+    assert f"{run}/tensorboard: expected a folder, found a link" in follow(run, "--tensorboard", code=3)
+    (run / "tensorboard").unlink()
     for wrong in ('{"step": 2}', '{"step": "2", "tokens": 9}'):
         write(run, [line(1)], tail=wrong + "\n")
         said = follow(run, "--tensorboard", code=3)

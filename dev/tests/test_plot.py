@@ -796,6 +796,10 @@ def test_a_full_disk_leaves_the_earlier_event_file_alone(tmp_path):
                              "--tensorboard", tmp_path / "events"], capture_output=True, text=True)
     assert result.returncode == 3 and "File too large" in result.stderr, result.stderr
     assert list(path.parent.iterdir()) == [path] and path.read_bytes() == earlier
+    path.parent.rename(tmp_path / "other")
+    path.parent.symlink_to(tmp_path / "other")
+    result = command(run, "--tensorboard", tmp_path / "events")
+    assert result.returncode == 3 and "expected a folder, found a link" in result.stderr
 
 
 # ---------------------------------------------------------------- attention/README.md

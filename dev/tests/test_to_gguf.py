@@ -380,6 +380,17 @@ def test_what_the_trainer_loads_as_well(data, tmp_path):
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_does_not_carry_a_file_into_a_gguf(name, data, tmp_path):
+    folder = with_tokenizer("own", data, tmp_path / "model")
+    private = tmp_path / "private"
+    private.write_text((folder / name).read_text() if (folder / name).exists() else "private")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    assert f"{name}: expected a file in its folder" in convert(folder, tmp_path / "out.gguf", code=3)[1]
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_out_is_not_a_file(data, tmp_path):
     folder = llama_of_ours(data, tmp_path / "model")
     assert "is not a file" in convert(folder, tmp_path, code=2)[1]
