@@ -144,7 +144,7 @@ BAD = {    # what is appended to a correct file, and what the message says
     "NUL": ('[[run]]\nattn = "ss\\u0000max"\n', "a text has a NUL"),
     "combinations": (f"[[run]]\nfor = {{ attn = {['x'] * 200}, b = {['y'] * 200} }}\n", "expected at most 10,000"),
     "many runs": (f'[[run]]\nattn = "lssa"\nseeds = {list(range(10001))}\n', "expected at most 10,000 runs"),
-    "many digits": (f'[[run]]\nattn = "lssa"\nflags = {{ steps = "{'9' * 5000}" }}\n', "steps: expected a whole"),
+    "many digits": (f'[[run]]\nattn = "lssa"\nflags = {{ steps = "{"9" * 5000}" }}\n', "steps: expected a whole"),
     "number": ('[[formula]]\nname = "f"\nlow = 0\nhigh = inf\ns = 1\nagainst = "n"\nn = [8]\n',
                "high: expected a number, found inf"),
     "section": ("[[runs]]\n", "unknown section runs. Did you mean run?"),
