@@ -161,13 +161,18 @@ record = @mkdir -p $(@D); echo $(quoted) | cmp -s - $@ || echo $(quoted) > $@
 $(BUILD)/flags: FORCE
 	$(call record,$(CC) $(CC_FLAGS))
 
+# Every program contains runtime/cpu.o, so compiling it again links them all with the new flags.
+$(BUILD)/runtime/cpu.o: $(BUILD)/link_flags
+$(BUILD)/link_flags: FORCE
+	$(call record,$(LD_FLAGS) $(LD_LIBS))
+
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/eval/cities.o: data/cities.txt
 $(BUILD)/runtime/cpu.o: private CC_FLAGS := $(filter-out -march=%,$(CC_FLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
 $(BUILD)/run/folder.o: private CC_FLAGS += '-DCOMMIT="$(COMMIT)"'
 $(BUILD)/run/folder.o: $(BUILD)/commit
 
-# So that a build without libsodium compiles one file.
+# So that a build without libsodium compiles only a few files.
 $(BUILD)/runtime/heartbeat.o: private CC_FLAGS += $(HEARTBEAT)
 $(BUILD)/runtime/heartbeat.o: $(BUILD)/heartbeat
 $(BUILD)/heartbeat: FORCE
@@ -213,7 +218,7 @@ $(PACKAGE)/%.py: attention/torch/%.py
 	@cp $< $@
 
 $(BUILD)/torch/flags: FORCE
-	$(call record,$(CC) $(C_FLAGS) $(CPPFLAGS) $(CFLAGS) $(for_bf16))
+	$(call record,$(CC) $(C_FLAGS) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) $(for_bf16))
 
 # ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(BUILD)/on_cpu
 GPUS       ?= 80 90

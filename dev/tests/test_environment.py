@@ -277,6 +277,9 @@ def test_flags_of_a_distribution_build(tmp_path):
     objects = [f"{tmp_path}/{name}.o" for name in ("runtime/cpu", "runtime/number", "attention/modeling")]
     result = make(tmp_path, "WERROR=1", "-j2", *objects, f"{tmp_path}/python/attn_c/attn_c_double.so", **env)
     assert result.returncode == 0, result.stderr
+    for flags, relinked in (env["LDFLAGS"], False), ("-pie", True):
+        result = make(tmp_path, "WERROR=1", objects[0], **env | {"LDFLAGS": flags})
+        assert result.returncode == 0 and ("runtime/cpu.c" in result.stdout) == relinked
 
 
 def test_flags_that_the_compiler_rejects(tmp_path):
