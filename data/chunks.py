@@ -29,6 +29,7 @@ def flags():
     parser = shards.parser(__doc__)
     parser.add_argument("source", type=Path, help="folder of a dataset, with its tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the chunks")
+    shards.add_foreign_folder(parser)
     parser.add_argument("--tokens", type=shards.count, default=4096, help="tokens of a chunk")
     return parser
 
@@ -48,6 +49,7 @@ def main():
     # Sequences overlap by one token, so the last one needs a token behind it, which does not count.
     tokens = np.concatenate([chunk for chunk, _ in found] + [text[:1]])
     mask = np.concatenate([*masks, np.zeros(1, np.uint8)])
+    shards.check_owner(args)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files.items():
         shards.write_atomically(args.out / name, content)

@@ -26,6 +26,7 @@ import numpy as np
 
 import vocabulary
 from shards import DATA, INPUT, MOST_BYTES, USAGE, DataError, files
+from sources import leads_inside
 
 # eval/needle.c has the same texts, and encodes them in the same pieces.
 NEEDLE, NUMBER, NEEDLE_END = "\nThe special magic {city} number is:", " {digits}.", "\n"
@@ -40,6 +41,9 @@ def source_shards(folder, split):
     found = sorted(folder.glob(f"*_{split}_*.bin"))
     if not found:
         raise DataError(INPUT, f"{folder}: no *_{split}_*.bin. Expected a dataset that a script in data/ has made.")
+    if linked := [path for path in found if path.is_symlink() and not leads_inside(path, folder.resolve())]:
+        raise DataError(INPUT, f"{linked[0]}: expected a file in its folder, found a link out of it, which could reveal "
+                               "another file.\n  Copy the file into the folder.")
     if masked := [path for path in found if path.with_suffix(".mask").exists()]:
         raise DataError(INPUT, f"{masked[0]}: has a mask, which would no longer fit. Use a dataset without masks.")
     return found
@@ -135,6 +139,7 @@ def flags():
     parser = shards.parser(__doc__)
     parser.add_argument("source", type=Path, help="folder of a dataset, with its tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the copy")
+    shards.add_foreign_folder(parser)
     parser.add_argument("--seq-len", type=shards.count, default=1024, help="the trainer's --seq-len")
     parser.add_argument("--fraction", type=shards.fraction, default=0.1,
                         help="fraction of the training sequences that get a needle")
@@ -152,6 +157,7 @@ def main():
     tokenizer = vocabulary.load(str(args.source))
     settings = settings_of(args, [*train, *val])
     recorded(args, settings)      # before anything is written
+    shards.check_owner(args)
     args.out.mkdir(parents=True, exist_ok=True)
     with shards.lock(args.out, "needles"):
         if "needles" in (found := recorded(args, settings)):

@@ -454,9 +454,7 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy
     sources.Reader whose documents they are; what it left out is printed.
     """
     ends = getattr(args, "doc_marks", "sep") == "bos-eos"
-    if not getattr(args, "foreign_folder", False) and (folder := files.others_can_exchange(args.out)):
-        raise DataError(RESOURCE, f"{args.out}: the folder {folder} belongs to another user, and everybody may write "
-                                  "to it.\n  Pass another --out, or --foreign-folder.")
+    check_owner(args)
     writer = Writer(args.out, args.name, tokenizer, args.shard_tokens, args.val_fraction, settings, masks, ends,
                     reader)
     writer.remedy, writer.can_split = remedy, hasattr(args, "separator")
@@ -472,6 +470,13 @@ def write(args, documents, tokenizer, settings, encode=None, masks=False, remedy
         writer.close()
     summarize(writer)
     return writer
+
+
+def check_owner(args):
+    """Rejects an --out in which other users could exchange what is written."""
+    if not getattr(args, "foreign_folder", False) and (folder := files.others_can_exchange(args.out)):
+        raise DataError(RESOURCE, f"{args.out}: the folder {folder} belongs to another user, and everybody may write "
+                                  "to it.\n  Pass another --out, or --foreign-folder.")
 
 
 def write_encoded(writer, encoded):
@@ -547,11 +552,15 @@ def parser(doc, **options):
     return command_line.parser(doc, "doc/data.md", **options)
 
 
+def add_foreign_folder(parser):
+    parser.add_argument("--foreign-folder", action="store_true",
+                        help="accept an --out that belongs to another user and that everybody may write to")
+
+
 def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True, own=False):
     """Adds the flags that all scripts have, and --doc-marks if `marks`. own: does the script have --tokenizer own?"""
     parser.add_argument("--out", type=Path, default=out or DATA / name, help="folder for the shards")
-    parser.add_argument("--foreign-folder", action="store_true",
-                        help="accept an --out that belongs to another user and that everybody may write to")
+    add_foreign_folder(parser)
     parser.add_argument("--name", type=prefix, default=name, help="prefix of the shards' names")
     parser.add_argument("--tokenizer", default=tokenizer,
                         help="gpt2, " + "own, " * own + "or the path of a tokenizer.json or of a folder with one")

@@ -1,6 +1,7 @@
 """data/needles.py: which training sequences get a needle, what they look like, and what stays as it was."""
 import fcntl
 import json
+import os
 import subprocess
 import sys
 
@@ -197,6 +198,26 @@ def test_masks_and_missing_folders_are_rejected(source, tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "d_train_000001.mask").write_bytes(b"")
     assert "has a mask" in script(tmp_path, "--out", tmp_path / "out", code=3)
+
+
+@pytest.mark.parametrize("name", ["needles.py", "chunks.py"])
+def test_a_link_does_not_carry_a_file_into_a_copy(name, source, tmp_path):
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "d_val_000000.bin").unlink()
+    (tmp_path / "d_val_000000.bin").symlink_to(source / "d_val_000000.bin")
+    said = script(tmp_path, "--out", tmp_path / "out", code=3, name=name)
+    assert "d_val_000000.bin: expected a file in its folder, found a link" in said and not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders away")
+@pytest.mark.parametrize("name, flags", [("needles.py", ["--seq-len", T]), ("chunks.py", ["--tokens", 100])])
+def test_a_folder_that_others_can_change(name, flags, source, tmp_path):
+    os.chown(tmp_path, 65534, 65534)
+    tmp_path.chmod(0o777)
+    flags += ["--out", tmp_path / "out"]
+    assert f"{tmp_path} belongs to another user" in script(source, *flags, code=4, name=name)
+    script(source, *flags, "--foreign-folder", name=name)
 
 
 def test_the_texts_are_those_of_the_evaluation():
