@@ -42,8 +42,8 @@ def source_shards(folder, split):
     if not found:
         raise DataError(INPUT, f"{folder}: no *_{split}_*.bin. Expected a dataset that a script in data/ has made.")
     if linked := [path for path in found if path.is_symlink() and not leads_inside(path, folder.resolve())]:
-        raise DataError(INPUT, f"{linked[0]}: expected a file in its folder, found a link out of it, which could reveal "
-                               "another file.\n  Copy the file into the folder.")
+        raise DataError(INPUT, f"{linked[0]}: expected a file in its folder, found a link out of it, which could "
+                               "reveal another file.\n  Copy the file into the folder.")
     if masked := [path for path in found if path.with_suffix(".mask").exists()]:
         raise DataError(INPUT, f"{masked[0]}: has a mask, which would no longer fit. Use a dataset without masks.")
     return found
