@@ -557,8 +557,9 @@ def panels(plan, title, found, data, draw, labels, base=True):
                 draw(axes, line, data[line.key()], "0.3", "--")
         axes.set_title(name, weight="bold")
         handles = [line for line in axes.get_lines() if not UNLABELED.fullmatch(line.get_label())]
-        plot.legend(axes, handles, [line.get_label() for line in handles], fontsize=7.5, frameon=False, ncols=names,
-                    loc="upper left", bbox_to_anchor=(0, -0.08))
+        texts, _ = plot.fit_legend([line.get_label() for line in handles], names, 5, 7.5)
+        plot.legend(axes, handles, texts, fontsize=7.5, frameon=False, ncols=names, loc="upper left",
+                    bbox_to_anchor=(0, -0.08))
     for axes, _ in zip(grid.flat, found):
         plot.say_what_is_cut_off(axes)
     figure.suptitle(textwrap.fill(title, int(10 * figure.get_figwidth())))
@@ -586,7 +587,8 @@ def curves_picture(plan):
     curves = {lines[x.label].key(): mean_curve(plan, x) for x in trained_rows(plan)}
     curves = {key: pair for key, pair in curves.items() if pair[0]}
     found = {title: [lines[label] for label, *_ in inside] for title, inside in groups(plan).items()}
-    late = [loss for curve, *_ in curves.values() for _, loss in curve[len(curve) // 4:]]
+    shown = [curve for curve, outcomes, _ in curves.values() if not outcomes] or [curve for curve, *_ in curves.values()]
+    late = [loss for curve in shown for _, loss in curve[len(curve) // 4:]]
     largest = max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)])
     unit, name = plot.unit(largest, plot.TOKEN_UNITS)
 
@@ -610,8 +612,10 @@ def final_picture(plan):
         return None
     finite = [x for x in final if math.isfinite(x.difference)]
     order, colors = list(groups(plan)), plt.get_cmap("Dark2").colors
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * len(final)), layout="constrained")
-    axes.barh([x.label for x in final], [x.difference if x in finite else 0 for x in final], height=0.75,
+    labels = [textwrap.fill(x.label, 60) for x in final]
+    lines = max(label.count("\n") + 1 for label in labels)
+    figure, axes = plt.subplots(figsize=(8, 1.2 + (0.1 + 0.14 * lines) * len(final)), layout="constrained")
+    axes.barh(labels, [x.difference if x in finite else 0 for x in final], height=0.75,
               color=[colors[order.index(x.row.group) % len(colors)] for x in final])
     spread = spreads([from_baseline(plan, x.row, x.size, "train.val_loss") if x in finite else [] for x in final])
     draw_bars(axes, [x.difference for x in final], range(len(final)), "black", xerr=spread)
@@ -627,7 +631,7 @@ def final_picture(plan):
     if len(first) > 1:
         names = sorted(first, key=order.index)
         axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
-    axes.set_title(f"Final validation loss, difference from {base}, seed by seed"
+    axes.set_title(textwrap.fill(f"Final validation loss, difference from {base}, seed by seed", 64)
                    + f"\nlines: {SPREAD}" * any(spread))
     axes.set_xlabel("nats per token")
     return figure

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import statistics
 import struct
 import sys
 import textwrap
@@ -438,16 +439,24 @@ def move_beside(axes, curve, bars):
         artist.set_transform(axes.transData + ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans))
 
 
+def high_end(late, begun):
+    """The largest late loss that an axis shows. If a run diverges, the axis ends at the losses that the runs began with
+    or, where these are low, half above the usual, so that the others are not flattened."""
+    return min(max(late), max([*begun, 1.5 * statistics.median(late)]))
+
+
 def loss_limits(loaded):
     """From just below the lowest loss to just above the largest after the first twentieth of each run, so that the
     fall from ln(vocabulary) in the first steps does not flatten the rest."""
-    late = []
+    late, begun = [], []
     for lines in loaded:
         loss, skip = column(lines, "loss"), len(lines) // 20
         late += [*loss[skip:], *smooth(loss)[skip:], *column(lines, "val_loss")[skip:]]
+        begun += [value for value in loss[:1] if math.isfinite(value)]
     late = [value for value in late if math.isfinite(value)] or [0.0]
-    margin = 0.04 * (max(late) - min(late)) or 0.5
-    return min(late) - margin, max(late) + margin
+    high = high_end(late, begun)
+    margin = 0.04 * (high - min(late)) or 0.5
+    return min(late) - margin, high + margin
 
 
 def say_what_is_cut_off(axes):

@@ -313,6 +313,16 @@ def test_a_run_that_stopped_or_diverged_says_so(tmp_path):
     assert [list(line.get_xdata()) for line in crosses] == [[8.192, 8.704]]
 
 
+def test_a_run_that_diverges_does_not_flatten_the_others(tmp_path):
+    """Nor does it before its losses are no numbers."""
+    run, bad = make_run(tmp_path / "a", 40), make_run(tmp_path / "b", 40)
+    lines = [json.loads(line) for line in (bad / "metrics.jsonl").read_text().splitlines()]
+    (bad / "metrics.jsonl").write_text("".join(json.dumps(line | {"loss": 1e6 if line["step"] == 30 else line["loss"]})
+                                               + "\n" for line in lines))
+    for axes in plot.picture([run, bad]).axes[0], runs.comparison([run, bad], False, None).axes[0]:
+        assert axes.get_ylim()[1] < 20 and "values reach 1000000" in "".join(text.get_text() for text in axes.texts)
+
+
 def test_names_that_begin_with_an_underscore_are_in_the_legend(tmp_path):
     folders = [str(make_run(tmp_path / name, 20)) for name in ("_a", "__b", "_child0")]
     for figure in plot.picture(folders), runs.comparison(folders, False, folders[0]):

@@ -118,7 +118,7 @@ def curves(group, base, key):
 
 def draw_curves(axes, groups, base, key, unit):
     """The mean over the seeds, and a band from the least to the largest; the training loss as a running mean."""
-    drawn = []
+    drawn, begun = [], []
     for group in groups:
         tokens, values = curves(group, base, key)
         if not tokens:
@@ -134,20 +134,22 @@ def draw_curves(axes, groups, base, key, unit):
         plot.draw_marks(axes, [mark for mark in marks if mark[0] <= tokens[-1]], unit[0],
                         [0.7 * c for c in group.color])
         drawn.append(values[:, len(x) // 20:])
+        begun += list(values[:, 0])
     if base:
         axes.axhline(0, color=base.color, linewidth=1.6)
-    limit(axes, drawn, base)
+    limit(axes, drawn, begun, base)
     axes.set(xlabel=f"{unit[1]}tokens", ylabel="nats per token")
     axes.set_xlim(left=0)
     plot.say_what_is_cut_off(axes)
 
 
-def limit(axes, drawn, base):
+def limit(axes, drawn, begun, base):
     """Without the first twentieth, whose fall from ln(vocabulary) would flatten the rest."""
     values = np.concatenate([*(values.ravel() for values in drawn), [0.0] if base else []])
     if len(values):
-        margin = 0.05 * (values.max() - values.min()) or 0.5
-        axes.set_ylim(values.min() - margin, values.max() + margin)
+        high = values.max() if base else plot.high_end(values, begun)
+        margin = 0.05 * (high - values.min()) or 0.5
+        axes.set_ylim(values.min() - margin, high + margin)
 
 
 def last_values(group, base, key):
