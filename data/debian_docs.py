@@ -151,7 +151,7 @@ def documents_of(name, deb, known):
             try:
                 texts += ["\n\n".join(paragraphs) for paragraphs in SOURCES[name][2](path, known)]
             except (DataError, OSError, EOFError, zlib.error) as error:
-                raise DataError(INPUT, f"{deb}: {path.relative_to(folder)}: {sources.first_line(error).rstrip('.')}.\n"
+                raise DataError(INPUT, f"{deb}: {path.relative_to(folder)}: {sources.first_line(error)}.\n"
                                        f"  The package is damaged. Remove it and download it again, or leave {name} "
                                        "out of --packages.") from None
     texts = [text for text in texts if len(text.split()) >= MIN_WORDS]

@@ -61,7 +61,7 @@ def library(name, use):
 
 
 def first_line(error):
-    return str(error).strip().split("\n")[0][:200]
+    return str(error).strip().split("\n")[0][:200].rstrip(".")
 
 
 @dataclass

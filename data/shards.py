@@ -341,8 +341,8 @@ class Writer:
     def finish(self):
         for split, needed in (("train", True), ("val", self.val_fraction > 0)):
             if needed and not self.tokens[split]:
-                raise no_text(self.out, split, self.documents, self.val_fraction, self.counts, self.remedy,
-                              self.can_split)
+                number = self.documents - (self.unnumbered if split == "val" else 0)
+                raise no_text(self.out, split, number, self.val_fraction, self.counts, self.remedy, self.can_split)
         self.commit()
         self.done = True
         self.save_state()

@@ -919,6 +919,9 @@ def test_validation_is_chosen_from_what_is_left_of_twins(tmp_path, often):
     write_files(folder, tmp_path / "out", dedup=True)
     counts = [read_shard(next((tmp_path / "out").glob(f"*_{split}_*.bin"))).count(256) for split in ("train", "val")]
     assert counts == [90, 10]
+    (folder / "a.jsonl").write_bytes(jsonl(["a"] * 100 + ["b"]))
+    with pytest.raises(shards.DataError, match="2 documents: none for validation(.|\n)*--val-fraction 0.5 or more"):
+        write_files(folder, tmp_path / "few", dedup=True)
 
 
 # ---- the scripts
