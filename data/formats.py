@@ -225,6 +225,16 @@ def may_go_on(error, size):
     return isinstance(error, json.JSONDecodeError) and (error.msg.startswith("Unterminated") or error.pos > size - 16)
 
 
+def goes_on(line):
+    """Is it the start of an object that takes several lines, rather than a bad record?"""
+    if line.startswith(b"{") and line.endswith((b"{", b"[", b",", b":")):
+        try:
+            json.loads(text := line.decode(errors="replace"))
+        except (ValueError, RecursionError) as error:
+            return getattr(error, "pos", 0) == len(text)
+    return False
+
+
 def without_surrogates(text):
     """Replaces lone surrogates, which JSON can hold but UTF-8 cannot."""
     try:
@@ -360,7 +370,7 @@ class FileReader:
             if line is None:
                 yield self.too_long(f": line {number:,}")
             elif line and not line.isspace():
-                if first and re.fullmatch(rb"\s*\{(.*[{\[,:])?\s*", line):
+                if first and goes_on(line.strip()):
                     line, number = b"\n".join([line, *self.rest(pieces)]), 0
                 yield self.value(line, f": line {number:,}" * bool(number))
                 first = False

@@ -527,6 +527,13 @@ def test_an_object_that_takes_a_file(tmp_path, start):
     assert scan(tmp_path) == (["one\ntwo"], {})
 
 
+@pytest.mark.parametrize("line", ['{"text": "a,', '{"text": "a"},', "{bad,"])
+def test_a_bad_first_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(line + '\n{"text": "b"}\n')
+    texts, notes = scan(tmp_path, skip_bad=1)
+    assert texts == ["", "b"] and notes["bad"][0] == 1
+
+
 def test_an_error_in_a_long_array(tmp_path):
     """What follows is no part of a long document."""
     for number, element in enumerate(['{"text": "a" "b"}', '{"text": "\\q"}', '{"text": "a}', "[" * 10_000]):
