@@ -587,8 +587,8 @@ def curves_picture(plan):
     curves = {lines[x.label].key(): mean_curve(plan, x) for x in trained_rows(plan)}
     curves = {key: pair for key, pair in curves.items() if pair[0]}
     found = {title: [lines[label] for label, *_ in inside] for title, inside in groups(plan).items()}
-    shown = [curve for curve, outcomes, _ in curves.values() if not outcomes] or [curve for curve, *_ in curves.values()]
-    late = [loss for curve in shown for _, loss in curve[len(curve) // 4:]]
+    whole = [curve for curve, outcomes, _ in curves.values() if not outcomes]
+    late = [loss for curve in whole or [curve for curve, *_ in curves.values()] for _, loss in curve[len(curve) // 4:]]
     largest = max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)])
     unit, name = plot.unit(largest, plot.TOKEN_UNITS)
 

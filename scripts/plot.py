@@ -236,7 +236,8 @@ def read_run(run):
             check(check(found["data"], which, (dict,), "data: "), key, NUMBERS, f"data: {which}: ")
     for key in "lineage", "history":
         for entry in found[key]:
-            if not isinstance(entry, dict) or type(entry.setdefault("step", 0)) is not int:
+            step = entry.setdefault("step", 0) if isinstance(entry, dict) else None
+            if type(step) is not int or not 0 <= step < 1 << 53:
                 raise Refused(f"{path}: {key}: expected objects with a whole number as step, found "
                               f"{str(entry)[:40]!r}. Leave this run out.")
     return found

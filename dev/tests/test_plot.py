@@ -177,6 +177,7 @@ def test_numbers_are_numbers(tmp_path, line):
 
 @pytest.mark.parametrize("wrong", [{"arguments": []}, {"arguments": {"steps": "x"}}, {"arguments": {"seed": 10**30}},
                                    {"lineage": {}}, {"lineage": [None]}, {"history": [{"step": "1"}]},
+                                   {"history": [{"step": -1}]}, {"history": [1]},
                                    {"data": {"train": {"tokens": "1"}}}, {"data": {"val": 3}}])
 def test_a_broken_run_json_is_named(tmp_path, wrong):
     run = make_run(tmp_path / "a", 3)
