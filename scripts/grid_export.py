@@ -111,8 +111,10 @@ def as_latex(plan):
             seeds = "--".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))
             lines.append(" & ".join([latex(label), *map(cell, numbers.values()), seeds]) + r" \\")
         caption = f"{table.title}: {name}" if table.title != name else name
+        several = any(len(values) > 1 for *_, numbers in table.rows for values in numbers.values())
+        spread = r", mean $\pm$ standard deviation over seeds" * several
         parts += [r"\begin{table}", r"\centering",
-                  rf"\caption{{{latex(caption)}, mean $\pm$ standard deviation over seeds.}}",
+                  rf"\caption{{{latex(caption)}{spread}.}}",
                   rf"\begin{{tabular}}{{l{'r' * len(heads)}r}}", r"\toprule",
                   " & ".join(["", *map(latex, heads), "seeds"]) + r" \\", r"\midrule", *lines, r"\bottomrule",
                   r"\end{tabular}", r"\end{table}", ""]
