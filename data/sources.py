@@ -234,7 +234,7 @@ class Reader:
         version stood that did not say. The files that it has read must be the same, up to the document where it stood;
         the others may have changed."""
         state = state or self.start | {"crc": None if documents else 0}
-        of_documents = {kind: state["notes"][kind] for kind in Notes.OF_DOCUMENTS if kind in state["notes"]}
+        of_documents = {kind: entry for kind, entry in state["notes"].items() if kind in Notes.OF_DOCUMENTS}
         self.start, self.tracked = state | {"notes": self.start["notes"] | of_documents}, True
         for index, line in enumerate(self.start["files"]):
             self.check(index, *line.split(" ", 3))

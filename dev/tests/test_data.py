@@ -892,11 +892,13 @@ def read_text(out):
 
 def test_a_corrected_file_gives_the_same_shards(tmp_path, often):
     spoiled(tmp_path / "in")
+    replace(tmp_path / "in" / "a.jsonl", b"document 5 of a", b"")
+    replace(tmp_path / "in" / "b.jsonl", b"document 5 of b", b"x" * 1000)
     with pytest.raises(shards.DataError):
-        write_files(tmp_path / "in", tmp_path / "out")
+        write_files(tmp_path / "in", tmp_path / "out", max_document=1000)
     replace(tmp_path / "in" / "c.jsonl", b"{bad", b'{"text": "good"}')
     for out in ("out", "fresh"):
-        write_files(tmp_path / "in", tmp_path / out)
+        write_files(tmp_path / "in", tmp_path / out, max_document=1000)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
