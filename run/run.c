@@ -58,6 +58,7 @@ static _Noreturn void end_early(Run *run) {
 static bool lock_folder(Run *run, bool create, Error *error) {
     if (!run->o.out) return true;
     return folder_check_name(run->o.out, error) && own_check(run->o.out, run->o.foreign_folder, error) &&
+           own_check(folder_path(run->o.out, "ckpt").text, run->o.foreign_folder, error) &&
            (run->o.dry_run || folder_lock(&run->lock, run->o.out, create, error));
 }
 

@@ -875,6 +875,12 @@ def test_a_folder_that_others_can_change(data, tmp_path, owner, mode, refused):
             again = train(data, "--out", out, "--resume", "--steps", 2, code=RESOURCE if still else 0)
             assert ("--foreign-folder 1" in again) == still      # run.json cannot allow it
         shutil.rmtree(out / "ckpt")
+    if refused:
+        train(data, "--steps", 1, "--out", tmp_path / "out")
+        shutil.copystat(other, tmp_path / "out/ckpt")
+        os.chown(tmp_path / "out/ckpt", owner, owner)
+        text = train(data, "--steps", 2, "--resume", "--out", tmp_path / "out", code=RESOURCE)
+        says(text, tmp_path / "out/ckpt", "belongs to another user", "--foreign-folder 1")
 
 
 def test_no_folder_for_checkpoints(data, tmp_path):
