@@ -525,7 +525,6 @@ WRONG = {
     "a city with digits": (["--city", "Area51"], 2, ["--city Area51: expected a name without digits", "--number"]),
     "a system message without tokens": (["--model", "{withoutB}", "--city", "Rome", "--chat", "chatml", "--system",
                                          "Be brief."], 2, ["--system", "withoutB/tokenizer.json"]),
-    "a larger vocabulary": (["--model", "{larger}"], 3, ["tokenizer", "vocabulary"]),
     "no ChatML": (["--chat", "chatml", "--model", "{plain}"], 2, ["--chat chatml", "<|im_start|>", "--chat raw"]),
     "a system message": (["--system", "Hi"], 2, ["--system needs --chat chatml"]),
     "a long system message": (["--system", "x" * 257, "--chat", "chatml"], 2, ["--system", "at most 256"]),
@@ -547,12 +546,11 @@ def wrong(model_of, data, tmp_path_factory):
     write_shard(root / "few.bin", np.full(60, 97))
     write_shard(root / "ends.bin", np.where(np.arange(64 * 37 + 1) % 4 == 0, 97, END_OF_TEXT))
     folder, tensors, _ = model_of("llama", "softmax")
-    for name in ("bare", "plain", "larger"):
+    for name in ("bare", "plain"):
         (root / name).mkdir()
         for file in ("config.json", "model.safetensors"):
             (root / name / file).write_bytes((folder / file).read_bytes())
     write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
-    write_tokenizer(root / "larger", {"<|endoftext|>": 256, "<|a|>": 257, "<|b|>": 258, "<|c|>": 259})
     without = {f"without{letter}": root / f"without{letter}" for letter in "7:.?B"}
     for name, path in without.items():
         shutil.copytree(folder, path)
@@ -561,7 +559,7 @@ def wrong(model_of, data, tmp_path_factory):
         vocab[2 * name[-1]] = vocab.pop(name[-1])           # the ids stay; without merges, no text has this token
         (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     files = {name: root / f"{name}.bin" for name in ("empty", "few", "ends")}
-    folders = {name: root / name for name in ("bare", "plain", "larger")}
+    folders = {name: root / name for name in ("bare", "plain")}
     return without | files | folders | {"pn": model_of("llama", "ssmax-pn")[0]}
 
 

@@ -28,7 +28,7 @@ class TensorRow(ctypes.Structure):
 @pytest.fixture(scope="session")
 def c(tmp_path_factory):
     library = tmp_path_factory.mktemp("c") / "safetensors.so"
-    sources = [ROOT / "runtime" / f"{name}.c" for name in ("error", "file", "json", "safetensors")]
+    sources = [ROOT / "runtime" / f"{name}.c" for name in ("error", "file", "json", "own", "safetensors", "utf8")]
     subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", f"-I{ROOT}", "-o", library, *sources,
                     "-lcjson", "-lxxhash", "-lm"],
                    check=True)
@@ -36,8 +36,8 @@ def c(tmp_path_factory):
     c.safetensors_open.restype = ctypes.c_void_p
     c.safetensors_close.argtypes = [ctypes.c_void_p]
     c.safetensors_write.restype = c.safetensors_read.restype = c.safetensors_read_f64.restype = ctypes.c_bool
-    c.safetensors_write.argtypes = [ctypes.c_char_p, ctypes.POINTER(TensorRow), ctypes.c_size_t,
-                                    ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(Error)]
+    c.safetensors_write.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(TensorRow), ctypes.c_size_t,
+                                    ctypes.POINTER(ctypes.c_char_p), ctypes.c_void_p, ctypes.POINTER(Error)]
     c.safetensors_read.argtypes = c.safetensors_read_f64.argtypes = [
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p,
         ctypes.POINTER(Error)]
@@ -53,7 +53,8 @@ def write(c, path, tensors, metadata=None):
     pairs = [text.encode() for pair in (metadata or {}).items() for text in pair]
     words = (ctypes.c_char_p * (len(pairs) + 1))(*pairs, None)
     error = Error()
-    assert c.safetensors_write(str(path).encode(), rows, len(tensors), words, error), error.text.decode()
+    folder = -100      # AT_FDCWD
+    assert c.safetensors_write(folder, str(path).encode(), rows, len(tensors), words, None, error), error.text.decode()
 
 
 def open_or_error(c, path):
