@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer import (MODEL, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, faults_program,
-                     losses, make_data, metrics, read_header, steps, tokens, train, write_shard)
+from trainer import (MODEL, ROOT, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment,
+                     faults_program, losses, make_data, metrics, read_header, steps, tokens, train, write_shard)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_resume_starts_a_run_in_an_empty_folder(data, tmp_path):
     printed += train(data, "--steps", 3, "--out", empty, "--resume")
     printed += train(data, "--steps", 4, "--out", empty, "--resume")
     printed += train(data, "--init-from", empty, "--seq-len", 16, "--dry-run", model=False)
-    printed += subprocess.run([TRAIN.parent / "eval_gpt2", "--model", f"{empty},{empty}", "--seq-lens", "16",
+    printed += subprocess.run([ROOT / "eval_gpt2", "--model", f"{empty},{empty}", "--seq-lens", "16",
                                "--data", data / "d_val_000000.bin"],
                               capture_output=True, text=True, check=True).stdout
     assert not {"\x1b", "\u202e"} & set(printed) and printed.count(r"empty\x1b[2J\u202e") >= 10
