@@ -522,22 +522,6 @@ static void floats_from(float *out, const void *raw, size_t count, DType dtype) 
         }
 }
 
-static void doubles_from(double *out, const void *raw, size_t count, DType dtype) {
-    const int64_t *i64 = raw;
-    const int32_t *i32 = raw;
-    if (dtype == DTYPE_F64) memcpy(out, raw, count * 8);
-    else if (dtype == DTYPE_I64)
-        for (size_t i = 0; i < count; i++) out[i] = (double)i64[i];
-    else if (dtype == DTYPE_I32)
-        for (size_t i = 0; i < count; i++) out[i] = i32[i];
-    else
-        for (size_t i = 0; i < count; i++) {
-            float value;
-            floats_from(&value, (const char *)raw + i * dtype_size(dtype), 1, dtype);
-            out[i] = value;
-        }
-}
-
 // Returns the index of the first infinity or NaN, or count. The first loop has no branches, so it vectorizes.
 static size_t first_nonfinite(const float *values, size_t count) {
     uint32_t found = 0;
@@ -553,21 +537,14 @@ static size_t first_nonfinite(const float *values, size_t count) {
     return count;
 }
 
-static size_t first_nonfinite_f64(const double *values, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        if (!isfinite(values[i])) return i;
-    }
-    return count;
-}
-
-// What is wrong with a tensor (`info` is NULL if there is none) that should have this name, this shape and a dtype up
-// to `last`. The text is "" if it is fine.
+// What is wrong with a tensor (`info` is NULL if there is none) that should have this name, this shape and a dtype that
+// safetensors_read() reads. The text is "" if it is fine.
 typedef struct {
     char text[800];
     const char *remedy;
 } Problem;
-static Problem problem_of(const Safetensors *s, const TensorInfo *info, const char *name, int ndim, const size_t *shape,
-                          DType last) {
+static Problem problem_of(const Safetensors *s, const TensorInfo *info, const char *name, int ndim,
+                          const size_t *shape) {
     Problem p = {"", NULL};
     if (!info) {
         p.remedy = "The model is of another kind or has fewer layers. Check its config.json.";
@@ -578,18 +555,18 @@ static Problem problem_of(const Safetensors *s, const TensorInfo *info, const ch
         p.remedy = "The model has other dimensions than expected. Check its config.json.";
         snprintf(p.text, sizeof p.text, "tensor %.300s: expected the shape %s, found %s", name,
                  shape_text(ndim, shape).text, shape_text(info->ndim, info->shape).text);
-    } else if (info->dtype > last) {
+    } else if (info->dtype > DTYPE_BF16) {
         p.remedy = "Convert the model to one of these dtypes.";
-        snprintf(p.text, sizeof p.text, "tensor %.300s: expected F32, BF16, F16%s, found %s", name,
-                 last == DTYPE_I32 ? ", F64, I64 or I32" : " or F64", dtype_name(info->dtype));
+        snprintf(p.text, sizeof p.text, "tensor %.300s: expected F32, BF16, F16 or F64, found %s", name,
+                 dtype_name(info->dtype));
     }
     return p;
 }
 
-static const TensorInfo *find_fitting(const Safetensors *s, const char *name, int ndim, const size_t *shape, DType last,
+static const TensorInfo *find_fitting(const Safetensors *s, const char *name, int ndim, const size_t *shape,
                                       Error *error) {
     const TensorInfo *info = safetensors_find(s, name);
-    Problem p = problem_of(s, info, name, ndim, shape, last);
+    Problem p = problem_of(s, info, name, ndim, shape);
     if (!p.text[0]) return info;
     error_set(error, EXIT_INPUT, "%s: %s.\n  %s", info ? info->path : s->path, p.text, p.remedy);
     return NULL;
@@ -597,7 +574,7 @@ static const TensorInfo *find_fitting(const Safetensors *s, const char *name, in
 
 bool safetensors_fits(const Safetensors *s, const char *name, int ndim, const size_t *shape, Reasons *reasons) {
     const TensorInfo *info = safetensors_find(s, name);
-    Problem p = problem_of(s, info, name, ndim, shape, DTYPE_BF16);
+    Problem p = problem_of(s, info, name, ndim, shape);
     if (!p.text[0]) return true;
     char file[120] = "";
     if (info) {
@@ -634,7 +611,7 @@ static bool nonfinite(const TensorInfo *info, size_t index, double value, Error 
 }
 
 bool safetensors_read(const Safetensors *s, const char *name, int ndim, const size_t *shape, float *out, Error *error) {
-    const TensorInfo *info = find_fitting(s, name, ndim, shape, DTYPE_BF16, error);
+    const TensorInfo *info = find_fitting(s, name, ndim, shape, error);
     if (!info) return false;
     size_t width = dtype_size(info->dtype);
     void *buffer = info->dtype == DTYPE_F32 ? NULL : allocate(PIECE * width);
@@ -646,25 +623,6 @@ bool safetensors_read(const Safetensors *s, const char *name, int ndim, const si
         if (!ok) break;
         if (buffer) floats_from(out + at, buffer, n, info->dtype);
         size_t bad = first_nonfinite(out + at, n);
-        if (bad < n) ok = nonfinite(info, at + bad, out[at + bad], error);
-    }
-    free(buffer);
-    return ok;
-}
-
-bool safetensors_read_f64(const Safetensors *s, const char *name, int ndim, const size_t *shape, double *out,
-                          Error *error) {
-    const TensorInfo *info = find_fitting(s, name, ndim, shape, DTYPE_I32, error);
-    if (!info) return false;
-    size_t width = dtype_size(info->dtype);
-    void *buffer = allocate(PIECE * width);
-    bool ok = true;
-    for (size_t at = 0; at < info->elements && ok; at += PIECE) {
-        size_t n = info->elements - at < PIECE ? info->elements - at : PIECE;
-        ok = file_read_at(info->fd, info->path, buffer, n * width, info->offset + at * width, error);
-        if (!ok) break;
-        doubles_from(out + at, buffer, n, info->dtype);
-        size_t bad = first_nonfinite_f64(out + at, n);
         if (bad < n) ok = nonfinite(info, at + bad, out[at + bad], error);
     }
     free(buffer);

@@ -97,10 +97,6 @@ bool safetensors_fits(const Safetensors *tensors, const char *name, int ndim, co
 // be read.
 bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error);
 
-// Like safetensors_read(), but as float64; also reads I64 and I32. For fixtures.
-bool safetensors_read_f64(const Safetensors *tensors, const char *name, int ndim, const size_t *shape, double *out,
-                          Error *error);
-
 #ifdef __cplusplus
 }
 #endif

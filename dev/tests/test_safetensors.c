@@ -138,23 +138,16 @@ static void test_wide(void) {
     struct {
         double f64[2];
         int64_t i64[2];
-        int32_t i32[2];
-    } data = {{0.1, -1e300}, {-5, 1ll << 52}, {-7, 50256}};
+    } data = {{0.1, -1e300}, {-5, 1ll << 52}};
     const char *header = "{\"f\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[0,16]},"
-                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]},"
-                         "\"i\":{\"dtype\":\"I32\",\"shape\":[2],\"data_offsets\":[32,40]}}   ";
+                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]}}";
     size_t two = 2;
-    double out[2];
-    float narrow[2];
+    float out[2];
     Error error = {0};
     Safetensors *s = safetensors_open(make_file("wide", header, strlen(header), &data, sizeof data), &error);
-    CHECK(s && safetensors_read_f64(s, "f", 1, &two, out, &error) && !memcmp(out, data.f64, 16), "F64: %s", error.text);
-    CHECK(s && safetensors_read_f64(s, "l", 1, &two, out, &error) && out[0] == -5 && out[1] == 4503599627370496.0,
-          "I64");
-    CHECK(s && safetensors_read_f64(s, "i", 1, &two, out, &error) && out[0] == -7 && out[1] == 50256, "I32");
-    CHECK(!safetensors_read(s, "f", 1, &two, narrow, &error) && strstr(error.text, "element 1 of 2"),
+    CHECK(s && !safetensors_read(s, "f", 1, &two, out, &error) && strstr(error.text, "element 1 of 2"),
           "1e300 as float32: %s", error.text);
-    CHECK(!safetensors_read(s, "l", 1, &two, narrow, &error) && strstr(error.text, "found I64"), "I64 as float32: %s",
+    CHECK(s && !safetensors_read(s, "l", 1, &two, out, &error) && strstr(error.text, "found I64"), "I64 as float32: %s",
           error.text);
     safetensors_close(s);
 }
@@ -300,7 +293,6 @@ static void test_pieces(void) {
     enum { N = (1 << 20) + 3 };
     size_t shape = N;
     float *values = calloc(N, sizeof *values), *read = malloc(N * sizeof *read);
-    double *wide = malloc(N * sizeof *wide);
     TensorRow rows[] = {{"a", DTYPE_F32, 1, {N}, values}, {"b", DTYPE_BF16, 1, {N}, values}};
     Error error = {0};
     bool same = false;
@@ -313,9 +305,6 @@ static void test_pieces(void) {
         CHECK(!safetensors_read(s, rows[i].name, 1, &shape, read, &error) &&
                   strstr(error.text, "inf in element 1048578 of 1048579"),
               "%s: %s", rows[i].name, error.text);
-        CHECK(!safetensors_read_f64(s, rows[i].name, 1, &shape, wide, &error) &&
-                  strstr(error.text, "inf in element 1048578 of 1048579"),
-              "%s: %s", rows[i].name, error.text);
     }
     for (int i = 0; s && zeros && i < 2; i++) {
         const TensorInfo *one = safetensors_find(s, rows[i].name), *other = safetensors_find(zeros, rows[i].name);
@@ -326,7 +315,6 @@ static void test_pieces(void) {
     safetensors_close(s);
     free(values);
     free(read);
-    free(wide);
 }
 
 // A tensor that begins past 4 GiB, in a sparse file.
