@@ -5,12 +5,13 @@
 // Source: PTX ISA 9.0. Tested by test_kernels ("wrappers"), which is the first thing to run on a GPU.
 //
 //   Mbarrier, mbarrier_*      barriers in shared memory, which count arrivals and bytes
-//   TensorMap, tma_*, bulk_*  copies between global and shared memory by one thread
+//   TensorMap, tma_load       copies of boxes of a tensor from global to shared memory by one thread
+//   bulk_*                    contiguous copies and additions to global memory by one thread
 //   fence_proxy_async         between ordinary stores to shared memory and asynchronous reads or writes of those bytes
 //   wgmma*                    matmuls of a warpgroup, 128 threads: B in shared memory, A there or in registers
 //   named_barrier_*           barriers for some of a block's warps
 //   setmaxnreg_*              registers move from one warpgroup to another
-//   stmatrix_*, store_shared  stores to shared memory that asynchronous instructions read
+//   stmatrix_x4, store_shared stores to shared memory that asynchronous instructions read
 //   wait_for_counter, ...     order between blocks
 //
 // Why a wait names its results: the compiler does not know that wgmma writes D later, and might move an instruction
@@ -43,7 +44,7 @@ enum Swizzle { SWIZZLE_NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 };
 // Which of an operand's dimensions is contiguous: K, over which the matmul sums, or its rows (of B: columns).
 enum Major { K_MAJOR, MN_MAJOR };
 
-// Before a kernel's parameter of type TensorMap: tma_* take its address, which must not be that of a copy.
+// Before a kernel's parameter of type TensorMap: tma_load() takes its address, which must not be that of a copy.
 #define GRID_CONSTANT const __grid_constant__
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -87,16 +88,9 @@ DEVICE void mbarrier_wait(Mbarrier *b, unsigned parity) {
 }
 
 // ---- TMA. `at` are the coordinates of the box's first element, the contiguous dimension first. Elements out of bounds
-// are loaded as 0, and not stored. The box in shared memory is aligned to 128 bytes, with a swizzle of 32, 64 or 128
-// bytes to 256, 512 or 1,024. Three more rules, measured on an H200:
-//   - at[0] times the element's size is a multiple of 16 bytes, also where it is negative: floats at -4, but not at -3.
-//     Otherwise a load, store or addition ends the kernel with cudaErrorIllegalInstruction.
-//   - No coordinate of a store or addition is negative, or the kernel ends likewise, even if at[0] is a multiple of 16
-//     bytes. Loads may begin before the tensor's start, and all three may reach past its end, in any dimension.
-//   - A store or addition writes whole pieces of 16 bytes. If the tensor's rows, sizes[0] elements, are not multiples
-//     of 16 bytes, a box that reaches past a row's end also overwrites, or adds to, what follows the row in its last
-//     piece: in bf16, elements 50 to 55 after a row of 50; in float, 17 to 19 after a row of 17. Loads fill these
-//     with 0.
+// are loaded as 0. The box in shared memory is aligned to 128 bytes, with a swizzle of 32, 64 or 128 bytes to 256, 512 or
+// 1,024. at[0] times the element's size is a multiple of 16 bytes, even if it is negative: floats at -4, but not at -3.
+// Otherwise, measured on an H200, the kernel ends with cudaErrorIllegalInstruction.
 
 #define HOPPER_TMA(rank, coordinates, ...) \
     if constexpr (RANK == rank) \
@@ -111,44 +105,8 @@ DEVICE void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int 
                 HOPPER_TMA(5, "%3, %4, %5, %6, %7", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]))}
 #undef HOPPER_TMA
 
-// Stores and additions belong to the bulk group that the same thread closes by bulk_commit().
-#define HOPPER_TMA(rank, coordinates, ...) \
-    if constexpr (RANK == rank && !ADD) \
-        HOPPER_ASM("cp.async.bulk.tensor." #rank "d.global.shared::cta.bulk_group [%0, {" coordinates \
-                   "}], [%1];" ::"l"(map), "r"(shared_address(shared)), __VA_ARGS__ \
-                   : "memory"); \
-    if constexpr (RANK == rank && ADD) \
-        HOPPER_ASM("cp.reduce.async.bulk.tensor." #rank "d.global.shared::cta.add.bulk_group [%0, {" coordinates \
-                   "}], [%1];" ::"l"(map), "r"(shared_address(shared)), __VA_ARGS__ \
-                   : "memory");
-template <bool ADD, int RANK>
-DEVICE void tma_out(const TensorMap *map, const void *shared, const int (&at)[RANK]) {
-    HOPPER_TMA(1, "%2", "r"(at[0]))
-    HOPPER_TMA(2, "%2, %3", "r"(at[0]), "r"(at[1]))
-    HOPPER_TMA(3, "%2, %3, %4", "r"(at[0]), "r"(at[1]), "r"(at[2]))
-    HOPPER_TMA(4, "%2, %3, %4, %5", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]))
-    HOPPER_TMA(5, "%2, %3, %4, %5, %6", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]))
-}
-#undef HOPPER_TMA
-
-template <int RANK>
-DEVICE void tma_store(const TensorMap *map, const void *shared, const int (&at)[RANK]) {
-    tma_out<false>(map, shared, at);
-}
-
-// Adds floats to global memory, in any order.
-template <int RANK>
-DEVICE void tma_reduce_add(const TensorMap *map, const void *shared, const int (&at)[RANK]) {
-    tma_out<true>(map, shared, at);
-}
-
-// Contiguous copies. Addresses and the number of bytes are multiples of 16.
-DEVICE void bulk_load(void *shared, const void *global, unsigned bytes, Mbarrier *b) {
-    HOPPER_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(b)) : "memory");
-}
-
+// Contiguous copies, which belong to the bulk group that the same thread closes by bulk_commit(). Addresses and the
+// number of bytes are multiples of 16.
 DEVICE void bulk_store(void *global, const void *shared, unsigned bytes) {
     HOPPER_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
                "r"(bytes) : "memory");
@@ -188,26 +146,11 @@ DEVICE void fence_proxy_async() {
     HOPPER_ASM("fence.proxy.async.shared::cta;" :: : "memory");
 }
 
-// The inverse of ldmatrix_*: lane l passes the address of row l % 8 of matrix l / 8, and r[i] holds its elements
-// 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i, or of the transposed matrix.
-DEVICE void stmatrix_x2(void *row, const uint32_t (&r)[2]) {
-    HOPPER_ASM("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(r[0]),
-               "r"(r[1]) : "memory");
-}
-
+// The inverse of ldmatrix_x4: lane l passes the address of row l % 8 of matrix l / 8, and r[i] holds its elements
+// 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i.
 DEVICE void stmatrix_x4(void *row, const uint32_t (&r)[4]) {
     HOPPER_ASM("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-
-DEVICE void stmatrix_x2_transposed(void *row, const uint32_t (&r)[2]) {
-    HOPPER_ASM("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(r[0]),
-               "r"(r[1]) : "memory");
-}
-
-DEVICE void stmatrix_x4_transposed(void *row, const uint32_t (&r)[4]) {
-    HOPPER_ASM("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
 // ---- wgmma: d (64,N) = a (64,16) · b (16,N), plus d if `accumulate`; a and b bf16, d float, N = 8 NT.
@@ -440,11 +383,10 @@ DEVICE T *aligned_tile(T *p) {
     return (T *)((char *)p + (1024 - shared_address(p) % 1024) % 1024);
 }
 
-// Describes a tensor of bf16 or float for tma_*: its sizes in elements and its strides in bytes, the contiguous
+// Describes a tensor of bf16 or float for tma_load(): its sizes in elements and its strides in bytes, the contiguous
 // dimension first and without a stride, and the box that one copy moves. Strides and p are multiples of 16 bytes, and
-// with a swizzle, a row of the box has as many bytes. Stores also need rows of the tensor that are
-// multiples of 16 bytes (see "TMA" above). Ends the program if CUDA refuses the tensor. Writes to *map rather than
-// returning it: CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
+// with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses the tensor. Writes to *map rather
+// than returning it: CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
 template <class X>
 static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64_t *sizes, const uint64_t *strides,
                               const uint32_t *box, Swizzle swizzle) {

@@ -36,10 +36,7 @@ enum Kind {
     REDUCE_XOR,
     LDMATRIX_X4,
     LDMATRIX_X4_TRANSPOSED,
-    STMATRIX_X2,
     STMATRIX_X4,
-    STMATRIX_X2_TRANSPOSED,
-    STMATRIX_X4_TRANSPOSED,
     MMA,
     // Waits that hopper.cpp describes.
     MBARRIER_WAIT,

@@ -73,7 +73,7 @@ static const char *const kind_names[] = {
     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
     "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
     "ldmatrix_x4", "ldmatrix_x4_transposed",
-    "stmatrix_x2", "stmatrix_x4", "stmatrix_x2_transposed", "stmatrix_x4_transposed", "mma_m16n8k16"
+    "stmatrix_x4", "mma_m16n8k16"
 };
 // clang-format on
 
@@ -895,25 +895,24 @@ static void count_conflicts(Worker &w, Site site, int conflicts) {
     }
 }
 
-// Takes this lane's address of a row of 16 bytes, for ldmatrix and stmatrix. Lanes beyond the rows give any address.
-static void take_row(const void *row, int matrices, Kind kind, const char *accesses, Site site) {
+enum { MATRICES = 4 };
+
+// Takes this lane's address of a row of 16 bytes, for ldmatrix and stmatrix.
+static void take_row(const void *row, Kind kind, const char *accesses, Site site) {
     Fiber &me = self();
-    if ((int)me.lane < matrices * 8) {
-        if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
-        if (!is_shared(*worker, row, 16))
-            die("OUT OF BOUNDS: %s at %s:%d, lane %u, %s 16 bytes outside the block's shared memory: %s",
-                kind_names[kind], site.file, site.line, me.lane, accesses, describe_shared(*worker, row).c_str());
-    }
+    if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
+    if (!is_shared(*worker, row, 16))
+        die("OUT OF BOUNDS: %s at %s:%d, lane %u, %s 16 bytes outside the block's shared memory: %s", kind_names[kind],
+            site.file, site.line, me.lane, accesses, describe_shared(*worker, row).c_str());
     me.warp->row[me.lane] = row;
 }
 
 void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site) {
-    enum { MATRICES = 4 };
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
     Kind kind = transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4;
-    take_row(row, MATRICES, kind, "reads", site);
+    take_row(row, kind, "reads", site);
     if (w.watched) __tsan_read16((void *)row);
     if (last_to_arrive(me, kind, ALL_LANES, site)) {
         int conflicts = 0;
@@ -938,26 +937,22 @@ void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site) {
     for (int i = 0; i < MATRICES; i++) r[i] = warp.r[i][me.lane];
 }
 
-void stmatrix(const void *row, int matrices, bool transposed, const uint32_t *r, Site site) {
+void stmatrix(const void *row, const uint32_t *r, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
-    Kind kind = matrices == 2 ? (transposed ? STMATRIX_X2_TRANSPOSED : STMATRIX_X2)
-                              : (transposed ? STMATRIX_X4_TRANSPOSED : STMATRIX_X4);
-    take_row(row, matrices, kind, "writes", site);
-    if (w.watched && (int)me.lane < matrices * 8) __tsan_write16((void *)row);
-    for (int i = 0; i < matrices; i++) warp.r[i][me.lane] = r[i];
-    if (last_to_arrive(me, kind, ALL_LANES, site)) {
+    take_row(row, STMATRIX_X4, "writes", site);
+    if (w.watched) __tsan_write16((void *)row);
+    for (int i = 0; i < MATRICES; i++) warp.r[i][me.lane] = r[i];
+    if (last_to_arrive(me, STMATRIX_X4, ALL_LANES, site)) {
         int conflicts = 0;
-        for (int i = 0; i < matrices; i++) {
+        for (int i = 0; i < MATRICES; i++) {
             const void *const *rows = warp.row + 8 * i;
             conflicts += conflicts_of(rows, 0xFF);
             uint16_t matrix[8][8];
             for (int l = 0; l < LANES; l++)
-                for (int half = 0; half < 2; half++) {
-                    int g = l / 4, t = 2 * (l % 4) + half;
-                    (transposed ? matrix[t][g] : matrix[g][t]) = (uint16_t)(warp.r[i][l] >> 16 * half);
-                }
+                for (int half = 0; half < 2; half++)
+                    matrix[l / 4][2 * (l % 4) + half] = (uint16_t)(warp.r[i][l] >> 16 * half);
             for (int j = 0; j < 8; j++) {
                 memcpy((void *)rows[j], matrix[j], 16);
                 async_generic_store(rows[j], 16, me.number - me.lane + (unsigned)(8 * i + j), site);

@@ -66,7 +66,7 @@ unsigned match(bool all, unsigned mask, uint64_t value, Site site);
 int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site);
 void fence();
 void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site);
-void stmatrix(const void *row, int matrices, bool transposed, const uint32_t *r, Site site);
+void stmatrix(const void *row, const uint32_t *r, Site site);
 void mma(float *d, const uint32_t *a, const uint32_t *b, Site site);
 void copy_async(void *shared, const void *global, bool valid, Site site);
 void copy_commit();

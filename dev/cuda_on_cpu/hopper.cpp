@@ -49,8 +49,10 @@ struct Piece {          // 16 bytes of a copy
     uint8_t inside;    // of its bytes, so many are in bounds, from the first on
 };
 
+enum CopyKind { LOAD, STORE, ADDITION };
+
 struct BulkCopy {
-    TmaKind kind;
+    CopyKind kind;
     const char *name;    // of the function that issued it
     Site site;
     unsigned thread, group;    // issued by this thread, after so many commits
@@ -113,7 +115,7 @@ struct Run {    // of bytes in global memory
 
 struct UnfinishedStore {    // a bulk store, or addition, that no bulk_wait has covered yet
     unsigned group;
-    TmaKind kind;
+    CopyKind kind;
     std::vector<Run> runs;
     const unsigned *counter;    // for which its thread waited last
     Site site;
@@ -515,7 +517,7 @@ void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
 struct TensorMapBits {    // a CUtensorMap of the emulation
     uint64_t magic;
     char *base;
-    uint32_t rank, element_bytes, type, swizzle;
+    uint32_t rank, element_bytes, swizzle;
     uint64_t dims[5], strides[4];    // strides in bytes, from the second dimension on
     uint16_t box[5], unused[3];
 };
@@ -579,7 +581,6 @@ extern "C" CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType
     m.magic = TENSOR_MAP;
     m.base = (char *)base;
     m.rank = rank;
-    m.type = (uint32_t)type;
     m.swizzle = (uint32_t)swizzle;
     if (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) m.element_bytes = 2;
     if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) m.element_bytes = 4;
@@ -610,10 +611,6 @@ extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void
 namespace cuda_on_cpu {
 
 // ---- TMA and bulk copies
-
-static const char *const tma_names[] = {"tma_load", "tma_store", "tma_reduce_add"}, *const bulk_names[] = {
-                                                                                        "bulk_load", "bulk_store",
-                                                                                        "bulk_reduce_add"};
 
 // Swizzling exchanges address bits 4 to 6 depending on bits 7 to 9 (128 bytes), 4 and 5 on 7 and 8 (64), 4 on 7 (32):
 // of the address in shared memory, wherever the tile starts.
@@ -657,17 +654,17 @@ static void announce_copy(Worker &w, AsyncThread &t, const BulkCopy &c) {
     as_thread(t.copier, [&] {
         __tsan_acquire(issued);
         for (const Piece &p : c.pieces)
-            if (c.kind == TMA_LOAD) {
+            if (c.kind == LOAD) {
                 __tsan_write_range(shared_pointer(w, p.offset), PIECE);
                 __tsan_read_range(p.global, p.inside);
             } else __tsan_read_range(shared_pointer(w, p.offset), PIECE);
         if (c.barrier) __tsan_release(sync_of(*c.barrier, c.phase));
     });
-    if (c.kind == TMA_LOAD) return;
+    if (c.kind == LOAD) return;
     as_thread(t.writer, [&] {
         __tsan_acquire(issued);
         for (const Piece &p : c.pieces)
-            if (c.kind == TMA_STORE) __tsan_write_range(p.global, p.inside);
+            if (c.kind == STORE) __tsan_write_range(p.global, p.inside);
             else
                 for (int i = 0; i < p.inside; i += 4) __tsan_atomic32_fetch_add(p.global + i, 0, __ATOMIC_RELAXED);
     });
@@ -688,13 +685,9 @@ static void issue_load(Worker &w, Async &a, BulkCopy &c, unsigned swizzle) {
     c.barrier->has_bytes = true;
 }
 
-static void issue_store(Worker &w, Async &a, BulkCopy &c, unsigned swizzle) {
+static void take_source(Worker &w, Async &a, BulkCopy &c) {    // of a store or an addition
     for (const Piece &p : c.pieces) {
-        const Loaded &loaded = a.loaded[p.offset / PIECE];
         check_read(w, a, p.offset, c.name, c.site);
-        if (loaded.site && loaded.swizzle != swizzle)
-            die("WRONG SWIZZLE: %s at %s:%d reads what the TMA load at %s:%d wrote with another swizzle", c.name,
-                c.site.file, c.site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
         const char *from = shared_pointer(w, p.offset);
         c.source.insert(c.source.end(), from, from + PIECE);
     }
@@ -744,7 +737,7 @@ static void read_source(Worker &w, Async &a, BulkCopy &c) {
 static void write_target(BulkCopy &c) {
     for (size_t i = 0; i < c.pieces.size(); i++) {
         const Piece &p = c.pieces[i];
-        if (c.kind == TMA_REDUCE_ADD) add_floats(p.global, &c.source[i * PIECE], p.inside);
+        if (c.kind == ADDITION) add_floats(p.global, &c.source[i * PIECE], p.inside);
         else memcpy(p.global, &c.source[i * PIECE], p.inside);
     }
 }
@@ -752,10 +745,10 @@ static void write_target(BulkCopy &c) {
 // The next step of a copy; a store first reads, and later writes.
 static void step_copy(Worker &w, Async &a, size_t index) {
     BulkCopy &c = *a.copies[index];
-    if (c.kind != TMA_LOAD && !c.read) return read_source(w, a, c);
+    if (c.kind != LOAD && !c.read) return read_source(w, a, c);
     std::unique_ptr<BulkCopy> done = std::move(a.copies[index]);
     a.copies.erase(a.copies.begin() + (ptrdiff_t)index);
-    if (c.kind != TMA_LOAD) return write_target(c);
+    if (c.kind != LOAD) return write_target(c);
     complete_load(w, a, c);
     complete_phase_if_done(w, *c.barrier);
 }
@@ -773,105 +766,78 @@ static std::vector<Run> runs_of(const BulkCopy &c) {
 // Bulk copies of a thread that only bulk_wait would order must not touch the same bytes, unless both add.
 static void check_order(const AsyncThread &t, const BulkCopy &c, const std::vector<Run> &runs) {
     for (const UnfinishedStore &s : t.unfinished) {
-        if (c.kind == TMA_REDUCE_ADD && s.kind == TMA_REDUCE_ADD) continue;
+        if (c.kind == ADDITION && s.kind == ADDITION) continue;
         for (const Run &x : runs)
             for (const Run &y : s.runs)
                 if (x.start < y.end && y.start < x.end)
                     die("MISSING WAIT: %s at %s:%d %s global memory that the copy issued at %s:%d writes, and no bulk_wait has covered that",
-                        c.name, c.site.file, c.site.line, c.kind == TMA_LOAD ? "reads" : "writes", s.site.file,
+                        c.name, c.site.file, c.site.line, c.kind == LOAD ? "reads" : "writes", s.site.file,
                         s.site.line);
     }
 }
 
-static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy, Mbarrier *b, unsigned swizzle) {
-    BulkCopy &c = *copy;
+static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy) {
     AsyncThread &me = thread_of(a, self());
-    c.thread = self().number;
-    c.group = me.bulk_commits;
-    std::vector<Run> runs = runs_of(c);
-    check_order(me, c, runs);
-    if (c.kind == TMA_LOAD) {
-        c.barrier = &find_barrier(w, a, b, true, c.name, c.site);
-        c.phase = c.barrier->phase;
-        check_announced(a, c);
-        issue_load(w, a, c, swizzle);
-    } else {
-        issue_store(w, a, c, swizzle);
-        me.bulk_uncommitted = true;
-        me.bulk_site = c.site;
-        me.bulk_needed = c.group + 1;
-        me.unfinished.push_back({c.group, c.kind, std::move(runs), me.counter, c.site});
-    }
-    announce_copy(w, me, c);
+    copy->thread = self().number;
+    copy->group = me.bulk_commits;
+    announce_copy(w, me, *copy);
     w.counts.bulk_copies++;
+    const bool load = copy->kind == LOAD;
     a.copies.push_back(std::move(copy));
     if (w.settings.async != EARLY) return;
-    if (c.kind != TMA_LOAD) step_copy(w, a, a.copies.size() - 1);
+    if (!load) step_copy(w, a, a.copies.size() - 1);
     step_copy(w, a, a.copies.size() - 1);
 }
 
-// Hardware loads a box that begins before the tensor's start, but neither stores nor adds one.
-static void check_start(const BulkCopy &c, const int *at, int rank) {
-    for (int i = 0; i < rank; i++)
-        if (at[i] < 0)
-            die("NEGATIVE COORDINATE: %s at %s:%d: the coordinate of dimension %d is %d; only loads may begin before the tensor's start",
-                c.name, c.site.file, c.site.line, i, at[i]);
+static std::unique_ptr<BulkCopy> new_copy(CopyKind kind, const char *name, Site site) {
+    std::unique_ptr<BulkCopy> c(new BulkCopy());
+    c->kind = kind;
+    c->name = name;
+    c->site = site;
+    return c;
 }
 
-// Hardware writes whole pieces: what is left of a row's last one, beyond the tensor's end, is overwritten or added to
-// as well.
-static void check_row_end(const BulkCopy &c, const TensorMapBits &m) {
-    for (const Piece &p : c.pieces)
-        if (p.inside % PIECE != 0)
-            die("STORE PAST THE ROW'S END: %s at %s:%d writes whole pieces of 16 bytes, and so %d bytes past the end of rows of %lld bytes",
-                c.name, c.site.file, c.site.line, PIECE - p.inside, (long long)row_bytes(m));
-}
-
-void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, const int *at, int rank, Site site) {
+void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int *at, int rank, Site site) {
     Unseen unseen;
     Worker &w = *worker;
     Async &a = async_of(w);
     TensorMapBits m;
     memcpy(&m, (const void *)map, sizeof m);
-    const char *name = tma_names[kind];
     if (m.magic != TENSOR_MAP || (uintptr_t)map % 64 != 0)
-        die("WRONG TENSOR MAP: %s at %s:%d: what it is given is not a tensor map, or not aligned to 64 bytes", name,
+        die("WRONG TENSOR MAP: tma_load at %s:%d: what it is given is not a tensor map, or not aligned to 64 bytes",
             site.file, site.line);
     if ((int)m.rank != rank)
-        die("WRONG TENSOR MAP: %s at %s:%d has %d coordinates, and the tensor map %u dimensions", name, site.file,
+        die("WRONG TENSOR MAP: tma_load at %s:%d has %d coordinates, and the tensor map %u dimensions", site.file,
             site.line, rank, m.rank);
-    if (kind == TMA_REDUCE_ADD && m.type != CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
-        die("WRONG TENSOR MAP: %s at %s:%d: only float32 is emulated", name, site.file, site.line);
     if (!is_device(m.base, extent(m)))
-        die("OUT OF BOUNDS: %s at %s:%d: the tensor is no longer device memory", name, site.file, site.line);
-    std::unique_ptr<BulkCopy> c(new BulkCopy());
-    c->kind = kind;
-    c->name = name;
-    c->site = site;
+        die("OUT OF BOUNDS: tma_load at %s:%d: the tensor is no longer device memory", site.file, site.line);
     size_t offset = shared_offset(w, shared), bytes = m.element_bytes;
     for (uint32_t i = 0; i < m.rank; i++) bytes *= m.box[i];
     if (!is_shared(w, shared, bytes))
-        die("OUT OF BOUNDS: the box of %s at %s:%d, %zu bytes, is outside the block's shared memory: %s", name,
+        die("OUT OF BOUNDS: the box of tma_load at %s:%d, %zu bytes, is outside the block's shared memory: %s",
             site.file, site.line, bytes, describe_shared(w, shared).c_str());
     if (offset % alignment_of(m.swizzle) != 0)
-        die("MISALIGNED: the box of %s at %s:%d is at byte %zu of shared memory, which is not a multiple of %u", name,
+        die("MISALIGNED: the box of tma_load at %s:%d is at byte %zu of shared memory, which is not a multiple of %u",
             site.file, site.line, offset, alignment_of(m.swizzle));
     if ((int64_t)at[0] * m.element_bytes % PIECE != 0)
-        die("MISALIGNED COORDINATE: %s at %s:%d: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
-            name, site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
+        die("MISALIGNED COORDINATE: tma_load at %s:%d: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
+            site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
+    std::unique_ptr<BulkCopy> c = new_copy(LOAD, "tma_load", site);
+    c->barrier = &find_barrier(w, a, b, true, c->name, site);
+    c->phase = c->barrier->phase;
     list_pieces(*c, m, at, (uint32_t)offset);
-    if (kind != TMA_LOAD) {
-        check_start(*c, at, rank);
-        check_row_end(*c, m);
-    }
-    issue(w, a, std::move(c), b, m.swizzle);
+    check_announced(a, *c);
+    const std::vector<Run> runs = runs_of(*c);
+    check_order(thread_of(a, self()), *c, runs);
+    issue_load(w, a, *c, m.swizzle);
+    issue(w, a, std::move(c));
 }
 
-void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, Mbarrier *b, Site site) {
+void bulk_store(void *global, const void *shared, unsigned bytes, bool add, Site site) {
     Unseen unseen;
     Worker &w = *worker;
     Async &a = async_of(w);
-    const char *name = bulk_names[kind];
+    const char *name = add ? "bulk_reduce_add" : "bulk_store";
     if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16 || bytes == 0)
         die("MISALIGNED: %s at %s:%d: addresses and the number of bytes, %u, must be multiples of 16", name, site.file,
             site.line, bytes);
@@ -881,14 +847,19 @@ void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, 
     if (!is_device(global, bytes))
         die("OUT OF BOUNDS: %s at %s:%d: the %u bytes at %p are not all device memory", name, site.file, site.line,
             bytes, global);
-    std::unique_ptr<BulkCopy> c(new BulkCopy());
-    c->kind = kind;
-    c->name = name;
-    c->site = site;
+    std::unique_ptr<BulkCopy> c = new_copy(add ? ADDITION : STORE, name, site);
     c->bytes = bytes;
     for (uint32_t i = 0; i < bytes; i += PIECE)
         c->pieces.push_back({(uint32_t)shared_offset(w, shared) + i, (char *)global + i, PIECE});
-    issue(w, a, std::move(c), b, SWIZZLE_NONE);
+    AsyncThread &me = thread_of(a, self());
+    std::vector<Run> runs = runs_of(*c);
+    check_order(me, *c, runs);
+    take_source(w, a, *c);
+    me.bulk_uncommitted = true;
+    me.bulk_site = site;
+    me.bulk_needed = me.bulk_commits + 1;
+    me.unfinished.push_back({me.bulk_commits, c->kind, std::move(runs), me.counter, site});
+    issue(w, a, std::move(c));
 }
 
 // After a commit, other blocks may run: what was committed has not been written yet for them.
@@ -917,7 +888,7 @@ void bulk_wait(unsigned groups, bool read_only, Site site) {
     const auto covers = [&](unsigned group) { return group + groups < me.bulk_commits; };
     for (size_t i = 0; i < a.copies.size();) {
         BulkCopy &c = *a.copies[i];
-        bool covered = c.kind != TMA_LOAD && c.thread == self().number && covers(c.group);
+        bool covered = c.kind != LOAD && c.thread == self().number && covers(c.group);
         if (covered && !c.read) step_copy(w, a, i);
         if (covered && !read_only) step_copy(w, a, i);
         else i++;
@@ -1366,7 +1337,7 @@ void async_end_block(Worker &w) {
         if (b.had_bytes && !b.observed)
             die("MISSING WAIT: nobody has waited for the last loads of %s, %s", describe(b).c_str(), block.c_str());
     while (!a.copies.empty()) {
-        if (a.copies[0]->kind == TMA_LOAD)
+        if (a.copies[0]->kind == LOAD)
             die("MISSING WAIT: a block ends while the TMA load at %s:%d is in flight, %s", a.copies[0]->site.file,
                 a.copies[0]->site.line, block.c_str());
         step_copy(w, a, 0);

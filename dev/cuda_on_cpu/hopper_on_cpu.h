@@ -27,10 +27,8 @@ void mbarrier_init(Mbarrier *b, unsigned arrivals, Site site);
 void mbarrier_init_fence();
 void mbarrier_arrive(Mbarrier *b, unsigned expected_bytes, Site site);
 void mbarrier_wait(Mbarrier *b, unsigned parity, Site site);
-enum TmaKind { TMA_LOAD, TMA_STORE, TMA_REDUCE_ADD };
-void tma(TmaKind kind, const void *shared, const TensorMap *map, Mbarrier *b, const int *coordinates, int rank,
-         Site site);
-void bulk(TmaKind kind, const void *shared, const void *global, unsigned bytes, Mbarrier *b, Site site);
+void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int *coordinates, int rank, Site site);
+void bulk_store(void *global, const void *shared, unsigned bytes, bool add, Site site);
 void bulk_commit();
 void bulk_wait(unsigned groups, bool read_only, Site site);
 void fence_proxy_async();
@@ -85,24 +83,13 @@ DEVICE void mbarrier_wait(Mbarrier *b, unsigned parity, CUDA_ON_CPU_SITE) {
 
 template <int rank>
 DEVICE void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int (&at)[rank], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::tma(cuda_on_cpu::TMA_LOAD, shared, map, b, at, rank, {file, line});
-}
-template <int rank>
-DEVICE void tma_store(const TensorMap *map, const void *shared, const int (&at)[rank], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::tma(cuda_on_cpu::TMA_STORE, shared, map, NULL, at, rank, {file, line});
-}
-template <int rank>
-DEVICE void tma_reduce_add(const TensorMap *map, const void *shared, const int (&at)[rank], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::tma(cuda_on_cpu::TMA_REDUCE_ADD, shared, map, NULL, at, rank, {file, line});
-}
-DEVICE void bulk_load(void *shared, const void *global, unsigned bytes, Mbarrier *b, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::bulk(cuda_on_cpu::TMA_LOAD, shared, global, bytes, b, {file, line});
+    cuda_on_cpu::tma_load(shared, map, b, at, rank, {file, line});
 }
 DEVICE void bulk_store(void *global, const void *shared, unsigned bytes, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::bulk(cuda_on_cpu::TMA_STORE, shared, global, bytes, NULL, {file, line});
+    cuda_on_cpu::bulk_store(global, shared, bytes, false, {file, line});
 }
 DEVICE void bulk_reduce_add(float *global, const float *shared, unsigned bytes, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::bulk(cuda_on_cpu::TMA_REDUCE_ADD, shared, global, bytes, NULL, {file, line});
+    cuda_on_cpu::bulk_store(global, shared, bytes, true, {file, line});
 }
 DEVICE void bulk_commit() {
     cuda_on_cpu::bulk_commit();
@@ -126,17 +113,8 @@ DEVICE void store_shared(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CP
 DEVICE void fence_proxy_async() {
     cuda_on_cpu::fence_proxy_async();
 }
-DEVICE void stmatrix_x2(void *row, const uint32_t (&r)[2], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::stmatrix(row, 2, false, r, {file, line});
-}
 DEVICE void stmatrix_x4(void *row, const uint32_t (&r)[4], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::stmatrix(row, 4, false, r, {file, line});
-}
-DEVICE void stmatrix_x2_transposed(void *row, const uint32_t (&r)[2], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::stmatrix(row, 2, true, r, {file, line});
-}
-DEVICE void stmatrix_x4_transposed(void *row, const uint32_t (&r)[4], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::stmatrix(row, 4, true, r, {file, line});
+    cuda_on_cpu::stmatrix(row, r, {file, line});
 }
 
 // ---- wgmma

@@ -33,18 +33,16 @@ static std::vector<X> whole(size_t n, unsigned seed) {
     return y;
 }
 
-// ---- TMA: a box is loaded, copied to `tile`, and, unless `load_only`, stored into `out` and added to `sums`.
+// ---- TMA: a box is loaded, and copied to `tile`.
 
 template <class X, int RANK>
 struct TmaCase {
     int at[RANK];
-    bool load_only;
     int bytes, phases;    // the load is repeated, so that phases of the mbarrier alternate
 };
 
 template <class X, int RANK>
-KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap out, GRID_CONSTANT TensorMap sums,
-                            X *tile, TmaCase<X, RANK> c) {
+KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, X *tile, TmaCase<X, RANK> c) {
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(Mbarrier, full, 1);
     X *shared = (X *)aligned_tile(memory);
@@ -62,13 +60,6 @@ KERNEL void tma_test_kernel(GRID_CONSTANT TensorMap in, GRID_CONSTANT TensorMap 
         __syncthreads();
     }
     for (int i = threadIdx.x; i < c.bytes / (int)sizeof(X); i += blockDim.x) tile[i] = shared[i];
-    if (threadIdx.x > 0 || c.load_only) return;
-    tma_store(&out, shared, c.at);
-    bulk_commit();
-    if (sizeof(X) == 4) tma_reduce_add(&sums, shared, c.at);
-    bulk_commit();
-    bulk_wait_read<1>();
-    bulk_wait<0>();
 }
 
 // The byte of a tile after swizzling, from PTX's tables: row r of 128 bytes permutes its 16-byte pieces by XOR.
@@ -96,21 +87,14 @@ static void test_tma(const char *what, std::vector<uint64_t> sizes, std::vector<
     for (uint32_t b : box) boxed *= b;
     c.bytes = (int)(boxed * sizeof(X));
     c.phases = 3;
-    Tensor<X> in(n), out(n), sums(n), tile(boxed);
-    Numbers x, stored, added(n), got(boxed);
+    Tensor<X> in(n), tile(boxed);
+    Numbers x, got(boxed);
     for (X v : whole<X>(n, 1)) x.push_back(value_of(v));
     fill(in, x);
-    for (X v : whole<X>(n, 2)) stored.push_back(value_of(v));
-    fill(out, stored);
-    fill(sums, stored);
-    added = stored;
-    TensorMap maps[3];
-    X *p[] = {in.device(), out.device(), sums.device()};
-    for (int i = 0; i < 3; i++) tensor_map(&maps[i], p[i], RANK, sizes.data(), strides.data(), box.data(), swizzle);
-    run_twice({&out, &sums, &tile}, [&] {
-        launch(tma_test_kernel<X, RANK>, dim3(1), dim3(64), 32 * 1024, stream, maps[0], maps[1], maps[2], tile.device(),
-               c);
-    });
+    TensorMap map;
+    tensor_map(&map, in.device(), RANK, sizes.data(), strides.data(), box.data(), swizzle);
+    run_twice({&tile},
+              [&] { launch(tma_test_kernel<X, RANK>, dim3(1), dim3(64), 32 * 1024, stream, map, tile.device(), c); });
     for (size_t i = 0; i < boxed; i++) {
         size_t rest = i, from = 0;
         bool inside = true;
@@ -121,17 +105,12 @@ static void test_tma(const char *what, std::vector<uint64_t> sizes, std::vector<
             if (inside) from += (size_t)at * (d == 0 ? 1 : strides[(size_t)d - 1] / sizeof(X));
         }
         got[swizzle_table(i * sizeof(X), swizzle) / sizeof(X)] = inside ? x[from] : 0;
-        if (!inside || c.load_only) continue;
-        stored[from] = x[from];
-        added[from] += sizeof(X) == 4 ? x[from] : 0;
     }
     compare("tile", tile, got, 0);
-    compare("stored", out, stored, 0);
-    compare("added", sums, added, 0);
     case_ends();
 }
 
-// A box that begins before the start of every dimension, where only loads may, and one that ends past every end.
+// A box that begins before the start of every dimension, and one that ends past every end.
 template <class X, int RANK>
 static void test_tma_edges(std::vector<uint64_t> sizes, std::vector<uint32_t> box, Swizzle swizzle) {
     TmaCase<X, RANK> before = {}, past = {};
@@ -140,7 +119,6 @@ static void test_tma_edges(std::vector<uint64_t> sizes, std::vector<uint32_t> bo
         before.at[d] = -half;
         past.at[d] = (int)sizes[(size_t)d] - half;
     }
-    before.load_only = true;
     test_tma<X, RANK>("before the start", sizes, box, before, swizzle);
     test_tma<X, RANK>("past the end", sizes, box, past, swizzle);
 }
@@ -154,24 +132,24 @@ static void test_tmas(void) {
     }
     test_tma_edges<float, 1>({100}, {64}, SWIZZLE_NONE);
     test_tma_edges<float, 5>({8, 3, 2, 3, 2}, {8, 2, 2, 2, 2}, SWIZZLE_32);
-    test_tma<float, 3>("past both ends", {16, 3, 2}, {24, 5, 4}, {{-4, -1, -1}, true, 0, 0}, SWIZZLE_NONE);
-    test_tma<float, 3>("larger than the tensor", {16, 3, 2}, {24, 5, 4}, {{0, 0, 0}, false, 0, 0}, SWIZZLE_NONE);
-    test_tma<bf16, 2>("rows of 100 bytes", {50, 40}, {64, 16}, {{8, 30}, true, 0, 0}, SWIZZLE_128);
-    test_tma<float, 3>("rows of 68 bytes", {17, 9, 5}, {24, 4, 3}, {{-4, -1, 3}, true, 0, 0}, SWIZZLE_NONE);
+    test_tma<float, 3>("past both ends", {16, 3, 2}, {24, 5, 4}, {{-4, -1, -1}, 0, 0}, SWIZZLE_NONE);
+    test_tma<float, 3>("larger than the tensor", {16, 3, 2}, {24, 5, 4}, {{0, 0, 0}, 0, 0}, SWIZZLE_NONE);
+    test_tma<bf16, 2>("rows of 100 bytes", {50, 40}, {64, 16}, {{8, 30}, 0, 0}, SWIZZLE_128);
+    test_tma<float, 3>("rows of 68 bytes", {17, 9, 5}, {24, 4, 3}, {{-4, -1, 3}, 0, 0}, SWIZZLE_NONE);
 }
 
-// ---- a ring of two stages, filled by bulk_load in one warpgroup and emptied by two others, which get its registers.
+// ---- a ring of two stages, filled by tma_load in one warpgroup and emptied by two others, which get its registers.
 // out: sums of pieces of 256 floats; then all of them, stored and added through shared memory.
 
 enum { RING_STAGES = 2, RING_FLOATS = 256, RING_PIECES = 7 };
 
 template <class T>
-KERNEL void __launch_bounds__(384, 1) ring_test_kernel(T *out, T *stored, T *added, const T *in) {
-    SHARED_ARRAY(float4, memory, RING_STAGES * RING_FLOATS / 4);
+KERNEL void __launch_bounds__(384, 1) ring_test_kernel(GRID_CONSTANT TensorMap in, T *out, T *stored, T *added) {
+    DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(float4, results, RING_FLOATS / 4);
     SHARED_ARRAY(Mbarrier, full, RING_STAGES);
     SHARED_ARRAY(Mbarrier, empty, RING_STAGES);
-    float *ring = (float *)memory, *result = (float *)results;
+    float *ring = (float *)aligned_tile(memory), *result = (float *)results;
     const int thread = threadIdx.x - 128;    // of the consumers
     if (threadIdx.x == 0) {
         for (int i = 0; i < RING_STAGES; i++) {
@@ -187,7 +165,7 @@ KERNEL void __launch_bounds__(384, 1) ring_test_kernel(T *out, T *stored, T *add
             const int stage = i % RING_STAGES;
             mbarrier_wait(&empty[stage], (i / RING_STAGES + 1) % 2);
             mbarrier_arrive_expect_tx(&full[stage], RING_FLOATS * sizeof(float));
-            bulk_load(ring + stage * RING_FLOATS, in + i * RING_FLOATS, RING_FLOATS * sizeof(float), &full[stage]);
+            tma_load(ring + stage * RING_FLOATS, &in, &full[stage], {i * RING_FLOATS});
         }
         return;
     }
@@ -217,9 +195,11 @@ static void test_ring(void) {
     for (float v : whole<float>(RING_PIECES * RING_FLOATS, 3)) x.push_back(v);
     fill(in, x);
     fill(added, start);
+    TensorMap map;
+    tensor_map(&map, in.device(), {RING_PIECES * RING_FLOATS}, {}, {RING_FLOATS}, SWIZZLE_NONE);
     run_twice({&out, &stored, &added}, [&] {
-        launch(ring_test_kernel<float>, dim3(1), dim3(384), 0, stream, out.device(), stored.device(), added.device(),
-               in.device());
+        launch(ring_test_kernel<float>, dim3(1), dim3(384), 1024 + RING_STAGES * RING_FLOATS * sizeof(float), stream,
+               map, out.device(), stored.device(), added.device());
     });
     for (size_t i = 0; i < x.size(); i++) sums[i % RING_FLOATS] += x[i];
     compare("sums", out, sums, 0);
@@ -229,39 +209,32 @@ static void test_ring(void) {
     case_ends();
 }
 
-// ---- stmatrix, the inverse of ldmatrix: matrices are stored in both ways and for x2, and read with plain loads.
+// ---- stmatrix, the inverse of ldmatrix: matrices are stored, and read with plain loads.
 
 template <class T>
 KERNEL void stmatrix_test_kernel(uint16_t *out, const T *r) {
-    SHARED_ARRAY(uint4, memory, 4 * 32);
+    SHARED_ARRAY(uint4, memory, 32);
     uint16_t *rows = (uint16_t *)memory;
     const int lane = threadIdx.x;
-    const uint32_t four[4] = {r[4 * lane], r[4 * lane + 1], r[4 * lane + 2], r[4 * lane + 3]},
-                   two[2] = {four[0], four[1]};
+    const uint32_t four[4] = {r[4 * lane], r[4 * lane + 1], r[4 * lane + 2], r[4 * lane + 3]};
     stmatrix_x4(rows + 8 * lane, four);
-    stmatrix_x4_transposed(rows + 256 + 8 * lane, four);
-    stmatrix_x2(rows + 512 + 8 * (lane % 16), two);
-    stmatrix_x2_transposed(rows + 640 + 8 * (lane % 16), two);
     __syncwarp();
-    for (int i = lane; i < 768; i += 32) out[i] = rows[i];
+    for (int i = lane; i < 256; i += 32) out[i] = rows[i];
 }
 
 static void test_stmatrix(void) {
     if (!case_begins("wrappers stmatrix")) return;
     Tensor<uint32_t> in(128);
-    Tensor<uint16_t> out(768);
+    Tensor<uint16_t> out(256);
     std::vector<uint32_t> r(128);
     for (uint32_t i = 0; i < 128; i++) r[i] = 2 * i | (2 * i + 1) << 16;
     upload(in, r);
     run_twice({&out},
               [&] { launch(stmatrix_test_kernel<uint32_t>, dim3(1), dim3(32), 0, stream, out.device(), in.device()); });
     size_t wrong = 0;
-    for (size_t i = 0; i < 768; i++) {
-        const bool x4 = i < 512, transposed = x4 ? i >= 256 : i >= 640;
-        const size_t at = x4 ? i % 256 : (i - 512) % 128, matrix = at / 64;
-        const size_t row = transposed ? at % 8 : at % 64 / 8, column = transposed ? at % 64 / 8 : at % 8;
-        const size_t lane = row * 4 + column / 2;
-        wrong += out.at(i) != 2 * (4 * lane + matrix) + column % 2;
+    for (size_t i = 0; i < 256; i++) {
+        const size_t matrix = i / 64, lane = i % 64 / 2;
+        wrong += out.at(i) != 2 * (4 * lane + matrix) + i % 2;
     }
     check("wrong elements", (double)wrong, 0);
     case_ends();
@@ -505,7 +478,7 @@ static void test_counters(void) {
 enum { FLOW_BYTES = 64 * 64 * 2, FLOW_BLOCKS = 5 };
 
 struct FlowMaps {
-    TensorMap a, b, scores, total;
+    TensorMap a, b;
     float factors[FLOW_BLOCKS];    // of the tickets
 };
 
@@ -524,13 +497,14 @@ DEVICE void scores_issue(float (&s)[NT][4], const char *a, const char *b) {
 }
 
 template <class T>
-KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps maps, T *again, unsigned *counters) {
+KERNEL void __launch_bounds__(256, 1)
+    flow_test_kernel(GRID_CONSTANT FlowMaps maps, T *again, bf16 *scores, T *total, unsigned *counters) {
     DYNAMIC_SHARED(char, memory);
     SHARED_ARRAY(FlowShared, block, 1);
-    char *tiles = aligned_tile(memory);    // a of both warpgroups, b, s of both, and two sums (64,32) of each
+    char *tiles = aligned_tile(memory);    // a of both warpgroups, b, s of both, and sums (64,64) of each
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     char *mine = tiles + group * FLOW_BYTES, *b = tiles + 2 * FLOW_BYTES, *staged = tiles + (3 + group) * FLOW_BYTES;
-    char *sums = tiles + (5 + 2 * group) * FLOW_BYTES;
+    float *sums = (float *)(tiles + (5 + 2 * group) * FLOW_BYTES);
     float s[8][4] = {}, next[8][4] = {}, o[8][4] = {};
     uint32_t p[4][4];
     if (threadIdx.x == 0) {
@@ -577,26 +551,22 @@ KERNEL void __launch_bounds__(256, 1) flow_test_kernel(GRID_CONSTANT FlowMaps ma
     const float factor = maps.factors[block->ticket];
     UNROLL
     for (int j = 0; j < 4; j++) {
-        const int at = ((thread / 32) * 16 + lane % 16) * 128 + (2 * j + lane / 16) * 16;
-        stmatrix_x4(staged + swizzled_byte(at, SWIZZLE_128), p[j]);
+        stmatrix_x4(staged + ((thread / 32) * 16 + lane % 16) * 128 + (2 * j + lane / 16) * 16, p[j]);
     }
     UNROLL
-    for (int j = 0; j < 8; j++) {    // tiles of 32 columns: rows of 128 bytes
+    for (int j = 0; j < 8; j++) {
         UNROLL
-        for (int e = 0; e < 4; e++) {
-            const int at = (row + (e / 2) * 8) * 128 + ((8 * j) % 32 + column + e % 2) * 4;
-            store_shared((float *)(sums + (j / 4) * FLOW_BYTES + swizzled_byte(at, SWIZZLE_128)), o[j][e] * factor);
-        }
+        for (int e = 0; e < 4; e++)
+            store_shared(&sums[(row + (e / 2) * 8) * 64 + 8 * j + column + e % 2], o[j][e] * factor);
     }
     fence_proxy_async();
     named_barrier_sync(2 + group, 128);
     if (thread == 0) {
-        tma_store(&maps.scores, staged, {0, (int)(2 * blockIdx.x + group) * 64});
+        bulk_store(scores + (2 * blockIdx.x + group) * 64 * 64, staged, FLOW_BYTES);
         bulk_commit();
         be_late(&counters[0], (FLOW_BLOCKS - (int)block->ticket) * LATE);
         wait_for_counter(&counters[1], 2 * block->ticket + group);
-        tma_reduce_add(&maps.total, sums, {0, 64 * group});
-        tma_reduce_add(&maps.total, sums + FLOW_BYTES, {32, 64 * group});
+        bulk_reduce_add(total + group * 64 * 64, sums, 2 * FLOW_BYTES);
         bulk_commit();
         bulk_wait<0>();
         add_to_counter(&counters[1], 1);
@@ -618,12 +588,10 @@ static void test_flow(void) {
     FlowMaps maps;
     tensor_map(&maps.a, a.device(), {64, 128}, {128}, {64, 64}, SWIZZLE_128);
     tensor_map(&maps.b, b.device(), {64, 64}, {128}, {64, 64}, SWIZZLE_128);
-    tensor_map(&maps.scores, scores.device(), {64, FLOW_BLOCKS * 128}, {128}, {64, 64}, SWIZZLE_128);
-    tensor_map(&maps.total, total.device(), {64, 128}, {256}, {32, 64}, SWIZZLE_128);
     for (int i = 0; i < FLOW_BLOCKS; i++) maps.factors[i] = 0.1f * (float)(FLOW_BLOCKS - i);
     run_twice({&scores, &total, &again, &counters}, [&] {
         launch(flow_test_kernel<float>, dim3(FLOW_BLOCKS), dim3(256), 1024 + 9 * FLOW_BYTES, stream, maps,
-               again.device(), counters.device());
+               again.device(), scores.device(), total.device(), counters.device());
     });
     for (size_t i = 0; i < 128; i++)
         for (size_t j = 0; j < 64; j++) {
