@@ -15,6 +15,13 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def figures_closed():
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
+
+
 @pytest.fixture(scope="module")
 def model_of(request, data, tmp_path_factory):
     """A function that returns models for the module's data and its length L: see eval_models.models()."""

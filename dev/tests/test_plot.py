@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -14,68 +15,64 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import events  # noqa: E402
-import files  # noqa: E402
-import plot  # noqa: E402
-from pictures import runs  # noqa: E402
-from event_files import crc32c, events_of, unmask  # noqa: E402
-from trainer import TRAIN, make_data, read_header, train  # noqa: E402
+from calls import call, limited, make_run, put_in_place, time_limit, write_known
+from event_files import crc32c, events_of, unmask
+from trainer import ROOT, TRAIN, make_data, read_header, train
+import events
+import files
+import plot
+from pictures import charts, runs
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def make_run(folder, steps, val_every=10, tail=""):
-    folder.mkdir(parents=True)
-    with open(folder / "metrics.jsonl", "w") as file:
-        for step in range(1, steps + 1):
-            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step, "lr": 6e-4, "grad_norm": 1 + 1 / step,
-                    "ms": 500.0, "tok_per_s": 1024.0, "mfu": 0.5}
-            if step % val_every == 0:
-                line["val_loss"] = 3.5 + 8 / step
-            file.write(json.dumps(line) + "\n")
-        file.write(tail)
-    return folder
+def command(*words):
+    return call("plot.py", *words)
 
 
-def command(*words, **how):
-    return subprocess.run([sys.executable, str(ROOT / "scripts/plot.py"), *map(str, words)], capture_output=True,
-                          text=True, **how)
+def drawn(*words):
+    """The bytes of the picture that a call has drawn."""
+    result = command(*words)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    return Path(result.stdout.splitlines()[-1]).read_bytes()
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].texts]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
 
 
 # ---------------------------------------------------------------- reading
 
 @pytest.mark.parametrize("tail", ["", '{"step": 31, "tok', '{"step": 31, "tokens": 99, "loss": 1}'])
 def test_a_line_still_being_written_is_skipped(tmp_path, tail):
-    lines = plot.read_metrics(make_run(tmp_path / "a", 30, tail=tail))
+    lines = plot.read_metrics(make_run(tmp_path / "a", 30, tail))
     assert [line["step"] for line in lines] == list(range(1, 31))
 
 
-@pytest.mark.parametrize("broken", ['{"step": 31, "tok\n', "[]\n", '{"step": 4}\n', "\n"])
-def test_a_broken_complete_line_is_named(tmp_path, broken):
-    run = make_run(tmp_path / "a", 30, tail=broken)
-    with pytest.raises(plot.Refused, match=r"metrics\.jsonl: line 31: expected"):
+BROKEN = {"half": '{"step": 31, "tok', "list": "[]", "no tokens": '{"step": 4}', "empty": "",
+          "text": '{"step": 1, "tokens": 5, "loss": "x"}', "list in it": '{"step": 1, "tokens": 5, "ms": [1]}',
+          "large": '{"step": 1, "tokens": 1' + "0" * 400 + "}", "deep": "[" * 100_000}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_complete_line_is_named(tmp_path, name):
+    run = make_run(tmp_path / "a", 30, BROKEN[name] + "\n")
+    with pytest.raises(plot.Refused, match=r"metrics\.jsonl: line 31: expected a JSON object with numbers"):
         plot.read_metrics(run)
 
 
-def test_errors_end_with_exit_code_3_and_write_nothing(tmp_path):
-    result = command(tmp_path / "nowhere")
-    assert result.returncode == 3 and "nowhere/metrics.jsonl: No such file" in result.stderr
-    empty = make_run(tmp_path / "empty", 0, tail='{"step"')
-    result = command(empty)
-    assert result.returncode == 3 and "no complete line yet" in result.stderr
-    assert [path.name for path in empty.iterdir()] == ["metrics.jsonl"]
-
-
-def test_an_unknown_format_of_the_picture(tmp_path):
-    result = command(make_run(tmp_path / "a", 3), "--out", tmp_path / "x.foo")
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "x.foo: .foo is not a format of pictures. Expected one of " in result.stderr and ".png, " in result.stderr
-    assert not (tmp_path / "x.foo").exists()
-
-
-def test_two_runs_need_a_file_name(tmp_path):
-    result = command(make_run(tmp_path / "a", 3), make_run(tmp_path / "b", 3))
-    assert result.returncode == 2 and "--out" in result.stderr
+@pytest.mark.parametrize("wrong", [{"arguments": []}, {"arguments": {"steps": "x"}}, {"arguments": {"seed": 10**30}},
+                                   {"lineage": {}}, {"lineage": [None]}, {"history": [{"step": "1"}]},
+                                   {"history": [{"step": -1}]}, {"history": [1]},
+                                   {"data": {"train": {"tokens": "1"}}}, {"data": {"val": 3}}])
+def test_a_broken_run_json_is_named(tmp_path, wrong):
+    run = make_run(tmp_path / "a", 3, known=wrong)
+    with pytest.raises(plot.Refused, match="run.json: .*expected"):
+        plot.picture([str(run)])
 
 
 def test_null_is_nan_and_time_is_the_sum_of_ms():
@@ -95,30 +92,17 @@ def test_smooth_is_a_centered_mean_that_leaves_nan_out():
     assert plot.smooth([4.0, 2.0]) == [4.0, 2.0]
 
 
-def test_names_are_short_unless_ambiguous():
+def test_names_are_short_unless_ambiguous(tmp_path):
+    """A link has its own name: eval_gpt2 gives a model that one, too, by which a report finds its color."""
     assert plot.names(["out/a", "out/b/"]) == ["a", "b"]
     assert plot.names(["x/run", "y/run"]) == ["x/run", "y/run"]
     assert plot.names(["../x/run", "/y/run/", "run"])[1:] == ["y/run", str(Path("run").resolve())[1:]]
-
-
-def test_a_link_has_its_own_name(tmp_path):
-    """eval_gpt2 gives a model that name, too, and by it a report finds the color of the model's evaluations."""
-    make_run(tmp_path / "run", 20)
+    make_run(tmp_path / "run")
     (tmp_path / "best").symlink_to("run")
     assert plot.names([tmp_path / "best", tmp_path / "run"]) == ["best", "run"]
 
 
 # ---------------------------------------------------------------- somebody else's folder
-
-def link(path, kind, victim):
-    """Puts something into a file's place."""
-    if kind == "symlink":
-        path.symlink_to(victim)
-    elif kind == "hard link":
-        os.link(victim, path)
-    else:
-        os.mkfifo(path)
-
 
 @pytest.mark.parametrize("name, kind", [
     ("loss.png", "symlink"), (".loss.png.tmp", "hard link"), (".loss.png.tmp", "pipe"),
@@ -127,9 +111,10 @@ def test_what_has_the_name_of_a_file_to_write_is_replaced_never_followed(tmp_pat
     run, victim = make_run(tmp_path / "a", 3), tmp_path / "victim"
     victim.write_text("kept")
     (run / name).parent.mkdir(exist_ok=True)
-    link(run / name, kind, victim)
-    script, *flags = ["follow.py", "--once", "--tensorboard"] if "events" in name else ["plot.py"]
-    result = subprocess.run([sys.executable, ROOT / "scripts" / script, run, *flags], capture_output=True, timeout=60)
+    put_in_place(run / name, kind, victim)
+    words = ["follow.py", run, "--once", "--tensorboard"] if "events" in name else ["plot.py", run]
+    with time_limit(60):
+        result = call(*words)
     assert result.returncode == 0 and victim.read_text() == "kept" and victim.stat().st_nlink == 1, result.stderr
     assert not (run / ".loss.png.tmp").is_symlink()
 
@@ -138,8 +123,8 @@ def test_what_has_the_name_of_a_file_to_write_is_replaced_never_followed(tmp_pat
 def test_a_log_is_not_appended_to_what_is_elsewhere(tmp_path, kind):
     victim = tmp_path / "victim"
     victim.write_text("kept")
-    link(tmp_path / "log", kind, victim)
-    with pytest.raises(OSError, match="log"):
+    put_in_place(tmp_path / "log", kind, victim)
+    with pytest.raises(OSError, match="log"), time_limit(60):
         files.extend(tmp_path / "log")
     assert victim.read_text() == "kept"
 
@@ -163,65 +148,76 @@ def test_what_may_have_no_end_is_not_read(tmp_path, script, name, content):
     else:
         path.symlink_to(content) if content == "/dev/zero" else os.mkfifo(path)
     flags = {"follow.py": ["--once", "--tensorboard"], "plot.py": ["--scalars"] * ("ckpt" in name)}.get(script, [])
-    result = subprocess.run(["prlimit", "--as=4000000000", sys.executable, ROOT / "scripts" / script,
-                             path if script == "grid.py" else run, *flags], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 3 and name in result.stderr and "Traceback" not in result.stderr, result.stderr
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with time_limit(60), limited(resource.RLIMIT_AS, used + (1 << 31)):
+        result = call(script, path if script == "grid.py" else run, *flags)
+    assert result.returncode == 3 and name in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("line", ['{"step": 1, "tokens": 5, "loss": "x"}', '{"step": 1, "tokens": 5, "ms": [1]}',
-                                  '{"step": 1, "tokens": 1' + "0" * 400 + "}", "[" * 100_000])
-def test_numbers_are_numbers(tmp_path, line):
-    with pytest.raises(plot.Refused, match="metrics.jsonl: line 4: expected a JSON object with numbers"):
-        plot.read_metrics(make_run(tmp_path / "a", 3, tail=line + "\n"))
-
-
-@pytest.mark.parametrize("wrong", [{"arguments": []}, {"arguments": {"steps": "x"}}, {"arguments": {"seed": 10**30}},
-                                   {"lineage": {}}, {"lineage": [None]}, {"history": [{"step": "1"}]},
-                                   {"history": [{"step": -1}]}, {"history": [1]},
-                                   {"data": {"train": {"tokens": "1"}}}, {"data": {"val": 3}}])
-def test_a_broken_run_json_is_named(tmp_path, wrong):
-    run = make_run(tmp_path / "a", 3)
-    (run / "run.json").write_text(json.dumps(wrong))
-    with pytest.raises(plot.Refused, match="run.json: .*expected"):
-        plot.picture([str(run)])
-
-
-# ---------------------------------------------------------------- the picture
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    import matplotlib.pyplot as plt
-    plt.close("all")
-
+# ---------------------------------------------------------------- usage
 
 def test_one_run_is_drawn_beside_its_metrics(tmp_path):
-    run = make_run(tmp_path / "a", 30, tail="{")
-    result = command(run)
-    assert result.returncode == 0, result.stderr
-    png = (run / "loss.png").read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">2I", png[16:24]) == (1320, 880)
-
-
-def test_nobodys_settings_change_a_picture(tmp_path):
-    """Those of a notebook, of a user, and of the current folder, whose file matplotlib cannot even read."""
-    run, folder = make_run(tmp_path / "a", 30), tmp_path / "folder"
+    """By the command itself, under settings of a notebook, of a user, and of the current folder, whose file matplotlib
+    cannot even read: the picture is the one that is drawn without them."""
+    run, folder = make_run(tmp_path / "a", 30, "{"), tmp_path / "folder"
     folder.mkdir()
     settings = tmp_path / "settings"
     settings.write_text("text.usetex: True\nfont.size: 30\naxes.facecolor: red\n")
     (folder / "matplotlibrc").write_bytes(settings.read_bytes() + b"font.family: \xff\n")
-    pictures = []
-    for variables, where in (({}, tmp_path), ({"MPLBACKEND": "module://matplotlib_inline.backend_inline",
-                                              "MATPLOTLIBRC": str(settings)}, folder)):
-        result = command(run, "--out", "x.png", cwd=where, env=os.environ | variables)
-        assert result.returncode == 0 and not result.stderr, result.stderr
-        pictures.append((where / "x.png").read_bytes())
-    assert pictures[0] == pictures[1]
+    result = subprocess.run([sys.executable, ROOT / "scripts/plot.py", run], capture_output=True, text=True, cwd=folder,
+                            env=os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline",
+                                              "MATPLOTLIBRC": str(settings)})
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{run}/loss.png\n", "")
+    png = (run / "loss.png").read_bytes()
+    assert png[:8] == PNG and struct.unpack(">2I", png[16:24]) == (1320, 880)
+    assert png == drawn(run, "--out", tmp_path / "x.png")
 
+
+def test_what_cannot_be_drawn_is_named_and_nothing_is_written(tmp_path, seeded):
+    a, b, empty = make_run(tmp_path / "a", 3), make_run(tmp_path / "b", 3), make_run(tmp_path / "empty", 0, '{"step"')
+    other, twin = (make_seeded(tmp_path / name, seed, attn, 0) for name, seed, attn in (
+        ("other", 9, "lssa"), ("twin", 0, "softmax")))
+    out = ["--out", tmp_path / "x.png"]
+    for code, message, *words in (
+            (3, "nowhere/metrics.jsonl: No such file", tmp_path / "nowhere"),
+            (3, "no complete line yet", empty),
+            (2, "x.foo: .foo is not a format of pictures. Expected one of ", a, "--out", tmp_path / "x.foo"),
+            (2, "--out", a, b),
+            (2, "not allowed with", a, "--scalars", "--tensorboard", tmp_path / "events"),
+            (3, "expects runs with the same flags to have different seeds", seeded[0], twin, "--seeds", *out),
+            (3, "expected one of the runs to plot", *seeded[:2], "--baseline", twin, *out),
+            (3, "nothing to compare it with", *seeded[:3], "--seeds", "--baseline", seeded[0], *out),
+            (3, "have no seed in common", *seeded, other, "--seeds", "--baseline", seeded[0], *out),
+            (2, "--baseline compares losses", a, "--scalars", "--baseline", a, *out),
+            (2, "--heads plots one run", a, b, "--heads", *out),
+            (3, "no learned scalars in its checkpoints", a, "--heads", *out)):
+        result = command(*words)
+        assert result.returncode == code and message in result.stderr, result.stderr
+    assert [path.name for path in empty.iterdir()] == ["metrics.jsonl"]
+    assert not {path.name for path in tmp_path.iterdir()} & {"x.png", "x.foo", "events"}
+
+
+def test_what_is_no_run_among_several_is_left_out(tmp_path):
+    """out/* also has pictures and the folders of eval_gpt2."""
+    names = [make_run(tmp_path / name) for name in "ab"]
+    (tmp_path / "both.png").touch()
+    for folder in tmp_path / "eval", names[1]:
+        folder.mkdir(exist_ok=True)
+        (folder / "eval.json").write_text("{}")
+    result = command(*sorted(tmp_path.iterdir()), "--tensorboard", tmp_path / "events")
+    assert (result.returncode, len(result.stdout.splitlines())) == (0, 2), result.stderr
+
+
+def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
+    tail = '{"step": 6, "tokens": 3072, "loss": null, "lr": 1e-4, "grad_norm": null, "ms": 5}\n'
+    words = [make_run(tmp_path / "one", 1), make_run(tmp_path / "bad", 5, tail), "--out", tmp_path / "both.svg"]
+    assert drawn(*words).startswith(b"<?xml")
+
+
+# ---------------------------------------------------------------- the picture
 
 def test_the_panels_show_every_run(tmp_path):
-    runs = [make_run(tmp_path / "a", 200), make_run(tmp_path / "b", 100)]
-    figure = plot.picture([str(run) for run in runs])
+    figure = plot.picture([str(make_run(tmp_path / name, steps)) for name, steps in (("a", 200), ("b", 100))])
     by_tokens, by_time, lr, norm = figure.axes
     raw, smooth, val = by_tokens.lines[:3]
     assert raw.get_xdata()[-1] == pytest.approx(102.4) and by_tokens.get_xlabel() == "thousand tokens"
@@ -233,63 +229,28 @@ def test_the_panels_show_every_run(tmp_path):
     assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
     low, high = by_tokens.get_ylim()
     assert low < 3.04 and 3.8 < high < 11, "the first steps must not flatten the rest"
-    notes = [axes.texts[0].get_text() for axes in (by_tokens, by_time)]
-    assert notes == ["axis truncated: the first steps reach 11.00"] * 2
-    legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
+    assert [texts(axes)[0] for axes in (by_tokens, by_time)] == ["axis truncated: the first steps reach 11.00"] * 2
+    assert legend(figure) == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
+    untruncated = plot.picture([str(make_run(tmp_path / "c", 15))]).axes[0]
+    assert untruncated.get_ylim()[1] > 11 and not untruncated.texts
 
 
-@pytest.mark.parametrize("count", [1, 3, 12])
-def test_long_names_fit_into_the_legend(tmp_path, count):
-    folders = [make_run(tmp_path / (f"{i}-shakespeare" * 12), 20) for i in range(count)]
-    figure = plot.picture([str(folder) for folder in folders])
-    figure.draw_without_rendering()
-    box = figure.legends[0].get_window_extent()
-    assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.height < figure.bbox.height / 2
-    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
-
-
-def test_each_of_many_runs_has_a_line_of_its_own(tmp_path):
+def test_each_of_many_runs_has_a_style_of_its_own():
     """As many as there are normalizers; the palettes have 10 and 20 colors."""
-    folders = [str(make_run(tmp_path / f"{i}", 20)) for i in range(34)]
+    colors = plot.run_colors(34)
+    for styles in zip(colors, plot.dashes_of(colors)), charts.colors_of(34):
+        assert len({(tuple(color), str(dash)) for color, dash in styles}) == 34
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """Dollars make no formulas, and a name that begins with an underscore is in the legend."""
+    folders = [str(make_run(tmp_path / name)) for name in (r"m$\foo$1", "x $x$", "_a", "_child0")]
     for figure in plot.picture(folders), runs.comparison(folders, False, folders[0]):
-        lines = figure.legends[0].get_lines()
-        assert len({(tuple(line.get_color()), str(line._dash_pattern)) for line in lines}) == 34
-
-
-def test_what_is_no_run_among_several_is_left_out(tmp_path):
-    """out/* also has pictures and the folders of eval_gpt2."""
-    names = [make_run(tmp_path / name, 20) for name in "ab"]
-    (tmp_path / "both.png").touch()
-    for folder in tmp_path / "eval", names[1]:
-        folder.mkdir(exist_ok=True)
-        (folder / "eval.json").write_text("{}")
-    result = command(*sorted(tmp_path.iterdir()), "--tensorboard", tmp_path / "events")
-    assert (result.returncode, len(result.stdout.splitlines())) == (0, 2), result.stderr
-
-
-def test_names_with_dollars_are_no_formulas(tmp_path):
-    folders = [make_run(tmp_path / name, 20) for name in (r"m$\foo$1", "x $x$")]
-    figure = plot.picture([str(folder) for folder in folders])
-    figure.draw_without_rendering()
-    texts = figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
-    assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
-    assert any("x $x$" in text.get_text() for text in texts)
-    assert not any("mathdefault" in text.get_text() for text in texts)
-
-
-def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
-    make_run(tmp_path / "one", 1)
-    bad = make_run(tmp_path / "bad", 5,
-                   tail='{"step": 6, "tokens": 3072, "loss": null, "lr": 1e-4, "grad_norm": null, "ms": 5}\n')
-    assert command(tmp_path / "one").returncode == 0
-    assert command(bad, tmp_path / "one", "--out", tmp_path / "both.svg").returncode == 0
-    assert (tmp_path / "both.svg").read_text().startswith("<?xml")
-
-
-def test_an_untruncated_axis_has_no_note(tmp_path):
-    figure = plot.picture([str(make_run(tmp_path / "a", 15))])
-    assert figure.axes[0].get_ylim()[1] > 11 and not figure.axes[0].texts
+        figure.draw_without_rendering()
+        found = figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
+        assert not any(text.get_parse_math() for text in found if "$" in text.get_text())
+        assert not any("mathdefault" in text.get_text() for text in found)
+        assert [text.partition(":")[0] for text in legend(figure)] == [r"m$\foo$1", "x $x$", "_a", "_child0"]
 
 
 @pytest.mark.parametrize("values, said", [([5.0] * 2 + [4.0] * 28, "the first steps reach 5.00"),
@@ -301,45 +262,37 @@ def test_an_axis_that_cuts_values_off_says_so(values, said):
     axes.axvline(3)
     axes.set_ylim(3, 4.5)
     plot.say_what_is_cut_off(axes)
-    assert [text.get_text() for text in axes.texts] == ([f"axis truncated: {said}"] if said else [])
+    assert texts(axes) == ([f"axis truncated: {said}"] if said else [])
 
 
 def test_a_run_that_stopped_or_diverged_says_so(tmp_path):
     lost = '{"step": 16, "tokens": 8192, "loss": null}\n{"step": 17, "tokens": 8704, "loss": null}\n'
-    run = make_run(tmp_path / "a", 15, tail=lost)
-    (run / "run.json").write_text(json.dumps({"arguments": {"steps": 40}}))
-    figure = plot.picture([str(run)])
-    assert "x: not finite from step 16 on, step 17 of 40" in figure.legends[0].texts[0].get_text()
+    figure = plot.picture([str(make_run(tmp_path / "a", 15, lost, known={"arguments": {"steps": 40}}))])
+    assert "x: not finite from step 16 on, step 17 of 40" in legend(figure)[0]
     crosses = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[8.192, 8.704]]
 
 
 def test_a_run_that_diverges_does_not_flatten_the_others(tmp_path):
     """Nor does it before its losses are no numbers."""
-    run, bad = make_run(tmp_path / "a", 40), make_run(tmp_path / "b", 40)
-    lines = [json.loads(line) for line in (bad / "metrics.jsonl").read_text().splitlines()]
-    (bad / "metrics.jsonl").write_text("".join(json.dumps(line | {"loss": 1e6 if line["step"] == 30 else line["loss"]})
-                                               + "\n" for line in lines))
+    run = make_run(tmp_path / "a", 40)
+    bad = make_run(tmp_path / "b", 40, change=lambda line: {"loss": 1e6} if line["step"] == 30 else {})
     for axes in plot.picture([run, bad]).axes[0], runs.comparison([run, bad], False, None).axes[0]:
-        assert axes.get_ylim()[1] < 20 and "values reach 1000000" in "".join(text.get_text() for text in axes.texts)
-
-
-def test_names_that_begin_with_an_underscore_are_in_the_legend(tmp_path):
-    folders = [str(make_run(tmp_path / name, 20)) for name in ("_a", "__b", "_child0")]
-    for figure in plot.picture(folders), runs.comparison(folders, False, folders[0]):
-        assert [text.get_text().partition(":")[0] for text in figure.legends[0].texts] == ["_a", "__b", "_child0"]
+        assert axes.get_ylim()[1] < 20 and "values reach 1000000" in "".join(texts(axes))
 
 
 def resumed(run, step, **changed):
     described = json.loads((run / "run.json").read_text()) if (run / "run.json").exists() else {}
     described.setdefault("history", [{"step": 0, "event": "start"}]).append(
         {"step": step, "event": "resume", "changed": {flag: {"from": a, "to": b} for flag, (a, b) in changed.items()}})
-    (run / "run.json").write_text(json.dumps(described))
+    write_known(run, described)
 
 
 def test_resumes_are_marked(tmp_path):
+    """With the changed flags that say something about the losses."""
     run = make_run(tmp_path / "a", 30)
-    resumed(run, 10, lr=(0.01, 0.003), shuffle=(True, None), **{"attn-switch": (None, "11:ssmax")})
+    resumed(run, 10, lr=(0.01, 0.003), shuffle=(True, None), keep=(0, 1),
+            **{"attn-switch": (None, "11:ssmax"), "val-every": (10, 20)})
     resumed(run, 20)
     resumed(run, 31)        # still due
     marks = plot.read_marks(run, plot.read_metrics(run))
@@ -353,34 +306,11 @@ def test_resumes_are_marked(tmp_path):
     assert [mark[2] for mark in plot.read_marks(run, plot.read_metrics(run))[1:]] == [""] * 6, "too many to label"
 
 
-@pytest.mark.parametrize("draw", [plot.picture, plot.scalars_picture])
-def test_labels_of_marks_stay_in_the_axes_and_apart(tmp_path, draw):
-    """Of many changed flags, those that say something about the losses are named; a switch has a mark of its own."""
-    run = make_switched(tmp_path / "run", tmp_path)     # at step 6
-    flags = {"keep": (0, 1), "attn-switch": (None, "6:ssmax"), "val-every": (10, 20)}
-    resumed(run, 5, **flags, **{flag: (0.0001234, 0.0002345) for flag in ("lr", "weight-decay", "z-loss", "beta1")})
-    figure = draw([str(run)])
-    figure.canvas.draw()
-    for axes in figure.axes:
-        labels = [text for text in axes.texts if "→" in text.get_text()]
-        assert not labels or len(labels) == 2
-        boxes = [text.get_window_extent() for text in labels]
-        for box, text in zip(boxes, labels):
-            assert axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
-            assert not any(word in text.get_text() for word in ("keep", "val-every", "attn-switch"))
-        assert not labels or not boxes[0].overlaps(boxes[1])
-
-
-def test_labels_of_several_runs_are_apart(tmp_path):
-    folders = [make_run(tmp_path / name, 30) for name in "abcd"]
-    for folder, lr in zip(folders, (0.1, 0.2, 0.3, 0.3)):
+def test_labels_at_one_place_are_shown_once(tmp_path):
+    folders = [make_run(tmp_path / name, 30) for name in "abc"]
+    for folder, lr in zip(folders, (0.1, 0.2, 0.2)):
         resumed(folder, 10, lr=(1, lr))
-    figure = plot.picture(folders)
-    figure.canvas.draw()
-    labels = [text for text in figure.axes[0].texts if "→" in text.get_text()]
-    assert sorted(text.get_text()[-3:] for text in labels) == ["0.1", "0.2", "0.3"]
-    boxes = [text.get_window_extent() for text in labels]
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert [text[-3:] for text in texts(plot.picture(folders).axes[0]) if "→" in text] == ["0.1", "0.2"]
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -388,54 +318,45 @@ def test_a_run_after_its_parent(tmp_path, moved):
     """And its parent's parent, up to the steps of the checkpoints."""
     parent = make_run(tmp_path / "parent", 30)
     for name, origin, step in ("child", "parent", 20), ("grandchild", "child", 10):
-        run = make_run(tmp_path / name, 20)
-        where = Path("/elsewhere") if moved else tmp_path
-        (run / "run.json").write_text(json.dumps({"lineage": [
-            {"step": 0, "event": "init-from", "attn": "x", "from": str(where / origin / f"ckpt/step-{step:08}")}]}))
+        checkpoint = (Path("/elsewhere") if moved else tmp_path) / origin / f"ckpt/step-{step:08}"
+        make_run(tmp_path / name, known={"lineage": [
+            {"step": 0, "event": "init-from", "attn": "x", "from": str(checkpoint)}]})
     lines = plot.after_parent(tmp_path / "grandchild", [])
     assert [lines[i]["tokens"] for i in (0, -1)] == [512 * 31, 512 * 50] and plot.seconds(lines)[-1] == 25.0
-    out = tmp_path / "x.png"
-    result = command(parent, tmp_path / "child", "--after-parent", "--out", out)
-    assert result.returncode == 0 and out.exists(), result.stderr
+    words = [tmp_path / "child", "--after-parent", "--out", tmp_path / "x.png"]
+    assert drawn(parent, *words).startswith(PNG)
     shutil.rmtree(parent)
-    result = command(tmp_path / "child", "--after-parent", "--out", out)
+    result = command(*words)
     assert result.returncode == 3 and "its parent" in result.stderr and "parent is not there" in result.stderr
 
 
 def test_norms_by_layer(tmp_path):
-    run = make_run(tmp_path / "a", 3)
     norms = {"embed": 1.0, "attn": [1.0, 2.0], "mlp": [3.0, None], "gains": [5.0, 6.0]}
-    with open(run / "metrics.jsonl", "a") as file:
-        for step in 4, 5:
-            file.write(json.dumps({"step": step, "tokens": 512 * step, "loss": 3.0, "grad_norms": norms,
-                                   "weight_norms": norms | {"attn": [7.0, 8.0 + step]}}) + "\n")
-    drawn = {axes.get_title(loc="left"): [list(line.get_ydata()) for line in axes.lines]
+    run = make_run(tmp_path / "a", 5, change=lambda line: {} if line["step"] < 4 else {
+        "grad_norms": norms, "weight_norms": norms | {"attn": [7.0, 8.0 + line["step"]]}})
+    found = {axes.get_title(loc="left"): [list(line.get_ydata()) for line in axes.lines]
              for axes in runs.norms(run).axes}
-    assert drawn["Weights: attention"] == [[7.0, 7.0], [12.0, 13.0]] and drawn["Gradient: attention"][1] == [2.0, 2.0]
-    assert drawn["Gradient: feed-forward"][0] == [3.0, 3.0] and "Gradient: outside of the layers" in drawn
-    assert command(run, "--norms").returncode == 0 and (run / "norms.png").exists()
+    assert found["Weights: attention"] == [[7.0, 7.0], [12.0, 13.0]] and found["Gradient: attention"][1] == [2.0, 2.0]
+    assert found["Gradient: feed-forward"][0] == [3.0, 3.0] and "Gradient: outside of the layers" in found
+    assert drawn(run, "--norms") == (run / "norms.png").read_bytes()
     result = command(make_run(tmp_path / "none", 3), "--norms")
     assert result.returncode == 3 and "--norms-every" in result.stderr
     for wrong in "5", '{"attn": [[1]]}', '{"attn": "x"}', '{"attn": [1, "x"]}':
-        bad = make_run(tmp_path / f"bad{wrong}", 2, tail=f'{{"step": 3, "tokens": 9, "grad_norms": {wrong}}}\n')
+        bad = make_run(tmp_path / f"bad{wrong}", 2, f'{{"step": 3, "tokens": 9, "grad_norms": {wrong}}}\n')
         with pytest.raises(plot.Refused, match="grad_norms"):
             runs.norms(bad)
 
 
 # ---------------------------------------------------------------- the normalizer's learned scalars
 
-def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn_bias")):
+def make_scalars(folder, layers=3, steps=(10, 20, 30), keys=("attn_scale", "attn_bias"), tail=""):
     """A run whose layer l has the triple (l + i/100, 1 less, 2 more) at step i, and ten times that for attn_bias."""
-    folder.mkdir(parents=True)
-    with open(folder / "metrics.jsonl", "w") as file:
-        for step in range(1, 31):
-            line = {"step": step, "tokens": 512 * step, "loss": 3.0}
-            if step in steps:
-                for key, factor in zip(keys, (1, 10)):
-                    line[key] = [[factor * (x := l + step / 100), factor * (x - 1), factor * (x + 2)]
-                                 for l in range(layers)]
-            file.write(json.dumps(line) + "\n")
-    return folder
+    def scalars(line):
+        step = line["step"]
+        return {key: [[factor * (x := layer + step / 100), factor * (x - 1), factor * (x + 2)]
+                      for layer in range(layers)]
+                for key, factor in zip(keys, (1, 10)) if step in steps}
+    return make_run(folder, 30, tail, scalars)
 
 
 def save_p(run, step, values, dtype="F32", name="model.attn_pn"):
@@ -450,23 +371,18 @@ def save_p(run, step, values, dtype="F32", name="model.attn_pn"):
     return folder / "model.safetensors"
 
 
-def test_the_fit_recovers_its_line():
+@pytest.mark.filterwarnings("error")
+def test_the_fit_and_its_r2():
+    """Of a line, of noise by the normal equations, of constant and of single values."""
     p = [0.25 * math.log(n) + 0.5 for n in range(1, 301)]
     assert plot.fit_log(p) == pytest.approx((0.25, 0.5, 1), abs=1e-12)
     assert plot.fit_log([-2 * math.log(n) - 3 for n in range(1, 20)]) == pytest.approx((-2, -3, 1), abs=1e-12)
-
-
-def test_the_fit_and_r2_of_noise_by_the_normal_equations():
     p = np.log(np.arange(1, 65)) * 0.3 + 1 + np.sin(np.arange(64) ** 2)
     columns = np.stack([np.log(np.arange(1, 65)), np.ones(64)], 1)
     wanted, rest, *_ = np.linalg.lstsq(columns, p)
     r2 = 1 - rest[0] / (64 * p.var())
     assert 0.02 < r2 < 0.5 and plot.fit_log(p) == pytest.approx((*wanted, r2), rel=1e-9)
     assert r2 == pytest.approx(np.corrcoef(columns[:, 0], p)[0, 1] ** 2)
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_fit_of_constant_or_single_values():
     a1, a2, r2 = plot.fit_log([1.0] * 8)
     assert (a1, a2) == (0, 1) and math.isnan(r2)
     assert all(math.isnan(x) for x in plot.fit_log([1.0]))
@@ -491,37 +407,30 @@ def test_scalars_by_layer(tmp_path, second, name):
 
 def test_each_run_has_a_column(tmp_path):
     both, short = make_scalars(tmp_path / "a"), make_scalars(tmp_path / "b", layers=2, keys=("attn_scale",))
-    out = tmp_path / "both.png"
-    result = command(both, short, "--scalars", "--out", out)
-    assert result.returncode == 0 and out.read_bytes()[:4] == b"\x89PNG", result.stderr
     figure = plot.scalars_picture([str(both), str(short)])
     assert [[len(axes.lines), axes.axison] for axes in figure.axes[:4]] == [[3, True], [2, True], [3, True], [0, False]]
-    assert [axes.texts[0].get_text() for axes in figure.axes[:2]] == ["a", "b"]
+    assert [texts(axes)[0] for axes in figure.axes[:2]] == ["a", "b"]
     one, other = (axes.lines[1].get_color() for axes in figure.axes[:2])
     assert one == other, "a layer has one color in all runs"
-    result = command(both, "--scalars", "--out", tmp_path / "no ending")
-    assert result.stdout == f"{tmp_path}/no ending.png\n" and (tmp_path / "no ending.png").exists()
+    result = command(both, short, "--scalars", "--out", tmp_path / "no ending")
+    assert result.stdout == f"{tmp_path}/no ending.png\n" and (tmp_path / "no ending.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("dtype, error", [("F32", 1e-6), ("BF16", 2**-7)])
-def test_p_of_the_newest_checkpoint_with_its_fit(tmp_path, dtype, error):
+def test_p_of_the_newest_checkpoint_with_its_fit(tmp_path, dtype, error, capsys):
     run = make_scalars(tmp_path / "a")
     p = [0.25 * math.log(n) + 0.5 for n in range(1, 301)]
     save_p(run, 5, [7.0] * 300, dtype)
     save_p(run, 30, p, dtype)
     shutil.copytree(run / "ckpt" / "step-00000005", run / "ckpt" / "step-00000040-copy")
-    result = command(run, "--scalars")
-    assert result.returncode == 0, result.stderr
-    assert (run / "scalars.png").read_bytes()[:4] == b"\x89PNG"
-    found = re.search(r"p_n = a1 ln n \+ a2: a1 = (\S+), a2 = (\S+), R\^2 = (\S+)", result.stdout)
+    panel = plot.scalars_picture([str(run)]).axes[2]
+    found = re.search(r"p_n = a1 ln n \+ a2: a1 = (\S+), a2 = (\S+), R\^2 = (\S+)", capsys.readouterr().out)
     a1, a2, r2 = map(float, found.groups())
     assert a1 == pytest.approx(0.25, rel=2 * error) and a2 == pytest.approx(0.5, rel=4 * error) and r2 > 0.999
-
-    panel = plot.scalars_picture([str(run)]).axes[2]
     points, line = panel.lines
     assert list(points.get_xdata()) == list(range(1, 301)) and list(points.get_ydata()) == pytest.approx(p, rel=error)
     assert line.get_ydata()[299] == pytest.approx(a1 * math.log(300) + a2, rel=1e-3)
-    assert f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = " in panel.get_xlabel() and panel.get_legend() is None
+    assert f"a1 = {a1:.4g}, a2 = {a2:.4g}, R^2 = " in panel.get_xlabel()
 
 
 def test_p_alone_is_drawn(tmp_path):
@@ -529,68 +438,7 @@ def test_p_alone_is_drawn(tmp_path):
     save_p(run, 1, [1.0] * 4)
     result = command(run, "--scalars")
     assert result.returncode == 0 and "a1 = 0, a2 = 1, constant" in result.stdout, result.stderr
-
-
-def make_switched(folder, data, *flags):
-    """A real run that switches from softmax to SSMax at step 6 of 8."""
-    make_data(data)
-    train(data, "--model", "layers=2,heads=2,channels=16,ffn=24,vocab=97", "--attn-switch", "6:ssmax-bias",
-          "--steps", 8, "--out", folder, *flags)
-    return folder
-
-
-def test_scalars_right_after_a_switch(tmp_path):
-    """No validation has recorded them yet, but the checkpoint has them."""
-    run = make_switched(tmp_path / "run", tmp_path)
-    result = command(run, "--scalars")
-    assert result.returncode == 0, result.stderr
-    s, b = (panel for panel in plot.scalars_picture([str(run)]).axes if panel.get_title(loc="left")[:2] in ("s ", "b "))
-    data = dict(read_floats(run / "ckpt/step-00000008/model.safetensors"))
-    for panel, name in (s, "attn_scale"), (b, "attn_bias"):
-        for layer in range(2):
-            line = panel.lines[layer]
-            assert line.get_xdata() == pytest.approx([8 * 32]) and line.get_ydata() == pytest.approx(
-                [np.mean(data[f"model.layers.{layer}.self_attn.{name}"])])
-
-
-def read_floats(path):
-    header, raw = read_header(path)
-    for name, row in header.items():
-        if name != "__metadata__":
-            yield name, np.frombuffer(raw[slice(*row["data_offsets"])], "<f4")
-
-
-@pytest.mark.parametrize("draw", [plot.picture, plot.scalars_picture])
-def test_a_switch_is_marked(tmp_path, draw):
-    """Each panel has a line and a name where the normalizer changed, but none for a later switch that is still due."""
-    run = make_switched(tmp_path / "run", tmp_path)
-    lineage = json.loads((run / "run.json").read_text())
-    lineage["lineage"].append({"step": 9, "event": "attn-switch", "from": "ssmax-bias", "attn": "softmax"})
-    (run / "run.json").write_text(json.dumps(lineage))
-    panels = [axes for axes in draw([str(run)]).axes if axes.get_xlabel()]
-    elapsed = [sum(ms for ms in plot.column(plot.read_metrics(run), "ms")[:6]) / 1e3]
-    for axes in panels:
-        marks = [line.get_xdata()[0] for line in axes.lines
-                 if list(line.get_xdata()) == [line.get_xdata()[0]] * 2 and list(line.get_ydata()) == [0, 1]]
-        assert marks == pytest.approx(elapsed if axes.get_xlabel() == "seconds" else [6 * 32])
-    labels = [text for axes in panels for text in axes.texts if "→" in text.get_text()]
-    assert len(labels) == 2
-    assert all(re.fullmatch(r"softmax → ssmax-bias(\s\(\d.*\s→\s\d.*\))?", text.get_text()) for text in labels)
-    assert not any(text.get_bbox_patch() for text in labels), "a box would hide curves"
-
-
-@pytest.mark.parametrize("measured, said", [(("4.25", "4.5"), " (4.250 → 4.500)"),
-                                            (("not measured", "not measured"), "")])
-def test_a_switch_at_the_start_is_in_the_legend(tmp_path, measured, said):
-    """With the losses before and after, which metrics.jsonl does not have."""
-    run = make_run(tmp_path / "run", 20)
-    (run / "run.json").write_text(json.dumps({"lineage": [
-        {"step": 0, "event": "init-from", "attn": "ssmax", "from": "x"},
-        {"step": 0, "event": "attn-at-start", "from": "softmax", "attn": "ssmax", "val_loss_before": measured[0],
-         "val_loss_after": measured[1]}]}))
-    assert plot.read_marks(run, plot.read_metrics(run)) == []
-    [text] = plot.picture([run]).legends[0].texts
-    assert text.get_text().endswith(", at the start softmax → ssmax" + said)
+    assert (run / "scalars.png").read_bytes().startswith(PNG)
 
 
 def test_runs_without_scalars_are_rejected(tmp_path):
@@ -601,26 +449,22 @@ def test_runs_without_scalars_are_rejected(tmp_path):
         assert (result.returncode == 3 and "plain/metrics.jsonl: no attn_scale" in result.stderr
                 and "--val-every" in result.stderr
                 and "ssmax" not in result.stderr)
-        assert "Traceback" not in result.stderr and not (tmp_path / "out.png").exists()
+        assert not (tmp_path / "out.png").exists()
 
 
 @pytest.mark.parametrize("value", ["0.3", "[]", "[0.1, 0.2, 0.3]", "[[1, 1], [1, 1], [1, 1]]", "[[1, 1, 1], [1, 1, 1]]",
                                    "null"])
 def test_broken_scalars_are_named(tmp_path, value):
-    run = make_scalars(tmp_path / "a")
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(f'{{"step": 31, "tokens": 9, "attn_bias": {value}}}\n')
-    result = command(run, "--scalars")
-    assert result.returncode == 3 and "step 31: expected attn_bias as [mean, minimum, maximum]" in result.stderr
+    run = make_scalars(tmp_path / "a", tail=f'{{"step": 31, "tokens": 9, "attn_bias": {value}}}\n')
+    with pytest.raises(plot.Refused, match=r"step 31: expected attn_bias as \[mean, minimum, maximum\]"):
+        plot.scalars_picture([str(run)])
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_diverged_scalar_is_a_gap(tmp_path):
-    run = make_scalars(tmp_path / "a", layers=1)
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 31, "tokens": 15872, "attn_scale": [[null, null, null]]}\n')
-    result = command(run, "--scalars")
-    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
-    assert math.isnan(plot.scalars_picture([str(run)]).axes[0].lines[0].get_ydata()[-1])
+    tail = '{"step": 31, "tokens": 15872, "attn_scale": [[null, null, null]]}\n'
+    figure = plot.scalars_picture([str(make_scalars(tmp_path / "a", layers=1, tail=tail))])
+    assert math.isnan(figure.axes[0].lines[0].get_ydata()[-1])
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "dtype", "empty"])
@@ -630,24 +474,94 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     data = path.read_bytes()
     damaged = {"cut": data[:-4], "header": data[:20], "dtype": data.replace(b"F32", b"F99"), "empty": b""}
     path.write_bytes(damaged[damage])
-    result = command(run, "--scalars")
-    assert result.returncode == 3 and f"{path}: expected a safetensors file" in result.stderr
+    with pytest.raises(plot.Refused, match=f"{path}: expected a safetensors file"):
+        plot.scalars_picture([str(run)])
 
 
-# ---------------------------------------------------------------- means over seeds, differences, heads
+# ---------------------------------------------------------------- a run that switches its normalizer
 
-def make_seeded(folder, seed, attn, offset, steps=100):
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
+    """A real run that switches from softmax to SSMax at step 6 of 8, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("switched")
+    make_data(folder)
+    train(folder, "--model", "layers=2,heads=2,channels=16,ffn=24,vocab=97", "--attn-switch", "6:ssmax-bias",
+          "--steps", 8, "--ckpt-every", 1, "--keep", 0, "--out", folder / "run")
+    return folder / "run"
+
+
+def heads_in_checkpoint(run, step, name):
+    """The values of a scalar's heads, (layers, heads)."""
+    header, raw = read_header(run / f"ckpt/step-{step:08d}/model.safetensors")
+    rows = [header[f"model.layers.{layer}.self_attn.{name}"] for layer in range(2)]
+    return np.array([np.frombuffer(raw[slice(*row["data_offsets"])], "<f4") for row in rows])
+
+
+def test_scalars_right_after_a_switch(switched):
+    """No validation has recorded them yet, but the checkpoint has them."""
+    figure = plot.scalars_picture([str(switched)])
+    s, b = (panel for panel in figure.axes if panel.get_title(loc="left")[:2] in ("s ", "b "))
+    for panel, name in (s, "attn_scale"), (b, "attn_bias"):
+        means = heads_in_checkpoint(switched, 8, name).mean(axis=1)
+        assert [list(line.get_xdata()) for line in panel.lines[:2]] == [[8 * 32]] * 2
+        assert [line.get_ydata()[0] for line in panel.lines[:2]] == pytest.approx(means)
+
+
+def test_every_head_of_every_checkpoint(switched):
+    """Each line is a head's s in the checkpoints after the switch; the points on the right are the newest ones."""
+    assert drawn(switched, "--heads") == (switched / "heads.png").read_bytes()
+    figure = runs.heads(str(switched))
+    over, by_layer = figure.axes[:2]
+    assert over.get_title(loc="left")[:2] == "s " and len(figure.axes) == 4
+    found = np.array([heads_in_checkpoint(switched, step, "attn_scale") for step in (7, 8)])
+    for layer, head in itertools.product(range(2), range(2)):
+        line = over.lines[2 * layer + head]
+        assert list(line.get_ydata()) == pytest.approx(found[:, layer, head])
+        assert list(line.get_xdata()) == [7 * 32, 8 * 32]
+        assert by_layer.lines[2 * layer].get_ydata()[head] == pytest.approx(found[1, layer, head])
+    assert texts(over) == ["softmax → ssmax-bias"]
+
+
+@pytest.mark.parametrize("draw", [plot.picture, plot.scalars_picture])
+def test_a_switch_is_marked(switched, tmp_path, draw):
+    """Each panel has a line and a name where the normalizer changed, but none for a later switch that is still due."""
+    run = shutil.copytree(switched, tmp_path / "run")
+    lineage = json.loads((run / "run.json").read_text())
+    lineage["lineage"].append({"step": 9, "event": "attn-switch", "from": "ssmax-bias", "attn": "softmax"})
+    write_known(run, lineage)
+    panels = [axes for axes in draw([str(run)]).axes if axes.get_xlabel()]
+    elapsed = [sum(ms for ms in plot.column(plot.read_metrics(run), "ms")[:6]) / 1e3]
+    for axes in panels:
+        marks = [line.get_xdata()[0] for line in axes.lines
+                 if list(line.get_xdata()) == [line.get_xdata()[0]] * 2 and list(line.get_ydata()) == [0, 1]]
+        assert marks == pytest.approx(elapsed if axes.get_xlabel() == "seconds" else [6 * 32])
+    labels = [text for axes in panels for text in texts(axes) if "→" in text]
+    assert len(labels) == 2
+    assert all(re.fullmatch(r"softmax → ssmax-bias(\s\(\d.*\s→\s\d.*\))?", text) for text in labels)
+
+
+@pytest.mark.parametrize("measured, said", [(("4.25", "4.5"), " (4.250 → 4.500)"),
+                                            (("not measured", "not measured"), "")])
+def test_a_switch_at_the_start_is_in_the_legend(tmp_path, measured, said):
+    """With the losses before and after, which metrics.jsonl does not have."""
+    run = make_run(tmp_path / "run", known={"lineage": [
+        {"step": 0, "event": "init-from", "attn": "ssmax", "from": "x"},
+        {"step": 0, "event": "attn-at-start", "from": "softmax", "attn": "ssmax", "val_loss_before": measured[0],
+         "val_loss_after": measured[1]}]})
+    assert plot.read_marks(run, plot.read_metrics(run)) == []
+    [text] = legend(plot.picture([run]))
+    assert text.endswith(", at the start softmax → ssmax" + said)
+
+
+# ---------------------------------------------------------------- means over seeds, differences
+
+def make_seeded(folder, seed, attn, offset, steps=100, change=lambda line: {}):
     """A run whose losses are those of make_run() plus an offset, with the flags of a real one."""
-    run = make_run(folder, 0)
-    with open(run / "metrics.jsonl", "w") as file:
-        for step in range(1, steps + 1):
-            line = {"step": step, "tokens": 512 * step, "loss": 3 + 8 / step + offset}
-            if step % 10 == 0:
-                line["val_loss"] = 3.5 + 8 / step + offset
-            file.write(json.dumps(line) + "\n")
-    arguments = {"seed": seed, "attn": attn, "lr": 1e-3, "out": str(run), "steps": 100}
-    (run / "run.json").write_text(json.dumps({"arguments": arguments}))
-    return run
+    def moved(line):
+        line |= {key: line[key] + offset for key in ("loss", "val_loss") if key in line}
+        return change(line)
+    arguments = {"seed": seed, "attn": attn, "lr": 1e-3, "out": str(folder), "steps": 100}
+    return make_run(folder, steps, change=moved, known={"arguments": arguments})
 
 
 @pytest.fixture
@@ -657,18 +571,13 @@ def seeded(tmp_path):
             make_seeded(tmp_path / "b0", 0, "ssmax", -0.3), make_seeded(tmp_path / "b2", 2, "ssmax", 0.2 - 0.5, 80)]
 
 
-def labels(figure):
-    return [text.get_text() for text in figure.legends[0].texts]
-
-
 def test_means_over_seeds_and_differences_of_pairs(seeded):
     """Differences are those of runs with the same seed, at the steps that both have."""
     figure = runs.comparison(seeded, True, seeded[1])
     loss, val, loss_less, val_less = figure.axes
-    assert labels(figure) == ["softmax, 3 seeds: validation 3.6800 ± 0.1000",
+    assert legend(figure) == ["softmax, 3 seeds: validation 3.6800 ± 0.1000",
                               "ssmax, 2 seeds: validation 3.3000 ± 0.0000, difference -0.4000 ± 0.1414 "
-                              "at 41 thousand tokens; "
-        "mean to step 80, where b2 ends"]
+                              "at 41 thousand tokens; mean to step 80, where b2 ends"]
     assert list(val.lines[0].get_ydata()) == pytest.approx([3.6 + 8 / step for step in range(10, 101, 10)])
     assert list(val.lines[1].get_xdata()) == pytest.approx([5.12 * i for i in range(1, 9)])
     assert list(val_less.lines[0].get_ydata()) == pytest.approx([-0.4] * 8)
@@ -681,113 +590,59 @@ def test_means_over_seeds_and_differences_of_pairs(seeded):
 
 def test_differences_of_single_runs(seeded):
     figure = runs.comparison([seeded[0], seeded[3]], False, seeded[0])
-    assert labels(figure) == ["a0: validation 3.5800", "b0: validation 3.2800, difference -0.3000"]
+    assert legend(figure) == ["a0: validation 3.5800", "b0: validation 3.2800, difference -0.3000"]
     assert not figure.axes[1].collections, "no band"
     figure = runs.comparison([seeded[0], seeded[4]], False, seeded[4])
-    assert labels(figure)[0] == "a0: validation 3.5800, difference +0.3000 at 41 thousand tokens"
+    assert legend(figure)[0] == "a0: validation 3.5800, difference +0.3000 at 41 thousand tokens"
     assert len(runs.comparison(seeded, False, None).axes) == 2
-
-
-def test_long_names_of_a_baseline_fit(seeded):
-    """The flags that differ are in the titles."""
-    for i, path in enumerate(seeded):
-        known = json.loads((path / "run.json").read_text())
-        known["arguments"] |= {"model": f"layers={4 + (i > 2)},heads=4,channels=128,ffn=352", "lr": 0.001 + (i > 2)}
-        (path / "run.json").write_text(json.dumps(known))
-    figure = runs.comparison(seeded, True, seeded[0])
-    figure.draw_without_rendering()
-    left, right = (axes._left_title for axes in figure.axes[2:])
-    assert left.get_window_extent().x1 < right.get_window_extent().x0
-    assert right.get_window_extent().x1 < figure.bbox.x1
 
 
 def test_a_validation_older_than_the_last_step_has_its_step(tmp_path):
     run = make_seeded(tmp_path / "a", 0, "softmax", 0, 105)
-    assert runs.comparison([run], False, None).legends[0].texts[0].get_text() == "a: validation 3.5800 (step 100)"
-    assert plot.picture([run]).legends[0].texts[0].get_text().endswith(", validation 3.580 (step 100)")
+    assert legend(runs.comparison([run], False, None)) == ["a: validation 3.5800 (step 100)"]
+    assert legend(plot.picture([run]))[0].endswith(", validation 3.580 (step 100)")
 
 
-def test_differences_of_steps_that_differ_in_size(seeded):
+def test_differences_of_steps_that_differ_in_size(tmp_path, seeded):
     """They are taken at the same number of tokens: here, at step s and at the other run's step 2s."""
-    lines = [json.loads(line) for line in (seeded[3] / "metrics.jsonl").read_text().splitlines()]
-    (seeded[3] / "metrics.jsonl").write_text("".join(json.dumps(line | {"tokens": 2 * line["tokens"]}) + "\n"
-                                                     for line in lines))
-    figure = runs.comparison([seeded[0], seeded[3]], False, seeded[0])
+    other = make_seeded(tmp_path / "b", 0, "ssmax", -0.3, change=lambda line: {"tokens": 2 * line["tokens"]})
+    figure = runs.comparison([seeded[0], other], False, seeded[0])
     steps = range(10, 51, 10)
     assert list(figure.axes[3].lines[0].get_xdata()) == pytest.approx([1.024 * step for step in steps])
     expected = [3.2 + 8 / step - (3.5 + 8 / (2 * step)) for step in steps]
     assert list(figure.axes[3].lines[0].get_ydata()) == pytest.approx(expected)
-    assert labels(figure)[1] == f"b0: validation 3.2800, difference {expected[-1]:+.4f} at 51.2 thousand tokens"
+    assert legend(figure)[1] == f"b: validation 3.2800, difference {expected[-1]:+.4f} at 51.2 thousand tokens"
 
 
 def test_a_switch_after_the_end_of_the_baseline(seeded):
     """It is marked in the losses, but not in the differences, which end before it."""
     switch = {"step": 90, "event": "attn-switch", "from": "softmax", "attn": "ssmax"}
-    (seeded[0] / "run.json").write_text(json.dumps({"arguments": {"seed": 0}, "lineage": [switch]}))
+    write_known(seeded[0], {"arguments": {"seed": 0}, "lineage": [switch]})
     figure = runs.comparison([seeded[0], seeded[4]], False, seeded[4])
-    marked = [[text.get_text() for text in axes.texts if "→" in text.get_text()] for axes in figure.axes]
+    marked = [[text for text in texts(axes) if "→" in text] for axes in figure.axes]
     assert marked == [["softmax → ssmax"]] * 2 + [[]] * 2
     assert figure.axes[2].get_xlim()[1] < 45 < figure.axes[0].get_xlim()[1]
 
 
 def test_a_run_without_a_finite_loss(tmp_path, seeded):
     """It diverged in its first step."""
-    path = make_seeded(tmp_path / "diverged", 3, "relu-l1", 0)
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    (path / "metrics.jsonl").write_text("".join(json.dumps({key: value for key, value in line.items()
-                                                            if key != "val_loss"} | {"loss": None}) + "\n"
-                                                for line in lines))
+    def lost(line):
+        line.pop("val_loss", None)
+        return {"loss": None}
+    path = make_seeded(tmp_path / "diverged", 3, "relu-l1", 0, change=lost)
     figure = runs.comparison([seeded[0], path], False, seeded[0])
-    assert labels(figure)[1].endswith("diverged: mean loss none is finite")
-
-
-def test_comparisons_that_cannot_be_drawn(tmp_path, seeded):
-    def refused(message, *words):
-        result = command(*words, "--out", tmp_path / "x.png")
-        assert result.returncode in (2, 3) and message in result.stderr and not (tmp_path / "x.png").exists()
-    twin = make_seeded(tmp_path / "twin", 0, "softmax", 0)
-    refused("expects runs with the same flags to have different seeds", seeded[0], twin, "--seeds")
-    refused("expected one of the runs to plot", *seeded[:2], "--baseline", twin)
-    refused("nothing to compare it with", *seeded[:3], "--seeds", "--baseline", seeded[0])
-    other = make_seeded(tmp_path / "other", 9, "lssa", 0)
-    refused("have no seed in common", *seeded, other, "--seeds", "--baseline", seeded[0])
-    refused("--baseline compares losses", seeded[0], "--scalars", "--baseline", seeded[0])
-    refused("--heads plots one run", *seeded, "--heads")
-    refused("no learned scalars in its checkpoints", seeded[0], "--heads")
-
-
-def test_every_head_of_every_checkpoint(tmp_path):
-    """Each line is a head's s in the checkpoints after the switch; the points on the right are the newest ones."""
-    run = make_switched(tmp_path / "run", tmp_path, "--ckpt-every", 1, "--keep", 0)
-    assert command(run, "--heads").returncode == 0 and (run / "heads.png").exists()
-    figure = runs.heads(str(run))
-    over, by_layer = figure.axes[:2]
-    assert over.get_title(loc="left")[:2] == "s " and len(figure.axes) == 4
-    for layer, head in itertools.product(range(2), range(2)):
-        found = [dict(read_floats(run / f"ckpt/step-{step:08d}/model.safetensors"))
-                 [f"model.layers.{layer}.self_attn.attn_scale"][head] for step in (7, 8)]
-        line = over.lines[2 * layer + head]
-        assert list(line.get_ydata()) == pytest.approx(found) and list(line.get_xdata()) == [7 * 32, 8 * 32]
-        assert by_layer.lines[2 * layer].get_ydata()[head] == pytest.approx(found[1])
-    assert [text.get_text() for text in over.texts] == ["softmax → ssmax-bias"]
-
-
-def test_scalars_and_event_files_exclude_each_other(tmp_path):
-    result = command(make_scalars(tmp_path / "a"), "--scalars", "--tensorboard", tmp_path / "events")
-    assert result.returncode == 2 and "not allowed with" in result.stderr and not (tmp_path / "events").exists()
+    assert legend(figure)[1].endswith("diverged: mean loss none is finite")
 
 
 # ---------------------------------------------------------------- event files
 
 def test_event_files_record_by_record(tmp_path):
     assert crc32c(b"123456789") == 0xE3069283 and unmask(events.masked_crc32c(b"123456789")) == 0xE3069283
-    run = make_run(tmp_path / "a", 300, tail='{"step": 301, "tokens": 9, "loss": null}\n')
-    assert command(run, "--tensorboard", tmp_path / "events").returncode == 0
-    again = command(run, "--tensorboard", tmp_path / "events")
-    assert again.returncode == 0
-    path, = (tmp_path / "events" / "a").iterdir()
-    assert "tfevents" in path.name and again.stdout.strip() == str(path)
-
+    run = make_run(tmp_path / "a", 300, '{"step": 301, "tokens": 9, "loss": null}\n')
+    for _ in range(2):
+        result = command(run, "--tensorboard", tmp_path / "events")
+        path, = (tmp_path / "events" / "a").iterdir()
+        assert (result.returncode, result.stdout.strip()) == (0, str(path)) and "tfevents" in path.name
     rest = events_of(path)
     assert [event.step for event in rest] == list(range(1, 302))
     assert rest[299].time - rest[0].time == pytest.approx(149.5, abs=1e-3)
@@ -799,17 +654,17 @@ def test_event_files_record_by_record(tmp_path):
 
 def test_a_full_disk_leaves_the_earlier_event_file_alone(tmp_path):
     """The disk is simulated by a limit on the size of files."""
-    run = make_run(tmp_path / "a", 300)
-    assert command(run, "--tensorboard", tmp_path / "events").returncode == 0
+    words = [make_run(tmp_path / "a", 300), "--tensorboard", tmp_path / "events"]
+    assert command(*words).returncode == 0
     path, = (tmp_path / "events" / "a").iterdir()
     earlier = path.read_bytes()
-    result = subprocess.run(["bash", "-c", 'ulimit -f 1; exec "$@"', "-", sys.executable, ROOT / "scripts/plot.py", run,
-                             "--tensorboard", tmp_path / "events"], capture_output=True, text=True)
+    with limited(resource.RLIMIT_FSIZE, 1024):
+        result = command(*words)
     assert result.returncode == 3 and "File too large" in result.stderr, result.stderr
     assert list(path.parent.iterdir()) == [path] and path.read_bytes() == earlier
     path.parent.rename(tmp_path / "other")
     path.parent.symlink_to(tmp_path / "other")
-    result = command(run, "--tensorboard", tmp_path / "events")
+    result = command(*words)
     assert result.returncode == 3 and "expected a folder, found a link" in result.stderr
 
 
