@@ -18,7 +18,6 @@ agree, and the cases whose bits differ are listed. The exit status is 1 if a cas
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile

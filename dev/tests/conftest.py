@@ -1,18 +1,38 @@
 """Fixtures of several test modules."""
+import functools
 import sys
 
 import pytest
 
-from trainer import ROOT, make, make_data
+from trainer import ROOT, cuda_program, faults_program, make, make_data
+
+
+@pytest.fixture(scope="session")
+def shared_data(tmp_path_factory):
+    """A function that makes a folder with a function of its path, such as make_data(), once for the session."""
+    @functools.cache
+    def folder(write):
+        path = tmp_path_factory.mktemp("data") / "data"
+        write(path)
+        return path
+    return folder
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder with shards for training and validation. Modules with other needs define their own fixture with this
-    name."""
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
+def data(request, shared_data):
+    """A folder with shards for training and validation, which tests must not change. A module that needs other shards
+    than those of make_data() names the function that writes them DATA."""
+    return shared_data(getattr(request.module, "DATA", make_data))
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    return cuda_program()
+
+
+@pytest.fixture(scope="session")
+def faults():
+    return faults_program()
 
 
 @pytest.fixture(autouse=True)

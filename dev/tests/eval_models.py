@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import torch
 
-from tiny import BIN, BUILD, make_path, run
-from trainer import ROOT, checkpoint, make, train
+from tiny import BIN, run
+from trainer import ROOT, checkpoint, train
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import fixtures
@@ -66,11 +66,6 @@ def evaluate(task, folder, data, out, *flags, code=0):
              *(["--out", out] if out else []), *flags]
     output, errors = run(BIN / "eval_gpt2", *words, code=code)
     return errors if code else (output, json.loads((out / "eval.json").read_text()))
-
-
-def build():
-    if not (BIN / "eval_gpt2").exists():
-        make(f"BUILD={make_path(BUILD)}", make_path(BIN / "eval_gpt2"), check=True)
 
 
 def models(root, data, length):

@@ -18,7 +18,7 @@ import byte_text
 import vocabularies
 from eval_models import write_model
 from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
-from tiny import BIN, build, environment, logits, run
+from tiny import BIN, environment, logits, run
 
 os.environ.pop("SOURCE_DATE_EPOCH", None)      # transformers writes today's date
 INSIDE = 2
@@ -320,7 +320,6 @@ def test_published_files(chat, tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with random weights and a tokenizer of single bytes."""
-    build()
     root = tmp_path_factory.mktemp("chat")
     write_model(root / "model", byte_text.write_text(root / "data"), "llama", "ssmax", 512)
     config = json.loads((root / "model/tokenizer_config.json").read_text())

@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-import eval_models
 from eval_models import evaluate, overflowing, reference
 from tiny import BIN, END_OF_TEXT, ROOT, environment, lm_eval_python, peak_memory, run, write_data
 from trainer import xxh3_128
@@ -67,10 +66,7 @@ PLAIN = [({"query": query, "choices": choices, "gold": gold}, query, choices) fo
     ("the cat\u00a0\u3000", ["went", "over and over"], 0), ("the cat", ["", "went"], 1))]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    eval_models.build()
-    return write_data(tmp_path_factory.mktemp("choice") / "data")
+DATA = write_data
 
 
 def write_questions(path, rows):

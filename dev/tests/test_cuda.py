@@ -21,17 +21,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from jobs import wait_for
-from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, cuda_program, environment, losses,
+from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, environment, losses,
                      metrics, read_header, steps, tokens, train, write_header, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
 GAU = "layers=1,block=gau,channels=32,vocab=97"
 SMALL = ["--model", MODEL, "--seq-len", 20, "--batch", 2, "--warmup", 2, "--lr", 0.002]
-
-
-@pytest.fixture(scope="module")
-def cuda():
-    return cuda_program()
 
 
 def presets():

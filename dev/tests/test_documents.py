@@ -11,13 +11,10 @@ from trainer import EXACT, assert_same_run, metrics
 FIRST, SECOND = [END_OF_TEXT, 20, 31, 5, 77, 140], [END_OF_TEXT, 9, 41, 260, 8, 133, 90, 55]
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    tiny.build()
-    return tiny.write_data(tmp_path_factory.mktemp("documents") / "data")
+DATA = tiny.write_data
 
 
-@pytest.fixture(scope="session", params=("ssmax", "softmax-recentered", "lssar", "softmax-sink", "ssmax-pn"))
+@pytest.fixture(scope="module", params=("ssmax", "softmax-recentered", "lssar", "softmax-sink", "ssmax-pn"))
 def model(request, data, tmp_path_factory):
     return tiny.train(data, tmp_path_factory.mktemp("run") / "out", "--attn", request.param, "--doc-mask")[0]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import byte_text
-from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, faults_program,
-                     make_data, metrics, read_header, sign, steps, tokens, train, write_header, write_shard)
+from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, read_header,
+                     sign, steps, tokens, train, write_header, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY, STOPPED = 2, 3, 4, 5, 6, 7, 75
 FLAGS = """train-data val-data model attn attn-switch norm-length batch seq-len total-batch-tokens steps lr warmup
@@ -1018,11 +1018,6 @@ def test_full_disk_at_the_start(data, tmp_path):
         (disk / "full").write_bytes(bytes(8192))
         says(train(data, "--steps", 1, "--out", disk, code=RESOURCE), disk / "lock", "No space left on device",
              "Free some space")
-
-
-@pytest.fixture(scope="module")
-def faults():
-    return faults_program()
 
 
 def count_points(data, out, faults, *flags):

@@ -6,12 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from tiny import BIN, BUILD, make_path, run
+from tiny import BIN, run
 from trainer import MODEL, ROOT, VOCAB, checkpoint, make_data, metrics, saving_and_pruning, train, write_shard
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
@@ -30,16 +31,10 @@ def model_flag(block, tied=1):
             + f",vocab={VOCAB},tied={tied},block={block}")
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    if not (BIN / "eval_gpt2").exists():
-        subprocess.run(["make", "-s", f"BUILD={make_path(BUILD)}", make_path(BIN / "eval_gpt2")], cwd=ROOT, check=True)
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder, val=1000)
-    return folder
+DATA = partial(make_data, val=1000)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkpoints(data, tmp_path_factory):
     """A function of the trainer's flags that returns a run's folder; it trains once for the same flags."""
     made, root = {}, tmp_path_factory.mktemp("runs")
@@ -160,7 +155,7 @@ def test_losses_of_one_example_a_row_equal_the_trainers(T, checkpoints, data, tm
 SAFE = 0.7        # times the fixtures' weights, so that exp without a norm does not overflow float32
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def weights(checkpoints, tmp_path_factory):
     """A function of block and normalizer that returns a folder, with weights and scalars large enough that every
     normalizer differs, and the same model in the reference."""
@@ -177,7 +172,7 @@ def weights(checkpoints, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def softmax(weights):
     return {block: weights(block, "softmax") for block in SHAPES}
 
@@ -508,7 +503,7 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def wrong(checkpoints, data, tmp_path_factory):
     """The folders that the rows of WRONG use: a run, and copies of its checkpoint with something changed."""
     root = tmp_path_factory.mktemp("wrong")

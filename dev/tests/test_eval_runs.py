@@ -10,24 +10,21 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import eval_models
 from byte_text import END_OF_TEXT, write_text, write_tokenizer
 from eval_models import evaluate
 from tiny import BIN, environment, peak_memory, run
-from trainer import ROOT, write_shard
+from trainer import write_shard
 
 L = 128
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    eval_models.build()
-    return write_text(tmp_path_factory.mktemp("runs") / "data", count=25000)
+DATA = partial(write_text, count=25000)
 
 
 # ---------------------------------------------------------------- the learned scalars

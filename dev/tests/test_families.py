@@ -48,10 +48,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    tiny.build()
-    return tiny.write_data(tmp_path_factory.mktemp("data") / "text")
+DATA = tiny.write_data
 
 
 def random_model(name, data, folder):

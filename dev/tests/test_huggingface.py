@@ -14,7 +14,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample,
+from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, environment, ids_of, logits, run, sample,
                   sentences, train, write_data)
 from trainer import checkpoint, losses, metrics
 
@@ -67,13 +67,10 @@ CHECKPOINTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    build()
-    return write_data(tmp_path_factory.mktemp("data") / "text")
+DATA = write_data
 
 
-@pytest.fixture(scope="session", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=CHECKPOINTS)
 def folder(request, data, tmp_path_factory):
     """A checkpoint for each row of CHECKPOINTS."""
     return train(data, tmp_path_factory.mktemp("run") / "out", *CHECKPOINTS[request.param], steps=40)[0]
@@ -189,7 +186,7 @@ def test_the_whole_family_is_tested(data, modeling):
     assert used == there and {phi for stage, phi in there if stage == "phi"} == set(modeling.PHI)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bases(data, tmp_path_factory):
     """A softmax model of each block, trained for a few steps. Its scores are neither all alike nor so large that a
     sigmoid is 1 everywhere; in both cases the posts would divide one rounding error by another."""
@@ -197,7 +194,7 @@ def bases(data, tmp_path_factory):
             for block, shape in BLOCKS.items()}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model_of(bases, data, tmp_path_factory):
     """The folder of a block's model under any normalizer: one step from the softmax model, in which the scalars leave
     their initial values."""
@@ -360,7 +357,7 @@ def test_other_models_are_rejected(name, data, tmp_path):
 
 # ---------------------------------------------------------------- the modeling file against the reference
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def modeling():
     spec = importlib.util.spec_from_file_location("modeling_attn_gpt", ROOT / "attention" / "modeling_attn_gpt.py")
     module = importlib.util.module_from_spec(spec)

@@ -59,10 +59,7 @@ def installed():
         pytest.skip(f"{PYTHON} has no llama-cpp-python {VERSION} (doc/tests.md says how to install it)")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    tiny.build()
-    return tiny.write_data(tmp_path_factory.mktemp("data") / "text")
+DATA = tiny.write_data
 
 
 def ask(path, ids, count=0, texts=()):

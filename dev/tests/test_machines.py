@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,7 @@ FAST = ["--val-every", 0, "--ckpt-every", 5]
 SLOW = [*FAST, "--lr", 0.0005, "--batch", 2, "--total-batch-tokens", 2 * 8 * 2 * 150]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder, train=20000)
-    return folder
+DATA = partial(make_data, train=20000)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import eval_models
 from byte_text import END_OF_TEXT, IM_END, VOCAB, text_of, write_text, write_tokenizer
 from eval_models import evaluate, overflowing, reference
 from tiny import BIN, run
@@ -23,10 +22,7 @@ from transformers import AutoModelForCausalLM
 L = 600
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    eval_models.build()
-    return write_text(tmp_path_factory.mktemp("needle") / "data")
+DATA = write_text
 
 
 def needles(folder, data, out, *flags):

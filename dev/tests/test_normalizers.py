@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tiny import BIN, ROOT, build, logits, make_path, run, sample
-from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, make_data, metrics, read_header,
+from tiny import BIN, ROOT, logits, make_path, run, sample
+from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, losses, metrics, read_header,
                      sign, tokens, train, write_header, write_shard)
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
@@ -43,20 +43,12 @@ def each(function, items):
         return list(pool.map(function, items))
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    build()
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def names(data):
     return list(preset_table())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs(data, names, tmp_path_factory):
     """runs[block, name]: six steps, with a checkpoint and a validation after every second step."""
     folder = tmp_path_factory.mktemp("runs")
@@ -269,7 +261,7 @@ CHANGES = list(NEW)
 STAYS_AS_IT_IS = {("softmax", "ssmax-pn"), ("ssmax", "ssmax-bias")}         # p = s = 1 and b = 0; b = 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def short_data(tmp_path_factory):
     """Twelve windows, read sequentially, four per step: the fourth step reads those of the first again."""
     folder = tmp_path_factory.mktemp("short")
@@ -278,7 +270,7 @@ def short_data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def changed(data, short_data, tmp_path_factory):
     """changed[from, to]: a run of three steps under `from`; the same run switched to `to` for two more steps, with a
     learning rate too small to change a weight; a new run from its weights under `to`; and the output of the last

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import eval_models
 from byte_text import END_OF_TEXT, write_text
 from eval_models import evaluate, overflowing, reference
 from tiny import BIN, run
@@ -24,10 +23,7 @@ PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 �
            "It is a truth universally acknowledged"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    eval_models.build()
-    return write_text(tmp_path_factory.mktemp("observe") / "data")
+DATA = write_text
 
 
 @pytest.fixture(scope="module")

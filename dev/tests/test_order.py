@@ -1,6 +1,7 @@
 """A step reads the same sequences for any batch size, accumulation and number of ranks, so losses agree."""
 import numpy as np
 import pytest
+from functools import partial
 
 from trainer import assert_same_run, embedding, losses, make_data, metrics, tokens, train, write_shard
 
@@ -9,12 +10,8 @@ STEPS, SEQUENCES = 30, 24
 WAYS = [(1, 8), (1, 2), (2, 4), (3, 8)]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Data for about three epochs in 30 steps, in three shards, so that steps cross the ends of both."""
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder, train=2000, shards=3)
-    return folder
+# about three epochs in 30 steps; the steps cross the ends of epochs and of shards
+DATA = partial(make_data, train=2000, shards=3)
 
 
 @pytest.fixture(scope="module")

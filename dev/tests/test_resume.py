@@ -7,19 +7,16 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 
-from trainer import (MODEL, ROOT, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment,
-                     faults_program, losses, make_data, metrics, read_header, steps, tokens, train, write_shard)
+from trainer import (MODEL, ROOT, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, losses,
+                     make_data, metrics, read_header, steps, tokens, train, write_shard)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder, shards=2)
-    return folder
+DATA = partial(make_data, shards=2)
 
 
 def validation(folder):
@@ -162,11 +159,6 @@ def test_kill_9_at_any_moment(data, tmp_path):
 
 # How the n-th write, fsync, rename, mkdir or removal fails, and which n are tried.
 FAULTS = {"kill": 1, "half": 4, "enospc": 5, "eio": 17}
-
-
-@pytest.fixture(scope="module")
-def faults():
-    return faults_program()
 
 
 @pytest.mark.drawn(1)

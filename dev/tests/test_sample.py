@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
 import byte_text
-from tiny import (BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, build, environment, ids_of, logits, run, sample, train,
+from tiny import (BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, environment, ids_of, logits, run, sample, train,
                   write_data)
 import trainer
 from trainer import checkpoint, saving_and_pruning
@@ -23,7 +23,6 @@ from trainer import checkpoint, saving_and_pruning
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """Run folders: "text" has a tokenizer; "ids" has none, and its model uses ssmax."""
-    build()
     folder = tmp_path_factory.mktemp("runs")
     train(write_data(folder / "data"), folder / "text", steps=60)
     train(write_data(folder / "plain", tokenizer=False), folder / "ids", "--attn", "ssmax", steps=60)
@@ -62,7 +61,6 @@ def test_each_sample_has_its_own_random_stream(runs):
 
 def test_the_trainer_samples_the_same(tmp_path):
     """At step S, it draws what this program draws as sample S."""
-    build()
     trainer.make_data(tmp_path)
     trainer.train(tmp_path, "--seq-len", 64, "--steps", 3, "--sample-every", 3, "--out", tmp_path / "out")
     drawn = (tmp_path / "out/samples.txt").read_text()
@@ -297,7 +295,6 @@ HOSTILE = b"x\x1b]52;c\x07\xc2\x9b\xe2\x80\xae\r\x7f\ty"
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory):
     """A model that writes HOSTILE, a token for each byte: each embedding points to the next byte's row of the head."""
-    build()
     root = tmp_path_factory.mktemp("chain")
     shape = f"layers=1,heads=1,channels=32,ffn=32,tied=0,vocab={byte_text.VOCAB}"
     trainer.train(byte_text.write_text(root / "data"), "--model", shape, "--steps", 0, "--batch", 1, "--seq-len", 64,

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 
@@ -22,11 +23,7 @@ SECONDS, STEPS = float(os.environ.get("SOAK", 15)), 1200
 NEVER = {2, 3, 4, 5, 7}     # exit codes that neither a stop nor a kill explains
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    make_data(folder, train=20000, shards=2)
-    return folder
+DATA = partial(make_data, train=20000, shards=2)
 
 
 def random_flags(draw, data):

@@ -13,19 +13,13 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 import byte_text
-from trainer import MODEL, assert_same_run, checkpoint, command, environment, faults_program, metrics, steps, train
+from trainer import MODEL, assert_same_run, checkpoint, command, environment, metrics, steps, train
 
 TOTAL = 6
-
-
-@pytest.fixture(scope="module")
-def faults():
-    return faults_program()
 
 
 @pytest.fixture(scope="module")

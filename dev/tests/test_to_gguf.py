@@ -16,7 +16,7 @@ import vocabulary
 from eval_models import write_model
 from safetensors.torch import load_file, save_file
 from test_chat import SMOLLM2
-from tiny import ROOT, build, sentences
+from tiny import ROOT, sentences
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import shards  # noqa: E402
@@ -44,10 +44,7 @@ def logits(folder, **how):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)(IDS).logits
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    build()
-    return byte_text.write_text(tmp_path_factory.mktemp("data") / "text")
+DATA = byte_text.write_text
 
 
 def llama_of_ours(data, folder, shape="llama"):

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, data, model_of, modeling, pair        # noqa: F401
-from tiny import END_OF_TEXT, ROOT, T, VOCAB, lm_eval_python, logits, train
+from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, model_of, modeling, pair        # noqa: F401
+from tiny import ROOT, T, VOCAB, lm_eval_python, logits, train, write_data
 from trainer import losses
 
 sys.path.insert(0, str(ROOT / "dev/reference"))
@@ -28,6 +28,8 @@ import model as reference       # noqa: E402
 from transformers import (AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, Gemma2Config,     # noqa: E402
                           Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           WhisperConfig, WhisperModel)
+
+DATA = write_data
 from transformers.masking_utils import (and_masks, chunked_overlay,     # noqa: E402
                                         sliding_window_causal_mask_function)
 

@@ -440,9 +440,7 @@ def shape_of(folder):
     return tensors["model.embed_tokens.weight"]["shape"][0]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data") / "text")
+DATA = write_data
 
 
 @pytest.mark.parametrize("model, vocab, why", [

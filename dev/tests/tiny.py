@@ -1,4 +1,5 @@
 """Shared by tests that need a trained model: the programs, a little text in shards, and small models trained on it."""
+import functools
 import os
 import random
 import re
@@ -25,16 +26,15 @@ WORDS = "the The cat dog house on in a naïve café costs 5 € 10 £ 😀 🐈 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 
 
-def build():
-    """Builds missing programs and the one that prints logits, with warnings as errors if the build has them."""
-    flags = BUILD / "flags"
-    werror = int(flags.exists() and "-Werror" in flags.read_text())
-    missing = [name for name in ("train_gpt2", "sample_gpt2") if not (BIN / name).exists()]
-    targets = [BUILD / "tests/logits", *(BIN / name for name in missing)]
-    if BIN != ROOT:                                         # a build with other flags: do not rebuild what it has
-        targets = [target for target in targets if not target.exists()]
-    if targets:
-        trainer.make("-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", *map(make_path, targets), check=True)
+@functools.cache
+def build(path):
+    """Builds a program if it is missing, and the one that prints logits if it is out of date, too, with warnings as
+    errors if the build has them."""
+    stale = path == BUILD / "tests/logits" and BIN == ROOT    # a build with other flags keeps what it has
+    if stale or not path.exists():
+        flags = BUILD / "flags"
+        werror = int(flags.exists() and "-Werror" in flags.read_text())
+        trainer.make("-s", f"BUILD={make_path(BUILD)}", f"WERROR={werror}", make_path(path), check=True)
 
 
 def make_path(path):
@@ -46,7 +46,9 @@ def make_path(path):
 
 
 def run(path, *words, code=0, threads=1):
-    """Runs a program and returns its stdout and stderr. The exit code must be `code`."""
+    """Runs a program, which is built if it is missing, and returns its stdout and stderr. The exit code must be
+    `code`."""
+    build(Path(path))
     result = subprocess.run([str(path), *map(str, words)], capture_output=True, env=environment(threads))
     assert result.returncode == code, (words, result.returncode, result.stderr.decode())
     return result.stdout.decode(), result.stderr.decode()

@@ -63,6 +63,7 @@ def tokens(count, seed=0):
 
 
 def make_data(folder, train=3000, val=600, shards=1):
+    folder.mkdir(parents=True, exist_ok=True)
     for i in range(shards):
         write_shard(folder / f"d_train_{i + 1:06d}.bin", tokens(train // shards, i + 1))
     write_shard(folder / "d_val_000000.bin", tokens(val, 99))
