@@ -32,10 +32,10 @@ def test_a_document_gives_the_same_logits_alone(model):
 def test_a_single_document_has_the_same_bits_without_the_flag(data, tmp_path):
     """Without an end-of-text token inside the rows the flag changes nothing."""
     text = np.random.default_rng(1).integers(0, END_OF_TEXT, 20 * T + 1)
-    tiny.write_shard(data / "one_train_000001.bin", text)
+    tiny.write_shard(tmp_path / "one_train_000001.bin", text)
     for name, flags in ("with", ["--doc-mask"]), ("without", []):
-        tiny.train(data, tmp_path / name, "--train-data", data / "one_train_*.bin",
-                   "--val-data", data / "one_train_*.bin", "--attn", "ssmax-bias", *flags, steps=4)
+        tiny.train(data, tmp_path / name, "--train-data", tmp_path / "one_train_*.bin",
+                   "--val-data", tmp_path / "one_train_*.bin", "--attn", "ssmax-bias", *flags, steps=4)
     assert_same_run(tmp_path / "with", tmp_path / "without", 4)
 
 
