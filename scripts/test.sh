@@ -2,7 +2,7 @@
 # Sets up, builds with warnings as errors, and tests.
 #
 #   scripts/test.sh                  what CI runs: 16 to 26 minutes on two cores after downloads
-#   scripts/test.sh --all            all mutations, races, orders and shapes, and long fuzzing: hours
+#   scripts/test.sh --all            all races, orders and shapes, mutations, and long fuzzing: hours
 #   scripts/test.sh [--all] GROUP... these groups of tests alone; `scripts/test.sh --groups` lists them
 #
 # Without --all, the largest tests run only some of their cases, which the commit hash selects (dev/draw.py);
@@ -182,13 +182,8 @@ group_fuzz() {
     fi
 }
 
-group_mutate() {
-    local chosen=(--draw 1)
-    [ $all = 0 ] || chosen=(--jobs "$jobs")
-    c_tests mutate env -u WERROR dev/mutate/mutate.py "${chosen[@]}"
-}
-
-# Only in the long run, or if it is named: it downloads a cross compiler.
+# Only in the long run, or if they are named: mutations take up to an hour, and the other downloads a cross compiler.
+group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/mutate.py --jobs "$jobs"; }
 group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
 group_pytest() {

@@ -51,7 +51,7 @@ RULES = [
     (r"make build/tests/(\w+) && build/tests/\1$", "{}"),
     (r"make test_gpt2 && \./test_gpt2 ssmax$", "{}_tied_v97_T1"),
     (r"\.venv/bin/clang-format -i FILE$", "{} --version"),
-    (r"dev/mutate/mutate\.py( --only SCALE_PN)?$", "{} --help"),
+    (r"dev/mutate/mutate\.py( row_slope| --draw 5 run/save\.c)?$", "{} --help"),
 ]
 PROGRAM = re.compile(r"(\./|scripts/\w+\.sh|make\b|git |\.venv/bin/|dev/\w+/\w+\.py)")
 
