@@ -39,9 +39,10 @@ import draw
 import operators
 
 DRAWN, HOLES_ALLOWED = 40, 0.25
-# The tests of a file: dev/tests/test_NAME.* with its name, then those of the first row that its path begins with, as
-# command lines. The first failure ends a change's tests, so what is quick comes first.
-C_TESTS = sorted(path.stem for path in (ROOT / "dev/tests").glob("test_*.c"))
+# The tests of a file: dev/tests/test_NAME.* where its name is NAME or NAME_*, then those of the first row whose beginning
+# its path has, as command lines. The first failure ends a change's tests, so what is quick comes first.
+SLOW = ("test_gradients", "test_process")
+C_TESTS = sorted((path.stem for path in (ROOT / "dev/tests").glob("test_*.c")), key=lambda name: (name in SLOW, name))
 FLASH = ("test_kernels phi", "test_gpt2cu_on_cpu ssmax_bias_h4_kv2_T33", "test_gpt2cu_on_cpu softmax_gau_T33",
          "test_flash.py -k 'kinds or before_rope or (nan and (float or sigmoid)) or truncate or last_bit or future "
          "or order or conflicts or all_zero_rows or (scale_of_zero and not identity) or last_rows'",
@@ -55,30 +56,28 @@ CUDA = ("test_kernels", "test_gpt2cu_on_cpu softmax_tied_v97_T33", "test_gpt2cu_
 TORCH = ("test_torch.py -k 'not (equals or bfloat16 or padding or interrupts or level or compiled or wrong_calls)'",
          "test_torch.py -k 'wrong_calls or (equals or padding_changes) and (ssmax-bias or sink or ssmax-pn or lssar)'")
 TESTS = (
-    ("attention/torch/attn_c_cuda.cu", ["test_torch_cuda.py"]),
-    ("attention/torch/cuda.py", ["test_torch_cuda.py"]),
+    (("attention/torch/attn_c_cuda.cu", "attention/torch/cuda.py"), ["test_torch_cuda.py"]),
     ("attention/torch/transformers.py", ["test_torch_models.py -k 'not wheel and not modeling'"]),
-    ("attention/torch", TORCH),
+    ("attention/torch/", TORCH),
     ("attention/modeling", ["test_rope.py -k transformers", "test_huggingface.py -k 'new_model or normalizer'"]),
-    ("attention/flash", FLASH),
-    ("attention/phi.cuh", FLASH),
-    ("attention", ["test_gpt2 attention", "test_attention", "test_gradients", "test_normalizer"]),
-    ("cuda", CUDA),
-    ("train_gpt2.cu", CUDA),
+    (("attention/flash", "attention/phi.cuh"), FLASH),
+    ("attention/", ["test_gpt2 attention", "test_attention", "test_gradients", "test_normalizer"]),
+    (("cuda/", "train_gpt2.cu"), CUDA),
     ("eval_gpt2.cu", ["test_eval_cuda.py"]),
-    ("eval", ["test_eval_runs.py", "test_eval.py", "test_needle.py", "test_observe.py", "test_choice.py"]),
+    (("eval/", "eval_gpt2.c"), ["test_eval_runs.py", "test_eval.py", "test_needle.py", "test_observe.py",
+                                "test_choice.py"]),
     ("train_gpt2.c", ["test_gpt2", "test_gradients", "test_training.py", "test_sample.py"]),
     ("sample_gpt2.c", ["test_sample.py", "test_chat.py", "test_families.py -k begins"]),
-    ("model", ["test_gpt2", "test_families.py", "test_sample.py -k stored", "test_resume.py -k switch",
-               "test_config.py", "test_huggingface.py"]),
-    ("run", ["test_order.py", "test_training.py", "test_resume.py", "test_normalizers.py", "test_stops.py",
-             "test_errors.py", "test_sample.py"]),
-    ("runtime", [*C_TESTS, "test_gpt2", "test_sample.py", "test_chat.py", "test_families.py -k begins",
-                 "test_vocabularies.py -k short", "test_errors.py", "test_training.py -k muon_equals"]),
-    ("data", ["test_data.py", "test_squad.py", "test_needles.py", "test_debian_docs.py", "test_documents.py",
-              "test_vocabulary.py"]),
-    ("scripts", ["test_follow.py", "test_grid.py", "test_to_gguf.py", "test_plot.py",
-                 "test_plot_eval.py -k 'not eval_gpt2 and not without'"]),
+    ("model/", ["test_gpt2", "test_families.py", "test_sample.py -k stored", "test_resume.py -k switch",
+                "test_config.py", "test_huggingface.py"]),
+    ("run/", ["test_order.py", "test_training.py", "test_resume.py", "test_normalizers.py", "test_stops.py",
+              "test_errors.py", "test_sample.py"]),
+    ("runtime/", [*C_TESTS, "test_gpt2", "test_sample.py", "test_chat.py", "test_families.py -k begins",
+                  "test_vocabularies.py -k short", "test_errors.py", "test_training.py -k muon_equals"]),
+    ("data/", ["test_data.py", "test_squad.py", "test_needles.py", "test_debian_docs.py", "test_documents.py",
+               "test_vocabulary.py"]),
+    ("scripts/", ["test_follow.py", "test_grid.py", "test_to_gguf.py", "test_plot.py",
+                  "test_plot_eval.py -k 'not eval_gpt2 and not without'"]),
 )
 # What a test needs built, if it isn't a program of its own name.
 NEEDS = {"test_flash": "build/on_cpu/flash.so", "test_cuda": "train_gpt2cu_on_cpu",
@@ -116,9 +115,11 @@ def test_of(words):
 
 
 def tests_of(file):
-    named = sorted((ROOT / "dev/tests").glob(f"test_{Path(file).stem}.*"))
-    own = [path.name if path.suffix == ".py" else path.stem for path in named]
     row = next(tests for beginning, tests in TESTS if file.startswith(beginning))
+    paths = sorted((ROOT / "dev/tests").glob("test_*"))
+    names = [path.name if path.suffix == ".py" else path.stem for path in paths
+             if f"{Path(file).stem}_".startswith(f"{path.stem.removeprefix('test_')}_")]
+    own = [name for name in names if not any(words.startswith(f"{name} ") for words in row)]
     return [test_of(words) for words in dict.fromkeys([*own, *row])]
 
 
