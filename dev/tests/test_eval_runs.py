@@ -210,46 +210,6 @@ def test_another_tokenizer_beside_the_shards(model_of, data, tmp_path):
     assert f"warning: {tmp_path}/tokenizer.json differs from {folder}/tokenizer.json" in errors(shard)
 
 
-# ---------------------------------------------------------------- flags
-
-UNUSED = {
-    "--max-new-tokens 3 --task loss": "--max-new-tokens is for --task needle, not loss.",
-    "--doc-mask --task needle": "--doc-mask is for --task loss or positions, not needle.",
-    "--pack example --task attention": "--pack is for --task loss or positions, not attention.",
-    "--prompt-file nowhere": "--prompt-file is for --task attention, not loss.",
-    "--samples 3 --task attention --prompt-file nowhere":
-        "--samples is for --task needle or attention without --prompt-file, not attention with --prompt-file.",
-    "--max-tokens 5 --task needle": "--max-tokens is for --task loss or positions, not needle.",
-    "--max-tokens 5 --task attention --prompt-file nowhere":
-        "--max-tokens is for --task loss or positions, not attention with --prompt-file.",
-    "--data x --task scores":
-        "--data is for --task loss, positions, needle, attention without --prompt-file or choice, not scores.",
-    "--data x --task attention --prompt-file nowhere":
-        "--data is for --task loss, positions, needle, attention without --prompt-file or choice, not attention with "
-        "--prompt-file.",
-    "--seq-lens 8 --task scores":
-        "--seq-lens is for --task loss, positions, needle, attention without --prompt-file or choice, not scores.",
-    "--rope-theta 5 --task scores":
-        "--rope-theta is for --task loss, positions, needle, attention or choice, not scores.",
-    "--seq-lens 8,9 --task choice": "--seq-lens: --task choice expects one length",
-    "--seq-lens 64,64": "--seq-lens: 64 is listed twice.",
-    "--seq-lens 128,0": "--seq-lens: 128 is listed twice.",
-    "--depths 50,10,50 --task needle": "--depths: 50 is listed twice.",
-    "--depths 50 --random-depth --task needle": "--depths and --random-depth exclude each other.",
-    "--digits 3 --number 12 --task needle": "--digits and --number exclude each other.",
-}
-
-
-@pytest.mark.parametrize("flags", UNUSED)
-def test_flags_that_a_task_does_not_use(flags, model_of, data, tmp_path):
-    (tmp_path / "q.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}))
-    source = ["--data", tmp_path / "q.jsonl" if "choice" in flags else f"{data}/*_val_*.bin"]
-    words = ["--model", model_of("grouped", "softmax")[0],
-             *([] if "nowhere" in flags or "--task scores" in flags else source)]
-    errors = run(BIN / "eval_gpt2", *words, *flags.split(), code=2)[1]
-    assert UNUSED[flags] in errors
-
-
 # ---------------------------------------------------------------- what is in the folder
 
 def test_files_of_the_eval_json_before_this_one_are_removed(model_of, data, prompt, tmp_path):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 from byte_text import END_OF_TEXT, IM_END, VOCAB, text_of, write_text, write_tokenizer
 from eval_models import evaluate, overflowing, reference
 from tiny import BIN, run
-from trainer import ROOT, write_shard
+from trainer import ROOT
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from safetensors.numpy import load_file, save_file
@@ -490,94 +489,7 @@ def test_logits_that_are_not_finite(model_of, data, tmp_path):
     assert "layer" not in output.splitlines()[-1]
 
 
-# ---------------------------------------------------------------- messages
-
-WRONG = {
-    "too short": (["--seq-lens", "200,30"], 2, ["--seq-lens 30", "too short", "needle alone", "tokens"]),
-    "too long": (["--seq-lens", "2000000"], 2, ["--seq-lens"]),
-    "too little data": (["--seq-lens", "30001"], 3,
-                        ["too little data", "30,000 tokens", "contexts of 30,001", "reduce --seq-lens"]),
-    "hardly any data": (["--data", "{few}"], 3, ["few.bin: too little data: 60 tokens;",
-                                                 "contexts of 593 needs at least 593", "reduce --seq-lens"]),
-    "less than a block": (["--data", "{few}", "--seq-lens", "60"], 3, ["few.bin", "contexts of 60 needs at least 65"]),
-    "no shards": (["--data", "/nowhere/*.bin"], 3, ["no file matches"]),
-    "empty data": (["--data", "{empty}"], 3, ["empty.bin"]),
-    "too many ends": (["--data", "{ends}"], 3,
-                      ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
-    "no tokenizer": (["--model", "{bare}"], 3,
-                     ["bare: it has no tokenizer.json",
-                      "Copy tokenizer.json from the folder of the model's training data into"]),
-    "no token 7": (["--model", "{without7}"], 2, ["without7/tokenizer.json: it has no tokens for the number",
-                                                  "which was drawn for sample 2", "Set --number"]),
-    "a number without tokens": (["--model", "{without7}", "--number", "171"], 2,
-                                ["--number 171", "without7/tokenizer.json", "Choose another"]),
-    "no colon": (["--model", "{without:}"], 3,
-                 ["without:/tokenizer.json: it has no tokens for all of \"The special magic ", " number is:\"",
-                  "(the city is ", "Choose another model"]),
-    "no period": (["--model", "{without.}"], 3, ["without./tokenizer.json: it has no tokens for all of \" .\""]),
-    "no question": (["--model", "{without?}"], 3, ["What is the special magic ", "?"]),
-    "no B": (["--model", "{withoutB}"], 2, ["withoutB/tokenizer.json: it has no tokens for the city ",
-                                            "which was drawn for sample ", "Set --city"]),
-    "a city with digits": (["--city", "Area51"], 2, ["--city Area51: expected a name without digits", "--number"]),
-    "a system message without tokens": (["--model", "{withoutB}", "--city", "Rome", "--chat", "chatml", "--system",
-                                         "Be brief."], 2, ["--system", "withoutB/tokenizer.json"]),
-    "no ChatML": (["--chat", "chatml", "--model", "{plain}"], 2, ["--chat chatml", "<|im_start|>", "--chat raw"]),
-    "a system message": (["--system", "Hi"], 2, ["--system needs --chat chatml"]),
-    "a long system message": (["--system", "x" * 257, "--chat", "chatml"], 2, ["--system", "at most 256"]),
-    "unknown chat": (["--chat", "alpaca"], 2, ["raw|squad|chatml"]),
-    "a city that is not UTF-8": (["--city", b"Z\xfcrich"], 2, ["--city: expected text in UTF-8"]),
-    "no city": (["--city", ""], 2, ["--city", "1 to 63"]),
-    "a long city": (["--city", "X" * 64], 2, ["--city", "1 to 63"]),
-    "not a number": (["--number", "12a"], 2, ["--number 12a", "digits"]),
-    "a long number": (["--number", "1" * 19], 2, ["--number", "1 to 18"]),
-    "no p_n there": (["--model", "{pn}"], 2, ["p_n for n up to L = 600", "--pn-extrapolate log"]),
-    "prompts of another task": (["--save-prompts", "--task", "loss"], 2, ["--save-prompts", "needle"]),
-}
-
-
-@pytest.fixture(scope="module")
-def wrong(model_of, data, tmp_path_factory):
-    root = tmp_path_factory.mktemp("wrong")
-    write_shard(root / "empty.bin", [])
-    write_shard(root / "few.bin", np.full(60, 97))
-    write_shard(root / "ends.bin", np.where(np.arange(64 * 37 + 1) % 4 == 0, 97, END_OF_TEXT))
-    folder, tensors, _ = model_of("llama", "softmax")
-    for name in ("bare", "plain"):
-        (root / name).mkdir()
-        for file in ("config.json", "model.safetensors"):
-            (root / name / file).write_bytes((folder / file).read_bytes())
-    write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
-    without = {f"without{letter}": root / f"without{letter}" for letter in "7:.?B"}
-    for name, path in without.items():
-        shutil.copytree(folder, path)
-        tokenizer = json.loads((path / "tokenizer.json").read_text())
-        vocab = tokenizer["model"]["vocab"]
-        vocab[2 * name[-1]] = vocab.pop(name[-1])           # the ids stay; without merges, no text has this token
-        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    files = {name: root / f"{name}.bin" for name in ("empty", "few", "ends")}
-    folders = {name: root / name for name in ("bare", "plain")}
-    return without | files | folders | {"pn": model_of("llama", "ssmax-pn")[0]}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_usage_is_named(name, wrong, model_of, data, tmp_path):
-    words, code, parts = WRONG[name]
-    words = [str(wrong.get(word[1:-1], word)) if isinstance(word, str) else os.fsdecode(word) for word in words]
-    errors = evaluate("needle", model_of("llama", "softmax")[0], data, tmp_path / "out", "--seq-lens", 593, *words,
-                      code=code)
-    assert errors.startswith("eval_gpt2: ")
-    for part in parts:
-        assert part in errors, errors
-    assert not list(tmp_path.rglob("eval.json"))
-
-
-def test_missing_flags_are_named(model_of, data, tmp_path):
-    folder, *_ = model_of("llama", "softmax")
-    assert "--data is missing" in evaluate("needle", folder, None, tmp_path, code=2)
-    errors = evaluate("needle", folder, data, None, "--save-prompts", code=2)
-    assert "--save-prompts" in errors and "--out" in errors
-    assert "--out is empty" in evaluate("needle", folder, data, None, "--out", "", code=2)
-
+# ---------------------------------------------------------------- p_n
 
 def test_pn_beyond_its_length(model_of, data, tmp_path):
     folder, *_ = model_of("llama", "ssmax-pn")

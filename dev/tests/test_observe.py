@@ -362,31 +362,6 @@ def test_without_out_there_are_no_maps(model_of, prompts, tmp_path):
     assert "kurtosis" in output and output == evaluate("attention", folder, None, tmp_path, "--prompt-file", prompts)[0]
 
 
-WRONG = {       # the text of --prompt-file, or None: without that flag
-    "one token": ("a\n", [], 3, ["line 1", "single token", "Make the line longer"]),
-    "no prompts": ("\n\n", [], 3, ["one prompt per line", "found none"]),
-    "no file": (None, ["--prompt-file", "/nowhere"], 3, ["/nowhere"]),
-    "two lengths": (None, ["--data", "{data}", "--seq-lens", "10,20"], 2, ["--seq-lens", "one length"]),
-    "too short": (None, ["--data", "{data}", "--seq-lens", "2"], 2, ["--seq-lens", "at least 3"]),
-    "too long": (None, ["--data", "{data}", "--seq-lens", "1048576"], 3, ["too little data", "reduce --seq-lens"]),
-    "no source": (None, [], 2, ["--data is missing"]),
-    "p_n": ("x" * 64, ["--model", "{pn}"], 2, ["p_n for n up to L = 64", "asks for 65", "--pn-extrapolate log"]),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_usage_is_named(name, model_of, data, tmp_path):
-    text, words, code, parts = WRONG[name]
-    words = [word.format(data=f"{data}/*_val_*.bin", pn=model_of("grouped", "ssmax-pn")[0]) for word in words]
-    if text:
-        (tmp_path / "prompts").write_text(text)
-        words += ["--prompt-file", tmp_path / "prompts"]
-    errors = evaluate("attention", model_of("llama", "softmax")[0], None, tmp_path / "out", *words, code=code)
-    assert errors.startswith("eval_gpt2: ") and not (tmp_path / "out/eval.json").exists()
-    for part in parts:
-        assert part in errors, errors
-
-
 def test_a_damaged_tokenizer_leaves_the_maps_without_texts(model_of, data, tmp_path):
     """With --data, the task needs no tokenizer."""
     folder = shutil.copytree(model_of("llama", "softmax")[0], tmp_path / "model")

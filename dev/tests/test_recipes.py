@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import squad_files
-from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, tokens, train, write_shard
+from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, says, tokens, train, write_shard
 
 SCRIPTS = ROOT / "scripts"
 RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"),
@@ -50,11 +50,6 @@ def run(script, *flags, code=0, program=TRAIN, **variables):
                             cwd="/", env=env, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
     assert result.returncode == code, (script, flags, result.returncode, result.stdout + result.stderr)
     return result.stdout + result.stderr
-
-
-def says(text, *parts):
-    for part in parts:
-        assert str(part) in text, f"no {part!r} in:\n{text}"
 
 
 @pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "run_multi_node.sbatch",

@@ -102,6 +102,12 @@ def train(data, *flags, code=0, env=None, timeout=120, **how):
     return result.stdout + result.stderr
 
 
+def says(text, *parts):
+    """Checks that a text has these parts."""
+    for part in parts:
+        assert str(part) in text, f"expected {part!r} in:\n{text}"
+
+
 def metrics(out, keys=EXACT):
     lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line.get(key) for key in keys) for line in lines]
