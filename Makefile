@@ -12,7 +12,6 @@ OPT     ?= -O3
 WERROR  ?= 0
 SAN     ?= 0
 TSAN    ?= 0
-FAULTS  ?= 0
 ATTN    ?=
 
 # CPPFLAGS, CFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS and LDLIBS are the user's, from the environment or the command line. They
@@ -79,9 +78,6 @@ endif
 ifeq ($(TSAN),1)
   LD_FLAGS += -fsanitize=thread
 endif
-ifeq ($(FAULTS),1)
-  CC_FLAGS += -DFAULTS
-endif
 ifneq ($(ATTN),)
   bracket := (
   ifeq ($(shell grep -F ' X$(bracket)$(ATTN),' attention/normalizer.h),)
@@ -110,7 +106,7 @@ endif
 BUILT_FOR := $(shell $(CC) -march=$(MARCH) $(CFLAGS) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
-BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(filter 1,$(FAULTS)),/faults)$(if $(ATTN),/$(ATTN))
+BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(ATTN),/$(ATTN))
 BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c runtime/*.c attention/*.c))
@@ -131,6 +127,17 @@ all: $(addprefix $(BIN)/,$(PROGRAMS))
 $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
 	@echo '  LD  $@'
 	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $^ $(LD_LIBS)
+
+# With fault points (dev/faults), which these two files have. All other objects are those of train_gpt2.
+FAULTY = runtime/file.o run/run.o
+$(BUILD)/faults/train_gpt2: $(BUILD)/train_gpt2.o $(FAULTY:%=$(BUILD)/faults/%) $(filter-out $(FAULTY:%=$(BUILD)/%),$(LIBRARY))
+	@echo '  LD  $@'
+	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $^ $(LD_LIBS)
+
+$(BUILD)/faults/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo '  CC  $<, with fault points'
+	@$(CC) $(CC_FLAGS) -DFAULTS -c -o $@ $<
 
 # The library is an archive, so that a test that includes a .c file (with fault points, say) replaces the library's object.
 # Nothing calls runtime/cpu.c, which runs before main(), so programs link its object explicitly.
@@ -418,4 +425,4 @@ clean:
 .PHONY: all attn_c clean help lacking check list_tests test test_c test_on_cpu FORCE
 .SECONDARY:
 -include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d attention/torch/*.d cuda/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d $(BUILD)/torch/*/*/*.d $(BUILD)/torch/*/*/*/*.d)
--include $(LIBRARY:.o=.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))
+-include $(LIBRARY:.o=.d) $(FAULTY:%.o=$(BUILD)/faults/%.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

@@ -244,5 +244,5 @@ def faults_program():
     given = os.environ.get("TRAIN_GPT2_FAULTS")
     if given:
         return Path(given).absolute()
-    make("-j2", "FAULTS=1", "build/faults/train_gpt2", check=True, stdout=subprocess.DEVNULL)
+    make("-j2", "build/faults/train_gpt2", check=True, stdout=subprocess.DEVNULL)
     return ROOT / "build/faults/train_gpt2"
