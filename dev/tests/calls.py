@@ -32,6 +32,8 @@ def call(script, *words, main=None, env=None):
             code = main()
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):       # a message, which Python prints
+                code = print(code, file=sys.stderr) or 1
         finally:
             signal.signal(signal.SIGTERM, handler)
     texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
@@ -52,9 +54,9 @@ def limited(kind, most):
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """An error, if something waits that must not."""
+    """Fails a test in which something waits that must not."""
     def late(*_):
-        raise TimeoutError(f"not within {seconds} s")
+        raise AssertionError(f"not within {seconds} s")
     handler = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     try:
