@@ -41,6 +41,15 @@ def call(script, *words, main=None, env=None):
     return subprocess.CompletedProcess(sys.argv, code or 0, *texts)
 
 
+def prepare(script, *words, code=0, env=None):
+    """Runs a script of data/ and returns what it printed, after checking the exit code."""
+    import shards
+    main = importlib.import_module(script).main
+    result = call(f"{script}.py", *words, main=lambda: shards.run(main), env=env)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
 @contextlib.contextmanager
 def limited(kind, most):
     """A soft limit on a resource of this process."""

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import random
+import re
 import resource
 import shlex
 import shutil
@@ -22,35 +23,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "data"
-sys.path.insert(0, str(DATA))
+from calls import limited, prepare as script, time_limit
+from trainer import ROOT
 import formats
 import shards
 import sources
 import vocabulary
 
+DATA = ROOT / "data"
 END = 50256
 INPUT, RESOURCE = 3, 4
-
-
-def script(name, *arguments, code=0, **options):
-    """Runs data/NAME.py and returns what it printed, after checking the exit code."""
-    result = subprocess.run([sys.executable, DATA / f"{name}.py", *map(str, arguments)], capture_output=True, text=True,
-                            **options)
-    assert result.returncode == code, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
-    return result.stdout + result.stderr
+# Starts each script in one process, and prints its exit code or message as JSON.
+START_ALL = """
+import json, runpy, sys
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        print(json.dumps(end.code))
+"""
 
 
 def test_missing_packages(tmp_path):
     (tmp_path / "tqdm.py").write_text("raise ImportError(\"No module named 'tqdm'\")")
-    for path in (DATA / "text.py", DATA / "squad.py", DATA / "needles.py", *DATA.parent.glob("scripts/*gguf.py"),
-                 DATA.parent / "scripts/get_smollm2.py"):
-        result = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True,
-                                env=dict(os.environ, PYTHONPATH=str(tmp_path)))
-        assert result.returncode == 1 and "Traceback" not in result.stderr
-        assert f"{path}: No module named 'tqdm'" in result.stderr and ".venv/bin/python" in result.stderr
+    paths = [*(DATA / f"{name}.py" for name in ("text", "squad", "needles")), *ROOT.glob("scripts/*gguf.py"),
+             ROOT / "scripts/get_smollm2.py"]
+    folders = f"{tmp_path}:{DATA}:{ROOT / 'scripts'}"
+    done = subprocess.run([sys.executable, "-c", START_ALL, *paths], capture_output=True, text=True, check=True,
+                          env=os.environ | {"PYTHONPATH": folders})
+    found = list(map(json.loads, done.stdout.splitlines()))
+    assert len(found) == len(paths)
+    assert all("No module named 'tqdm'" in said and ".venv/bin/python" in said for said in found)
 
 
 def read_shard(path):
@@ -99,18 +102,9 @@ def test_rerunning_is_quick_and_changes_nothing(plays):
     assert before == {p: p.stat().st_mtime_ns for p in plays.glob("*.bin")}
 
 
-@pytest.mark.parametrize("name", ["text", "fineweb", "shakespeare"])
-def test_help_states_defaults_where_there_are_any(name):
-    text = script(name, "--help")
-    assert "(default: gpt2)" in text and "None" not in text
-
-
-def test_other_settings_are_rejected(plays):
+def test_other_settings_and_a_changed_shard_are_rejected(plays, tmp_path):
     text = script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
     assert "made with val_fraction = 0.05, but now it is 0.1" in text
-
-
-def test_a_changed_shard_is_rejected(plays, tmp_path):
     for name, content in contents(plays).items():
         (tmp_path / name).write_bytes(content[:-1] if "_val_" in name else content)
     text = script("shakespeare", "--out", tmp_path, code=3)
@@ -296,17 +290,12 @@ def test_sigterm_says_how_to_resume(tmp_path):
 
 def test_full_disk(tmp_path):
     """A limit on the file size stands in for a full disk; without it, the run resumes."""
-    (tmp_path / "text.txt").write_text("word " * 300_000)
+    (tmp_path / "text.txt").write_text("word " * 1_000_000)
     (tmp_path / "more.txt").write_text("more " * 1000)
     arguments = [tmp_path / "more.txt", tmp_path / "text.txt", "--out", tmp_path / "out", "--val-fraction", "0.5"]
     vocabulary.gpt2_files()
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_400_000, 1_400_000))
-
-    (tmp_path / "text.txt").write_text("word " * 1_000_000)
-    assert "free some space and rerun the same command" in script("text", *arguments, code=4, preexec_fn=limit)
+    with limited(resource.RLIMIT_FSIZE, 1_400_000):
+        assert "free some space and rerun the same command" in script("text", *arguments, code=4)
     assert not list((tmp_path / "out").glob("*.bin"))
     script("text", *arguments)
     assert len(read_shard(tmp_path / "out" / "text_val_000000.bin")) > 1_000_000
@@ -321,22 +310,23 @@ def test_closed_descriptors(tmp_path, closed):
     assert (tmp_path / "out/.text.lock").read_text() == ""
 
 
-def test_two_runs_in_one_folder(tmp_path):
-    writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
-    with pytest.raises(shards.DataError, match="another run is writing small here") as caught:
-        shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
-    assert caught.value.code == 7
-    writer.close()
+def small_writer(folder):
+    return shards.Writer(folder, "small", small_tokenizer(), 1000, 0.0, {})
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """Lustre's, unless it is mounted with flock."""
+def test_locks(tmp_path, monkeypatch):
+    """Two runs in one folder; and a file system without locks, such as Lustre's, unless it is mounted with flock."""
     def lacking(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    writer = small_writer(tmp_path)
+    with pytest.raises(shards.DataError, match="another run is writing small here") as caught:
+        small_writer(tmp_path)
+    assert caught.value.code == 7
+    writer.close()
     monkeypatch.setattr(fcntl, "flock", lacking)
     with pytest.raises(shards.DataError, match="small.lock: cannot lock it: Function not implemented.") as caught:
-        shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
-    assert caught.value.code == 4
+        small_writer(tmp_path)
+    assert caught.value.code == RESOURCE
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -368,7 +358,7 @@ def test_a_folder_that_others_can_change(tmp_path):
 
 
 def test_ids_are_checked(tmp_path):
-    writer = shards.Writer(tmp_path, "small", small_tokenizer(), 1000, 0.0, {})
+    writer = small_writer(tmp_path)
     with pytest.raises(shards.DataError, match="token id 300, but the vocabulary has only 257 ids"):
         writer.add(np.array([5, 300]))
     with pytest.raises(shards.DataError, match="from 1 to 1048576, but the programs support 0 to 1048575"):
@@ -653,9 +643,13 @@ def test_only_regular_files(tmp_path):
     os.truncate(tmp_path / "hole.jsonl", 1 << 42)
     with pytest.raises(shards.DataError, match="found zeros"):
         scan(tmp_path / "hole.jsonl")
-    for path in (tmp_path / "a.jsonl", "/dev/zero", "/dev/stdin"):
+    ends = os.pipe()
+    for path in (tmp_path / "a.jsonl", "/dev/zero", f"/dev/fd/{ends[0]}"):
         words = [path, "--val-fraction", 0, "--out", tmp_path / "out"]
-        assert f"{path}: expected a regular file" in script("text", *words, code=3, stdin=subprocess.PIPE, timeout=30)
+        with time_limit(30), limited(resource.RLIMIT_AS, 1 << 34):
+            assert f"{path}: expected a regular file" in script("text", *words, code=3)
+    for end in ends:
+        os.close(end)
 
 
 # ---- bad records, and sizes
@@ -752,12 +746,6 @@ def test_what_expands_too_much(tmp_path, monkeypatch):
     for path in tmp_path.iterdir():
         with pytest.raises(shards.DataError, match="bytes expand to more than"):
             scan(path, max_document=1 << 23)
-
-
-def test_a_byte_order_mark_before_json(tmp_path):
-    for name, content in (("a.jsonl", jsonl(TEXTS)), ("b.json", json.dumps([{"text": t} for t in TEXTS]).encode())):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
-        assert read(tmp_path / name) == TEXTS
 
 
 def test_a_byte_order_mark_before_plain_text(tmp_path):
@@ -947,9 +935,10 @@ def test_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`', "~a,b:2", "new\nline'é\t!x%s\\"])
-def test_printed_flags_can_be_pasted(tmp_path, name):
-    (tmp_path / "a.txt").write_text("some text, and more")
-    said = script("text", "a.txt", "--val-fraction", 0, f"--out={name}", cwd=tmp_path)
+def test_printed_flags_can_be_pasted(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text, and more")
+    said = script("text", "a.txt", "--val-fraction", 0, f"--out={name}")
     trainer = f"{shlex.quote(str(ROOT / 'train_gpt2'))} --seq-len 4 --steps 1 --warmup 0 --batch 1 --dry-run "
     for flags in (said[said.index("--train-data"):], "--train-data " + shlex.quote(f"./{name}/text_train_*.bin")):
         for shell in ("/bin/bash", "/bin/sh"):
@@ -958,35 +947,24 @@ def test_printed_flags_can_be_pasted(tmp_path, name):
             assert done.returncode == 0 and "1 shard" in done.stdout, done.stderr
 
 
-def run_text(monkeypatch, *words):
-    """data/text.py in this process."""
-    import text
-    monkeypatch.setattr(sys, "argv", ["text.py", *map(str, words)])
-    text.main()
-
-
-def test_a_vocabulary_of_the_texts_own(tmp_path, monkeypatch, capsys):
+def test_a_vocabulary_of_the_texts_own(tmp_path, monkeypatch):
     """A folder with a bad record and words of a million characters. A rerun keeps the vocabulary of the shards."""
     monkeypatch.setattr(vocabulary, "DATA", tmp_path)
     folder, out = tmp_path / "in", tmp_path / "out"
     spoiled(folder)
     (folder / "b.txt").write_text("The blank and the long. " + " " * 1_000_000 + "x" * 1_000_000)
-    words = [folder, "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0, "--out", out]
-    with pytest.raises(shards.DataError, match="c.jsonl: line 151"):
-        run_text(monkeypatch, *words)
+    words = ["text", folder, "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0, "--out", out]
+    assert "c.jsonl: line 151" in script(*words, code=INPUT)
     replace(folder / "c.jsonl", b"{bad", b'{"text": "good"}')
-    run_text(monkeypatch, *words)
-    assert "training a vocabulary of 300 ids" in capsys.readouterr().out
+    assert "training a vocabulary of 300 ids" in script(*words)
     before = (out / "tokenizer.json").read_bytes()
     shutil.rmtree(tmp_path / "cache")
-    run_text(monkeypatch, *words)
-    assert "training a vocabulary" not in capsys.readouterr().out and (out / "tokenizer.json").read_bytes() == before
+    assert "training a vocabulary" not in script(*words) and (out / "tokenizer.json").read_bytes() == before
     tokens = [token for path in sorted(out.glob("*_train_*.bin")) for token in read_shard(path)]
     assert tokens[0] == max(tokens) == 299 and tokens.count(299) == 452
-    run_text(monkeypatch, *words[:-1], tmp_path / "again")
-    assert "training a vocabulary" in capsys.readouterr().out, "the text is another one"
-    with pytest.raises(shards.DataError, match="too short; it is enough for .* ids.\n  Pass --vocab"):
-        run_text(monkeypatch, folder, "--tokenizer", "own", "--out", tmp_path / "none")
+    assert "training a vocabulary" in script(*words[:-1], tmp_path / "again"), "the text is another one"
+    said = script("text", folder, "--tokenizer", "own", "--out", tmp_path / "none", code=2)
+    assert re.search("too short; it is enough for .* ids.\n  Pass --vocab", said), said
 
 
 def test_a_vocabulary_is_trained_on_a_sample_of_every_file(tmp_path):
@@ -1150,10 +1128,12 @@ def test_hub(tmp_path, monkeypatch):
         list(sources.documents(files))
 
 
-@pytest.mark.parametrize("name", ["fineweb", "slimpajama", "tinystories"])
-def test_no_network(tmp_path, name):
-    text = script(name, "--out", tmp_path / "out", code=3, env=dict(os.environ, HF_HUB_OFFLINE="1"))
-    assert "cannot list its files on the hub" in text and "pass them with --input" in text
+def test_no_network(tmp_path):
+    """By the command itself: the package reads the variable when it is imported."""
+    done = subprocess.run([sys.executable, DATA / "fineweb.py", "--out", tmp_path / "out"], capture_output=True,
+                          text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == INPUT and "Traceback" not in done.stderr
+    assert "cannot list its files on the hub" in done.stderr and "pass them with --input" in done.stderr
 
 
 def test_package_is_checked(tmp_path, monkeypatch):

@@ -2,29 +2,24 @@
 import fcntl
 import json
 import os
-import subprocess
-import sys
+import shutil
 
 import numpy as np
 import pytest
 
+from calls import prepare
 from trainer import ROOT
-
-sys.path.insert(0, str(ROOT / "data"))
-import needles  # noqa: E402
-import shards  # noqa: E402
-import vocabulary  # noqa: E402
-from shards import read_shard, write_shard  # noqa: E402
+import needles
+import shards
+import vocabulary
+from shards import read_shard, write_shard
 
 T, VOCAB = 256, 280
 END = VOCAB - 1
 
 
-def script(*arguments, code=0, name="needles.py"):
-    result = subprocess.run([sys.executable, ROOT / "data" / name, *map(str, arguments)], capture_output=True,
-                            text=True)
-    assert result.returncode == code and "Traceback" not in result.stderr, result.stdout + result.stderr
-    return result.stdout + result.stderr
+def script(*arguments, code=0, name="needles"):
+    return prepare(name, *arguments, code=code)
 
 
 def stream(folder):
@@ -121,8 +116,7 @@ def test_the_rest_is_copied_and_a_second_call_changes_nothing(source, copy):
 @pytest.mark.parametrize("name", ["d_train_000002.bin", "d_val_000000.bin"])
 def test_a_folder_of_another_dataset_is_left_alone(source, copy, tmp_path, name):
     """One whose shards differ in a single token."""
-    for path in source.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     tokens = read_shard(tmp_path / name).copy()
     tokens[-1] = (tokens[-1] + 1) % END
     write_shard(tmp_path / name, tokens)
@@ -154,18 +148,12 @@ def test_a_killed_run_is_noticed_and_repeated(source, copy, tmp_path, monkeypatc
         write_shard(path, tokens)
     monkeypatch.setattr(shards, "write_shard", write_one)
     words = [source, "--out", tmp_path, "--seq-len", T, "--digits", 3]
-    monkeypatch.setattr(sys, "argv", ["needles.py", *map(str, words)])
-    with pytest.raises(KeyboardInterrupt):
-        needles.main()
+    assert "Rerun the same command to resume" in script(*words, code=shards.STOPPED)
+    monkeypatch.undo()
     assert "made with other settings" in script(*words[:-1], 4, code=2)
     assert "with 39 needles" in script(*words)
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
         path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_settings_that_do_not_fit_leave_no_trace(source, tmp_path):
-    script(source, "--out", tmp_path, "--seq-len", 64, code=2)
-    script(source, "--out", tmp_path, "--seq-len", T)
 
 
 def test_one_run_at_a_time(source, tmp_path):
@@ -190,20 +178,19 @@ def test_the_seed_decides(source, copy, tmp_path):
 def test_what_does_not_fit_is_rejected(source, tmp_path, flags, code, message):
     assert message in script(source, "--out", tmp_path / "out", *flags, code=code)
     assert not list(tmp_path.glob("out/*.bin"))
+    script(source, "--out", tmp_path / "out", "--seq-len", T)      # nothing is left of those settings
 
 
 def test_masks_and_missing_folders_are_rejected(source, tmp_path):
     assert "no *_train_*.bin" in script(tmp_path, "--out", tmp_path / "out", code=3)
-    for path in source.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     (tmp_path / "d_train_000001.mask").write_bytes(b"")
     assert "has a mask" in script(tmp_path, "--out", tmp_path / "out", code=3)
 
 
-@pytest.mark.parametrize("name", ["needles.py", "chunks.py"])
+@pytest.mark.parametrize("name", ["needles", "chunks"])
 def test_a_link_does_not_carry_a_file_into_a_copy(name, source, tmp_path):
-    for path in source.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     (tmp_path / "d_val_000000.bin").unlink()
     (tmp_path / "d_val_000000.bin").symlink_to(source / "d_val_000000.bin")
     said = script(tmp_path, "--out", tmp_path / "out", code=3, name=name)
@@ -211,7 +198,7 @@ def test_a_link_does_not_carry_a_file_into_a_copy(name, source, tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders away")
-@pytest.mark.parametrize("name, flags", [("needles.py", ["--seq-len", T]), ("chunks.py", ["--tokens", 100])])
+@pytest.mark.parametrize("name, flags", [("needles", ["--seq-len", T]), ("chunks", ["--tokens", 100])])
 def test_a_folder_that_others_can_change(name, flags, source, tmp_path):
     os.chown(tmp_path, 65534, 65534)
     tmp_path.chmod(0o777)
@@ -234,11 +221,11 @@ def test_chunks_lie_inside_documents(source, tmp_path):
     write_shard(tmp_path / "d_val_000000.bin", tokens)
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     out = tmp_path / "out"
-    said = script(tmp_path, "--out", out, "--tokens", 100, name="chunks.py")
+    said = script(tmp_path, "--out", out, "--tokens", 100, name="chunks")
     assert "6 chunks of 100 tokens from 2 documents" in said
     kept = np.concatenate([tokens[:200], tokens[300:700]])
     assert (read_shard(out / "d_val_000000.bin")[:600] == kept).all()
     mask = np.fromfile(out / "d_val_000000.mask", np.uint8)[shards.HEADER_BYTES:]
     assert np.flatnonzero(mask == 0).tolist() == [0, 200, 600]
     assert "no validation document has 500 tokens" in script(tmp_path, "--out", out, "--tokens", 500, code=3,
-                                                             name="chunks.py")
+                                                             name="chunks")
