@@ -10,7 +10,7 @@
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
         tiny shapes on the CPU, no compiler, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again: rerun a part
+REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again: rerun a part
 to measure those that it had no time for. Causal, 16,384 tokens per batch; except in `shapes`, bf16 and 12 heads of 64.
 PyTorch's methods:
 
@@ -35,7 +35,6 @@ occurred is recorded as failed, and the program starts anew with the time that i
 
 Exit codes: 0: done; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
-import argparse
 import ctypes
 import math
 import os
@@ -146,7 +145,7 @@ class Flash:
 
     def __init__(self, path):
         if not Path(path).exists():
-            raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.sh build builds it")
+            raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.py build builds it")
         self.library = ctypes.CDLL(str(path))
         self.library.flash_on_device_scratch.restype = self.library.flash_on_device_stats.restype = ctypes.c_size_t
         self.failed = None
@@ -636,32 +635,19 @@ def keep(report, part, name, T, found, **keys):
     report.save()
 
 
-class Budget:
-    def __init__(self, seconds):
-        self.end = time.monotonic() + seconds
-
-    def left(self):
-        return self.end - time.monotonic()
-
-
-def recorded(report, part, **keys):
-    return [r for r in report.part(part)["records"]
-            if all(r.get(k) == v for k, v in {**keys, "device": device()}.items())]
-
-
 def has(report, part, **keys):
     """True for failed cases as well, so that a method that does not exist here is tried only once."""
-    return bool(recorded(report, part, **keys))
+    return bool(report.find(part, **keys, device=device()))
 
 
 def has_failed(report, part, **keys):
-    return any("failed" in r for r in recorded(report, part, **keys))
+    return any("failed" in r for r in report.find(part, **keys, device=device()))
 
 
 def part_attention(report, options, flash):
     """Times softmax against SDPA at each T, then each normalizer of ours against our softmax. Returns the cases that
     were left."""
-    budget, left_out = Budget(options.budget), []
+    budget, left_out = gpu_report.Budget(options.budget), []
     for T in options.sweep:
         ways = [way for way in (*OURS, "sdpa-flash", "sdpa-cudnn")
                 if not has(report, "attention", attn="softmax", T=T, way=way)]
@@ -695,7 +681,7 @@ def part_attention(report, options, flash):
 def part_shapes(report, options, flash):
     """Times SHAPES_ATTN in each layout; softmax beside SDPA, where it has a backend for it. Returns the cases that were
     left."""
-    budget, left_out, T = Budget(options.budget), [], options.lengths[0]
+    budget, left_out, T = gpu_report.Budget(options.budget), [], options.lengths[0]
     for layout_name, layout in LAYOUTS.items():
         for name in SHAPES_ATTN:
             ways = [way for way in ("ours", *(sdpa_ways(layout) if name == "softmax" else ()))
@@ -774,7 +760,7 @@ def part_warm(options):
 def part_others(report, options, flash):
     """Times each normalizer against PyTorch's methods, several normalizers at a time: their methods are compiled in
     parallel, then timed one by one. Returns the cases that were left."""
-    budget, left_out = Budget(options.budget), []
+    budget, left_out = gpu_report.Budget(options.budget), []
 
     def lacks(name, T):
         """The methods of PyTorch to measure; those that failed are not tried again."""
@@ -831,7 +817,7 @@ def notes_of(left_out, heads="12 heads of 64, bf16, "):
     shape = (f"{heads}causal, {TOKENS:,} tokens per batch" if not DRY
              else f"{heads}a dry run on the CPU with fewer heads: the times mean nothing")
     return [f"{shape}; PyTorch {torch.__version__}; medians over the rounds, which alternate between the variants",
-            *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])]
+            *gpu_report.not_measured(left_out)]
 
 
 def tables_attention(report, left_out):
@@ -916,19 +902,15 @@ def tables_others(report, left_out):
 # ---------------------------------------------------------------- the command line
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path)
-    parser.add_argument("part", choices=("attention", "shapes", "others", "warm"), help="warm: used by `others`")
+    # warm: used by `others`
+    parser = gpu_report.parser(__doc__, ("attention", "shapes", "others", "warm"), 500)
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
     parser.add_argument("--sweep", default="",
                         help="lengths for softmax in the part 'attention'; default: 1024 to 16384")
-    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help="of the part warm")
     parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
-    parser.add_argument("--budget", type=float, default=500,
-                        help="seconds after which no case is started; rerun the part for the rest")
-    parser.add_argument("--library", help="default: scripts/gpu_check.sh's")
-    parser.add_argument("--dry-run", action="store_true", help="run tiny shapes on the CPU")
+    parser.add_argument("--library", help="default: scripts/gpu_check.py's")
     options = parser.parse_args()
     global DRY
     DRY = options.dry_run
@@ -954,13 +936,9 @@ def main():
     flash = Flash(options.library)
     run = {"attention": part_attention, "shapes": part_shapes, "others": part_others}[options.part]
     left_out = run(report, options, flash)
-    report.save()
-    wrong = [f"{r['attn']} T={r['T']}" for r in report.part(options.part)["records"]
+    wrong = [f"{r['attn']} T={r['T']}" for r in report.find(options.part)
              if r["way"] in OURS and (r.get("wrong") or r.get("failed"))]
-    print(f"attention_gpu: {len(report.part(options.part)['records'])} records"
-          + (f"; ours wrong: {', '.join(wrong)}" if wrong else "")
-          + (f"; left: {', '.join(left_out)}" if left_out else ""))
-    return gpu_report.exit_code_of(wrong, left_out)
+    return gpu_report.finish(report, options.part, "attention_gpu", wrong, left_out, "ours wrong")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run
         a tiny model on the CPU with ./eval_gpt2, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again. The weights
+REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again. The weights
 are random, and a sequence is a batch of its own.
 
     forward      the trainer's validation at T = 10,240: its forward pass and loss, timed by --profile on the device
@@ -17,7 +17,6 @@ needle.
 
 Exit codes: 0: done; 1: one of the programs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
-import argparse
 import os
 import re
 import subprocess
@@ -92,7 +91,7 @@ def part_evaluation(report, options):
     """Measures what the report lacks; returns what was left."""
     left, device = [], gpu_step.device()
     wanted = [(case, dtype) for dtype in SEQUENCES for case in CASES
-              if not gpu_step.has(report, "evaluation", case=case, dtype=dtype, device=device)]
+              if not report.find("evaluation", case=case, dtype=dtype, device=device)]
     with gpu_step.scratch_folder() as name:
         problem = write_model(options, Path(name)) if wanted else {}
         for case, dtype in wanted:
@@ -120,23 +119,19 @@ def table(report, options, left):
                          f"{r['tok_per_s'] / forward['tok_per_s']:.2f}" if known else ""])
     report.table("evaluation", f"Tokens per second of evaluation, {options.spec}, one sequence at a time",
                  ["dtype", "case", "T", "tok/s", "of the trainer's forward pass"], rows,
-                 [f"not measured, no time left: {', '.join(left)}; rerun the part"] if left else [])
+                 gpu_report.not_measured(left))
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path)
-    parser.add_argument("part", choices=("evaluation",))
-    parser.add_argument("--budget", type=float, default=120, help="seconds after which no case is started")
+    parser = gpu_report.parser(__doc__, ("evaluation",), 120)
     parser.add_argument("--train", default="", help="the trainer; default: ./train_gpt2cu")
     parser.add_argument("--evaluate", default="", help="the evaluator; default: ./eval_gpt2cu")
-    parser.add_argument("--dry-run", action="store_true", help="run a tiny model on the CPU")
     options = parser.parse_args()
     gpu_step.DRY = options.dry_run
     suffix = "" if gpu_step.DRY else "cu"
     options.train = os.path.abspath(options.train or ROOT / f"train_gpt2{suffix}")
     options.evaluate = os.path.abspath(options.evaluate or ROOT / f"eval_gpt2{suffix}")
-    # scripts/gpu_check.sh ends this program 15 seconds after its budget.
+    # scripts/gpu_check.py ends this program 15 seconds after its budget.
     options.end = time.monotonic() + options.budget + 8
     options.spec, options.length, options.prompt = "124M,vocab=50257", LENGTH, PROMPT
     options.sequences, options.prompts = SEQUENCES, PROMPTS
@@ -153,16 +148,12 @@ def main():
         return gpu_report.NO_GPU
     for program in (options.train, options.evaluate):
         if not os.access(program, os.X_OK):
-            raise SystemExit(f"gpu_eval: {program} is missing: scripts/gpu_check.sh build builds it")
+            raise SystemExit(f"gpu_eval: {program} is missing: scripts/gpu_check.py build builds it")
     report = gpu_report.Report(options.report)
     report.resume("evaluation")
     left = part_evaluation(report, options)
-    report.save()
-    records = report.part("evaluation")["records"]
-    failed = [f"{r['case']} {r['dtype']} ({r['failed']})" for r in records if "failed" in r]
-    print(f"gpu_eval: {len(records)} records" + (f"; failed: {', '.join(failed)}" if failed else "")
-          + (f"; left: {', '.join(left)}" if left else ""))
-    return gpu_report.exit_code_of(failed, left)
+    failed = [f"{r['case']} {r['dtype']} ({r['failed']})" for r in report.find("evaluation") if "failed" in r]
+    return gpu_report.finish(report, "evaluation", "gpu_eval", failed, left)
 
 
 if __name__ == "__main__":

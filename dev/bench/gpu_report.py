@@ -1,42 +1,26 @@
-"""The report of scripts/gpu_check.sh: report.json, and report.md generated from it, in one folder. A part adds its
+"""The report of scripts/gpu_check.py: report.json, and report.md generated from it, in one folder. A part adds its
 section and leaves the others alone.
-
-    python3 dev/bench/gpu_report.py FOLDER state PART                 prints new, unfinished, done or failed
-    python3 dev/bench/gpu_report.py FOLDER begin PART                 until `end`, the part is "unfinished"
-    python3 dev/bench/gpu_report.py FOLDER check PART NAME VERDICT SECONDS DETAIL
-    python3 dev/bench/gpu_report.py FOLDER passed PART                prints what this version on this device passed
-    python3 dev/bench/gpu_report.py FOLDER failed PART NAME           exit code 0: failed
-    python3 dev/bench/gpu_report.py FOLDER fact PART TEXT...
-    python3 dev/bench/gpu_report.py FOLDER end PART [STATUS]          without STATUS, the checks decide
-    python3 dev/bench/gpu_report.py FOLDER postpone PART...           there was no time for what is left of these
-    python3 dev/bench/gpu_report.py FOLDER took PART SECONDS          adds to the time that the part took over all calls
-    python3 dev/bench/gpu_report.py FOLDER forget PART
-    python3 dev/bench/gpu_report.py FOLDER summary                    prints a line for each part
-    python3 dev/bench/gpu_report.py FOLDER device                     prints the GPU, or CPU
-    python3 dev/bench/gpu_report.py FOLDER status [PART...]           exit code 1: failed; 75: unfinished; 77: no GPU
-    python3 dev/bench/gpu_report.py FOLDER version PART               a hash of the sources that the part depends on
-    python3 dev/bench/gpu_report.py FOLDER curves PART RUN RUN...     tables of losses, compared with the first run's
-    python3 dev/bench/gpu_report.py compare same RUN RUN              do two runs agree to the last bit?
-    python3 dev/bench/gpu_report.py compare close X RUN RUN           are two runs' losses at most X apart?
 
 A section has status, date, device, version, facts (lines), checks, tables {title: {head, rows, notes}}, records (one
 dict per timed case), and curves. A check's verdict is "ok", "info" (it did not pass, but nothing depends on it), "left"
 (there was no time), or begins with FAILED. The table of bounds at the top of report.md is computed from the records;
 whatever was not timed on a GPU is "not yet measured". This file needs no PyTorch.
 """
+import argparse
 import datetime
 import hashlib
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILED, UNFINISHED, NO_GPU = 1, 75, 77          # exit codes
+ASK_LIMIT = 10                                  # seconds for an answer from nvidia-smi, which hangs if the driver does
 MISSING = "not yet measured"
 EXACT = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
 SWEEPS = ("lssar", "softmax-recentered-l1")          # two sweeps over the keys
@@ -44,9 +28,11 @@ PYTORCH = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flex", "compile")
 COMPILED = ("autocast", "bf16")                      # gpu_step.py's variants under torch.compile
 
 
-# What a part's results depend on besides the programs.
+# What a part's results depend on: the programs, and these files; if nothing else runs them, the recipes in
+# scripts/gpu_check.py.
 PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "cuda/**/*", "model/**/*", "run/**/*",
                    "runtime/**/*")
+RECIPES = ("scripts/gpu_check.py",)
 FLASH_SO = "dev/tests/flash_so.cu"
 TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)
 TIMES_STEPS = ("dev/bench/gpu_step.py", "dev/bench/cpu_step.py")
@@ -54,23 +40,18 @@ EVALUATES = (*TIMES_STEPS, "dev/bench/gpu_eval.py", "eval/*", "data/cities.txt",
              *(f"dev/tests/{name}.py" for name in ("test_eval_cuda", "byte_text", "tiny", "trainer")))
 TESTS = ("dev/tests/*.cu*", "dev/tests/*.h", "dev/tests/test_flash.py", "dev/reference/*.*", "dev/reference/fixtures/*")
 BUILT = ("eval/*", "data/cities.txt", "dev/tests/*.cu*", "dev/tests/*.h", "dev/reference/*.h", "dev/cuda_on_cpu/*")
-PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, "dev/bench/gpu_kernels.py"),
+PART_SOURCES = {"build": BUILT, "tests": TESTS, "sanitizer": (*TESTS, *RECIPES, "dev/bench/gpu_kernels.py"),
                 "counters": (*TIMES_STEPS, "dev/bench/gpu_kernels.py"),
                 "attention": TIMES_ATTENTION, "shapes": TIMES_ATTENTION, "others": TIMES_ATTENTION,
                 "step": TIMES_STEPS, "memory": TIMES_STEPS, "larger": TIMES_STEPS,
-                "evaluation": EVALUATES, "package": ("dev/bench/torch_gpu.py",)}
-# The functions and lists of scripts/gpu_check.sh that determine what these parts run.
-PART_RECIPES = {"train": ("recipe", "run", "run_cpu", "curves_beside", "part_train"),
-                "package": ("test_package", "part_package"),
-                "determinism": ("recipe", "run", "same_runs", "free_run", "part_determinism"),
-                "sanitizer": ("KERNELS", "attention_kinds", "sanitizer_runs", "part_sanitizer")}
+                "evaluation": EVALUATES, "package": (*RECIPES, "dev/bench/torch_gpu.py")}
 
 
 def ask_gpu(query):
     """The output of nvidia-smi, or "" if there is no GPU or it does not answer."""
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=ASK_LIMIT).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -89,17 +70,9 @@ def device():
 
 def sources(part):
     """The files that a part depends on."""
-    patterns = (*PROGRAM_SOURCES, *PART_SOURCES.get(part, ()))
+    patterns = (*PROGRAM_SOURCES, *PART_SOURCES.get(part, RECIPES))
     return sorted({path for pattern in patterns for path in ROOT.glob(pattern)
                    if path.is_file() and path.suffix not in (".md", ".pyc")})
-
-
-def recipe(name):
-    """The text of a function or a list in scripts/gpu_check.sh; "" if it has none with this name."""
-    script = ROOT / "scripts/gpu_check.sh"
-    text = script.read_text() if script.exists() else ""
-    found = re.search(rf'^{name}\(\) {{(?:[^\n]*}}$|.*?^}}$)|^{name}="[^"]*"$', text, re.M | re.S)
-    return found[0] if found else ""
 
 
 def version(part):
@@ -108,8 +81,6 @@ def version(part):
     digest = hashlib.sha256()
     for path in sources(part):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    for name in PART_RECIPES.get(part, ()):
-        digest.update(f"{name}\0{recipe(name)}\0".encode())
     return digest.hexdigest()[:12]
 
 
@@ -188,6 +159,10 @@ class Report:
         records[:] = [r for r in records if any(r.get(key) != value for key, value in keys.items())]
         records.append({**keys, **figures})
 
+    def find(self, part, **keys):
+        """The records with these keys."""
+        return [r for r in self.parts.get(part, {}).get("records", []) if all(r.get(k) == v for k, v in keys.items())]
+
     def table(self, part, title, head, rows, notes=()):
         self.part(part)["tables"][title] = {"head": list(head), "rows": [list(map(str, row)) for row in rows],
                                             "notes": list(notes)}
@@ -206,8 +181,8 @@ class Report:
 def timed(parts, part, **keys):
     """Records with these keys that were timed on a GPU and gave the right values."""
     return [r for r in parts.get(part, {}).get("records", [])
-            if r.get("device") == "cuda" and not r.get("failed") and not r.get("wrong")
-            and all(r.get(k) == v for k, v in keys.items())]
+            if not r.get("failed") and not r.get("wrong")
+            and all(r.get(k) == v for k, v in {**keys, "device": "cuda"}.items())]
 
 
 def case_of(parts, part, **keys):
@@ -346,10 +321,13 @@ def section_text(name, part):
     return "\n".join(lines)
 
 
+def bounds_text(parts):
+    return table_text(["", "must", "aim", "measured", "worst case", "verdict"], bounds(parts))
+
+
 def markdown(parts):
     on_gpu = any(r.get("device") == "cuda" for part in parts.values() for r in part.get("records", []))
-    columns = ["", "must", "aim", "measured", "worst case", "verdict"]
-    head = ["# Results on a GPU", "", table_text(columns, bounds(parts)), ""]
+    head = ["# Results on a GPU", "", bounds_text(parts), ""]
     head += [f"The figures of `{name}` were measured on {part.get('device')}."
              for name, part in parts.items() if part.get("records") and on_gpu]
     if not on_gpu:
@@ -378,7 +356,7 @@ def metrics(run):
 
 def curves(report, part, runs, early=10, every=20):
     """Compares the losses of each run with the first one's. Rounding errors grow from step to step. With the recipe of
-    scripts/gpu_check.sh, on the CPU, two orders of the same float32 sums were at most 1e-6 apart over 120 steps; bf16
+    scripts/gpu_check.py, on the CPU, two orders of the same float32 sums were at most 1e-6 apart over 120 steps; bf16
     was 4e-4 from float32 in the first ten steps, and at most 0.023 in all (2026-11-26). At a learning rate of 1e-3,
     whose gradients have spikes, it was 0.3. A defect shows in the early steps already."""
     losses = {Path(run).name: [m["loss"] for m in metrics(run)] for run in runs}
@@ -435,7 +413,7 @@ def close(bound, a, b):
                   f"{max(apart, default=math.nan):.2g}, allowed {bound:g}")
 
 
-# ---------------------------------------------------------------- the command line
+# ---------------------------------------------------------------- what checks add
 
 def add_check(report, part, name, verdict, seconds, detail):
     checks = report.part(part)["checks"]
@@ -462,91 +440,37 @@ def exit_code(report, names):
     return 0
 
 
-def exit_code_of(failed, left):
-    """The exit code of a program that measures: what has failed, and what there was no time for."""
+# ---------------------------------------------------------------- what the programs that measure share
+
+class Budget:
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def left(self):
+        return self.end - time.monotonic()
+
+
+def parser(doc, parts, budget):
+    """Of the command line; a program adds its own flags."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("report", type=Path)
+    found.add_argument("part", choices=parts)
+    found.add_argument("--budget", type=float, default=budget,
+                       help="seconds after which no case is started; rerun the part for the rest")
+    found.add_argument("--dry-run", action="store_true", help="run a tiny case on the CPU")
+    return found
+
+
+def not_measured(left):
+    """A note of a table."""
+    return [f"not measured, no time left: {', '.join(left)}; rerun the part"] if left else []
+
+
+def finish(report, part, program, failed, left, what="failed"):
+    """Saves the report and prints what failed and what was left; returns the program's exit code."""
+    report.save()
+    print(f"{program}: {len(report.part(part)['records'])} records"
+          + (f"; {what}: {', '.join(failed)}" if failed else "") + (f"; left: {', '.join(left)}" if left else ""))
     if failed:
         return FAILED
     return UNFINISHED if left else 0
-
-
-def verdict_of(compare, *words):
-    """Prints what a comparison of runs found; the exit code is its verdict."""
-    try:
-        fine, detail = compare(*words)
-    except OSError as error:
-        fine, detail = False, f"a run is missing: {error.filename}"
-    print(detail)
-    return 0 if fine else FAILED
-
-
-# How many words follow a verb: at least and at most (None: any number).
-COUNTS = {"state": (1, 1), "begin": (1, 1), "check": (5, 5), "passed": (1, 1), "failed": (2, 2), "fact": (1, None),
-          "end": (1, 2), "postpone": (1, None), "took": (2, 2), "forget": (1, 1), "summary": (0, 0), "device": (0, 0),
-          "status": (0, None), "version": (1, 1), "curves": (2, None)}
-COMPARISONS = {"same": (2, 2), "close": (3, 3)}
-
-
-def usage(problem):
-    """Prints the comment at the top and what is wrong; exit code 2."""
-    print(f"{__doc__}\ngpu_report: {problem}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def number(word):
-    try:
-        return float(word)
-    except ValueError:
-        usage(f"{word}: expected a number")
-
-
-def parse(words):
-    """(folder, verb, words), with as many words as the verb takes."""
-    if words[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        raise SystemExit(0)
-    if len(words) < 2:
-        usage("expected a folder, or compare, and a verb")
-    folder, verb, *words = words
-    counts = COMPARISONS if folder == "compare" else COUNTS
-    if verb not in counts:
-        usage(f"{verb}: no such verb")
-    least, most = counts[verb]
-    if len(words) < least or most is not None and len(words) > most:
-        more = " or more" if most is None else f" to {most}" if most > least else ""
-        usage(f"{verb}: {len(words)} words follow; expected {least}{more}")
-    return folder, verb, words
-
-
-def main():
-    folder, verb, words = parse(sys.argv[1:])
-    if folder == "compare":
-        return verdict_of(same, *words) if verb == "same" else verdict_of(close, number(words[0]), *words[1:])
-    report = Report(folder)
-    if verb == "status":
-        return exit_code(report, words)
-    if verb in ("summary", "device"):
-        print(summary(report.parts) if verb == "summary" else device())
-        return 0
-    part = words[0]
-    if verb in ("state", "version"):
-        print(report.state(part) if verb == "state" else version(part))
-        return 0
-    if verb == "passed":
-        print("\n".join(report.passed(part)))
-        return 0
-    if verb == "failed":
-        return 0 if report.failed(part, words[1]) else FAILED
-    writers = {"begin": report.begin, "end": report.end, "postpone": report.postpone,
-               "forget": lambda name: report.parts.pop(name, None),
-               "check": lambda part, name, verdict, seconds, detail: (
-                   add_check(report, part, name, verdict, number(seconds), detail)),
-               "fact": lambda *x: add_facts(report, *x),
-               "took": lambda part, seconds: add_seconds(report, part, number(seconds)),
-               "curves": lambda name, *runs: verdict_of(lambda: curves(report, name, runs))}
-    code = writers[verb](*words)
-    report.save()
-    return code if verb == "curves" else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@
     python3 dev/bench/gpu_step.py REPORT step --dry-run
         a tiny model on the CPU with ./train_gpt2, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.sh's report. Cases that are already in it are not measured again: rerun a part
+REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again: rerun a part
 to measure those that it had no time for. Each case runs in a process of its own, one at a time. Both sides do the whole
 step: forward, backward, gradient clipping, AdamW, and a new batch each time.
 
@@ -33,7 +33,6 @@ up, and a vocabulary padded to 50,304.
 
 Exit codes: 0: done; 1: one of our runs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
-import argparse
 import contextlib
 import json
 import os
@@ -281,14 +280,6 @@ def run_ours(options, model, B, T, steps, profile=False, variant="ours"):
 
 # ---------------------------------------------------------------- cases
 
-class Budget:
-    def __init__(self, seconds):
-        self.end = time.monotonic() + seconds
-
-    def left(self):
-        return self.end - time.monotonic()
-
-
 def measure(options, model, B, T, variant, steps):
     result = run_ours(options, model, B, T, steps, variant=variant) if variant in FLAGS else \
         run_torch(end=options.end, variant=variant, model=model, B=B, T=T, steps=steps, uncounted=UNCOUNTED)
@@ -333,14 +324,9 @@ def fits(budget, what):
     return DRY or budget.left() >= NEED[what]
 
 
-def has(report, part, **keys):
-    return any(all(r.get(k) == v for k, v in keys.items()) for r in report.part(part)["records"])
-
-
 def find(report, part, **keys):
     """The record with these keys, unless it failed."""
-    return next((r for r in report.parts.get(part, {}).get("records", []) if all(r.get(k) == v for k, v in keys.items())
-                 and "failed" not in r), None)
+    return next((r for r in report.find(part, **keys) if "failed" not in r), None)
 
 
 def step_case(report, options, budget, **keys):
@@ -350,7 +336,7 @@ def step_case(report, options, budget, **keys):
     base = find(report, options.part, **{**keys, "batch": "16"})
     if not fits(budget, variant):
         return False
-    if keys["batch"] == "largest" and not has(report, options.part, **{**keys, "batch": "16"}):
+    if keys["batch"] == "largest" and not report.find(options.part, **{**keys, "batch": "16"}):
         return False
     if keys["batch"] == "largest" and base is None:
         report.record(options.part, keys, B=0, T=options.length, failed="B = 16 failed")
@@ -370,7 +356,7 @@ def step_case(report, options, budget, **keys):
 
 def part_step(report, options):
     """What was left. Our phases come before PyTorch, and the largest batches, whose steps take longest, last."""
-    budget, left_out = Budget(options.budget), []
+    budget, left_out = gpu_report.Budget(options.budget), []
 
     def add_phases():
         if options.part == "step" and "profile" not in report.part("step"):
@@ -383,7 +369,7 @@ def part_step(report, options):
                 if variant in VARIANTS[-2:] and (batch, options.part) != ("16", "step"):
                     continue
                 keys = {"model": model, "batch": batch, "variant": variant, "device": device()}
-                if not has(report, options.part, **keys) and not step_case(report, options, budget, **keys):
+                if not report.find(options.part, **keys) and not step_case(report, options, budget, **keys):
                     left_out.append(f"{variant} of {model}, batch {batch}")
             if batch == "16" and variant == options.variants[0]:
                 add_phases()
@@ -394,12 +380,12 @@ def part_step(report, options):
 def part_memory(report, options):
     """Measures memory. PyTorch at T = 1024 is the case B = 16 of the part step; ours is measured at every T, also by
     nvidia-smi."""
-    budget, left_out = Budget(options.budget), []
+    budget, left_out = gpu_report.Budget(options.budget), []
     model = options.models[0]
     for variant in ("ours", "autocast"):
         for T in options.lengths:
             keys = {"model": model, "T": T, "variant": variant, "device": device()}
-            if has(report, "memory", **keys):
+            if report.find("memory", **keys):
                 continue
             B = max(1, options.tokens // T)
             known = (None if variant == "ours"
@@ -500,7 +486,7 @@ def tables_step(report, options, left_out):
                  ["model", "B", "variant", "ms per step", "tok/s", "ours over this", "MFU %", "peak GB"], rows,
                  ["peak GB: ours is the plan that the trainer prints and allocates; "
                   "PyTorch's is torch.cuda.max_memory_allocated",
-                  *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])])
+                  *gpu_report.not_measured(left_out)])
 
 
 def tables_memory(report, left_out):
@@ -513,22 +499,17 @@ def tables_memory(report, left_out):
     head = ["T", "B", "ours, planned", "ours, nvidia-smi", "autocast, allocated", "autocast, reserved"]
     report.table("memory", "A step's memory, GB", head, rows,
                  ["nvidia-smi also counts the CUDA context and the libraries",
-                  *([f"not measured, no time left: {', '.join(left_out)}; rerun the part"] if left_out else [])])
+                  *gpu_report.not_measured(left_out)])
 
 
 # ---------------------------------------------------------------- the command line
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path)
-    parser.add_argument("part", choices=("step", "memory", "larger"))
+    parser = gpu_report.parser(__doc__, ("step", "memory", "larger"), 500)
     parser.add_argument("--models", default="", help="default: 124M, or 162M for the part 'larger'")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20, help="counted steps (default: %(default)s)")
-    parser.add_argument("--budget", type=float, default=500,
-                        help="seconds after which no case is started; one that still runs 8 s later is left")
     parser.add_argument("--ours", default="", help="the trainer; default: ./train_gpt2cu")
-    parser.add_argument("--dry-run", action="store_true", help="run a tiny model on the CPU")
     options = parser.parse_args()
     global DRY, UNCOUNTED
     DRY = options.dry_run
@@ -539,7 +520,7 @@ def parse():
     options.ours = options.ours or str(ROOT / ("train_gpt2" if DRY else "train_gpt2cu"))
     options.batch, options.length, options.tokens = (2, 32, 64) if DRY else (16, 1024, TOKENS)
     options.lengths = (16, 32) if DRY else LENGTHS
-    # scripts/gpu_check.sh ends this program 15 seconds after its budget.
+    # scripts/gpu_check.py ends this program 15 seconds after its budget.
     options.end, options.failed = time.monotonic() + options.budget + 8, []
     return options
 
@@ -552,18 +533,12 @@ def main():
         print("gpu_step: no GPU: not measured", file=sys.stderr)
         return gpu_report.NO_GPU
     if not os.access(options.ours, os.X_OK):
-        raise SystemExit(f"gpu_step: {options.ours} is missing: scripts/gpu_check.sh build builds it")
+        raise SystemExit(f"gpu_step: {options.ours} is missing: scripts/gpu_check.py build builds it")
     report = gpu_report.Report(options.report)
     report.resume(options.part)
     left_out = {"step": part_step, "memory": part_memory, "larger": part_step}[options.part](report, options)
-    report.save()
-    failed = [f"{r['model']} ({r['failed']})" for r in report.part(options.part)["records"]
-              if r["variant"] == "ours" and "failed" in r]
-    failed += options.failed
-    print(f"gpu_step: {len(report.part(options.part)['records'])} records"
-          + (f"; ours failed: {', '.join(failed)}" if failed else "")
-          + (f"; left: {', '.join(left_out)}" if left_out else ""))
-    return gpu_report.exit_code_of(failed, left_out)
+    failed = [f"{r['model']} ({r['failed']})" for r in report.find(options.part, variant="ours") if "failed" in r]
+    return gpu_report.finish(report, options.part, "gpu_step", failed + options.failed, left_out, "ours failed")
 
 
 if __name__ == "__main__":

@@ -14,17 +14,21 @@ FILES = ("README.md", "doc/*.md", "*.c", "*.h", "*.cu", "cuda/*", "runtime/*", "
 MAGIC, VERSION = 20240520, 1
 
 
-def main():
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    folder = Path(sys.argv[1])
+def write(folder):
+    """Writes the shard; returns what it wrote, in words."""
     paths = sorted({path for pattern in FILES
                     for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})
     tokens = b"".join(b"\0" + path.read_bytes().replace(b"\0", b"") for path in paths)
     folder.mkdir(parents=True, exist_ok=True)
     header = struct.pack("<256i", MAGIC, VERSION, len(tokens), *[0] * 253)
     (folder / "text_train_000001.bin").write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
-    print(f"gpu_text: {len(tokens)} bytes of {len(paths)} files as tokens in {folder}")
+    return f"{len(tokens)} bytes of {len(paths)} files as tokens in {folder}"
+
+
+def main():
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    print(f"gpu_text: {write(Path(sys.argv[1]))}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ RULES = [
     (r"cd attn\.c$", ""),                                             # and commands start in it
     (r"scripts/quickstart\.sh$", "QUICKSTART_STEPS=2 {}"),
     # These take hours, gigabytes or a GPU.
-    (r"scripts/test\.sh|scripts/(setup_cuda|gpu_check)\.sh$|scripts/setup\.sh --test$", "bash -n {}"),
+    (r"scripts/test\.sh|scripts/setup_cuda\.sh$|scripts/setup\.sh --test$", "bash -n {}"),
     (r"scripts/setup\.sh$", "{}"),
     (r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY),
     (r"GPUS=8 scripts/run_\w+\.sh .*--dry-run$", RECIPE + "{} --batch 1 " + TINY.replace("--batch 2", "")),

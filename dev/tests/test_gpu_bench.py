@@ -1,0 +1,425 @@
+"""The timings of dev/bench on a GPU, in dry runs: methods compute what they claim, wrong ones are found, and cases that
+hang, fail or do not fit are reported."""
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import trainer
+from trainer import ROOT
+
+sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/reference")]
+import attention_gpu
+import gpu_eval
+import gpu_kernels
+import gpu_report
+import gpu_step
+import model as reference
+from test_gpu_check import assert_well_formed, parts_of
+
+FLASH = ROOT / "build/on_cpu/flash.so"
+needs_flash = pytest.mark.skipif(not FLASH.exists(), reason="make build/on_cpu/flash.so")
+
+
+@pytest.fixture(autouse=True)
+def dry(monkeypatch):
+    for module in (attention_gpu, gpu_step):
+        monkeypatch.setattr(module, "DRY", True)
+
+
+# ---- timings of attention
+
+def softmax_with_sum(q, k, v):
+    scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    return torch.softmax(scores, -1).to(v.dtype) @ v, torch.logsumexp(scores, -1)
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize("name", reference.PRESETS)
+def test_pytorchs_methods_compute_the_normalizer(name):
+    """Those are the formula, SDPA, and FlexAttention with its output and log-sum-exp."""
+    case = attention_gpu.Case(name, 21, 1)
+    judge = attention_gpu.Judge(case)
+    for way in attention_gpu.way_names(name):
+        if way != "flex":
+            assert judge.error(attention_gpu.Torch(case, way)) <= judge.allowed, way
+    if "flex" in attention_gpu.way_names(name):
+        q, k, v, _ = case.heads(0)
+        out = attention_gpu.by_softmax(softmax_with_sum, q, k, v, case, case.scalars)
+        assert attention_gpu.distance([out[:1]], judge.expected[:1]) <= judge.allowed
+
+
+def test_a_wrong_method_is_detected():
+    case = attention_gpu.Case("softmax", 21, 1)
+    judge, right = attention_gpu.Judge(case), attention_gpu.Torch(case, "compile").both(0)
+    assert attention_gpu.distance([x[:1] for x in right], judge.expected) <= judge.allowed
+    for i, factor in ((0, 1.1), (2, 0.9), (3, math.nan)):
+        spoilt = [x[:1] * (factor if j == i else 1) for j, x in enumerate(right)]
+        assert not attention_gpu.distance(spoilt, judge.expected) <= judge.allowed
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("layout", attention_gpu.LAYOUTS)
+@pytest.mark.parametrize("name", attention_gpu.SHAPES_ATTN)
+def test_methods_in_each_layout(name, layout):
+    """Ours and PyTorch's agree with the formula, and a wrong gradient of k does not."""
+    layout = attention_gpu.LAYOUTS[layout]
+    case = attention_gpu.Case(name, 21, 1, layout)
+    judge = attention_gpu.Judge(case)
+    ways = ["compile", *(attention_gpu.sdpa_ways(layout) if name == "softmax" else ())]
+    methods = [attention_gpu.Torch(case, way) for way in ways]
+    if FLASH.exists():
+        methods.append(attention_gpu.Ours(case, attention_gpu.Flash(FLASH)))
+    for method in methods:
+        assert judge.error(method) <= judge.allowed
+        right = [attention_gpu.some(x, case) for x in method.both(0)]
+        assert not attention_gpu.distance([*right[:2], -right[2], right[3]], judge.expected) <= judge.allowed
+
+
+@needs_flash
+def test_the_table_of_layouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["attention_gpu.py", str(tmp_path), "shapes", "--dry-run", "--lengths", "9"])
+    monkeypatch.setattr(attention_gpu, "SHAPES_ATTN", ("softmax", "sigmoid"))
+    assert attention_gpu.main() == 0
+    records = parts_of(tmp_path)["shapes"]["records"]
+    assert len(records) == 2 * len(attention_gpu.LAYOUTS) + 3 * 2 + 1 and not any(r["wrong"] for r in records)
+    rows = parts_of(tmp_path)["shapes"]["tables"]["Other layouts, ms"]["rows"]
+    assert [row[:3] for row in rows] == [[layout, f"`{name}`", "9"] for layout in attention_gpu.LAYOUTS
+                                         for name in ("softmax", "sigmoid")]
+    assert rows[0][6].startswith("sdpa-flash ") and rows[1][6] == ""
+    assert_well_formed((tmp_path / "report.md").read_text())
+
+
+@pytest.mark.parametrize("way, code", [("ours", gpu_report.FAILED), ("ours-mma", gpu_report.FAILED),
+                                       ("flex", gpu_report.UNFINISHED)])
+def test_attention_that_hangs_has_failed(tmp_path, monkeypatch, way, code):
+    ended = []
+    monkeypatch.setattr(attention_gpu, "LIMIT", 0.01)
+    monkeypatch.setattr(attention_gpu.os, "_exit", ended.append)
+    with attention_gpu.Watch(gpu_report.Report(tmp_path), "others", "ssmax", 4096) as watch:
+        watch.way = way
+        watch.timer.join(10)
+    assert ended == [code]
+    assert ([(r["way"], r["failed"]) for r in parts_of(tmp_path)["others"]["records"]]
+            == [(way, "timed out after 0.1 s")])
+
+
+# ---- an error of CUDA: the method is recorded, and the program starts anew and measures the rest
+
+ERROR = "CUDA error: an illegal memory access was encountered"
+ENDED = "flash.so ended with exit code 2"
+
+# The program, in which each method that SPOILT names fails from its n-th call in a process on. With n = 0, flash.so
+# rejects the call, which ends the process. Each process appends its arguments to the file LOG.
+PROGRAM = f"""
+import collections
+import json
+import os
+import sys
+
+sys.path.insert(0, {str(ROOT / "dev/bench")!r})
+import attention_gpu
+from attention_gpu import Flash, function_of
+
+spoilt, calls, run = json.loads(os.environ["SPOILT"]), collections.Counter(), Flash.run
+with open(os.environ["LOG"], "a") as log:
+    print(json.dumps(sys.argv[1:]), file=log)
+
+
+def call(*method):
+    key = " ".join(map(str, method))
+    calls[key] += 1
+    if 0 < spoilt.get(key, 0) <= calls[key]:
+        raise RuntimeError("{ERROR}\\nSearch for it.")
+    return spoilt.get(key) == 0
+
+
+def function_that_fails(case, way):
+    function = function_of(case, way)
+    return lambda *x: call(case.name, case.T, way) or function(*x)
+
+
+def run_that_fails(self, name, dtype, shape, *rest):
+    if call(name, shape.T, "ours-any-order" if shape.any_order else "ours"):
+        shape.HS = 7
+    run(self, name, dtype, shape, *rest)
+
+
+attention_gpu.function_of, Flash.run = function_that_fails, run_that_fails
+sys.exit(attention_gpu.main())
+"""
+
+
+def measured(folder, part, words, spoilt, code):
+    """{(attn, T, way): record} of a run, and the budget of each process."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, folder / "program.py", folder / "report", part, "--dry-run", "--budget", "500", *words]
+    env = trainer.environment(SPOILT=json.dumps(spoilt), LOG=str(folder / "log"))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert result.returncode == code, result.stdout + result.stderr
+    records = json.loads((folder / "report/report.json").read_text())["parts"][part]["records"]
+    processes = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+    assert all(words[:len(processes[0])] == processes[0] for words in processes)
+    assert result.stdout.count("starts anew") == len(processes) - 1
+    return ({(r["attn"], r["T"], r["way"]): r for r in records},
+            [float(words[-1]) if "--budget" in words[len(processes[0]) - 1:] else 500.0 for words in processes])
+
+
+@needs_flash
+def test_attention_goes_on(tmp_path):
+    """PyTorch's method fails in its third round, one of ours at once, and softmax where it is timed beside another
+    normalizer. Every other method has all of its rounds."""
+    spoilt = {"softmax 17 sdpa-cudnn": 6, "softmax 17 ours-any-order": 0, "softmax 9 ours": 4}
+    records, budgets = measured(tmp_path, "attention", ["--sweep", "17", "--lengths", "9", "--attn", "gelu-l1,ssmax"],
+                                spoilt, gpu_report.FAILED)
+    failed = {key: r["failed"] for key, r in records.items() if "failed" in r}
+    assert failed == {("softmax", 17, "sdpa-cudnn"): ERROR, ("softmax", 17, "ours-any-order"): ENDED,
+                      ("softmax", 9, "ours"): ERROR}
+    rounds = {key: len(r["both_ms"]) for key, r in records.items() if key not in failed}
+    assert rounds == {**{("softmax", 17, way): 3 for way in ("ours", "ours-mma", "sdpa-flash")},
+                      ("gelu-l1", 9, "ours"): 2, ("ssmax", 9, "ours"): 2}
+    assert {way for attn, _, way in records if attn == "softmax"} == {*attention_gpu.OURS, "sdpa-flash", "sdpa-cudnn"}
+    assert not any(r.get("wrong") for r in records.values())
+    assert_well_formed((tmp_path / "report/report.md").read_text())
+    assert len(budgets) == 4 and budgets == sorted(budgets, reverse=True) and budgets[-1] < 500
+
+
+@needs_flash
+def test_others_go_on(tmp_path):
+    """One of PyTorch's methods fails while it is checked, and ours in a round."""
+    records, budgets = measured(tmp_path, "others", ["--lengths", "9", "--attn", "ssmax,gelu-l1"],
+                                {"ssmax 9 sdpa": 1, "gelu-l1 9 ours": 4}, gpu_report.FAILED)
+    failed = {key: r["failed"] for key, r in records.items() if "failed" in r}
+    assert failed == {("ssmax", 9, "sdpa"): ERROR, ("gelu-l1", 9, "ours"): ERROR}
+    assert {key: len(r["both_ms"]) for key, r in records.items() if key not in failed} == {
+        ("ssmax", 9, way): 2 for way in ("ours", "flex", "compile")} | {("gelu-l1", 9, "compile"): 2}
+    assert len(budgets) == 3
+
+
+# ---- ncu
+
+# ncu's output around its table, and the beginning of each of its rows.
+BEFORE_TABLE = '''==WARNING== Note: Running with unmodified GPU clocks.
+==PROF== Connected to process 71 (train_gpt2cu)
+step     2/2 | loss 10.94 | "quoted"
+==PROF== Disconnected from process 71
+"ID","Process ID","Process Name","Kernel Name","Grid Size","Section Name","Metric Name","Metric Unit","Metric Value"
+'''
+AFTER_TABLE = '''"99","71","train_gpt2cu","void rope_kernel(float *)","(132, 1, 1)","metrics","dram__bytes.sum","",""
+train_gpt2cu: a warning, which took
+  two lines
+'''
+
+
+def ncu_row(number, kernel, metric, unit, value):
+    return (f'"{number}","71","train_gpt2cu","void {kernel}<64, 0>(FlashCall<__nv_bfloat16>, float)","(132, 1, 1)",'
+            f'"Command line profiler metrics","{metric}","{unit}","{value:,}"\n')
+
+
+def ncu_text(*launches):
+    """The output of `ncu --csv` for (kernel, {metric: (value, unit)})."""
+    return BEFORE_TABLE + "".join(ncu_row(i, kernel, metric, unit, value) for i, (kernel, values) in enumerate(launches)
+                                  for metric, (value, unit) in values.items()) + AFTER_TABLE
+
+
+NO_PERMISSION = ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance "
+                 "Counters")
+
+
+# ---- a step by kernel
+
+def traffic(us, read, written):
+    return {"gpu__time_duration.sum": (1000 * us, "ns"), "dram__bytes_read.sum": (read, "byte"),
+            "dram__bytes_write.sum": (written, "byte")}
+
+
+# The end of one step, two whole steps, of which the second is the one to show, and the beginning of another.
+LAUNCHES = [("squares_kernel", traffic(900, 9, 9)), ("adamw_kernel", traffic(900, 9, 9)),
+            ("flash90_forward_kernel", traffic(700, 7, 7)), ("adamw_kernel", traffic(700, 7, 7)),
+            ("nvjet_sm90_tst_256x128_h_bz_coopA_NNT", traffic(60, 80_000_000, 40_000_000)),
+            ("flash90_forward_kernel", traffic(100, 70_000_000, 30_000_000)),
+            ("cublasLt::splitKreduce_kernel", traffic(40, 20_000_000, 0)),
+            ("flash90_forward_kernel", traffic(150, 70_000_000, 30_000_000)),
+            ("adamw_kernel", {"gpu__time_duration.sum": (1.0, "ms"), "dram__bytes_read.sum": (2.5, "Gbyte"),
+                              "dram__bytes_write.sum": (1500, "Mbyte")}),
+            ("embedding_forward_kernel", traffic(500, 5, 5))]
+
+
+def run_step(folder, monkeypatch, text):
+    commands = []
+    monkeypatch.setattr(gpu_kernels, "observe", lambda *words: commands.append(words) or text)
+    code = gpu_kernels.main_step(folder, "./train_gpt2cu")
+    assert [words[1][0] for words in commands] == ["./train_gpt2cu"] and "--profile" in commands[0][1]
+    return code
+
+
+def test_a_step_by_kernel(tmp_path, monkeypatch):
+    """Exactly one step, from one launch of AdamW to the next; the largest row first; cuBLASLt's kernels in one row."""
+    assert run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES)) == 0
+    table, = parts_of(tmp_path)["counters"]["tables"].values()
+    assert table["head"] == ["kernel", "launches", "ms per step", "GB read", "GB written", "TB/s"]
+    assert table["rows"] == [["`adamw_kernel`", "1", "1.000", "2.50", "1.50", "4.00"],
+                             ["`flash90_forward_kernel`", "2", "0.250", "0.14", "0.06", "0.80"],
+                             ["matmuls (cuBLASLt)", "2", "0.100", "0.10", "0.04", "1.40"],
+                             ["all", "5", "1.350", "2.74", "1.60", "3.21"]]
+    assert_well_formed((tmp_path / "report.md").read_text())
+
+
+def test_a_step_that_ncu_cannot_observe(tmp_path, monkeypatch):
+    assert run_step(tmp_path, monkeypatch, NO_PERMISSION) == gpu_report.NO_GPU
+    with pytest.raises(SystemExit, match="ncu saw 3 launches, 1 of them of adamw_kernel"):
+        run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES[:3]))
+    with pytest.raises(SystemExit, match="the program failed under ncu"):
+        run_step(tmp_path, monkeypatch, "train_gpt2cu: out of memory\n==ERROR== The application returned an error code "
+                                        "(4).\n==WARNING== No kernels were profiled.\n")
+
+
+@needs_flash
+@pytest.mark.parametrize("words", ["bf16 softmax 65 64 64", "fp32 softmax-sink 33 48 48", "bf16 ssmax-pn 33 64 64",
+                                   "bf16 lssar 33 128 192"])
+def test_a_pass_of_our_kernels(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "run", str(FLASH), *words.split()])
+    assert not gpu_kernels.main() and "norm of out" in capsys.readouterr().out
+
+
+# ---- timings of the step
+
+def program_that_hangs(folder):
+    path = folder / "slow"
+    path.write_text("#!/bin/sh\nexec sleep 100\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_step_and_memory(tmp_path, monkeypatch):
+    ceilings = {"bytes": 1e12, "flops": 1e14, "undoes_rope": True, "name": "NVIDIA H200"}
+    times = {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2}
+    monkeypatch.setattr(gpu_step, "run_torch",
+                        lambda **task: dict(ceilings if task["variant"] == "ceilings" else times))
+    for part in ("step", "memory"):
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(tmp_path), part, "--dry-run", "--steps", "2",
+                                          "--ours", str(trainer.TRAIN)])
+        assert gpu_step.main() == 0
+    parts = parts_of(tmp_path)
+    assert all([r["variant"] for r in parts["step"]["records"]].count(name) == 1 for name in ("no graphs", "any order"))
+    assert len(parts["step"]["records"]) == 8 and len(parts["memory"]["records"]) == 4
+    head = parts["memory"]["tables"]["A step's memory, GB"]["head"]
+    assert len(head) == 6 and not any("tok" in word for word in head)              # its times are not measurements
+    assert all("used_gb" in r for r in parts["memory"]["records"] if r["variant"] == "ours")
+    assert not any("used_gb" in r for r in parts["step"]["records"])    # nvidia-smi is not called while a step is timed
+    assert {*gpu_step.floors("124M", 16, 1024, True), *gpu_step.PRODUCTS} <= set(parts["step"]["profile"]["phases"])
+    assert_well_formed((tmp_path / "report.md").read_text())
+
+
+def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
+    """If ours hangs, the part fails and names it; a case that the end of the call cuts off is left."""
+    slow = program_that_hangs(tmp_path)
+    monkeypatch.setattr(gpu_step, "run_torch", lambda **task: {"failed": "not here"})
+    monkeypatch.setattr(gpu_step, "LIMIT", {"ours": 0.02})
+
+    def call(folder, *flags):
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), "step", "--dry-run", "--ours", str(slow), *flags])
+        code = gpu_step.main()
+        return code, [r.get("failed") for r in parts_of(folder)["step"]["records"] if r["variant"] == "ours"]
+
+    assert call(tmp_path / "a") == (gpu_report.FAILED, ["timed out after 0.2 s", "B = 16 failed"])
+    monkeypatch.setattr(gpu_step, "LIMIT", {"ours": 10})
+    assert call(tmp_path / "b", "--budget", "-8") == (gpu_report.UNFINISHED, [])
+
+
+def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
+    slow = program_that_hangs(tmp_path)
+    monkeypatch.setattr(gpu_step, "DRY", False)
+    monkeypatch.setattr(gpu_step, "LIMIT", {"autocast": 0.2})
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert gpu_step.run_torch(end=time.monotonic() + 60, variant="autocast") == {"failed": "timed out after 0.2 s"}
+
+
+def test_the_largest_batch():
+    """Memory is linear in the batch: what is free after the fixed part, divided by a sequence's share; at least 16."""
+    fixed = 16 * gpu_step.parameters("124M") / 1e9
+    found = gpu_step.largest_batch({"B": 16, "peak_gb": fixed + 0.016}, "124M", "autocast")
+    assert found == int(0.97 * (4.0 - gpu_step.MARGIN_GB - fixed) / 0.001) // 8 * 8 or found == 16
+    assert gpu_step.parameters("124M") == 123551232 + (50304 - 50257) * 768
+
+
+# ---- timings of evaluation
+
+def time_evaluation(folder, monkeypatch, *flags, evaluate=trainer.TRAIN.parent / "eval_gpt2"):
+    """gpu_eval.py's exit code and records in a dry run with the programs for the CPU."""
+    words = ["--dry-run", "--train", str(trainer.TRAIN), "--evaluate", str(evaluate), *flags]
+    monkeypatch.setattr(sys, "argv", ["gpu_eval.py", str(folder), "evaluation", *words])
+    code = gpu_eval.main()
+    return code, parts_of(folder)["evaluation"]["records"]
+
+
+def test_evaluation_is_timed_beside_the_trainer(tmp_path, monkeypatch):
+    code, records = time_evaluation(tmp_path, monkeypatch)
+    assert code == 0 and [(r["dtype"], r["case"]) for r in records] == [(dtype, case) for dtype in ("bf16", "fp32")
+                                                                       for case in gpu_eval.CASES]
+    assert all(r["tok_per_s"] > 0 and r["device"] == "cpu" for r in records)
+    assert_well_formed((tmp_path / "report.md").read_text())
+    assert time_evaluation(tmp_path, monkeypatch, evaluate="/bin/false") == (0, records)     # nothing is measured again
+
+
+def test_an_evaluator_that_fails(tmp_path, monkeypatch):
+    code, records = time_evaluation(tmp_path, monkeypatch, evaluate="/bin/false")
+    assert code == gpu_report.FAILED
+    assert ["exit code 1" in r.get("failed", "") for r in records] == [False, True, True] * 2
+
+
+def test_evaluation_without_time_is_left(tmp_path, monkeypatch):
+    assert time_evaluation(tmp_path, monkeypatch, "--budget", "-8") == (gpu_report.UNFINISHED, [])
+    table, = parts_of(tmp_path)["evaluation"]["tables"].values()
+    assert "forward bf16, evaluation bf16" in table["notes"][0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_same_model_in_pytorch(tied, monkeypatch):
+    import cpu_step
+    sizes = {**gpu_step.TINY["tiny"], "tied": tied}
+    monkeypatch.setitem(gpu_step.TINY, "tiny", sizes)
+    assert sum(p.numel() for p in cpu_step.torch_model()(8, **sizes).parameters()) == gpu_step.parameters("tiny")
+
+
+def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
+    """The phases come after our first case, and the largest batches last. If there is too little time to compile, only
+    ours are measured."""
+    order = []
+    monkeypatch.setattr(gpu_step, "DRY", False)
+    monkeypatch.setattr(gpu_step, "free_gb", lambda: 80.0)
+
+    def measure(options, model, B, T, variant, steps):
+        order.append((model, variant))
+        return {"ms": [2.0], "peak_gb": 5.0, "tok_per_s": 1.0}
+
+    monkeypatch.setattr(gpu_step, "measure", measure)
+    monkeypatch.setattr(gpu_step, "phases", lambda report, options: order.append("phases"))
+
+    def left(part, budget, folder):
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), part, "--budget", str(budget)])
+        report = gpu_report.Report(folder)
+        report.resume(part)
+        return gpu_step.part_step(report, gpu_step.parse())
+
+    assert left("step", 1000, tmp_path / "a") == []
+    of = [("124M", variant) for variant in gpu_step.VARIANTS]
+    assert order == [of[0], "phases", *of[1:], *of[:-2]]       # the last two only with B = 16
+    order.clear()
+    assert left("larger", 1000, tmp_path / "a") == [] and [model for model, _ in order] == ["162M"] * 6
+    order.clear()
+    found = left("step", 30, tmp_path / "b")
+    assert found == [f"{variant} of 124M, batch {batch}"
+                     for batch in ("16", "largest") for variant in ("autocast", "bf16")]
+    assert order == [("124M", "ours"), "phases", ("124M", "no graphs"), ("124M", "any order"), ("124M", "ours")]
+
+
+def test_pytorch_is_timed_by_the_hosts_clock(monkeypatch):
+    """It times as many steps as requested, after skipping as many as ours does, each from one end to the next."""
+    found = gpu_step.torch_steps({"variant": "autocast", "model": "tiny", "B": 2, "T": 16, "steps": 5, "uncounted": 3})
+    assert len(found["ms"]) == 5 and all(ms > 0 for ms in found["ms"])
