@@ -16,7 +16,6 @@ are. At the end the tests that failed run once more with nothing changed, and mu
 """
 import argparse
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -28,7 +27,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, repeat, zip_longest
 from pathlib import Path
 from random import Random
 
@@ -39,8 +38,8 @@ import draw
 import operators
 
 DRAWN, HOLES_ALLOWED = 40, 0.25
-# The tests of a file: dev/tests/test_NAME.* where its name is NAME or NAME_*, then those of the first row whose beginning
-# its path has, as command lines. The first failure ends a change's tests, so what is quick comes first.
+# The tests of a file: dev/tests/test_NAME.* where its name is NAME or NAME_*, then those of the first row whose
+# beginning its path has, as command lines. The first failure ends a change's tests, so what is quick comes first.
 SLOW = ("test_gradients", "test_process")
 C_TESTS = sorted((path.stem for path in (ROOT / "dev/tests").glob("test_*.c")), key=lambda name: (name in SLOW, name))
 FLASH = ("test_kernels phi", "test_gpt2cu_on_cpu ssmax_bias_h4_kv2_T33", "test_gpt2cu_on_cpu softmax_gau_T33",
@@ -176,6 +175,7 @@ def copy_tree(tree):
     for name in ".cuda", ".venv":       # where the Makefile looks for CUDA's headers
         if (ROOT / name).exists() and not (tree / name).exists():
             (tree / name).symlink_to(ROOT / name)
+    return tree
 
 
 def build(tree, target):
@@ -241,6 +241,44 @@ def shown(change):
                       *(f"  +{line}" for line in added)])
 
 
+class Changes:
+    """The changes to make, and what became of them; threads share it. Drawn changes that do not build are replaced."""
+
+    def __init__(self, wanted, drawn, to_draw):
+        self.wanted, self.drawn, self.left = iter(wanted), drawn, to_draw
+        self.lock = threading.Lock()
+        self.tests, self.holes, self.drawn_holes, self.unbuilt = [], [], [], 0
+
+    def take(self):
+        """(a change, whether it is drawn), or None."""
+        with self.lock:
+            change = next(self.wanted, None)
+            if change:
+                return change, False
+            if self.left == 0:
+                return None
+            self.left -= 1
+            change = next(self.drawn, None)
+            return change and (change, True)
+
+    def add(self, change, is_drawn, verdict, test, seconds):
+        with self.lock:
+            word = "ok  " if test else "HOLE"
+            if test:
+                self.tests.append(test)
+            elif is_drawn and verdict.startswith("does not build"):
+                word, self.left, self.unbuilt = "----", self.left + 1, self.unbuilt + 1
+            else:
+                (self.drawn_holes if is_drawn else self.holes).append(change)
+            print(f"{word} {change.address}\n{shown(change)}\n  {verdict}, {seconds:.0f} s", flush=True)
+
+    def make_all(self, tree, limit):
+        while taken := self.take():
+            start = time.time()
+            verdict, test = attempt(tree, taken[0], limit)
+            self.add(*taken, verdict, test, time.time() - start)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME",
@@ -251,57 +289,31 @@ def main():
     parser.add_argument("--limit", type=int, default=900, metavar="S",
                         help="seconds for one command of the tests (900)")
     options = parser.parse_args()
-    wanted = [change for name in options.names if not options.draw for change in named(name)]
-    required = len(wanted) or (0 if options.draw else len(wanted := list(kept())))
-    to_draw = options.draw or (0 if options.names else DRAWN)
-    source = chain(wanted, drawn(options.names if options.draw else [""]) if to_draw else [])
+    if options.draw:
+        wanted, beginnings, to_draw = [], options.names or [""], options.draw
+    elif options.names:
+        wanted, beginnings, to_draw = [change for name in options.names for change in named(name)], [], 0
+    else:
+        wanted, beginnings, to_draw = list(kept()), [""], DRAWN
     if to_draw:
         print(f"drawn by {draw.commit()}", flush=True)
-    lock, trees = threading.Lock(), queue.SimpleQueue()
-    tests, holes, unbuilt = [], {False: [], True: []}, 0
-    left = required + to_draw
-
-    def work(_):
-        nonlocal left, unbuilt
-        tree = trees.get()
-        while True:
-            with lock:
-                change = next(source, None) if left else None
-                left -= 1
-            if not change:
-                return trees.put(tree)
-            start = time.time()
-            verdict, test = attempt(tree, change, options.limit)
-            is_drawn = change not in wanted
-            with lock:
-                proves_nothing = is_drawn and verdict.startswith("does not build")
-                left += proves_nothing
-                unbuilt += proves_nothing
-                if test:
-                    tests.append(test)
-                elif not proves_nothing:
-                    holes[is_drawn].append(change)
-                word = "ok  " if test else "----" if proves_nothing else "HOLE"
-                print(f"{word} {change.address}\n{shown(change)}\n  {verdict}, {time.time() - start:.0f} s", flush=True)
-
+    made = Changes(wanted, drawn(beginnings), to_draw)
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(options.jobs):
-            tree = Path(folder) / f"tree{i}"
-            copy_tree(tree)
-            trees.put(tree)
+        trees = [copy_tree(Path(folder) / f"tree{i}") for i in range(options.jobs)]
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(work, range(options.jobs)))
+            list(pool.map(made.make_all, trees, repeat(options.limit)))
         # A test that fails without any change detects nothing.
-        verdict, failing = run_tests(trees.get(), merged(tests), options.limit)
+        verdict, failing = run_tests(trees[0], merged(made.tests), options.limit)
         if failing or verdict != "no test noticed":
             sys.exit(f"with nothing changed: {verdict}")
-    failed = len(holes[False]) + (len(holes[True]) if len(holes[True]) > HOLES_ALLOWED * to_draw else 0)
-    if holes[True] or holes[False]:
-        print("to repeat the holes: dev/mutate/mutate.py", *(change.address for change in holes[False] + holes[True]))
+    holes = made.holes + made.drawn_holes
+    failed = len(made.holes) + (len(made.drawn_holes) if len(made.drawn_holes) > HOLES_ALLOWED * to_draw else 0)
+    if holes:
+        print("to repeat the holes: dev/mutate/mutate.py", *(change.address for change in holes))
     if to_draw:
-        print(f"holes among {to_draw} drawn changes: {len(holes[True])}, allowed: {HOLES_ALLOWED:.0%}. "
-              f"Drawn, but did not build: {unbuilt}")
-    print(f"{len(tests) + len(holes[True]) + len(holes[False]) - failed} passed, {failed} failed")
+        print(f"holes among {to_draw} drawn changes: {len(made.drawn_holes)}, allowed: {HOLES_ALLOWED:.0%}. "
+              f"Drawn, but did not build: {made.unbuilt}")
+    print(f"{len(made.tests) + len(holes) - failed} passed, {failed} failed")
     return failed > 0
 
 

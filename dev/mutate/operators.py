@@ -120,7 +120,7 @@ def found_in(file, code):
             yield "statement", start, text, "pass"
     for pair in SIBLINGS:
         one, other = pair.split()
-        for m in re.finditer(rf"(?<![\w*&>] )(?<![*&\w])({one}|{other})\b(?![\w(])", code):
+        for m in re.finditer(rf"(?<![\w*&>,] )(?<![\w*&.>])({one}|{other})\b(?![\w(]| [\w.]+ import)", code):
             yield "sibling", m.start(), m[0], other if m[0] == one else one
 
 
