@@ -8,11 +8,11 @@ ifeq ($(origin CXX)$(findstring clang,$(CC)),defaultclang)
   CXX   := $(shell echo '$(CC)' | sed 's/\(.*\)clang/\1clang++/')     # one OpenMP runtime for all objects
 endif
 MARCH   ?= native
-OPT     ?= -O3
 WERROR  ?= 0
 SAN     ?= 0
 TSAN    ?= 0
 ATTN    ?=
+OPT     ?= $(if $(filter 1,$(SAN)),-O1,-O3)
 
 # CPPFLAGS, CFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS and LDLIBS are the user's, from the environment or the command line. They
 # are added to ours, whose names have an underscore, and come last where they may replace what we chose.

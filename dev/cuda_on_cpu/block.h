@@ -15,25 +15,12 @@ enum Kind {
     NOTHING,
     EXITED,
     BARRIER,
-    BARRIER_OR,
-    BARRIER_AND,
-    BARRIER_COUNT,
     SYNCWARP,
     SHFL,
-    SHFL_UP,
-    SHFL_DOWN,
     SHFL_XOR,
     BALLOT_SYNC,
     ANY_SYNC,
     ALL_SYNC,
-    MATCH_ANY,
-    MATCH_ALL,
-    REDUCE_ADD,
-    REDUCE_MIN,
-    REDUCE_MAX,
-    REDUCE_AND,
-    REDUCE_OR,
-    REDUCE_XOR,
     LDMATRIX_X4,
     LDMATRIX_X4_TRANSPOSED,
     STMATRIX_X4,
@@ -149,7 +136,6 @@ struct Worker {
 
     int arrived;    // at the barrier
     Wait barrier;
-    int predicates, result;
     unsigned barrier_phase;
 
     char *stacks;

@@ -67,11 +67,7 @@ cuda_on_cpu_start:
 
 // clang-format off
 static const char *const kind_names[] = {
-    "", "", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp",
-    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
-    "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync", "__match_all_sync",
-    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
-    "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
+    "", "", "__syncthreads", "__syncwarp", "__shfl_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
     "ldmatrix_x4", "ldmatrix_x4_transposed",
     "stmatrix_x4", "mma_m16n8k16"
 };
@@ -677,24 +673,17 @@ void report_crashes() {
 
 // ---- barriers of the block
 
-int barrier(BlockVote vote, int predicate, Site site) {
+void barrier(Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    me.wait = {(Kind)(BARRIER + vote), 0, site};
-    if (w.arrived == 0) {
-        w.barrier = me.wait;
-        w.predicates = 0;
-    }
-    if (w.barrier.kind != me.wait.kind || !same_site(w.barrier.site, site))
+    me.wait = {BARRIER, 0, site};
+    if (w.arrived == 0) w.barrier = me.wait;
+    if (!same_site(w.barrier.site, site))
         die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
-    w.predicates += predicate != 0;
     char *met = &w.meetings->barrier[w.barrier_phase % 2];
     if (w.watched) __tsan_release(met);
     set_waiting(w, me.number);
     if (++w.arrived == w.threads) {
-        w.result = w.predicates;
-        if (vote == BLOCK_OR) w.result = w.predicates > 0;
-        if (vote == BLOCK_AND) w.result = w.predicates == w.threads;
         w.arrived = 0;
         w.barrier_phase++;
         w.counts.barriers++;
@@ -702,7 +691,6 @@ int barrier(BlockVote vote, int predicate, Site site) {
     }
     take_turns();
     if (w.watched) __tsan_acquire(met);
-    return w.result;
 }
 
 // ---- operations of a warp
@@ -783,16 +771,12 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
 }
 
 // The lane whose value a shuffle returns (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync). The
-// warp is divided into segments of `width` lanes; if the source lies past the end of the segment (before its start for
-// UP), a lane keeps its own value.
+// warp is divided into segments of `width` lanes; if the source lies past the end of the segment, a lane keeps its own
+// value.
 static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
-    int start = lane & ~(width - 1), end = start + width, source;
-    switch (kind) {
-    case IDX: return start + (argument & (width - 1));
-    case UP: source = lane - argument; return source < start || argument >= LANES || argument < 0 ? lane : source;
-    case DOWN: source = lane + argument; return source >= end || argument >= LANES || argument < 0 ? lane : source;
-    default: source = lane ^ argument; return source >= end || source < 0 ? lane : source;
-    }
+    const int start = lane & ~(width - 1), end = start + width, source = lane ^ argument;
+    if (kind == IDX) return start + (argument & (width - 1));
+    return source >= end || source < 0 ? lane : source;
 }
 
 uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site) {
@@ -815,51 +799,6 @@ uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int 
     }
     take_turns();
     return warp.result[me.lane];
-}
-
-unsigned match(bool all, unsigned mask, uint64_t value, Site site) {
-    Fiber &me = self();
-    Warp &warp = *me.warp;
-    warp.value[me.lane] = value;
-    if (last_to_arrive(me, all ? MATCH_ALL : MATCH_ANY, mask, site)) {
-        unsigned same[LANES] = {0};
-        for (int i = 0; i < LANES; i++)
-            for (int j = 0; j < LANES; j++)
-                if ((mask >> i & 1) && (mask >> j & 1) && warp.value[i] == warp.value[j]) same[i] |= 1u << j;
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
-            int i = __builtin_ctz(lanes);
-            warp.result[i] = !all || same[i] == mask ? same[i] : 0;
-        }
-        warp_goes_on(me, mask);
-    }
-    take_turns();
-    return (unsigned)warp.result[me.lane];
-}
-
-static int64_t reduce_two(Reduction kind, int64_t a, int64_t b) {
-    switch (kind) {
-    case ADD: return a + b;
-    case MIN: return std::min(a, b);
-    case MAX: return std::max(a, b);
-    case AND: return a & b;
-    case OR: return a | b;
-    default: return a ^ b;
-    }
-}
-
-int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site) {
-    Fiber &me = self();
-    Warp &warp = *me.warp;
-    warp.value[me.lane] = (uint64_t)value;
-    if (last_to_arrive(me, (Kind)(REDUCE_ADD + kind), mask, site)) {
-        int64_t result = (int64_t)warp.value[__builtin_ctz(mask)];
-        for (unsigned lanes = mask & (mask - 1); lanes; lanes &= lanes - 1)
-            result = reduce_two(kind, result, (int64_t)warp.value[__builtin_ctz(lanes)]);
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = (uint64_t)result;
-        warp_goes_on(me, mask);
-    }
-    take_turns();
-    return (int64_t)warp.result[me.lane];
 }
 
 void fence() {

@@ -55,15 +55,11 @@ void *shared_array(SharedArray &array, size_t bytes);
 void *dynamic_shared();
 
 enum Vote { BALLOT, ANY, ALL };
-enum Shuffle { IDX, UP, DOWN, XOR };
-enum Reduction { ADD, MIN, MAX, AND, OR, BITWISE_XOR };
-enum BlockVote { PLAIN, BLOCK_OR, BLOCK_AND, BLOCK_COUNT };
-int barrier(BlockVote vote, int predicate, Site site);
+enum Shuffle { IDX, XOR };
+void barrier(Site site);
 void warp_barrier(unsigned mask, Site site);
 unsigned vote(Vote kind, unsigned mask, bool predicate, Site site);
 uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site);
-unsigned match(bool all, unsigned mask, uint64_t value, Site site);
-int64_t reduce(Reduction kind, unsigned mask, int64_t value, Site site);
 void fence();
 void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site);
 void stmatrix(const void *row, const uint32_t *r, Site site);
@@ -140,16 +136,7 @@ void launch(void (*kernel)(Parameters...), cuda_on_cpu::Grid grid, dim3 block, s
 // ---- threads of a block, lanes of a warp
 
 static inline void __syncthreads(CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::barrier(cuda_on_cpu::PLAIN, 0, {file, line});
-}
-static inline int __syncthreads_or(int predicate, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::barrier(cuda_on_cpu::BLOCK_OR, predicate, {file, line});
-}
-static inline int __syncthreads_and(int predicate, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::barrier(cuda_on_cpu::BLOCK_AND, predicate, {file, line});
-}
-static inline int __syncthreads_count(int predicate, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::barrier(cuda_on_cpu::BLOCK_COUNT, predicate, {file, line});
+    cuda_on_cpu::barrier({file, line});
 }
 static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::warp_barrier(mask, {file, line});
@@ -183,47 +170,9 @@ inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, CUDA_ON_C
     return cuda_on_cpu::shuffle_value(cuda_on_cpu::IDX, mask, value, lane, width, {file, line});
 }
 template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::shuffle_value(cuda_on_cpu::UP, mask, value, (int)delta, width, {file, line});
-}
-template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::shuffle_value(cuda_on_cpu::DOWN, mask, value, (int)delta, width, {file, line});
-}
-template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_ON_CPU_SITE) {
     return cuda_on_cpu::shuffle_value(cuda_on_cpu::XOR, mask, value, lane_mask, width, {file, line});
 }
-
-template <class T>
-inline unsigned __match_any_sync(unsigned mask, T value, CUDA_ON_CPU_SITE) {
-    uint64_t word = 0;
-    memcpy(&word, &value, sizeof value);
-    return cuda_on_cpu::match(false, mask, word, {file, line});
-}
-template <class T>
-inline unsigned __match_all_sync(unsigned mask, T value, int *same, CUDA_ON_CPU_SITE) {
-    uint64_t word = 0;
-    memcpy(&word, &value, sizeof value);
-    unsigned lanes = cuda_on_cpu::match(true, mask, word, {file, line});
-    *same = lanes != 0;
-    return lanes;
-}
-
-#define CUDA_ON_CPU_REDUCE(name, T, kind)                                                       \
-    static inline T name(unsigned mask, T value, CUDA_ON_CPU_SITE) {                            \
-        return (T)cuda_on_cpu::reduce(cuda_on_cpu::kind, mask, (int64_t)value, {file, line});   \
-    }
-CUDA_ON_CPU_REDUCE(__reduce_add_sync, int, ADD)
-CUDA_ON_CPU_REDUCE(__reduce_min_sync, int, MIN)
-CUDA_ON_CPU_REDUCE(__reduce_max_sync, int, MAX)
-CUDA_ON_CPU_REDUCE(__reduce_add_sync, unsigned, ADD)
-CUDA_ON_CPU_REDUCE(__reduce_min_sync, unsigned, MIN)
-CUDA_ON_CPU_REDUCE(__reduce_max_sync, unsigned, MAX)
-CUDA_ON_CPU_REDUCE(__reduce_and_sync, unsigned, AND)
-CUDA_ON_CPU_REDUCE(__reduce_or_sync, unsigned, OR)
-CUDA_ON_CPU_REDUCE(__reduce_xor_sync, unsigned, BITWISE_XOR)
-#undef CUDA_ON_CPU_REDUCE
 
 // ---- memory
 // The fence orders nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, it is
@@ -273,30 +222,11 @@ inline T atomic_change(T *p, Change change) {
     return bits<T>(old);
 }
 }
-#define CUDA_ON_CPU_ATOMIC(name, condition, result)                                             \
-    template <class T>                                                                          \
-    inline T name(T *p, typename cuda_on_cpu::Same<T>::type x) {                                \
-        static_assert(condition, #name ": CUDA has none of this type");                         \
-        return cuda_on_cpu::atomic_change(p, [=](T old) -> T { (void)old; return result; });    \
-    }
-CUDA_ON_CPU_ATOMIC(atomicAdd,
-                   (std::is_arithmetic<T>::value && !std::is_same<T, long>::value &&
-                    !std::is_same<T, long long>::value),
-                   old + x)
-CUDA_ON_CPU_ATOMIC(atomicSub, (std::is_same<T, int>::value || std::is_same<T, unsigned>::value), old - x)
-CUDA_ON_CPU_ATOMIC(atomicMin, std::is_integral<T>::value, x < old ? x : old)
-CUDA_ON_CPU_ATOMIC(atomicMax, std::is_integral<T>::value, x > old ? x : old)
-CUDA_ON_CPU_ATOMIC(atomicAnd, std::is_integral<T>::value, old &x)
-CUDA_ON_CPU_ATOMIC(atomicOr, std::is_integral<T>::value, old | x)
-CUDA_ON_CPU_ATOMIC(atomicXor, std::is_integral<T>::value, old ^ x)
-CUDA_ON_CPU_ATOMIC(atomicExch, (std::is_arithmetic<T>::value && !std::is_same<T, double>::value), x)
-CUDA_ON_CPU_ATOMIC(atomicInc, (std::is_same<T, unsigned>::value), old >= x ? 0 : old + 1)
-CUDA_ON_CPU_ATOMIC(atomicDec, (std::is_same<T, unsigned>::value), old == 0 || old > x ? x : old - 1)
-#undef CUDA_ON_CPU_ATOMIC
 template <class T>
-inline T atomicCAS(T *p, typename cuda_on_cpu::Same<T>::type compare, typename cuda_on_cpu::Same<T>::type x) {
-    static_assert(std::is_integral<T>::value, "atomicCAS: CUDA has none of this type");
-    return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return old == compare ? x : old; });
+inline T atomicAdd(T *p, typename cuda_on_cpu::Same<T>::type x) {
+    static_assert(std::is_arithmetic<T>::value && !std::is_same<T, long>::value && !std::is_same<T, long long>::value,
+                  "atomicAdd: CUDA has none of this type");
+    return cuda_on_cpu::atomic_change(p, [=](T old) -> T { return old + x; });
 }
 
 // ---- instructions without a name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes.
@@ -364,16 +294,9 @@ DEVICE float max_nan(float x, float y) {
 DEVICE unsigned __float_as_uint(float x) {
     return cuda_on_cpu::bits<unsigned>(x);
 }
-DEVICE int __float_as_int(float x) {
-    return cuda_on_cpu::bits<int>(x);
-}
 DEVICE float __uint_as_float(unsigned x) {
     return cuda_on_cpu::bits<float>(x);
 }
-DEVICE float __int_as_float(int x) {
-    return cuda_on_cpu::bits<float>(x);
-}
-
 DEVICE float rsqrtf(float x) {
     return 1.0f / sqrtf(x);
 }
@@ -383,72 +306,9 @@ DEVICE double rsqrt(double x) {
 DEVICE float normcdff(float x) {
     return 0.5f * erfcf(-x * 0.707106781186547524f);
 }
-DEVICE float sinpif(float x) {
-    return (float)sin(3.14159265358979323846 * x);
-}
 DEVICE float __saturatef(float x) {
     return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
 }
-DEVICE float __fdividef(float x, float y) {
-    return x / y;
-}
-
-// As on the GPU, conversions saturate, and a NaN becomes 0.
-DEVICE int __float2int_rn(float x) {
-    return isnan(x) ? 0 : (int)fmin(fmax(rint(x), -2147483648.0), 2147483647.0);
-}
-DEVICE int __float2int_rz(float x) {
-    return isnan(x) ? 0 : (int)fmin(fmax(trunc(x), -2147483648.0), 2147483647.0);
-}
-DEVICE int __float2int_rd(float x) {
-    return isnan(x) ? 0 : (int)fmin(fmax(floor(x), -2147483648.0), 2147483647.0);
-}
-DEVICE int __float2int_ru(float x) {
-    return isnan(x) ? 0 : (int)fmin(fmax(ceil(x), -2147483648.0), 2147483647.0);
-}
-DEVICE unsigned __float2uint_rn(float x) {
-    return isnan(x) ? 0 : (unsigned)fmin(fmax(rint(x), 0.0), 4294967295.0);
-}
-
-DEVICE int __popc(unsigned x) {
-    return __builtin_popcount(x);
-}
-DEVICE int __popcll(unsigned long long x) {
-    return __builtin_popcountll(x);
-}
-DEVICE int __ffs(int x) {
-    return __builtin_ffs(x);
-}
-DEVICE int __clz(int x) {
-    return x ? __builtin_clz((unsigned)x) : 32;
-}
-DEVICE unsigned __brev(unsigned x) {
-    unsigned reversed = 0;
-    for (int i = 0; i < 32; i++) reversed |= (x >> i & 1u) << (31 - i);
-    return reversed;
-}
-DEVICE int __mulhi(int x, int y) {
-    return (int)((int64_t)x * y >> 32);
-}
-DEVICE unsigned __umulhi(unsigned x, unsigned y) {
-    return (unsigned)((uint64_t)x * y >> 32);
-}
-DEVICE unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
-    return (unsigned long long)((unsigned __int128)x * y >> 64);
-}
-DEVICE unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    uint64_t bytes = (uint64_t)y << 32 | x;
-    unsigned result = 0;
-    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
-    return result;
-}
-DEVICE unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-    return (unsigned)((((uint64_t)high << 32 | low) << (shift & 31)) >> 32);
-}
-DEVICE unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
-}
-
 #define CUDA_ON_CPU_MIN_MAX(T)                              \
     DEVICE T min(T x, T y) { return y < x ? y : x; }        \
     DEVICE T max(T x, T y) { return x < y ? y : x; }

@@ -178,10 +178,6 @@ extern "C" const char *cudaGetErrorString(cudaError_t error) {
     return "unrecognized error code";
 }
 
-extern "C" cudaError_t cudaPeekAtLastError() {
-    return last_error;
-}
-
 extern "C" cudaError_t cudaGetLastError() {
     cudaError_t error = last_error;
     last_error = cudaSuccess;
@@ -192,7 +188,7 @@ extern "C" cudaError_t cudaGetLastError() {
 // Every allocation has pages of its own, with a guard page before and after it. It starts at a multiple of 256, as in
 // cudaMalloc, so up to 255 bytes remain before the end of the last page; they are checked when the memory is freed.
 
-enum Place { DEVICE_MEMORY, PINNED, REGISTERED };
+enum Place { DEVICE_MEMORY, PINNED };
 
 struct Allocation {
     size_t bytes;
@@ -213,8 +209,7 @@ static size_t round_up(size_t x, size_t to) {
 }
 
 static const char *allocator(const Allocation &a) {
-    if (a.place == DEVICE_MEMORY) return "cudaMalloc";
-    return a.place == PINNED ? "cudaMallocHost" : "cudaHostRegister";
+    return a.place == DEVICE_MEMORY ? "cudaMalloc" : "cudaMallocHost";
 }
 
 // The allocation that p points into (or to the end of), under the lock.
@@ -283,13 +278,11 @@ static cudaError_t release(void *p, Place place) {
     if (it == allocations.end() || it->second.place != place)
         return refuse(cudaErrorInvalidValue, "an address is freed that this allocator did not return");
     Allocation a = it->second;
-    if (place != REGISTERED) {
-        mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
-        if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
-            die("OUT OF BOUNDS: something was written past the end of the %zu bytes of %s number %d", a.bytes,
-                allocator(a), a.number);
-        munmap(a.mapping, a.mapping_bytes);
-    }
+    mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
+    if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
+        die("OUT OF BOUNDS: something was written past the end of the %zu bytes of %s number %d", a.bytes, allocator(a),
+            a.number);
+    munmap(a.mapping, a.mapping_bytes);
     if (place == DEVICE_MEMORY) device_bytes -= a.bytes;
     allocations.erase(it);
     return cudaSuccess;
@@ -332,7 +325,6 @@ struct Capture;
 
 struct CUstream_st {
     bool blocking;    // waits for the legacy default stream, which waits for it
-    int priority;
     std::deque<std::unique_ptr<Operation>> queue;
     void *context;    // the race check's
     char done;        // its address represents the finished work
@@ -363,10 +355,9 @@ static uint64_t toss() {
     return next_random(random_state);
 }
 
-static CUstream_st *new_stream(bool blocking, int priority) {
+static CUstream_st *new_stream(bool blocking) {
     CUstream_st *s = new CUstream_st();
     s->blocking = blocking;
-    s->priority = priority;
     s->context = race_check() ? __tsan_create_fiber(0) : NULL;
     streams.push_back(s);
     return s;
@@ -375,9 +366,9 @@ static CUstream_st *new_stream(bool blocking, int priority) {
 // NULL if the handle is not a stream. Call with the lock held.
 static CUstream_st *stream_of(cudaStream_t handle) {
     static CUstream_st *per_thread;
-    if (!default_stream) default_stream = new_stream(true, 0);
+    if (!default_stream) default_stream = new_stream(true);
     if (handle == NULL || handle == cudaStreamLegacy) return default_stream;
-    if (handle == cudaStreamPerThread) return per_thread ? per_thread : per_thread = new_stream(true, 0);
+    if (handle == cudaStreamPerThread) return per_thread ? per_thread : per_thread = new_stream(true);
     return std::find(streams.begin(), streams.end(), handle) != streams.end() ? handle : NULL;
 }
 
@@ -927,17 +918,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     return allocate(p, bytes, DEVICE_MEMORY);
 }
 
-cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) {
-    NO_CAPTURE();
-    return allocate(p, bytes, DEVICE_MEMORY);
-}
-
 cudaError_t cudaMallocHost(void **p, size_t bytes) {
-    NO_CAPTURE();
-    return allocate(p, bytes, PINNED);
-}
-
-cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
     NO_CAPTURE();
     return allocate(p, bytes, PINNED);
 }
@@ -957,40 +938,6 @@ cudaError_t cudaFreeHost(void *p) {
     return release(p, PINNED);
 }
 
-cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
-    WITH_WORK(s, stream);
-    if (cudaError_t refused = refuse_captured(s, __func__)) return refused;
-    if (!p || !within(p, 0, true))
-        return p ? refuse(cudaErrorInvalidValue, "cudaFreeAsync: not device memory") : cudaSuccess;
-    add_operation(s, [=] { release(p, DEVICE_MEMORY); });
-    return cudaSuccess;
-}
-
-cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
-    NO_CAPTURE();
-    std::lock_guard<Lock> hold(memory_lock);
-    if (!p || bytes == 0 || allocations.count((char *)p)) return result(cudaErrorInvalidValue);
-    allocations[(char *)p] = {bytes, REGISTERED, ++allocation_number, (char *)p, bytes};
-    return cudaSuccess;
-}
-
-cudaError_t cudaHostUnregister(void *p) {
-    NO_CAPTURE();
-    return release(p, REGISTERED);
-}
-
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {
-    std::lock_guard<Lock> hold(memory_lock);
-    auto it = allocation_of(p);
-    bool known = it != allocations.end(), device = known && it->second.place == DEVICE_MEMORY;
-    *attributes = cudaPointerAttributes();
-    cudaMemoryType elsewhere = known ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-    attributes->type = device ? cudaMemoryTypeDevice : elsewhere;
-    attributes->devicePointer = known ? (void *)p : NULL;
-    attributes->hostPointer = device ? NULL : (void *)p;
-    return cudaSuccess;
-}
-
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     std::lock_guard<Lock> hold(memory_lock);
     *total = settings().memory;
@@ -1004,11 +951,6 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind 
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
     return copy(__func__, to, from, {1, bytes}, kind, stream, false);
-}
-
-cudaError_t cudaMemcpy2D(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height,
-                         cudaMemcpyKind kind) {
-    return copy(__func__, to, from, {height, width, to_step, from_step}, kind, NULL, true);
 }
 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_step, const void *from, size_t from_step, size_t width, size_t height,
@@ -1034,10 +976,10 @@ cudaError_t cudaMemset(void *p, int value, size_t bytes) {
     return cudaMemsetAsync(p, value, bytes, NULL);
 }
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     stream_of(NULL);
-    *stream = new_stream(!(flags & cudaStreamNonBlocking), std::max(-5, std::min(0, priority)));
+    *stream = new_stream(!(flags & cudaStreamNonBlocking));
     return cudaSuccess;
 }
 
@@ -1047,18 +989,6 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
 
 cudaError_t cudaStreamCreate(cudaStream_t *stream) {
     return cudaStreamCreateWithPriority(stream, cudaStreamDefault, 0);
-}
-
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
-    WITH_STREAM(s, stream);
-    *priority = s->priority;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
-    WITH_STREAM(s, stream);
-    *flags = s->blocking ? cudaStreamDefault : cudaStreamNonBlocking;
-    return cudaSuccess;
 }
 
 // First does the stream's remaining work. In the race check the host does not synchronize with it, because it has not
@@ -1139,10 +1069,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
-    return cudaEventRecord(event, stream);
-}
-
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (cudaError_t refused = refuse_captured(event, __func__)) return refused;
@@ -1186,14 +1112,6 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
     s->capture->streams = {s};
     s->lane = 0;
     captures.push_back(s->capture);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
-    WITH_STREAM(s, stream);
-    *status = !s->capture           ? cudaStreamCaptureStatusNone
-              : s->capture->invalid ? cudaStreamCaptureStatusInvalidated
-                                    : cudaStreamCaptureStatusActive;
     return cudaSuccess;
 }
 
@@ -1274,23 +1192,9 @@ cudaError_t cudaGetDevice(int *device) {
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceReset() {
-    return cudaDeviceSynchronize();
-}
-
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
     *greatest = -5;
-    return cudaSuccess;
-}
-
-cudaError_t cudaRuntimeGetVersion(int *version) {
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
-
-cudaError_t cudaDriverGetVersion(int *version) {
-    *version = CUDART_VERSION;
     return cudaSuccess;
 }
 
@@ -1353,11 +1257,6 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
-    snprintf(text, (size_t)bytes, "0000:%02X:00.0", device + 1);
-    return cudaSuccess;
-}
-
 // ---- kernels. launch() itself requests shared memory above 48 KB; the number of registers is unknown here.
 
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
@@ -1366,30 +1265,8 @@ cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int 
     return cudaSuccess;
 }
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
-    *attributes = cudaFuncAttributes();
-    attributes->maxThreadsPerBlock = BLOCK_THREADS;
-    attributes->maxDynamicSharedSizeBytes = (int)settings().shared;
-    attributes->binaryVersion = attributes->ptxVersion = 90;
-    return cudaSuccess;
-}
-
 cudaError_t cudaFuncGetName(const char **name, const void *kernel) {
     *name = kernel_name(kernel).c_str();
     return cudaSuccess;
-}
-
-// Considers only threads, blocks and shared memory.
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t shared_bytes) {
-    if (threads < 1 || threads > BLOCK_THREADS || shared_bytes > settings().shared)
-        return result(cudaErrorInvalidValue);
-    *blocks = (int)std::min<size_t>({PROCESSOR_BLOCKS, PROCESSOR_THREADS / round_up((size_t)threads, 32),
-                                     PROCESSOR_SHARED / (shared_bytes + RESERVED_SHARED)});
-    return cudaSuccess;
-}
-
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int threads,
-                                                                   size_t shared_bytes, unsigned) {
-    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, shared_bytes);
 }
 }

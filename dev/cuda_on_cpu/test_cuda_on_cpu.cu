@@ -22,10 +22,9 @@ static std::vector<float> count_up(size_t n) {
 // ---- numbers
 
 struct LaneResults {
-    int idx, idx8, up, up8, down, down8, xor_, xor8;
+    int idx, idx8, xor_, xor8;
     double wide;
-    unsigned ballot, any, none, all, match_any, match_all, sum, least, most;
-    int negative_least, same;
+    unsigned ballot, any, none, all;
     float half_warp;
 };
 
@@ -34,10 +33,6 @@ KERNEL void lane_functions(LaneResults *out) {
     LaneResults r;
     r.idx = __shfl_sync(ALL, value, lane * 5 + 3);
     r.idx8 = __shfl_sync(ALL, value, lane * 5 + 3, 8);
-    r.up = __shfl_up_sync(ALL, value, 3);
-    r.up8 = __shfl_up_sync(ALL, value, 3, 8);
-    r.down = __shfl_down_sync(ALL, value, 3);
-    r.down8 = __shfl_down_sync(ALL, value, 3, 8);
     r.xor_ = __shfl_xor_sync(ALL, value, 21);
     r.xor8 = __shfl_xor_sync(ALL, value, 9, 8);
     r.wide = __shfl_sync(ALL, value + 0.5, 31 - lane);
@@ -45,12 +40,6 @@ KERNEL void lane_functions(LaneResults *out) {
     r.any = (unsigned)__any_sync(ALL, lane == 17);
     r.none = (unsigned)__any_sync(ALL, 0);
     r.all = (unsigned)__all_sync(ALL, lane < 32);
-    r.match_any = __match_any_sync(ALL, lane % 4);
-    r.match_all = __match_all_sync(ALL, 5, &r.same);
-    r.sum = __reduce_add_sync(ALL, (unsigned)lane);
-    r.least = __reduce_min_sync(ALL, (unsigned)lane + 4);
-    r.most = __reduce_max_sync(ALL, (unsigned)lane);
-    r.negative_least = __reduce_min_sync(ALL, lane - 20);
     unsigned half = lane < 16 ? 0xFFFFu : 0xFFFF0000u;
     if (lane < 16) r.half_warp = __shfl_xor_sync(half, (float)lane, 1);    // the halves meet separately
     else r.half_warp = __shfl_xor_sync(half, 100.0f + (float)lane, 2);
@@ -68,28 +57,19 @@ static void test_lanes() {
         auto value = [&](int l) { return 100 * (warp + l) + 7; };
         CHECK(r[i].idx == value((lane * 5 + 3) % 32), "thread %d", i);
         CHECK(r[i].idx8 == value(piece + (lane * 5 + 3) % 8), "thread %d", i);
-        CHECK(r[i].up == value(lane < 3 ? lane : lane - 3), "thread %d", i);
-        CHECK(r[i].up8 == value(lane % 8 < 3 ? lane : lane - 3), "thread %d", i);
-        CHECK(r[i].down == value(lane > 28 ? lane : lane + 3), "thread %d", i);
-        CHECK(r[i].down8 == value(lane % 8 > 4 ? lane : lane + 3), "thread %d", i);
         CHECK(r[i].xor_ == value(lane ^ 21), "thread %d", i);
         CHECK(r[i].xor8 == value((lane ^ 9) >= piece + 8 ? lane : lane ^ 9), "thread %d: %d", i, r[i].xor8);
         CHECK(r[i].wide == value(31 - lane) + 0.5, "thread %d", i);
         CHECK(r[i].ballot == 0x49249249u && r[i].any == 1 && r[i].none == 0 && r[i].all == 1, "thread %d", i);
-        CHECK(r[i].match_any == 0x11111111u << lane % 4 && r[i].match_all == ALL && r[i].same == 1, "thread %d", i);
-        CHECK(r[i].sum == 496 && r[i].least == 4 && r[i].most == 31 && r[i].negative_least == -20, "thread %d", i);
         CHECK(r[i].half_warp == (lane < 16 ? (float)(lane ^ 1) : 100.0f + (float)(lane ^ 2)), "thread %d", i);
     }
 }
 
-KERNEL void block_functions(int *out, dim3 *sizes) {
+KERNEL void block_indices(int *out, dim3 *sizes) {
     int i = (int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)),
         n = (int)(blockDim.x * blockDim.y * blockDim.z);
-    int or_ = __syncthreads_or(i == 5), none = __syncthreads_or(0), and_ = __syncthreads_and(i < n),
-        not_all = __syncthreads_and(i != 3);
-    int count = __syncthreads_count(i % 2);
     int block = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
-    out[block * n + i] = or_ + 10 * none + 100 * and_ + 1000 * not_all + 10000 * count;
+    out[block * n + i] = 10000 * block + i;
     if (i == 0) sizes[block] = dim3(blockDim.x, blockDim.y, blockDim.z);
 }
 
@@ -97,66 +77,10 @@ static void test_blocks() {
     dim3 grid(3, 2, 2), block(5, 2, 3);
     Device<int> out(12 * 30);
     Device<dim3> sizes(12);
-    launch(block_functions, grid, block, 0, NULL, out.p, sizes.p);
-    for (int x : out.host()) CHECK(x == 1 + 100 + 10000 * 15, "%d", x);
+    launch(block_indices, grid, block, 0, NULL, out.p, sizes.p);
+    std::vector<int> r = out.host();
+    for (int i = 0; i < 360; i++) CHECK(r[i] == 10000 * (i / 30) + i % 30, "%d: %d", i, r[i]);
     for (dim3 d : sizes.host()) CHECK(d.x == 5 && d.y == 2 && d.z == 3, "sizes");
-}
-
-// out (16,8) = a (16,16) · b (16,8) + 3, with all fragments loaded by ldmatrix; b is stored first as (k, n), then
-// transposed as (n, k)
-KERNEL void product(float *out, float *out2, uint32_t *half, const bf16 *a, const bf16 *b, const bf16 *b_transposed) {
-    DYNAMIC_SHARED(bf16, tiles);
-    bf16 *ta = tiles, *tb = tiles + 256, *tt = tiles + 384;
-    int l = (int)threadIdx.x, g = l / 4, t = l % 4;
-    copy_async_16(ta + 8 * l, a + 8 * l, true);
-    if (l < 16) copy_async_16(tb + 8 * l, b + 8 * l, true);
-    else copy_async_16(tt + 8 * (l - 16), b_transposed + 8 * (l - 16), true);
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncthreads();
-    uint32_t fa[4], fa2[4], fb[4], fb2[4];
-    float d[4] = {3, 3, 3, 3}, d2[4] = {3, 3, 3, 3};
-    ldmatrix_x4(fa, ta + (l % 16) * 16 + (l / 16) * 8);
-    ldmatrix_x4_transposed(fb, tb + (l % 16) * 8);    // b has two matrices: the last two are the first two again
-    ldmatrix_x4(fb2, tt + (l % 8) * 16 + ((l / 8) % 2) * 8);
-    ldmatrix_x4_transposed(fa2, ta + (l % 16) * 16 + (l / 16) * 8);
-    mma_m16n8k16(d, fa, fb);
-    mma_m16n8k16(d2, fa, fb2);
-    for (int i = 0; i < 4; i++) {
-        int row = g + (i / 2) * 8, column = 2 * t + i % 2;
-        out[row * 8 + column] = d[i];
-        out2[row * 8 + column] = d2[i];
-        half[4 * l + i] = fa2[i];
-    }
-}
-
-static void test_product() {
-    std::vector<bf16> a(256), b(128), bt(128);
-    srand(1);
-    for (bf16 &x : a) x = __float2bfloat16((float)(rand() % 201 - 100) / 64);
-    for (int k = 0; k < 16; k++)
-        for (int n = 0; n < 8; n++) b[k * 8 + n] = bt[n * 16 + k] = __float2bfloat16((float)(rand() % 201 - 100) / 64);
-    Device<bf16> da(a), db(b), dbt(bt);
-    Device<float> out(128), out2(128);
-    Device<uint32_t> half(128);
-    launch(product, 1, 32, 512 * sizeof(bf16), NULL, out.p, out2.p, half.p, da.p, db.p, dbt.p);
-    std::vector<float> r = out.host(), r2 = out2.host();
-    std::vector<uint32_t> h = half.host();
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 8; j++) {
-            float sum = 3;
-            // few bits, so that sums are exact.
-            for (int k = 0; k < 16; k++) sum += __bfloat162float(a[i * 16 + k]) * __bfloat162float(b[k * 8 + j]);
-            CHECK(r[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r[i * 8 + j], sum);
-            CHECK(r2[i * 8 + j] == sum, "(%d,%d): %g, not %g", i, j, r2[i * 8 + j], sum);
-        }
-    for (int l = 0; l < 32; l++)
-        for (int m = 0; m < 4; m++) {    // matrix m is at row m % 2 and column m / 2 of the 2×2 matrices that form a
-            int row = (m % 2) * 8 + 2 * (l % 4), column = (m / 2) * 8 + l / 4;
-            uint32_t low = __bfloat16_as_ushort(a[row * 16 + column]),
-                     high = __bfloat16_as_ushort(a[(row + 1) * 16 + column]);
-            CHECK(h[4 * l + m] == (high << 16 | low), "lane %d, matrix %d", l, m);
-        }
 }
 
 // Every element of out (16,8) is sum_k x_k y_k + c
@@ -220,92 +144,33 @@ static void test_sums() {
     }
 }
 
-KERNEL void copies(float *out, const float *in, int n) {    // three groups in flight; zeros past n
-    DYNAMIC_SHARED(float, tile);
-    int i = 4 * (int)threadIdx.x, step = 4 * (int)blockDim.x;
-    for (int k = 0; k < 3; k++) {
-        bool valid = i + k * step < n;
-        copy_async_16(tile + i + k * step, valid ? in + i + k * step : in, valid);
-        copy_async_commit();
-    }
-    for (int k = 0; k < 3; k++) {
-        if (k == 0) copy_async_wait<2>();
-        if (k == 1) copy_async_wait<1>();
-        if (k == 2) copy_async_wait<0>();
-        float4 x = *(float4 *)(tile + i + k * step);    // a thread needs no barrier for its own copies
-        store_16(out + i + k * step,
-                 make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)));
-    }
-}
-
-static void test_copies() {
-    Device<float> in(count_up(600)), out(768);
-    launch(copies, 1, 64, 768 * 4, NULL, out.p, in.p, 600);
-    std::vector<float> r = out.host();
-    for (int i = 0; i < 768; i++) CHECK(r[i] == (i < 600 ? (float)(i % 1021) : 0.0f), "%d: %g", i, r[i]);
-}
-
 KERNEL void atomics(int *i, unsigned *u, unsigned long long *w, float *f, double *d) {
-    int t = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-    atomicAdd(i, t);
+    atomicAdd(i, (int)(blockIdx.x * blockDim.x + threadIdx.x));
     atomicAdd(u, 2u);
     atomicAdd(w, 3ull);
     atomicAdd(f, 0.5f);
     atomicAdd(d, 0.25);
-    atomicMax(i + 1, t);
-    atomicMin(i + 2, -t);
-    atomicSub(i + 3, 1);
-    atomicOr(u + 1, 1u << t % 32);
-    atomicAnd(u + 2, ~(1u << t % 32));
-    atomicXor(u + 3, 1u << t % 32);
-    atomicInc(u + 4, 9u);
-    atomicDec(u + 5, 9u);
-    atomicCAS(i + 4, t, t + 1);
-    atomicExch(i + 5, 77);
 }
 
 static void test_atomics() {
-    Device<int> i(std::vector<int>{0, 0, 0, 0, 0, 0});
-    Device<unsigned> u(std::vector<unsigned>{0, 0, ALL, 0, 0, 0});
+    Device<int> i(std::vector<int>{0});
+    Device<unsigned> u(std::vector<unsigned>{0});
     Device<unsigned long long> w(std::vector<unsigned long long>{0});
     Device<float> f(std::vector<float>{0});
     Device<double> d(std::vector<double>{0});
     launch(atomics, 2, 64, 0, NULL, i.p, u.p, w.p, f.p, d.p);
-    std::vector<int> ri = i.host();
-    std::vector<unsigned> ru = u.host();
-    CHECK(ri[0] == 128 * 127 / 2 && ri[1] == 127 && ri[2] == -127 && ri[3] == -128 && ri[5] == 77, "ints");
-    CHECK(ri[4] >= 1 && ri[4] <= 128, "compare and swap: %d", ri[4]);
-    CHECK(ru[0] == 256 && ru[1] == ALL && ru[2] == 0 && ru[3] == 0 && ru[4] == 8 && ru[5] == 2, "unsigneds %u %u",
-          ru[4], ru[5]);
-    CHECK(w.host()[0] == 384 && f.host()[0] == 64.0f && d.host()[0] == 32.0, "others");
+    CHECK(i.host()[0] == 128 * 127 / 2 && u.host()[0] == 256 && w.host()[0] == 384, "integers");
+    CHECK(f.host()[0] == 64.0f && d.host()[0] == 32.0, "floats");
 }
 
 static void test_arithmetic() {
-    CHECK(__popc(0xF0F0u) == 8 && __popcll(~0ull) == 64 && __ffs(8) == 4 && __ffs(0) == 0 && __clz(1) == 31 &&
-              __clz(0) == 32,
-          "bits");
-    CHECK(__brev(1u) == 0x80000000u && __umulhi(0x80000000u, 6u) == 3 && __mulhi(-2, 5) == -1, "bits");
-    CHECK(__umul64hi(1ull << 63, 6) == 3 && __byte_perm(0x33221100u, 0x77665544u, 0x7041u) == 0x77004411u, "bits %x",
-          __byte_perm(0x33221100u, 0x77665544u, 0x7041u));
-    CHECK(__funnelshift_l(0x80000001u, 0x2u, 1) == 5 && __funnelshift_r(0x80000001u, 0x3u, 1) == 0xC0000000u, "bits");
-    CHECK(__float_as_uint(1.0f) == 0x3F800000u && __uint_as_float(0x40000000u) == 2.0f &&
-              __int_as_float(__float_as_int(-3.5f)) == -3.5f,
-          "bits");
     CHECK(exp2_fast(3.0f) == 8.0f && exp2_fast(-130.0f) == 0.0f && log2_fast(8.0f) == 3.0f && isinf(log2_fast(1e-39f)),
           "exp2, log2");
     CHECK(reciprocal_fast(4.0f) == 0.25f && reciprocal_fast(3e38f) == 0.0f && rsqrtf(4.0f) == 0.5f &&
               __saturatef(NAN) == 0.0f,
           "reciprocals");
-    CHECK(fabsf(normcdff(1.0f) - 0.841344746f) < 1e-6f && fabsf(sinpif(0.5f) - 1.0f) < 1e-6f &&
-              __fdividef(3.0f, 2.0f) == 1.5f,
-          "others");
-    CHECK(__float2int_rn(2.5f) == 2 && __float2int_rz(-2.7f) == -2 && __float2int_rd(-2.2f) == -3 &&
-              __float2int_ru(2.2f) == 3,
-          "rounding");
-    CHECK(__float2int_rn(1e20f) == 2147483647 && __float2int_rn(NAN) == 0 && __float2uint_rn(-5.0f) == 0,
-          "conversions");
+    CHECK(fabsf(normcdff(1.0f) - 0.841344746f) < 1e-6f, "normcdff");
     CHECK(min(3, -2) == -2 && max(3u, 7u) == 7u && max(1.0f, 2.0f) == 2.0f && fmaxf(NAN, 1.0f) == 1.0f, "min and max");
-    CHECK(isnan(max_nan(NAN, 1.0f)) && isnan(max_nan(1.0f, NAN)) && max_nan(-2.0f, 1.0f) == 1.0f, "max_nan");
 }
 
 KERNEL void add_one(float *x, int n) {
@@ -339,18 +204,17 @@ static void test_runtime() {
     CUDA(cudaEventElapsedTime(&ms, from, to));
     CHECK(ms >= 0, "elapsed time");
     CUDA(cudaMemset(y.p, 0, 400));
-    CUDA(cudaMemcpy2D(host, 8, y.p, 200, 8, 2, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy2DAsync(host, 8, y.p, 200, 8, 2, cudaMemcpyDeviceToHost, NULL));
+    CUDA(cudaDeviceSynchronize());
     CHECK(host[0] == 0 && host[3] == 0, "memset and 2D copy");
     CHECK(cudaMemcpy(y.p, host, 404, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy past the end");
     CHECK(cudaMemcpy(y.p, host, 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue, "a copy in the wrong direction");
     CHECK(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess, "the last error");
     CHECK(cudaMalloc((void **)&pinned + 0, (size_t)1 << 60) == cudaErrorMemoryAllocation, "too much memory");
     cudaGetLastError();
-    int attribute, blocks;
+    int attribute;
     CUDA(cudaDeviceGetAttribute(&attribute, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
     CHECK(attribute == 227 * 1024, "shared memory of a block");
-    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, (const void *)add_one, 256, 100 * 1024));
-    CHECK(blocks == 2, "%d blocks", blocks);
     const char *name = "";
     CUDA(cudaFuncGetName(&name, (const void *)add_one));
     CHECK(strcmp(name, "add_one(float*, int)") == 0, "%s", name);
@@ -430,15 +294,12 @@ static void test_graphs() {
     Fork s;
     Device<float> x(count_up(256)), y(256), sum(std::vector<float>{0});
     int calls = 0;
-    cudaStreamCaptureStatus status;
     CUDA(cudaDeviceSynchronize());
     begin_capture(s.a);
     CUDA(cudaMemsetAsync(y.p, 0, 1024, s.a));
     s.fork();
     launch(add_one, 1, 256, 0, s.a, y.p, 256);
     launch(add_one, 1, 256, 0, s.b, x.p, 256);
-    CUDA(cudaStreamIsCapturing(s.b, &status));
-    CHECK(status == cudaStreamCaptureStatusActive, "the second stream is captured");
     CUDA(cudaLaunchHostFunc(s.b, [](void *p) { ++*(int *)p; }, &calls));
     s.join();
     cuda_on_cpu::enqueue(s.a,
@@ -451,8 +312,7 @@ static void test_graphs() {
                          },
                          {"a library", 1});
     cudaGraphExec_t exec = end_capture(s.a);
-    CUDA(cudaStreamIsCapturing(s.b, &status));
-    CHECK(status == cudaStreamCaptureStatusNone && calls == 0 && x.host()[3] == 3, "nothing runs in a capture");
+    CHECK(calls == 0 && x.host()[3] == 3, "nothing runs in a capture");
     cuda_on_cpu::counts_reset();
     CUDA(cudaGraphLaunch(exec, s.a));
     CUDA(cudaGraphLaunch(exec, s.a));
@@ -553,9 +413,7 @@ static void test_forbidden_in_captures() {
 static void numbers() {
     test_lanes();
     test_blocks();
-    test_product();
     test_sums();
-    test_copies();
     test_atomics();
     test_arithmetic();
     test_runtime();
@@ -724,7 +582,7 @@ KERNEL void warp_kernel(int *out, int defect) {
     } else if (defect == NOT_IN_MASK) {
         x = __shfl_xor_sync(0xFFFFu, x, 1);
     } else if (defect == FROM_OUTSIDE) {
-        if (lane < 16) x = __shfl_down_sync(0xFFFFu, x, 1);
+        if (lane < 16) x = __shfl_sync(0xFFFFu, x, lane + 1);
     } else {
         x = __shfl_xor_sync(ALL, x, 1);
     }

@@ -2,7 +2,7 @@
 # dev/fuzz/run.sh SECONDS [TARGET...]   fuzzes the readers for SECONDS in all, divided among the targets
 #
 # Builds each dev/fuzz/fuzz_*.c (or the named ones) with clang, libFuzzer, AddressSanitizer and UBSan, together with the
-# files in its line "// Sources:". Seeds come from seeds.py. New inputs are kept in build/fuzz/corpus, where the next
+# files in its lines "// Sources:". Seeds come from seeds.py. New inputs are kept in build/fuzz/corpus, where the next
 # run continues. The exit status is the verdict. To add a target, write fuzz_NAME.c with that line, and add its seeds to
 # seeds.py.
 set -eu
@@ -19,11 +19,18 @@ each=$((seconds / $# > 0 ? seconds / $# : 1))
 out=build/fuzz
 python3 dev/fuzz/seeds.py $out/corpus
 
+# Each source is compiled once; a target takes what it needs from the archive.
+flags="-std=gnu11 -O1 -g1 -I. -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all"
+rm -rf $out/objects
+for source in $(sed -n 's|^// Sources: ||p' $(printf 'dev/fuzz/%s.c ' "$@") | tr ' ' '\n' | sort -u); do
+    mkdir -p $out/objects/${source%/*}
+    echo $source
+done | xargs -P "$(nproc)" -I SOURCE clang $flags -fsanitize=fuzzer-no-link -c -o $out/objects/SOURCE.o SOURCE
+ar rcs $out/objects/library.a $out/objects/*/*.o
 for target; do
     mkdir -p $out/corpus/$target
-    clang -std=gnu11 -O1 -g -I. -Wall -Wextra -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -o $out/$target \
-        dev/fuzz/$target.c $(sed -n 's|^// Sources: ||p' dev/fuzz/$target.c) -lcjson -lxxhash -lm
-done
+    echo $target
+done | xargs -P "$(nproc)" -I TARGET clang $flags -fsanitize=fuzzer -o $out/TARGET dev/fuzz/TARGET.c $out/objects/library.a -lcjson -lxxhash -lm
 
 status=0
 for target; do
