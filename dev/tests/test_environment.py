@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from calls import call, prepare
 from trainer import LAUNCH, ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
 
 USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
@@ -408,10 +409,9 @@ def test_an_interrupted_setup_goes_on(tmp_path):
 @pytest.mark.parametrize("script", ["data/text.py", "scripts/report.py", "scripts/grid.py"])
 def test_messages_of_scripts_do_not_act_on_a_terminal(script):
     name = "no\x1b]52;c;eA==\x07\x9b\u202e\r"
-    result = subprocess.run([sys.executable, ROOT / script, name], capture_output=True, cwd="/",
-                            env=environment(PYTHONUTF8="1"))
-    assert rb"no\x1b]52;c;eA==\x07" in result.stderr and rb"\u202e" in result.stderr
-    assert not set("\x1b\x07\x9b\u202e\r").intersection(result.stderr.decode())
+    said = prepare("text", name, code=INPUT) if script == "data/text.py" else call(script[8:], name).stderr
+    assert r"no\x1b]52;c;eA==\x07" in said and r"\u202e" in said
+    assert not set("\x1b\x07\x9b\u202e\r").intersection(said)
 
 
 def test_output_of_scripts_does_not_act_on_a_terminal():

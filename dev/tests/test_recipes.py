@@ -79,7 +79,7 @@ def test_help_ends_with_an_example_and_a_page():
     found = {str(path): run([path], "--help") for path in shells}
     found |= json.loads(subprocess.run([sys.executable, "-c", ALL_HELP, *pythons], cwd="/", capture_output=True,
                                        text=True, check=True).stdout)
-    assert len(found) > 25
+    assert len(found) > 25 and "(default: gpt2)" in found[str(ROOT / "data/fineweb.py")]
     for path, text in found.items():
         example, page = re.search(r"\nExamples?:(.*?)\n\n?See (doc/\w+\.md)\.\n$", text, re.S).groups()
         assert Path(path).name in example and (ROOT / page).exists(), f"{path}: {example}{page}"

@@ -5,8 +5,6 @@ import copy
 import ctypes
 import json
 import random
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,8 +12,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import byte_text
+from calls import prepare
 from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
-from tiny import BIN, END_OF_TEXT, ROOT, VOCAB, run, sentences, vocabulary, write_data
+from tiny import BIN, END_OF_TEXT, VOCAB, run, sentences, vocabulary, write_data
 from trainer import checkpoint, make_data, read_header, train, write_shard
 
 SHAPE = "layers=1,heads=2,channels=16,ffn=24"
@@ -326,11 +325,8 @@ def encode(tokenizer, folder):
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "in.txt").write_text("\n\n".join(sentences(300, seed=4)))
-    words = [sys.executable, ROOT / "data/text.py", folder / "in.txt", "--separator", "\n\n",
-             "--tokenizer", folder / "tokenizer.json", "--out", folder / "out"]
-    result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return folder / "out", result.stderr
+    return folder / "out", prepare("text", folder / "in.txt", "--separator", "\n\n", "--tokenizer",
+                                   folder / "tokenizer.json", "--out", folder / "out")
 
 
 @pytest.mark.parametrize("name", ["ours", "digits", "split", "unigram", "not special, normalized",
@@ -459,14 +455,11 @@ def test_a_new_models_vocabulary(model, vocab, why, data, tmp_path):
     assert shape_of(checkpoint(tmp_path / "out", 1)) == vocab
 
 
-def test_the_default_without_a_tokenizer(tmp_path):
+def test_gpt2s_tokenizer_gives_the_default(tmp_path):
+    """So --model 124M on GPT-2's shards has the preset's vocabulary."""
     make_data(tmp_path)
     printed = train(tmp_path, "--model", SHAPE, *FLAGS, "--dry-run", model=False)
     assert "vocabulary 50,257 (default; no tokenizer found)" in printed
-
-
-def test_gpt2s_tokenizer_gives_the_default(tmp_path):
-    """So --model 124M on GPT-2's shards has the preset's vocabulary."""
     (tmp_path / "tokenizer.json").write_bytes(vocabulary.load_gpt2().files["tokenizer.json"])
     write_shard(tmp_path / "d_train_000001.bin", np.arange(1000) % 50257)
     printed = train(tmp_path, "--model", "124M", "--seq-len", 8, "--batch", 1, "--dry-run", model=False)
