@@ -79,15 +79,9 @@ def sync_folder(folder):
 
 
 def write_atomically(path, content):
-    """Replaces a file's contents atomically: `path` is either unchanged or complete."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    with files.create(temporary) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    """Replaces a file's contents atomically, and returns when its name is on the disk."""
+    files.replace(path, content)
+    sync_folder(Path(path).parent)
 
 
 def write_shard(path, tokens):

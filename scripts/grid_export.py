@@ -8,7 +8,6 @@ import statistics
 from dataclasses import dataclass
 
 import grid_report
-from grid_file import Run
 
 TRAINING = ("val_loss", "grad_norm_max", "clipped", "zero_rows")     # in the CSV
 

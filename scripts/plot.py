@@ -200,11 +200,6 @@ def read_tensors(path, pattern):
     return found
 
 
-def read_tensor(path, name):
-    """One tensor, or None if the file does not have it."""
-    return read_tensors(path, re.escape(name)).get(name)
-
-
 def read_json(path):
     """The JSON object in a file, or {} if there is none."""
     try:
@@ -635,24 +630,22 @@ def fit_text(a1, a2, r2):
 
 
 def checkpoint_scalars(path):
-    """{key: (tokens, [(mean, least, largest) over the heads of each layer])} of the learned scalars in a checkpoint's
+    """(tokens, {symbol: [the heads' values in each layer]}) of the learned scalars in a checkpoint's
     model.safetensors."""
-    tokens = read_json(path.parent / "state.json").get("tokens")
+    tokens, found = read_json(path.parent / "state.json").get("tokens"), {}
     fixed = read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed")
-    if tokens is None or fixed:
-        return {}
-    found = {}
-    for name, x in read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
-        found.setdefault(name.rpartition(".")[2], []).append((float(x.mean()), float(x.min()), float(x.max())))
-    return {key: (tokens, layers) for key, layers in found.items()}
+    if tokens is not None and not fixed:
+        for name, x in read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
+            found.setdefault(symbol(name.rpartition(".")[2]), []).append(x)
+    return tokens, found
 
 
-def add_newest(series, newest):
+def add_newest(series, newest, layers):
     """The points of the validations and, if it is newer, that of the newest checkpoint: after a switch it may be the
-    only one."""
+    only one. newest: its tokens; layers: the heads' values there, in each layer"""
     tokens, values = series
-    if newest and (not tokens or newest[0] > tokens[-1]) and (not values or len(values[0]) == len(newest[1])):
-        return [*tokens, newest[0]], [*values, newest[1]]
+    if layers and (not tokens or newest > tokens[-1]) and (not values or len(values[0]) == len(layers)):
+        return [*tokens, newest], [*values, [(float(x.mean()), float(x.min()), float(x.max())) for x in layers]]
     return series
 
 
@@ -660,12 +653,12 @@ def read_scalars(run):
     """{symbol: (tokens, values)} of the heads' scalars that the run has, and {"p": array} if it has p_n."""
     path, checkpoint = Path(run) / "metrics.jsonl", newest_checkpoint(run)
     lines = read_metrics(run)
-    newest = checkpoint_scalars(checkpoint) if checkpoint else {}
-    keys = {key for line in lines for key in line if key.startswith("attn_")} | newest.keys()
-    found = {symbol(key): add_newest(triples(lines, key, path), newest.get(key)) for key in keys}
-    p = read_tensor(checkpoint, "model.attn_pn") if checkpoint else None
-    if p is not None:
-        found["p"] = p
+    newest, layers = checkpoint_scalars(checkpoint) if checkpoint else (0, {})
+    keys = {symbol(key): key for line in lines for key in line if key.startswith("attn_")}
+    found = {name: add_newest(triples(lines, keys.get(name), path), newest, layers.get(name))
+             for name in keys.keys() | layers.keys()}
+    if checkpoint:
+        found |= {"p": p for p in read_tensors(checkpoint, r"model\.attn_pn").values()}
     if not found:
         raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer "
                       "learns none, or the run has not yet had a validation (--val-every) or a checkpoint with them.")

@@ -332,7 +332,7 @@ def test_nothing_is_written_through_a_link(tmp_path, link):
     (tmp_path / "text.txt").write_text("some text")
     victim, arguments = tmp_path / "victim", ("text", tmp_path / "text.txt", "--val-fraction", 0, "--out")
     victim.write_text("precious")
-    for name in ("text.json.tmp", "tokenizer.json.tmp", "text_train_000001.bin.part", ".text.lock"):
+    for name in (".text.json.tmp", ".tokenizer.json.tmp", "text_train_000001.bin.part", ".text.lock"):
         out = tmp_path / name
         out.mkdir()
         link(victim, out / name)

@@ -94,13 +94,6 @@ def prose(text):
             yield number, line
 
 
-def test_prose_is_told_from_the_rest():
-    text = ("# H\n\nOne\n| t |\n  | t |\n![i](u)\n```\ncode\n```\n- Two\n  ```sh\n  code\n  ```\n"
-            "Three http://a.b\n\n    code\n    code\n")
-    found = [line for _, line in prose(text + "\n- see http://" + "x" * 60) if line]
-    assert found == ["One", "- Two", "Three http://a.b"]
-
-
 def test_editorconfig():
     """.editorconfig says how files end and how they are indented; its line length is that of test_columns."""
     rules = (ROOT / ".editorconfig").read_text()

@@ -311,12 +311,9 @@ def head_values(run):
     """{symbol: (tokens, [array (checkpoints, heads) of each layer])} in the run's checkpoints."""
     found = {}
     for path in sorted(Path(run).glob("ckpt/step-*/model.safetensors")):
-        tokens = plot.read_json(path.parent / "state.json").get("tokens")
-        if tokens is None or plot.read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed"):
-            continue
-        for name, x in plot.read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
-            layers = found.setdefault(plot.symbol(name.rpartition(".")[2]), {}).setdefault(tokens, [])
-            layers.append(x)
+        tokens, scalars = plot.checkpoint_scalars(path)
+        for name, layers in scalars.items():
+            found.setdefault(name, {})[tokens] = layers
     if not found:
         raise plot.Refused(f"{run}: no learned scalars in its checkpoints. Either its normalizer learns none, or the "
                            "run has no checkpoint with them yet; --keep 0 keeps all checkpoints.")
