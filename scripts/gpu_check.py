@@ -318,8 +318,7 @@ class Call:
         if part.name == "pack":
             return part.run(self)
         if self.fresh or part.name in ("probe", "build"):
-            with self.report() as report:
-                report.parts.pop(part.name, None)
+            self.forget(part)
         state = self.read().state(part.name)
         if not self.dry and self.gpus < part.gpus:
             lack = f"not measured: {'no GPU' if self.gpus == 0 else f'fewer than {part.gpus} GPUs'}"
@@ -338,7 +337,11 @@ class Call:
             traceback.print_exc()
             self.add(part.name, "FAILED", traceback.format_exc().splitlines()[-1])
         self.wait()
-        self.close(part, begun)
+        self.close(part, begun, "" if part.name != "probe" or self.has_gpu() else "not measured: no GPU")
+
+    def forget(self, part):
+        with self.report() as report:
+            report.parts.pop(part.name, None)
 
     def open(self, part):
         self.part = part
@@ -352,10 +355,7 @@ class Call:
             if status:
                 report.begin(part.name)
             gpu_report.add_seconds(report, part.name, took)
-            if status or part.name != "probe" or self.has_gpu():
-                report.end(part.name, status)
-            else:
-                report.end(part.name, "not measured: no GPU")
+            report.end(part.name, status)
         say(f"  {part.name}: {took} s")
 
     def provides(self, part):
@@ -381,6 +381,7 @@ class Call:
         if not self.programs.is_built():
             passed, begun = self.passed, self.seconds()
             say(f"== build (for {part.name})")
+            self.forget(PART["build"])          # what an earlier call built may have been on another machine
             self.open(PART["build"])
             gpu_programs.part_build(self)
             self.close(PART["build"], begun)
@@ -671,35 +672,18 @@ def part_counters(call):
     call.check("a step by kernel", 25, 120, call.python, "dev/bench/gpu_kernels.py", "step", call.out, call.train)
 
 
-# One of each kind of attention kernel, following the rows of attention/flash_instances.h. Columns: dtype,
-# --attn, T, head size, size of the values.
-ATTENTION_KINDS = """
-    bf16   softmax                      96   64         64
-    bf16   softmax                      300  64         64
-    bf16   softmax                      300  128        128
-    bf16   softmax-recentered           96   64         64
-    bf16   softmax-recentered-l1        96   64         64
-    bf16   softplus-l1                  96   64         64
-    bf16   lssar                        96   64         64
-    bf16   sigmoid                      96   64         64
-    bf16   identity                     96   64         64
-    bf16   relu-l1                      96   64         64
-    bf16   relu2-n                      96   64         64
-    bf16   gelu-l1                      96   64         64
-    bf16   relu6-l1                     96   64         64
-    bf16   relu6-l1                     300  128        128
-    bf16   mish-l1                      96   64         64
-    bf16   ssmax-pn                     96   64         64
-    bf16   softpick                     96   64         64
-    bf16   mish-l1+post=recenter        96   64         64
-    bf16   sigmoid-logn-l1+post=reweight:15  96  64     64
-    fp32   softmax-sink                 96   64         64
-    fp32   softmax-recentered           96   64         64
-    fp32   lssar                        96   64         64
-    bf16   ssmax-bias                   96   48         48
-    bf16   relu2-T                      65   128        192
-    bf16   lssar                        65   128        192
-"""
+# One of each kind of attention kernel, following the rows of attention/flash_instances.h: dtype, T, head size, size of
+# the values, and the normalizers.
+ATTENTION_KINDS = (
+    ("bf16", 96, 64, 64, "softmax softmax-recentered softmax-recentered-l1 softplus-l1 lssar sigmoid identity relu-l1 "
+                         "relu2-n gelu-l1 relu6-l1 mish-l1 ssmax-pn softpick mish-l1+post=recenter "
+                         "sigmoid-logn-l1+post=reweight:15"),
+    ("bf16", 300, 64, 64, "softmax"),
+    ("bf16", 300, 128, 128, "softmax relu6-l1"),
+    ("bf16", 96, 48, 48, "ssmax-bias"),
+    ("bf16", 65, 128, 192, "relu2-T lssar"),
+    ("fp32", 96, 64, 64, "softmax-sink softmax-recentered lssar"),
+)
 
 
 def part_sanitizer(call):
@@ -712,9 +696,9 @@ def part_sanitizer(call):
         for group in kernel_groups():
             if group not in ("refused", "peak"):
                 observe(f"kernels: {group}", f"{call.tests}/test_kernels", group)
-        for dtype, attn, T, size, values in map(str.split, ATTENTION_KINDS.strip().splitlines()):
-            case = f"{dtype} {attn} at {T}, heads of {size}, values of {values}"
-            words = [call.python, "dev/bench/gpu_kernels.py", "run", call.flash, dtype, attn, T, size, values]
+        for dtype, *sizes, attn in (row[:-1] + (attn,) for row in ATTENTION_KINDS for attn in row[-1].split()):
+            case = "{} {} at {}, heads of {}, values of {}".format(dtype, attn, *sizes)
+            words = [call.python, "dev/bench/gpu_kernels.py", "run", call.flash, dtype, attn, *sizes]
             observe(case, *words)
             if tool == "memcheck" and dtype == "bf16":    # the kernels for 8.0, which this GPU would not choose
                 observe(f"mma.sync: {case}", "env", "FLASH90=0", *words)

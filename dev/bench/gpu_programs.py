@@ -21,20 +21,6 @@ PACKAGES = ("torch", "triton", "numpy", "matplotlib")
 # Pure Python, which works with any version: plugins of pytest for several processes (xdist), any of which may crash or
 # hang (timeout), and tqdm, which the scripts in data/ import.
 PACKED_PACKAGES = ("pytest", "pytest-xdist", "pytest-timeout", "tqdm")
-SMOKE_LIMIT = 30        # seconds to build and run a small kernel
-SMOKE = r"""
-#include <stdio.h>
-__global__ void add(int *x) { atomicAdd(x, 1); }
-int main(void) {
-    int *x, got = 0;
-    cudaMalloc(&x, 4);
-    cudaMemset(x, 0, 4);
-    add<<<2, 64>>>(x);
-    cudaMemcpy(&got, x, 4, cudaMemcpyDeviceToHost);
-    printf("a kernel computed %d (expected 128), %s\n", got, cudaGetErrorString(cudaGetLastError()));
-    return got != 128;
-}
-"""
 
 
 def output(*words, seconds=60):
@@ -51,10 +37,6 @@ def succeeds(*words):
         return subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
     except OSError:
         return False
-
-
-def first_line(*words):
-    return output(*words).partition("\n")[0]
 
 
 def first_file(*patterns):
@@ -221,17 +203,15 @@ def part_build(call):
 def take_pack(call):
     """Unpacks the programs that pack has built, if they suit these sources and this GPU, and start on this machine."""
     programs = call.programs
-    if not programs.use_pack or not (programs.packed / "sources").exists():
-        return False
-    if not programs.has_pack():
-        call.fact("pack's programs were built from other sources or for another GPU: not used")
-        return False
-    programs.find_cublas()
-    call.check(f"pack's programs, sm_{call.architecture}", 5, 60, programs.unpack, informational=True)
-    if not programs.is_built():
+    if programs.has_pack():
+        programs.find_cublas()
+        call.check(f"pack's programs, sm_{call.architecture}", 5, 60, programs.unpack, informational=True)
+        if programs.is_built():
+            return True
         call.fact("pack's programs cannot be used here")
-        return False
-    return True
+    elif programs.use_pack and programs.packed.exists():
+        call.fact("pack's programs were built from other sources or for another GPU: not used")
+    return False
 
 
 # ---------------------------------------------------------------- probe
@@ -241,8 +221,6 @@ def part_probe(call):
     by_pack, to_build = f"{PACK} provides it", not call.dry and not programs.has_pack()
     if programs.has_pack():
         facts.append("programs: pack's, built from these sources for this GPU")
-    if not call.dry and cuda and call.has_gpu():
-        call.beside(f"a kernel for sm_{call.architecture}", 0, SMOKE_LIMIT, smoke_test, cuda)
 
     def found(name, value, remedy, needed=False):
         """Adds the value to `facts`, or if it is empty, the consequence or the remedy."""
@@ -259,7 +237,7 @@ def part_probe(call):
     driver = re.search(r"CUDA Version: ([\d.]+)", output("nvidia-smi", seconds=gpu_report.ASK_LIMIT))
     found("driver for CUDA", driver and driver[1], "the driver must support CUDA 13")
     for name in ("make", "g++"):
-        found(name, first_line(name, "--version"), f"install {name}", to_build)
+        found(name, output(name, "--version").partition("\n")[0], f"install {name}", to_build)
     release = re.search(r"release (.*)", output(f"{cuda}/bin/nvcc", "--version", seconds=gpu_report.ASK_LIMIT))
     found("nvcc", cuda and f"{cuda}, {release[1] if release else ''}",
           "scripts/setup_cuda.sh installs it; it needs a network", to_build)
@@ -268,7 +246,7 @@ def part_probe(call):
     found("libcublasLt", programs.cublas_library(), "it comes with PyTorch for CUDA 13", not call.dry)
     for name in ("cjson/cJSON.h", "xxhash.h"):
         found(name, "yes" if compiles(name) else "", by_pack, to_build)
-    found("Python", f"{first_line(call.python, '--version')}, {shutil.which(call.python)}", "install Python 3")
+    facts.append(f"Python: {output(call.python, '--version').strip()}, {shutil.which(call.python)}")
     for name in (*PACKAGES, *PACKED_PACKAGES):
         version = output(call.python, "-c", f"from importlib import metadata; print(metadata.version({name!r}))")
         found(f"Python's {name}", version.strip(), by_pack if name in PACKED_PACKAGES else without(name))
@@ -276,21 +254,11 @@ def part_probe(call):
         found(name, shutil.which(name), without(name))
     memory = re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())
     facts.append(f"CPU: {os.cpu_count()} cores, {int(memory[1]) / 1e6:.0f} GB of memory")
-    facts.append("free disk: " + ", ".join(f"{shutil.disk_usage(folder).free / 1e9:.0f} GB in {folder}"
-                                           for folder in (".", "/dev/shm") if os.path.isdir(folder)))
     data = call.text()
     facts.append(f"text to train on: {data}, " + (
         "with the CPU's losses, from pack" if call.has_packed_curve(data)
         else f"without the CPU's losses, so the CPU run takes minutes here ({PACK} provides them)"))
     call.fact(*facts)
-
-
-def smoke_test(job, cuda):
-    """Builds and runs a small kernel."""
-    program = Path(job.folder) / "smoke"
-    program.with_suffix(".cu").write_text(SMOKE)
-    job.run(f"{cuda}/bin/nvcc", f"-arch=sm_{job.call.architecture}", "-o", program, program.with_suffix(".cu"))
-    job.run(program)
 
 
 # ---------------------------------------------------------------- pack

@@ -319,6 +319,8 @@ def test_built_by_contents_not_by_times(tmp_path):
     (program.parent / "an.o").touch()
     assert "resuming an unfinished build" in machine.call("build")
     assert machine.calls("made") == 4 and (program.parent / "an.o").exists()
+    shutil.rmtree(program.parent)                        # another machine, with this one's report
+    assert "== build (for counters)" in machine.call("counters") and machine.calls("made") == 5
 
 
 def packed(folder, **programs):
@@ -378,7 +380,7 @@ def test_packed_programs_that_do_not_start_are_rebuilt(tmp_path, settings, progr
 
 def test_the_probe_finds_what_is_missing(tmp_path):
     """Nothing else is started then, unless pack has brought the programs."""
-    machine = Machine(tmp_path, nvcc='printf "#!/bin/sh\\n" >"$3"; chmod +x "$3"')       # the probe's kernel
+    machine = Machine(tmp_path)
     (machine.cuda / "include/cublasLt.h").unlink()
     said = machine.call(code=1)                          # all parts
     assert "cublasLt.h: FAILED, 0 s: cublasLt.h is missing: scripts/gpu_check.py pack provides it" in said
@@ -387,18 +389,15 @@ def test_the_probe_finds_what_is_missing(tmp_path):
     machine.edit("dev/bench/gpu_programs.py", "in PACKED.items():", 'in (("programs", pack_programs),):')
     machine.call("pack")
     said = machine.call("probe")
-    assert "programs: pack's" in said and "cublasLt.h: missing" in said and "a kernel for sm_90: ok" in said
+    assert "programs: pack's" in said and "cublasLt.h: missing" in said
 
 
-@pytest.mark.parametrize("hangs, code, says", [("nvidia-smi", NO_GPU, "GPU: missing"),
-                                               ("nvcc", 1, "a kernel for sm_90: FAILED (timed out after 1 s)")])
-def test_a_probe_that_hangs(tmp_path, hangs, code, says):
-    """As nvidia-smi does if the driver hangs. Without a GPU, too, nothing else is started."""
-    machine = Machine(tmp_path, **{hangs: "exec sleep 100"})
-    machine.edit("dev/bench/gpu_programs.py", "SMOKE_LIMIT = 30", "SMOKE_LIMIT = 1")
+def test_a_probe_without_a_gpu(tmp_path):
+    """Nothing else is started, also if nvidia-smi hangs, as it does if the driver hangs."""
+    machine = Machine(tmp_path, **{"nvidia-smi": "exec sleep 100"})
     machine.edit("dev/bench/gpu_report.py", "ASK_LIMIT = 10", "ASK_LIMIT = 1")
-    said = machine.call("probe", "build", code=code)
-    assert says in said and machine.calls("made") == 0 and list(parts_of(machine.out)) == ["probe"]
+    assert "GPU: missing" in machine.call("probe", "build", code=NO_GPU) and machine.calls("made") == 0
+    assert {name: part["status"] for name, part in parts_of(machine.out).items()} == {"probe": "not measured: no GPU"}
 
 
 def test_without_a_tool(tmp_path):
@@ -425,7 +424,7 @@ exec "$@"
 
 def test_sanitizer_findings_are_reported(tmp_path):
     machine = Machine(tmp_path, **{"compute-sanitizer": SANITIZER})
-    machine.edit("scripts/gpu_check.py", "ATTENTION_KINDS.strip()", '""')
+    machine.edit("scripts/gpu_check.py", "row in ATTENTION_KINDS for", "row in () for")
     machine.call("sanitizer", code=1)
     verdicts = verdicts_of(machine.out, "sanitizer")
     assert all(verdicts[f"{tool}, kernels: norms"] == "FAILED (9)" for tool in ("memcheck", "racecheck", "synccheck"))
