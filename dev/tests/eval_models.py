@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiny import BIN, run
-from trainer import ROOT, checkpoint, train
+from trainer import ROOT, VOCAB, checkpoint, train
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import fixtures
@@ -27,8 +27,11 @@ SAFE = 0.7        # times the fixtures' weights, so that exp without a norm does
 def write_model(folder, data, shape, attn, L):
     """A folder with random weights and scalars, large enough that every normalizer differs, and the same model in the
     reference: (tensors, config). The trainer writes config.json."""
-    tokenizer = json.loads((data / "tokenizer.json").read_text())
-    keys = dict(tied=1, vocab=len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])) | SHAPES[shape]
+    vocab = VOCAB
+    if (data / "tokenizer.json").exists():
+        tokenizer = json.loads((data / "tokenizer.json").read_text())
+        vocab = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
+    keys = dict(tied=1, vocab=vocab) | SHAPES[shape]
     flag = ",".join(f"{key}={value}" for key, value in keys.items())
     out = folder.with_name(folder.name + "-run")
     train(data, "--train-data", f"{data}/*_train_*.bin", "--model", flag, "--attn", attn, "--seq-len", 8, "--batch", 1,

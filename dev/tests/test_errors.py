@@ -300,11 +300,33 @@ def test_wrong_hash(data, run):
     says(resume(data, run), "resumes at step 2")
 
 
-def test_a_damaged_checkpoint_is_skipped(data, run):
-    os.truncate(checkpoint(run, 4) / "optimizer.safetensors", 1000)
+def link_to_itself(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+def without_entry(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["optimizer.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "optimizer.safetensors").unlink()
+
+
+DAMAGED = {     # what is done to a checkpoint, and what is said about it
+    "cut": (lambda folder: os.truncate(folder / "optimizer.safetensors", 999), ["optimizer.safetensors", "found 999"]),
+    "manifest": (lambda folder: (folder / "manifest.json").write_text("{\"files\": 3}"), ["manifest.json"]),
+    "link": (lambda folder: link_to_itself(folder / "state.json"), ["state.json", "Too many levels of symbolic links"]),
+    "entry": (without_entry, ["manifest.json", "expected an entry of optimizer.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_is_skipped(data, run, name):
+    damage, parts = DAMAGED[name]
+    damage(checkpoint(run, 4))
     text = resume(data, run)
-    says(text, "warning", checkpoint(run, 4) / "optimizer.safetensors", "found 1000", "Skipping", "resumes at step 2")
-    assert text.count("Skipping") == 1 and "delete this folder" not in text
+    says(text, "warning", checkpoint(run, 4), *parts, "Skipping", "resumes at step 2")
+    assert text.count("Skipping") == 1 and "delete this folder" not in text and "missing" not in text
 
 
 def test_a_link_is_no_checkpoint(data, run):
@@ -322,33 +344,13 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
     assert metrics(run) == before
 
 
-def test_a_file_of_a_checkpoint_that_is_not_missing(data, run):
-    """A link to itself exists, but cannot be followed."""
-    path = checkpoint(run, 4) / "state.json"
-    path.unlink()
-    path.symlink_to(path)
-    text = resume(data, run)
-    says(text, "warning", path, "Too many levels of symbolic links", "resumes at step 2")
-    assert "missing" not in text
-
-
-def test_malformed_manifest(data, run):
-    path = checkpoint(run, 4) / "manifest.json"
-    path.write_text("{\"files\": 3}")
-    says(resume(data, run), "warning", path, "Skipping", "resumes at step 2")
-
-
-def test_a_manifest_without_a_needed_file(data, run):
+def test_weights_of_a_manifest_without_a_needed_file(data, run):
     """Such a checkpoint cannot be resumed, but its weights can be loaded."""
-    path = checkpoint(run, 4) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["files"]["optimizer.safetensors"]
-    path.write_text(json.dumps(manifest))
-    (path.parent / "optimizer.safetensors").unlink()
-    says(resume(data, run), "warning", path, "expected an entry of optimizer.safetensors", "resumes at step 2")
-    init_from(data, path.parent, code=0)
-    path.write_text('{"files": {}}')
-    says(init_from(data, path.parent), path, "expected an entry of config.json", "damaged")
+    folder = checkpoint(run, 4)
+    without_entry(folder)
+    init_from(data, folder, code=0)
+    (folder / "manifest.json").write_text('{"files": {}}')
+    says(init_from(data, folder), folder / "manifest.json", "expected an entry of config.json", "damaged")
 
 
 OWED = {"loss": 4, "lr": 0.01, "grad_norm": 123, "ms": 1, "tok_per_s": 1, "mfu": 0.1}
@@ -417,16 +419,19 @@ def test_run_without_resume(data, run):
     assert tree(run / "ckpt") == before
 
 
-@pytest.mark.parametrize("flags", [
-    ["--model", MODEL.replace("ffn=24", "ffn=32")], ["--attn", "softmax"], ["--seq-len", 16], ["--norm-length", 32],
-    ["--rope-theta", 5000], ["--rope-scaling", "linear:2"], ["--dtype", "bf16"], ["--seed", 3], ["--shuffle", 0],
-    ["--pack", "example"], ["--z-loss", 0.2], ["--beta1", 0.8], ["--beta2", 0.9], ["--grad-clip", 2],
-     ["--init-from", "/elsewhere"], ["--val-data", "/elsewhere"], ["--train-data", "/elsewhere"],
-], ids=lambda flags: flags[0])
-def test_resume_with_contradicting_flags(data, run, flags):
+FIXED = {"--model": MODEL.replace("ffn=24", "ffn=32"), "--attn": "softmax", "--seq-len": 16, "--norm-length": 32,
+         "--rope-theta": 5000, "--rope-scaling": "linear:2", "--dtype": "bf16", "--seed": 3, "--shuffle": 0,
+         "--pack": "example", "--z-loss": 0.2, "--beta1": 0.8, "--beta2": 0.9, "--grad-clip": 2,
+         "--init-from": "/elsewhere", "--val-data": "/elsewhere", "--train-data": "/elsewhere"}
+
+
+def test_resume_with_contradicting_flags(data, run):
+    """One message names all of them, and nothing else."""
     before = tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes()
-    says(resume(data, run, *flags, code=USAGE), f"{flags[0]} is {flags[1]}", "the run started with", "cannot change",
-         "--out")
+    text = resume(data, run, "--lr", 0.02, *(word for pair in FIXED.items() for word in pair), code=USAGE)
+    says(text, *(f"{flag} is {value}, but the run started with" for flag, value in FIXED.items()), "cannot change",
+         "--out", "use --attn-switch")
+    assert "--lr" not in text
     assert before == (tree(run / "ckpt"), (run / "metrics.jsonl").read_bytes())
 
 
@@ -900,20 +905,19 @@ def wait_for(process, text):
     pytest.fail(f"no {text!r} in:\n" + "".join(lines))
 
 
-@pytest.mark.parametrize("number, processes", [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
-def test_signal(data, tmp_path, number, processes):
+def test_ctrl_c_on_two_ranks(data, tmp_path):
     out = tmp_path / "out"
     flags = ["--steps", 10 ** 7, "--out", out, "--ckpt-every", 0, "--val-every", 0]
-    process = subprocess.Popen(command(data, *flags, processes=processes), stdout=subprocess.PIPE,
+    process = subprocess.Popen(command(data, *flags, processes=2), stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True)
     wait_for(process, "| loss ")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == STOPPED, text
     done = len(metrics(out))
     assert steps(out) == [done]
     says(text, f"stopped by a signal at step {done}", "--resume")
-    says(train(data, *flags, "--steps", done + 1, "--resume", processes=processes), f"resumes at step {done:,}")
+    says(train(data, *flags, "--steps", done + 1, "--resume", processes=2), f"resumes at step {done:,}")
 
 
 # ---- several ranks: one message, within seconds, and the exit code

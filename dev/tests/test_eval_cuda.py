@@ -176,26 +176,12 @@ def test_flags_matter(task, name, models, tmp_path):
     assert min(moved) > (10 * BOUNDS["fp32"],), dict(zip(["--attn", *MATTER[task]], moved))
 
 
-def test_doc_mask_keeps_documents_apart(models, tmp_path):
-    """Large weights make the losses depend on what each token sees."""
-    data, losses = models("ssmax-pn")["data"], []
-    model = tiny.train(data, tmp_path, "--model", f"layers=2,heads=1,channels=16,ffn=16,vocab={VOCAB}", "--attn",
-                       "ssmax", "--lr", 0.3, "--warmup", 0, steps=3)[0]
-    for program, *words in ((tiny.BIN / "eval_gpt2", "--doc-mask"), (cuda_program("eval_gpt2cu"), "--doc-mask"),
-                            (cuda_program("eval_gpt2cu"),)):
-        tiny.run(program, "--model", model, "--data", f"{data}/*_val_*.bin", "--seq-lens", 90, "--max-tokens", 900,
-                 *words, "--picture", 0, "--out", tmp_path / "out")
-        losses.append(json.loads((tmp_path / "out/eval.json").read_text())["results"][0]["loss"])
-    masked, on_gpu, plain = losses
-    assert abs(masked - on_gpu) < 1e-4 and abs(masked - plain) > 1e-2, losses
-
-
 def test_all_zero_rows_of_each_length(models, tmp_path):
-    """The share of attention's rows at a length, of all layers and heads, in batches that are full at both lengths."""
+    """The share of attention's rows at a length, of all layers and heads."""
     files, found = models("ssmax-pn"), []
     for program in (tiny.BIN / "eval_gpt2", cuda_program("eval_gpt2cu")):
         tiny.run(program, "--model", files["model"], "--data", f"{files['data']}/*_val_*.bin", "--attn", "relu-l1",
-                 "--seq-lens", "20,32", "--max-tokens", 2048, "--picture", 0, "--out", tmp_path / "out")
+                 "--seq-lens", "20,32", "--max-tokens", 640, "--picture", 0, "--out", tmp_path / "out")
         results = json.loads((tmp_path / "out/eval.json").read_text())["results"]
         found.append([row["all_zero_rows"] for row in results if row["attn"] == "relu-l1"])
     assert found[0] == found[1] and 0.5 < found[0][0] / found[0][1] / (32 / 20) < 2 and found[0][1] > 0.01, found

@@ -148,26 +148,26 @@ def test_a_missing_model_is_named_before_any_work(model_of, data, tmp_path):
     assert "more than 64" in run(BIN / "eval_gpt2", "--model", ",".join(65 * [str(folder)]), *words, code=2)[1]
 
 
-def bad_models(model_of, tmp_path):
-    """Models with something wrong, and flags under which it is."""
-    folder, *_ = model_of("grouped", "softmax")
-    for name, missing in (("bare", "tokenizer*"), ("plain", None), ("scalar", None), ("nan", None), ("small", None)):
-        shutil.copytree(folder, tmp_path / name)
-        for path in (tmp_path / name).glob(missing) if missing else ():
-            path.unlink()
-    write_tokenizer(tmp_path / "plain", {"<|endoftext|>": END_OF_TEXT})
-    config = (folder / "config.json").read_text()
+@pytest.fixture(scope="module")
+def bad_models(model_of, tmp_path_factory):
+    """A folder of models with something wrong, or that are under some flags."""
+    folder, root = model_of("grouped", "softmax")[0], tmp_path_factory.mktemp("bad")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    for name in ("bare", "plain", "scalar", "nan", "small"):
+        shutil.copytree(folder, root / name)
+    for path in (root / "bare").glob("tokenizer*"):
+        path.unlink()
+    write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
     ssmax = {"attention_normalizer": {"name": "ssmax", "seq_len": 128}}
-    (tmp_path / "scalar/config.json").write_text(json.dumps(json.loads(config) | ssmax))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][0] = np.nan
-    save_file(tensors, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
-    tensors = load_file(folder / "model.safetensors")
+    (root / "scalar/config.json").write_text(json.dumps(config | ssmax))
     cut = {name: tensor[:100] if "lm_head" in name or "embed" in name else tensor for name, tensor in tensors.items()}
-    save_file(cut, tmp_path / "small/model.safetensors", metadata={"format": "pt"})
+    save_file(cut, root / "small/model.safetensors", metadata={"format": "pt"})
     small = {"vocab_size": 100, "bos_token_id": 99, "eos_token_id": 99}
-    (tmp_path / "small/config.json").write_text(json.dumps(json.loads(config) | small))
-    write_shard(tmp_path / "last.bin", np.repeat([98, 110], [3 * 128, 128]))
+    (root / "small/config.json").write_text(json.dumps(config | small))
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, root / "nan/model.safetensors", metadata={"format": "pt"})
+    write_shard(root / "last.bin", np.repeat([98, 110], [3 * 128, 128]))
+    return root
 
 
 BAD = {
@@ -183,11 +183,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_every_model_is_checked_before_the_first_is_evaluated(name, model_of, data, tmp_path):
-    bad_models(model_of, tmp_path)
+def test_every_model_is_checked_before_the_first_is_evaluated(name, bad_models, model_of, data, tmp_path):
     folder, flags, code, part = BAD[name]
-    second = tmp_path / folder if folder else model_of("grouped", "ssmax-pn")[0]
-    flags = [str(flag).format(folder=tmp_path) for flag in flags]
+    second = bad_models / folder if folder else model_of("grouped", "ssmax-pn")[0]
+    flags = [str(flag).format(folder=bad_models) for flag in flags]
     words = ["--model", f"{model_of('grouped', 'softmax')[0]},{second}", "--data", f"{data}/*_val_*.bin", *flags]
     output, errors = run(BIN / "eval_gpt2", *words, "--out", tmp_path / "out", code=code)
     assert output == "" and part in errors and not (tmp_path / "out").exists()
@@ -411,8 +410,7 @@ def test_ctrl_c_ends_the_bars_line(model_of, data):
     words = [BIN / "eval_gpt2", "--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin",
              "--task", "positions", "--seq-lens", 24_000, "--max-tokens", 1]
     terminal, side = os.openpty()
-    child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=side, env=environment(),
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=side, env=environment())
     os.close(side)
     shown = os.read(terminal, 1 << 16)
     child.send_signal(signal.SIGINT)
@@ -471,8 +469,7 @@ def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model_of, promp
     before = contents(out)
     assert before.keys() == {"eval.json", "map-0.npy"}
     child = subprocess.Popen(attention_words(",".join([str(folders[1])] + 30 * [str(folders[0])]), out, prompt),
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(),
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
     while not (out / "map-4.npy.tmp").exists():
         assert child.poll() is None
         time.sleep(0.01)

@@ -149,10 +149,10 @@ def has_no_repeated_gram(number):
 
 def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
     output, rows, prompts, tokens = needles_and_tokens(induction, data, tmp_path, "--seq-lens", "200,700,1500",
-                                                       "--depths", "0,10,50,90,100", "--samples", 3)
+                                                       "--depths", "0,10,50,90,100", "--samples", 2)
     computed, whole = tokens_to_compute(prompts)
-    assert tokens == computed == whole - 3 * 1024                      # depths 90 and 100 of 1,500 tokens share a block
-    assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 45
+    assert tokens == computed == whole - 2 * 1024                      # depths 90 and 100 of 1,500 tokens share a block
+    assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 30
     for row in rows:
         assert row["right"] == 1 and [depth["right"] for depth in row["depths"]] == 5 * [1], row["depths"]
         for trial in row["trials"]:
@@ -309,25 +309,11 @@ def test_sharing_the_cache_changes_no_bit(shape, attn, model_of, data, tmp_path)
     _, [again], prompts, tokens = needles_and_tokens(folder, data, tmp_path, *how, "--depths", "60,90,95")
     computed, whole = tokens_to_compute(prompts)
     assert tokens == computed == whole - 2 * (1024 + 2048)
-    for depth in (5, 60, 90, 95):
+    for depth in (90, 95):
         _, [row_alone], prompts, tokens = needles_and_tokens(folder, data, tmp_path, *how, "--depths", depth)
         assert tokens == tokens_to_compute(prompts)[1]                  # two haystacks share nothing
         for trial in row_alone["trials"]:
-            assert all(trial in found["trials"] for found in (row, again) if (found, depth) != (again, 5))
-
-
-def test_longer_prompts_do_not_change_shorter_ones(model_of, data, tmp_path):
-    """Under ntk, theta depends on each length, not on the longest one."""
-    folder, *_ = model_of("llama", "softmax", 100)
-
-    def trials(lengths):
-        _, rows, _ = needles(folder, data, tmp_path, "--rope-scaling", "ntk", "--seq-lens", lengths, "--samples", 1,
-                             "--city", "Rome")
-        return [row["trials"] for row in rows]
-
-    both = trials("300,150")
-    assert [len(row) for row in both] == [5, 5] and both[0][0]["needle_scores"] != both[1][0]["needle_scores"]
-    assert both == trials("150,300")[::-1] == [*trials("300"), *trials("150")]
+            assert all(trial in found["trials"] for found in (row, again))
 
 
 def test_theta_depends_on_the_length_alone(model_of, data, tmp_path, monkeypatch):
@@ -490,12 +476,6 @@ def test_logits_that_are_not_finite(model_of, data, tmp_path):
 
 
 # ---------------------------------------------------------------- p_n
-
-def test_pn_beyond_its_length(model_of, data, tmp_path):
-    folder, *_ = model_of("llama", "ssmax-pn")
-    _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 700, "--samples", 1, "--pn-extrapolate", "log")
-    assert len(row["trials"]) == 5
-
 
 def test_pn_suffices_up_to_its_length(model_of, data, tmp_path):
     """A prompt and its answer, whose last token is not fed, may have L positions, and one more is too many."""

@@ -166,15 +166,6 @@ def test_tables_by_layer_n_and_distance(attn, model_of, prompts, tmp_path):
             near_printed([lines[5 + b][i] for i in (1, 3)], means)
 
 
-def test_zeros(model_of, prompts, tmp_path):
-    """softpick leaves zeros, softmax none."""
-    for attn, some in (("softpick", True), ("softmax", False)):
-        _, result = evaluate("attention", model_of("grouped", attn)[0], None, tmp_path, "--prompt-file", prompts)
-        zeros = [head["zeros"] for row in result["results"] if "layers" in row for layer in row["layers"]
-                 for head in layer["heads"]]
-        assert (max(zeros) > 0.1) == some and (some or max(zeros) == 0)
-
-
 def cells(A, cell):
     """The mean over the visible weights of each cell."""
     T = A.shape[-1]
