@@ -86,9 +86,9 @@ PROGRAMS = "train_gpt2 sample_gpt2 eval_gpt2 build/tests/logits"
 # Pictures: a test does not measure where a legend stands.
 NOT_DRAWN = re.compile(r"scripts/(pictures/|plot|canvas|draw_weights|report|grid_report)|runtime/\w*_(tables|classes)")
 
-# Without the variables that make tests long (doc/tests.md), and with builds that take little time.
+# Without the variables that make tests long (doc/tests.md) or draw their cases, and with builds that take little time.
 LONG = ("STOPS", "FLASH_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN", "CUDA_BUILD",
-        "GPU_REHEARSAL", "LLAMA_CPP", "WERROR")
+        "GPU_REHEARSAL", "LLAMA_CPP", "LM_EVAL", "DRAW", "DRAW_ONE_IN", "WERROR")
 INSTANCES = ("exp exp_recenter exp_recenter_l1 sigmoid relu2 relu6 softplus softplus_reweight any_two_sweeps float "
              "float_recenter float_two_sweeps")
 ENVIRONMENT = {**{name: value for name, value in os.environ.items() if name not in LONG},
