@@ -78,11 +78,11 @@ TESTS = (
     ("scripts/", ["test_follow.py", "test_grid.py", "test_to_gguf.py", "test_plot.py",
                   "test_plot_eval.py -k 'not eval_gpt2 and not without'"]),
 )
-# What a test needs built, if it isn't a program of its own name.
-NEEDS = {"test_flash": "build/on_cpu/flash.so", "test_cuda": "train_gpt2cu_on_cpu",
-         "test_torch": "attn_c", "test_torch_models": "attn_c", "test_torch_cuda": "attn_c build/on_cpu/attn_c_cuda.so",
-         "test_training": "train_gpt2 train_gpt2cu_on_cpu", "test_eval_cuda": "eval_gpt2 eval_gpt2cu_on_cpu"}
+# What pytest's tests need built, and some of them besides.
 PROGRAMS = "train_gpt2 sample_gpt2 eval_gpt2 build/tests/logits"
+NEEDS = {"test_flash.py": "build/on_cpu/flash.so", "test_torch.py": "attn_c", "test_torch_models.py": "attn_c",
+         "test_torch_cuda.py": "attn_c build/on_cpu/attn_c_cuda.so", "test_eval_cuda.py": "eval_gpt2cu_on_cpu",
+         "test_cuda.py": "train_gpt2cu_on_cpu", "test_training.py": "train_gpt2cu_on_cpu"}
 # Pictures: a test does not measure where a legend stands.
 NOT_DRAWN = re.compile(r"scripts/(pictures/|plot|canvas|draw_weights|report|grid_report)|runtime/\w*_(tables|classes)")
 
@@ -107,7 +107,7 @@ def test_of(words):
     """The test that a command line in the table stands for."""
     name, *arguments = shlex.split(words)
     if name.endswith(".py"):
-        return Test(NEEDS.get(name[:-3], PROGRAMS), (*PYTEST, f"dev/tests/{name}", *arguments))
+        return Test(f"{PROGRAMS} {NEEDS.get(name, '')}", (*PYTEST, f"dev/tests/{name}", *arguments))
     program = name if name.startswith("test_gpt2") else \
         f"build/{'on_cpu/' if (ROOT / f'dev/tests/{name}.cu').exists() else ''}tests/{name}"
     return Test(program, (f"./{program}", *arguments))
