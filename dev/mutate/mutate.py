@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Mutation tests: makes small changes to the sources, one at a time, and requires that a test fails each time.
 
-    dev/mutate/mutate.py                           the changes of kept.txt, and 40 that operators.py generates
+    dev/mutate/mutate.py                           the changes of kept.txt, and 16 that operators.py generates
     dev/mutate/mutate.py --draw 5 attention cuda   five generated ones in files whose path begins so
     dev/mutate/mutate.py train_gpt2.c:812.2        the second one that can be generated for this line
     dev/mutate/mutate.py row_slope                 those of kept.txt in this function; row_slope.2 is the second
@@ -37,7 +37,7 @@ sys.path += [str(FOLDER), str(ROOT / "dev")]
 import draw
 import operators
 
-DRAWN, HOLES_ALLOWED = 40, 0.25
+DRAWN, HOLES_ALLOWED = 16, 0.25
 # The tests of a file: dev/tests/test_NAME.* where its name is NAME or NAME_*, then those of the first row whose
 # beginning its path has, as command lines. The first failure ends a change's tests, so what is quick comes first.
 SLOW = ("test_gradients", "test_process")
