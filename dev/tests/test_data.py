@@ -212,7 +212,7 @@ def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
 
 def test_files_are_synced_before_they_count(tmp_path, often, monkeypatch):
     """What a file contains before it is renamed; the parts and the names that a state file counts before it is."""
-    synced, renamed, rename = {}, [], os.replace      # synced: {inode: contents}
+    synced, renamed, names, rename = {}, [], set(), os.replace      # synced: {inode: contents}
 
     def sync(handle):
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
@@ -228,11 +228,13 @@ def test_files_are_synced_before_they_count(tmp_path, often, monkeypatch):
         assert not (is_state and renamed)
         rename(source, target)
         renamed.append(target)
+        names.add(Path(target).name)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", replace)
     write_small(tmp_path)
     assert synced and not renamed and len(list(tmp_path.glob("*.bin"))) > 2
+    assert {"small.json", "tokenizer.json"} < names
 
 
 SLOW_RUN = """
