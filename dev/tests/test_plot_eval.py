@@ -125,9 +125,19 @@ def folder_of(task, path):
     return attention_folder(path) if task == "attention" else write(path, task, ALL[task](), [("a", own)])
 
 
-def figures(*folders):
-    """{name: figure}"""
-    return {picture.name: charts.figure(picture) for picture in plot_eval.pictures(list(folders))}
+def figure_of(folder, name):
+    """One of the pictures of an evaluation."""
+    found, = [picture for picture in plot_eval.pictures([folder]) if picture.name == name]
+    return charts.figure(found)
+
+
+def figures(folder):
+    return [charts.figure(picture) for picture in plot_eval.pictures([folder])]
+
+
+@pytest.fixture(scope="module")
+def attention_figure(tmp_path_factory):
+    return figure_of(attention_folder(tmp_path_factory.mktemp("attention")), "attention")
 
 
 def panel(figure, title):
@@ -158,7 +168,7 @@ def undrawn(monkeypatch):
 
 def test_losses_by_length(tmp_path):
     rows = loss_rows() + loss_rows(attn="ssmax", start=2.5)
-    figure = figures(write(tmp_path, "loss", rows[::-1]))["lengths"]
+    figure = figure_of(write(tmp_path, "loss", rows[::-1]), "lengths")
     for title, key in ("Loss", "loss"), ("Perplexity", "perplexity"):
         axes = panel(figure, title)
         drawn = lines_of(axes, 3)
@@ -174,7 +184,7 @@ def test_losses_by_length(tmp_path):
 def test_a_loss_that_is_not_finite_is_marked(tmp_path):
     rows = loss_rows()
     rows[1] |= {"loss": None, "perplexity": None}
-    axes = panel(figures(write(tmp_path, "loss", rows))["lengths"], "Loss")
+    axes = panel(figure_of(write(tmp_path, "loss", rows), "lengths"), "Loss")
     assert math.isnan(axes.lines[0].get_ydata()[1]) and "x: not finite" in axes.get_xlabel()
     assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "x"] == [[64]]
     rows = [row | {"loss": None, "perplexity": None} for row in rows]
@@ -195,7 +205,7 @@ def test_the_running_mean_in_log_position():
 def test_losses_by_position(tmp_path):
     rows = position_rows(256) + position_rows(8) + position_rows(256, "ssmax")
     rows[0]["loss_by_position"][7] = None
-    figure = figures(write(tmp_path, "positions", rows))["positions"]
+    figure = figure_of(write(tmp_path, "positions", rows), "positions")
     longest = panel(figure, "Loss by position, sequences of 256")
     raw = [results.number(x) for x in rows[0]["loss_by_position"]]
     drawn = lines_of(longest, 256)
@@ -263,7 +273,7 @@ def test_what_the_axis_of_losses_leaves_out(tmp_path):
                         ([4.2] * 4, None)):
         rows = position_rows(1024)
         rows[0]["loss_by_position"] = early + [3.0 + t / 1020 for t in range(1020)]
-        axes = panel(figures(write(tmp_path, "positions", rows))["positions"], "Loss")
+        axes = panel(figure_of(write(tmp_path, "positions", rows), "positions"), "Loss")
         assert axes.get_xlabel() == "position" + (f" (axis truncated: {said}" if said else "")
         assert axes.get_ylim()[1] < 5, "the first positions do not flatten the rest"
 
@@ -272,11 +282,12 @@ def test_marks_of_different_training_lengths_name_their_models(tmp_path):
     """Otherwise a mark would seem to be about every curve beside it."""
     models = [("a", "softmax", 128), ("b", "softmax", 32), ("c", "softmax", 32)]
     positions = [row | {"model": name} for name, *_ in models for row in position_rows(100)]
-    axes = panel(figures(write(tmp_path / "p", "positions", positions, models))["positions"], "Loss")
+    axes = panel(figure_of(write(tmp_path / "p", "positions", positions, models), "positions"), "Loss")
     assert texts(axes) == ["trained at 32, see below"]
     assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b; c", "trained at 128, beyond this axis: a"]
     assert [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2] == [32]
-    axes = panel(figures(write(tmp_path / "l", "loss", loss_rows("a") + loss_rows("b"), models[:2]))["lengths"], "Loss")
+    folder = write(tmp_path / "l", "loss", loss_rows("a") + loss_rows("b"), models[:2])
+    axes = panel(figure_of(folder, "lengths"), "Loss")
     assert texts(axes) == ["trained at 32, see below", "trained at 128, see below"]
     assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b", "trained at 128: a"]
 
@@ -291,7 +302,7 @@ def test_the_stated_window_of_the_running_mean(tmp_path, undrawn):
 
 def test_needles_found(tmp_path):
     rows = needle_rows() + needle_rows(attn="ssmax")
-    figure = figures(write(tmp_path, "needle", rows[::-1]))["needle"]
+    figure = figure_of(write(tmp_path, "needle", rows[::-1]), "needle")
     axes = panel(figure, "softmax")
     assert np.array_equal(axes.images[0].get_array(), [[0, 25], [25, 50]]) and axes.images[0].get_clim() == (0, 100)
     assert ([(*text.get_position(), text.get_text()) for text in axes.texts[:4]]
@@ -306,7 +317,7 @@ def test_needles_at_random_depths_and_missing_cells(tmp_path):
     rows = needle_rows()
     rows[1]["depths"] = [{"right": 1, "first_digit": 0}]
     rows[0]["depths"] = [{"right": None, "first_digit": None}]
-    figure = figures(write(tmp_path, "needle", rows))["needle"]
+    figure = figure_of(write(tmp_path, "needle", rows), "needle")
     right = figure.axes[0].images[0].get_array()
     assert right[0, 1] == 100 and not np.isfinite(right.filled(np.nan)[0, 0])
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["random"]
@@ -314,7 +325,7 @@ def test_needles_at_random_depths_and_missing_cells(tmp_path):
 
 
 def test_heads_ranked_by_needle_score(tmp_path):
-    figure = figures(write(tmp_path, "needle", needle_rows()))["needle-heads"]
+    figure = figure_of(write(tmp_path, "needle", needle_rows()), "needle-heads")
     axes = panel(figure, "Heads by needle score, context 128")
     x, y = xy(axes.lines[0])
     assert x == [1, 2, 3, 4, 5, 6] and y == pytest.approx([0.3, 0.25, 0.2, 0.15, 0.1, 0.05])
@@ -324,7 +335,7 @@ def test_heads_ranked_by_needle_score(tmp_path):
 
 
 def test_trials_ranked_and_colored(tmp_path):
-    axes = panel(figures(write(tmp_path, "needle", needle_rows()))["needle-trials"], "a, softmax, context 64")
+    axes = panel(figure_of(write(tmp_path, "needle", needle_rows()), "needle-trials"), "a, softmax, context 64")
     drawn = {line.get_label().partition(":")[0]: (xy(line), line.get_color()) for line in axes.lines}
     assert ({verdict: points for verdict, (points, _) in drawn.items()}
             == {"right": ([1, 2], [0.9, 0.7]), "first digit right": ([3], [0.5]), "wrong": ([4], [0.2])})
@@ -335,8 +346,8 @@ def test_trials_ranked_and_colored(tmp_path):
 
 # ---------------------------------------------------------------- attention
 
-def test_attention_by_layer_and_head(tmp_path):
-    figure = figures(attention_folder(tmp_path))["attention"]
+def test_attention_by_layer_and_head(attention_figure):
+    figure = attention_figure
     for title, key, of in (("Sum", "sum", lambda x: 1 - x / 100), ("Entropy of", "entropy", lambda x: x),
                            ("Slope", "log_z_slope", lambda x: x / 4)):
         axes = panel(figure, title)
@@ -353,8 +364,8 @@ def test_attention_by_layer_and_head(tmp_path):
     assert [xy(line)[1] for line in panel(figure, "Largest").lines] == [[9, 10], [19, 20]]      # of all prompts
 
 
-def test_entropy_and_log_z_by_n_and_weight_by_distance(tmp_path):
-    figure = figures(attention_folder(tmp_path, T=16))["attention"]
+def test_entropy_and_log_z_by_n_and_weight_by_distance(attention_figure):
+    figure = attention_figure
     n, mean = xy(panel(figure, "Entropy by n").lines[0])
     # The last bin has n = 16 alone.
     assert (n == pytest.approx([1, math.sqrt(2 * 3), math.sqrt(4 * 7), math.sqrt(8 * 15), 16])
@@ -369,14 +380,13 @@ def test_entropy_and_log_z_by_n_and_weight_by_distance(tmp_path):
     assert [text.get_text() for text in distance.get_xticklabels()] == ["0–1", "2", "4", "8"]
 
 
-def test_sums_and_perplexities_of_the_prompts(tmp_path):
-    axes = panel(figures(attention_folder(tmp_path))["attention"], "Row sum and perplexity")
+def test_sums_and_perplexities_of_the_prompts(attention_figure, tmp_path):
+    axes = panel(attention_figure, "Row sum and perplexity")
     sums = [1 - (4.5 + prompt - 1) / 100 for prompt in range(3)]
     assert xy(axes.lines[0]) == (pytest.approx(sums), [20, 21, 22]) and xy(axes.lines[1])[1] == [30, 31, 32]
     assert axes.get_xlabel().endswith("Spearman's r: a, softmax: -0.50 without")
-    shutil.rmtree(tmp_path)
-    figure = figures(attention_folder(tmp_path, spearman=False))["attention"]
-    assert not [axes for axes in figure.axes if "perplexity" in axes.get_title(loc="left")]
+    picture, _ = plot_eval.pictures([attention_folder(tmp_path, spearman=False)])
+    assert not [panel for panel in picture.panels if "perplexity" in panel.title]
 
 
 def with_heads(rows, **values):
@@ -423,7 +433,7 @@ def test_panels_with_one_value_are_left_out(tmp_path, total, zeros, missing):
 
 def test_entropies_of_two_models_have_the_same_colors(tmp_path):
     rows = attention_rows() + with_heads(attention_rows(attn="ssmax"), entropy=50.0)
-    figure = figures(write(tmp_path, "attention", rows))["attention"]
+    figure = figure_of(write(tmp_path, "attention", rows), "attention")
     limits = [panel(figure, f"Entropy: {name}").images[0].get_clim() for name in ("softmax", "ssmax (untrained)")]
     assert limits == [(2, 50), (2, 50)]
 
@@ -446,7 +456,7 @@ def test_names_with_dollars_are_no_formulas(tmp_path, task):
     models = r"m$\foo$1", "x $x$"
     rows = [row | {"model": model} for model in models for row in ALL[task]()]
     write(tmp_path, task, rows, [(model, "softmax") for model in models])
-    for figure in figures(tmp_path).values():
+    for figure in figures(tmp_path):
         figure.draw_without_rendering()
         found = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
                  if text.get_parse_math() or "mathdefault" in text.get_text()]
@@ -456,7 +466,7 @@ def test_names_with_dollars_are_no_formulas(tmp_path, task):
 @pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])
 def test_small_models_and_short_prompts(tmp_path, T, layers, heads):
     folder = attention_folder(tmp_path, T, layers, heads, prompts=1, spearman=False)
-    for figure in figures(folder).values():
+    for figure in figures(folder):
         figure.draw_without_rendering()
 
 
@@ -465,7 +475,7 @@ def test_null_statistics_are_left_out(tmp_path):
     for row in rows[:6]:
         row["layers"][0]["heads"][0]["log_z_slope"] = None
         row["layers"][1]["residual_kurtosis"] = None
-    figure = figures(write(tmp_path, "attention", rows))["attention"]
+    figure = figure_of(write(tmp_path, "attention", rows), "attention")
     assert math.isnan(panel(figure, "Slope").lines[0].get_ydata()[0])
     slope = panel(figure, "Slope").lines[1].get_ydata()[0]
     assert slope == pytest.approx((3 + 4) / 8), "the mean of the layer's other heads"
@@ -526,7 +536,7 @@ def test_codes_of_odd_weights(value):
 
 def test_the_sheet_of_all_maps(tmp_path):
     folder = attention_folder(tmp_path)
-    figure = figures(folder)["attention-maps"]
+    figure = figure_of(folder, "attention-maps")
     assert figure.axes[0].get_title(loc="left") == "a, softmax\n16 tokens" and figure.axes[0].get_aspect() == 1
     array = np.load(folder / "map-softmax.npy")
     image = attention.sheet(array, 1, 16, 16)
@@ -540,7 +550,7 @@ def test_the_sheet_of_all_maps(tmp_path):
 def test_maps_that_are_missing_or_of_another_file(tmp_path):
     folder = attention_folder(tmp_path)
     (folder / "map-softmax.npy").unlink()
-    assert (list(figures(folder)) == ["attention"]
+    assert ([picture.name for picture in plot_eval.pictures([folder])] == ["attention"]
             and "The file with this map is missing" in page.attention_page(results.read(folder), "a"))
     np.save(folder / "map-softmax.npy", causal(1, 1, 16))
     assert "does not belong" in call("plot_eval.py", folder).stderr
@@ -553,7 +563,7 @@ def test_maps_that_are_missing_or_of_another_file(tmp_path):
 # ---------------------------------------------------------------- scores and choice
 
 def test_learned_scalars(tmp_path):
-    figure = figures(write(tmp_path, "scores", score_rows(), [("a", "ssmax-bias")]))["scores"]
+    figure = figure_of(write(tmp_path, "scores", score_rows(), [("a", "ssmax-bias")]), "scores")
     for title, key in ("s by layer", "attn_scale"), ("b by layer", "attn_bias"):
         values = np.array([layer[key] for layer in score_rows()[0]["layers"]])
         points, line = panel(figure, title).lines
@@ -566,7 +576,7 @@ def test_learned_scalars(tmp_path):
 
 def test_pn_and_its_fit(tmp_path):
     row = score_rows()[0] | {"attn_pn": [0.25 * math.log(n) + 0.5 for n in range(1, L + 1)]}
-    figure = figures(write(tmp_path, "scores", [row], [("a", "ssmax-pn")]))["scores"]
+    figure = figure_of(write(tmp_path, "scores", [row], [("a", "ssmax-pn")]), "scores")
     points, fit = panel(figure, "p_n").lines
     assert list(points.get_ydata()) == row["attn_pn"] and fit.get_ydata()[-1] == pytest.approx(row["attn_pn"][-1])
     assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_xlabel() and panel(figure, "p_n").get_legend() is None
@@ -595,7 +605,7 @@ def test_a_normalizer_without_scalars_has_no_picture(tmp_path):
 
 @pytest.mark.parametrize("error", [0.05, None])
 def test_accuracies(tmp_path, error):
-    axes = panel(figures(write(tmp_path, "choice", choice_rows(error)))["choice"], "Multiple choice, 3 questions")
+    axes = panel(figure_of(write(tmp_path, "choice", choice_rows(error)), "choice"), "Multiple choice, 3 questions")
     assert sorted(bar.get_width() for bar in axes.patches) == pytest.approx([1 / 3, 2 / 3])
     spread = sorted(segment[1][0] - segment[0][0] for collection in axes.collections
                     for segment in collection.get_segments())
