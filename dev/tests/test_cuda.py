@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jobs import wait_for
+from jobs import alive, ranks_of, wait_for
 from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, environment, losses,
                      metrics, read_header, steps, tokens, train, write_header, write_shard)
 
@@ -94,43 +94,42 @@ def test_a_sample_is_a_single_document(cuda, data, tmp_path):
     assert (tmp_path / "0/samples.txt").read_text() == (tmp_path / "1/samples.txt").read_text()
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize("flags",
-                         [["--attn", "softmax-recentered", "--seq-len", "5,80"],
-                          ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
-                          ["--pack", "example"], ["--doc-mask", "--attn", "ssmax-bias"],
-                          ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"]],
-                         ids=["recentered", "recentered-l1", "examples", "documents", "switched"])
-def test_mixed_lengths_and_packed_examples(cuda, data, tmp_path, flags):
-    for name, program in {"cpu": None, "cuda": cuda}.items():
-        train(data, *SMALL, *flags, "--steps", 5, "--out", tmp_path / name, program=program)
-    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
-    np.testing.assert_allclose(b[:, 0], a[:, 0], rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
+COMPARED = {
+    "recentered": ["--attn", "softmax-recentered", "--seq-len", "5,80"],
+    "recentered-l1": ["--attn", "softmax-recentered-l1", "--seq-len", "1,80"],
+    "examples": ["--pack", "example"],
+    "documents": ["--doc-mask", "--attn", "ssmax-bias"],
+    "switched": ["--attn", "gelu-l1", "--attn-switch", "2:softmax-recentered", "--seq-len", "10,20"],
+    "z-loss and capped logits": ["--z-loss", 0.05, "--logit-softcap", 0.5, "--sample-every", 5],
+    # with l2, yarn's factor of q and k cancels; under ntk, sequences are longer than L
+    "yarn": ["--attn", "lssa", "--rope-scaling", "yarn:4:6", "--norm-length", 10],
+    "llama3": ["--rope-scaling", "llama3:4:1:4:8", "--norm-length", 10],
+    "yarn, gau": ["--model", GAU, "--attn", "lssa", "--rope-scaling", "yarn:4:600", "--norm-length", 10],
+    "ntk, gau": ["--model", GAU, "--attn", "ssmax", "--rope-scaling", "ntk", "--norm-length", 10],
+    # the embedding's gradient sums the rows of a token in pieces of 64
+    "tokens that occur often": ["--train-data", "{folder}/often.bin", "--model", f"{MODEL},tied=0", "--batch", 8],
+    "masks": ["--train-data", "{folder}/masked.bin", "--val-data", "{folder}/masked.bin", "--val-every", 2,
+              "--val-tokens", 200],
+}
 
 
-def test_z_loss_and_capped_logits(cuda, data, tmp_path):
-    """Losses; gradient norms, which depend on the cap's slope; and samples, drawn from capped logits."""
-    flags = [*SMALL, "--z-loss", 0.05, "--logit-softcap", 0.5, "--steps", 5, "--sample-every", 5]
-    for name, program in {"cpu": None, "cuda": cuda}.items():
-        train(data, *flags, "--out", tmp_path / name, program=program)
-    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
-    np.testing.assert_allclose(b[:, 0], a[:, 0], rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
-    assert (tmp_path / "cuda/samples.txt").read_text() == (tmp_path / "cpu/samples.txt").read_text()
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("model, attn, scaling", [(MODEL, "lssa", "yarn:4:6"), (MODEL, "softmax", "llama3:4:1:4:8"),
-                                                  (GAU, "lssa", "yarn:4:600"), (GAU, "ssmax", "ntk")])
-def test_rope_scalings(cuda, data, tmp_path, model, attn, scaling):
-    """With l2, yarn's factor of q and k cancels. Under ntk, sequences are longer than L."""
-    flags = [*SMALL, "--model", model, "--attn", attn, "--rope-scaling", scaling, "--norm-length", 10, "--steps", 5]
-    for name, program in {"cpu": None, "cuda": cuda}.items():
-        train(data, *flags, "--out", tmp_path / name, program=program)
-    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
-    np.testing.assert_allclose(b[:, 0], a[:, 0], rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(b[:, 1], a[:, 1], rtol=2e-3)
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("name", COMPARED)
+def test_equals_the_cpu(cuda, data, tmp_path, name):
+    """Losses; gradient norms, which depend on the slope of what the loss depends on; and samples, drawn from capped
+    logits."""
+    write_shard(tmp_path / "often.bin", np.random.default_rng(1).integers(0, 2, 3000))
+    write_shard(tmp_path / "masked.bin", tokens(3000))
+    write_shard(tmp_path / "masked.mask", np.random.default_rng(1).random(3000) < 0.3, magic=20240521)
+    flags = [str(flag).format(folder=tmp_path) for flag in COMPARED[name]]
+    for run, program in {"cpu": None, "cuda": cuda}.items():
+        train(data, *SMALL, *flags, "--steps", 5, "--out", tmp_path / run, program=program)
+    a, b = (np.array(metrics(tmp_path / run, ["loss", "val_loss", "grad_norm"]), float) for run in ("cpu", "cuda"))
+    np.testing.assert_allclose(b[:, :2], a[:, :2], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(b[:, 2], a[:, 2], rtol=2e-3)
+    assert np.isfinite(a[1, 1]) == (name == "masks")
+    if "--sample-every" in flags:
+        assert (tmp_path / "cuda/samples.txt").read_text() == (tmp_path / "cpu/samples.txt").read_text()
 
 
 @pytest.mark.drawn(4)
@@ -188,10 +187,10 @@ def test_recomputing_changes_nothing(cuda, data, tmp_path, model):
 
 @pytest.mark.parametrize("processes", (1, 2))
 def test_late_streams_change_nothing(cuda, data, tmp_path, processes):
-    """The bits are the same whether a stream's work is done at once or only when someone waits for it, with six
+    """The bits are the same whether a stream's work is done at once or only when someone waits for it, with four
     micro-batches, two in flight at a time."""
     for streams in ("once", "late", "any"):
-        train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 120 * processes, "--steps", 2,
+        train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 80 * processes, "--steps", 2,
               "--out", tmp_path / streams, program=cuda, processes=processes, env={"CUDA_ON_CPU_STREAMS": streams})
     assert_same_run(tmp_path / "once", tmp_path / "late", 2)
     assert_same_run(tmp_path / "once", tmp_path / "any", 2)
@@ -213,14 +212,14 @@ def test_a_step_waits_only_for_the_step_before(cuda, data, tmp_path, batches, ea
     """Four more steps wait once each for the step before, and for a batch's slot if there are more batches than slots;
     no wait leaves the device without work."""
     flags = ["--batch", 1, "--total-batch-tokens", 20 * batches]
-    (few,), (more,) = (waits(data, tmp_path / str(steps), steps, *flags, program=cuda) for steps in (5, 9))
+    (few,), (more,) = (waits(data, tmp_path / str(steps), steps, *flags, program=cuda) for steps in (3, 7))
     assert (more[0] - few[0], more[1] - few[1]) == (4 * each, 0)
 
 
 @pytest.mark.parametrize("flags", ([], ["--zero", 1, "--dtype", "bf16"]), ids=("zero0", "zero1"))
 def test_no_rank_waits_until_it_has_no_work(cuda, data, tmp_path, flags):
     few, more = (waits(data, tmp_path / str(steps), steps, "--batch", 1, *flags, program=cuda, processes=2)
-                 for steps in (5, 9))
+                 for steps in (3, 6))
     assert len(few) == len(more) == 2
     assert sorted(idle for _, idle in few) == sorted(idle for _, idle in more)
 
@@ -329,7 +328,7 @@ def test_graphs_change_nothing(cuda, data, tmp_path, name):
              "--val-every", 2, "--val-tokens", 200, "--sample-every", 4, "--ckpt-every", 3, "--keep", 0,
              *(masked if flag == "{masked}" else flag for flag in flags)]
     said = {}
-    for on, streams in ((0, "once"), (1, "once"), (1, "late")):
+    for on, streams in ((0, "once"), (1, "late")):
         env = {"CUDA_ON_CPU_STREAMS": streams, "CUDA_ON_CPU_REPORT": "1"}
         out = tmp_path / f"{on}-{streams}"
         said[out.name] = launches(train(data, *flags, "--graphs", on, "--out", out, program=cuda, processes=processes,
@@ -339,7 +338,7 @@ def test_graphs_change_nothing(cuda, data, tmp_path, name):
         assert (out / "samples.txt").read_text() == (tmp_path / "0-once/samples.txt").read_text()
     kernels = [kernels for kernels, _ in said["0-once"]]
     assert len(kernels) == processes and said["0-once"] == [(count, 0) for count in kernels]
-    assert said["1-once"] == said["1-late"] == [(count, graphs) for count in kernels]
+    assert said["1-late"] == [(count, graphs) for count in kernels]
 
 
 @pytest.mark.parametrize("processes", (1, 2))
@@ -398,30 +397,41 @@ def with_algorithm(entry, number):
     return re.sub(r"algorithm \w+ \w+", f"algorithm {number} 0", entry)
 
 
-@pytest.fixture
-def measured(cuda, data, tmp_path):
-    """The flags of runs, one of which has measured its matmuls, and the file that it has written. The validation at the
-    end has a batch of 20 rows, others have 40."""
-    file = tmp_path / "matmuls"
-    flags = [*SMALL, "--total-batch-tokens", 80, "--matmuls", file, "--val-data", data / "d_val_000000.bin",
-             "--val-every", 4, "--val-tokens", 60]
-    said = train(data, *flags, "--deterministic", 0, "--steps", 4, "--out", tmp_path / "measured", program=cuda)
+@pytest.fixture(scope="module")
+def measured_run(cuda, data, tmp_path_factory):
+    """The flags of runs, and a folder with one of them and the file of the matmuls that it has measured. The validation
+    at the end has a batch of 20 rows, others have 40."""
+    folder = tmp_path_factory.mktemp("measured")
+    file = folder / "matmuls"
+    flags = [*SMALL, "--total-batch-tokens", 80, "--val-data", data / "d_val_000000.bin", "--val-every", 4,
+             "--val-tokens", 60]
+    said = train(data, *flags, "--matmuls", file, "--deterministic", 0, "--steps", 4, "--out", folder / "out",
+                 program=cuda)
     assert "; 0 of 0 stored algorithms apply to this GPU" in said
     assert [any(f" {rows} " in entry for entry in stored(file)) for rows in ("m=20", "m=40", "k=40")] == [True] * 3
-    return flags, file
+    return flags, folder
 
 
-def test_stored_matmuls_repeat_a_measured_run(cuda, data, tmp_path, measured):
+@pytest.fixture
+def measured(measured_run, tmp_path):
+    """The flags, and a copy of the file."""
+    flags, folder = measured_run
+    file = tmp_path / "matmuls"
+    shutil.copy(folder / "matmuls", file)
+    return [*flags, "--matmuls", file], file
+
+
+def test_stored_matmuls_repeat_a_measured_run(cuda, data, tmp_path, measured_run, measured):
     """To the last bit, also across a resume, and if the run might measure others."""
     flags, file = measured
-    text, count = file.read_text(), len(stored(file))
-    for name, free in (("a", 0), ("b", 0), ("free", 1)):
+    text, count, first = file.read_text(), len(stored(file)), measured_run[1] / "out"
+    for name, free in (("stored", 0), ("free", 1)):
         said = train(data, *flags, "--deterministic", 1 - free, "--steps", 4, "--out", tmp_path / name, program=cuda)
         assert f"; {count} of {count} stored algorithms apply to this GPU" in said
-        assert_same_run(tmp_path / "measured", tmp_path / name, 4)
-    for steps in (2, 4):
-        train(data, *flags, "--steps", steps, "--out", tmp_path / "parts", "--resume", program=cuda)
-    assert_same_run(tmp_path / "measured", tmp_path / "parts", 4)
+        assert_same_run(first, tmp_path / name, 4)
+    for total in (2, 4):
+        train(data, *flags, "--steps", total, "--out", tmp_path / "parts", "--resume", program=cuda)
+    assert_same_run(first, tmp_path / "parts", 4)
     assert file.read_text() == text
 
 
@@ -563,14 +573,12 @@ def test_stored_matmuls_that_cannot_be_written(cuda, data, tmp_path, measured):
     assert file.read_text() == text and not Path(f"{file}.tmp").exists()
 
 
-REPORTS = ["--val-every", 4, "--val-tokens", 200, "--sample-every", 5, "--ckpt-every", 3, "--attn-switch", "7:ssmax"]
+REPORTS = ["--val-every", 4, "--val-tokens", 100, "--sample-every", 5, "--ckpt-every", 3, "--attn-switch", "7:ssmax"]
 
 
-@pytest.mark.parametrize("batches", (1, 3))
-def test_what_follows_a_step_does_not_depend_on_when_it_is_read(cuda, data, tmp_path, batches):
+def test_what_follows_a_step_does_not_depend_on_when_it_is_read(cuda, data, tmp_path):
     """With a validation after every step, the host reads each step at once."""
-    flags = [*SMALL, "--batch", 1, "--total-batch-tokens", 20 * batches, "--steps", 10, "--keep", 0, *REPORTS,
-             "--val-data", data / "d_val_000000.bin"]
+    flags = [*SMALL, "--batch", 1, "--steps", 10, "--keep", 0, *REPORTS, "--val-data", data / "d_val_000000.bin"]
     late, at_once = tmp_path / "late", tmp_path / "at_once"
     train(data, *flags, "--out", late, program=cuda, env={"CUDA_ON_CPU_STREAMS": "late"})
     train(data, *flags, "--val-every", 1, "--out", at_once, program=cuda)
@@ -649,38 +657,33 @@ def test_a_stop_while_a_step_is_outstanding(cuda, data, tmp_path, batches):
     assert_same_run(whole, out, done + 3)
 
 
+def bytes_read(pid):
+    return int(re.search(r"rchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/PID/io shows how far a validation is")
 def test_a_stop_while_a_switch_is_measured(cuda, data, tmp_path):
     """A stop in the second of a switch's two validations undoes the switch on the device, too: the checkpoint has the
-    scalars from before. The time of the stop is a guess, so there are several."""
+    scalars from before."""
     val = tmp_path / "v_val_000000.bin"
-    write_shard(val, tokens(2000))
+    write_shard(val, tokens(1000))
     flags = [*SMALL, "--attn", "ssmax", "--lr", 0.02, "--warmup", 0]
-
-    def switch(out, last, stop_after):
-        """Returns the seconds from the step before the switch to the end of the switch."""
-        words = command(data, *flags, "--steps", last, "--attn-switch", "2:ssmax-fixed", "--val-data", val,
-                        "--val-every", 0, "--ckpt-every", 0, "--out", tmp_path / out, program=cuda)
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
-        begin = took = 0
-        for line in process.stdout:
-            if re.match(" *step +2/", line):
-                begin = time.monotonic()
-                if stop_after:
-                    time.sleep(stop_after)
-                    process.terminate()
-            if "switched" in line:
-                took = time.monotonic() - begin
-        assert process.wait() == (75 if stop_after else 0)
-        return took
-
     train(data, *flags, "--steps", 2, "--out", tmp_path / "before", program=cuda)
-    took = switch("whole", 3, None)
-    before, after = (tensors(tmp_path / out, step, "attn_scale") for out, step in (("before", 2), ("whole", 3)))
-    assert (before != after).all()
-    for part in (0.65, 0.75, 0.85):
-        switch(f"at {part}", 99999, part * took)
-        if steps(tmp_path / f"at {part}") == [2]:       # not stopped after the switch
-            assert (tensors(tmp_path / f"at {part}", 2, "attn_scale") == before).all()
+    process = subprocess.Popen(command(data, *flags, "--steps", 99999, "--attn-switch", "2:ssmax-fixed", "--val-data",
+                                       val, "--val-every", 0, "--ckpt-every", 0, "--out", tmp_path / "stopped",
+                                       program=cuda),
+                               stdout=subprocess.PIPE, text=True, env=environment())
+    lines, val_size = [], 2 * 1000
+    for line in process.stdout:
+        lines.append(line)
+        if re.match(" *step +2/", line):
+            begin = bytes_read(process.pid)
+            while process.poll() is None and bytes_read(process.pid) < begin + 1.3 * val_size:
+                time.sleep(0.0005)
+            process.terminate()
+    assert process.wait() == 75 and steps(tmp_path / "stopped") == [2], "".join(lines)
+    before, after = (tensors(tmp_path / out, 2, "attn_scale") for out in ("before", "stopped"))
+    assert (before == after).all() and (before != 1).all()
 
 
 @pytest.mark.parametrize("first, second", [("cpu", "cuda"), ("cuda", "cpu")])
@@ -724,33 +727,7 @@ def tensors(out, step, word):
                            for name in sorted(header) if word in name])
 
 
-# ---- the embedding's gradient, masks and all-zero rows
-
-
-def test_tokens_that_occur_often(cuda, data, tmp_path):
-    """The embedding's gradient sums the rows of a token in pieces of 64."""
-    write_shard(tmp_path / "d_train_000001.bin", np.random.default_rng(1).integers(0, 2, 3000))
-    for name, program in {"cpu": None, "cuda": cuda}.items():
-        train(tmp_path, *SMALL, "--model", f"{MODEL},tied=0", "--batch", 8, "--steps", 4, "--out", tmp_path / name,
-              program=program)
-    a, b = (np.array(metrics(tmp_path / name, ["loss", "grad_norm"])) for name in ("cpu", "cuda"))
-    np.testing.assert_allclose(b, a, rtol=1e-4)
-
-
-def test_masks(cuda, data, tmp_path):
-    """Tokens that a mask excludes, in training and in validation."""
-    folder = tmp_path / "masked"
-    folder.mkdir()
-    for i, (name, count) in enumerate((("train_000001", 3000), ("val_000000", 600))):
-        write_shard(folder / f"d_{name}.bin", tokens(count, i))
-        write_shard(folder / f"d_{name}.mask", np.random.default_rng(i).random(count) < 0.3, magic=20240521)
-    for name, program in {"cpu": None, "cuda": cuda}.items():
-        train(folder, *SMALL, "--val-data", folder / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200,
-              "--steps", 4, "--out", tmp_path / name, program=program)
-    a, b = (np.array([[x or 0 for x in line] for line in metrics(tmp_path / name, ["loss", "val_loss", "grad_norm"])])
-            for name in ("cpu", "cuda"))
-    assert a[-1, 1] > 0
-    np.testing.assert_allclose(b, a, rtol=1e-4)
+# ---- all-zero rows
 
 
 def test_all_zero_rows(cuda, data, tmp_path):
@@ -877,15 +854,14 @@ def test_resume_with_another_number_of_ranks(cuda, data, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--total-batch-tokens", 80, "--keep", 0]
     train(data, *flags, "--steps", 6, "--out", whole, program=cuda)
-    for processes, zero, total in ((1, 0, 2), (2, 1, 4), (4, 1, 6)):
+    for processes, zero, total in ((1, 0, 3), (2, 1, 6)):
         train(data, *flags, "--steps", total, "--zero", zero, "--batch", 4 // processes, "--out", parts,
               "--resume", program=cuda, processes=processes)
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
 
 
-@pytest.mark.parametrize("more", ([], ["--dtype", "bf16", "--stochastic-rounding"],
-                                  ["--dtype", "bf16", "--stochastic-rounding", "--optimizer", "muon"]),
-                         ids=("fp32", "bf16", "muon"))
+@pytest.mark.parametrize("more", ([], ["--dtype", "bf16", "--stochastic-rounding", "--optimizer", "muon"]),
+                         ids=("fp32", "muon"))
 def test_same_number_of_ranks_to_the_last_bit(cuda, data, tmp_path, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, "--zero", 1, "--batch", 1, *more]
@@ -893,25 +869,6 @@ def test_same_number_of_ranks_to_the_last_bit(cuda, data, tmp_path, more):
     train(data, *flags, "--steps", 2, "--out", parts, program=cuda, processes=2)
     train(data, *flags, "--steps", 4, "--out", parts, "--resume", program=cuda, processes=2)
     assert_same_run(whole, parts, 4)
-
-
-def children(pid):
-    """The descendants of this process, from /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found += [int(path.name), *children(int(path.name))]
-        except (OSError, IndexError):
-            pass
-    return found
-
-
-def alive(pid):
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -923,23 +880,13 @@ def test_a_killed_rank_ends_the_others(cuda, data, tmp_path, victim):
     while not steps(out):
         assert job.poll() is None
         time.sleep(0.1)
-    ranks = {}
-    for pid in children(job.pid):
-        try:
-            words = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
-        except FileNotFoundError:       # a shell of launch.sh that has ended
-            continue
-        rank = [word for word in words if word.startswith(b"OMPI_COMM_WORLD_RANK=")]
-        if rank:
-            ranks[int(rank[0].split(b"=")[1])] = pid
+    ranks = ranks_of(job.pid)
     os.kill(ranks[victim], signal.SIGKILL)
     start = time.time()
     text, _ = job.communicate(timeout=30)
     assert job.returncode != 0 and time.time() - start < 30
     assert re.search(rf"rank {victim}|process {victim}", text), text
-    while any(alive(pid) for pid in ranks.values()):                  # mpirun may end first
-        assert time.time() - start < 30
-        time.sleep(0.1)
+    wait_for(lambda: not any(map(alive, ranks.values())), "the end of the ranks", 30)     # mpirun may end first
     newest = steps(out)[-1]
     said = train(data, *SMALL, "--steps", newest + 1, "--batch", 1, "--out", out, "--resume", program=cuda, processes=2)
     assert f"resumes at step {newest}" in said
@@ -998,17 +945,14 @@ def profile(text):
     return {name: float(ms) for name, ms in re.findall(r"^(.+?) +([\d.]+) +[\d.]+%$", text.split("phase")[1], re.M)}
 
 
-def test_profile(cuda, data):
-    text = train(data, *SMALL, "--steps", 3, "--profile", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
-    assert launches(text)[0][1] == 0                     # each phase is timed by itself
-    assert profile(text).keys() >= set(PHASES)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("flags", [[], ["--sample-every", 1]], ids=["late", "pauses"])
+@pytest.mark.parametrize("count, flags", [(1, []), (4, []), (4, ["--sample-every", 1])],
+                         ids=["one step", "late", "pauses"])
 def test_a_profile_leaves_out_the_first_step(cuda, data, tmp_path, count, flags):
-    """The table has the averages of the metrics' phases from the second step on, or those of a run's only step."""
-    text = train(data, *SMALL, *flags, "--steps", count, "--profile", "--out", tmp_path / "out", program=cuda)
+    """The table has the averages of the metrics' phases from the second step on, or those of a run's only step. Each
+    phase is timed by itself, so there are no graphs."""
+    text = train(data, *SMALL, *flags, "--steps", count, "--profile", "--out", tmp_path / "out", program=cuda,
+                 env={"CUDA_ON_CPU_REPORT": "1"})
+    assert launches(text)[0][1] == 0
     counted = [phases for phases, in metrics(tmp_path / "out", ["ms_by_phase"])][1 if count > 1 else 0:]
     for name in PHASES:
         assert profile(text)[name] == pytest.approx(np.mean([phases[name] for phases in counted]), abs=0.006)
@@ -1113,7 +1057,7 @@ def test_no_thread_runs_a_handler(cuda, data):
 
 
 @pytest.mark.parametrize("batch, gigabytes, logits", [(512, 80, "3.30 GB"), (512, 40, "1.65 GB"), (512, 20, "1.11 GB"),
-                                                      (512, 15, "824 MB"), (2048, 60, "3.30 GB"), (2048, 46, "824 MB")])
+                                                      (2048, 60, "3.30 GB"), (2048, 46, "824 MB")])
 def test_rows_of_logits(cuda, tmp_path, batch, gigabytes, logits):
     """32,768 rows in one block, two, three or four, each at most a sixteenth of the memory; 131,072 rows in four or,
     where those would leave less than a tenth of it, sixteen."""
