@@ -79,6 +79,13 @@ def run(path, out, *flags, code=0, draw=False, **env):
     return result.stdout + result.stderr
 
 
+def script_of(path, text):
+    """A program that is a shell script."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def entries(out):
     """The results by row, seed and evaluation."""
     found = json.loads((out.parent / "results.json").read_text())["results"]
@@ -1015,30 +1022,17 @@ def test_a_dry_run_writes_nothing(data, tmp_path):
 
 @pytest.mark.drawn(3, of="further calls")
 def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
+    """Nor do logs with half a character of a sample in them."""
+    program = script_of(tmp_path / "train", f"printf 'sample \\342\\202 end\\n'\nexec {TRAIN} \"$@\"")
     path = write(tmp_path, '[[run]]\nname = "bad"\nattn = "ssmax"\nflags = { seq-len = 9999, batch = 1 }\n', ROWS, LOSS,
                  data=data)
-    text = run(path, tmp_path / "out", code=1)
+    text = run(path, tmp_path / "out", code=1, TRAIN_GPT2=program)
     assert "grid.py: failed: tiny: bad, seed 1337: exit 3: " in text
+    assert all(b"sample \xe2\x82 end" in log.read_bytes() for log in (tmp_path / "out/runs").glob("*.log"))
     assert "bad, seed 1337, lengths: not run, because bad, seed 1337 failed" in text
     assert {key for key in entries(tmp_path / "out")} == {(row, 1337, part) for row in ("softmax", "ssmax")
                                                           for part in ("train", "lengths")}
     assert "FAILED: bad" in (tmp_path / "out/tiny-small/report.md").read_text()
-
-
-def test_logs_have_the_bytes_of_samples(tmp_path):
-    """Of a run that ended well, and of one that failed."""
-    part = grid_parts.Part("key", Run("softmax", "4k", 1), None, tmp_path / "run", 1.0)
-    assert part.output() == ""
-    part.log().write_bytes(b"sample \xe2\x82 end\nstep 1/2 | 5 % all-zero rows\ntrain_gpt2: out of memory\n")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 1.0}\n')
-    grid = type("Grid", (), {"rows": {"softmax": type("Row", (), {"flags": {}})}})
-    assert grid_parts.train_values(grid, part, False)[0]["zero_rows"] == 0.05
-    part.tries, process = 0, type("Process", (), {"returncode": 4, "poll": lambda self: 4})()
-    work = grid_run.Work(type("Plan", (), {"todo": []}), None, 1, 1)
-    work.running.append((part, process, 0.0))
-    work.reap()
-    assert work.failed[""].startswith("exit 4: out of memory")
 
 
 @pytest.mark.drawn(1)
@@ -1270,14 +1264,12 @@ def test_a_stop_before_the_first_run_leaves_no_process(data, tmp_path, what, how
     """While a text is prepared, and while the speed is measured by programs that hang."""
     (tmp_path / "make.py").write_text(f"import os, time\nopen('{tmp_path}/pid', 'w').write(f'{{os.getpid()}}\\n')\n"
                                       "time.sleep(600)\n")
-    train = tmp_path / "slow_train"
-    train.write_text(f'#!/bin/sh\ncase "$*" in *"--steps=6 "*) echo $$ > {tmp_path}/pid; exec sleep 600;; esac\n'
-                     f'exec {TRAIN} "$@"\n')
-    train.chmod(0o755)
+    train = script_of(tmp_path / "slow_train", f'case "$*" in *"--steps=6 "*) echo $$ > {tmp_path}/pid; '
+                      f'exec sleep 600;; esac\nexec {TRAIN} "$@"')
     path = write(tmp_path, '[[run]]\nattn = "softmax"\n', data=tmp_path / "text" if what == "prepare" else data)
     path.write_text(path.read_text().replace("[data.small.text]",
                                              f'[data.small.text]\nprepare = ["{tmp_path}/make.py"]'))
-    process = started(path, tmp_path / "out", "--trust-grid", TRAIN_GPT2=str(train))
+    process = started(path, tmp_path / "out", "--trust-grid", TRAIN_GPT2=train)
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), process)
     process.send_signal(how)
     said = process.communicate(timeout=60)[0]
@@ -1288,12 +1280,9 @@ def test_a_stop_before_the_first_run_leaves_no_process(data, tmp_path, what, how
 
 def slow_eval(tmp_path):
     """An eval_gpt2 that hangs on its first evaluation."""
-    program = tmp_path / "slow_eval"
     hung = tmp_path / "hung"
-    program.write_text(f'#!/bin/sh\ncase "$*" in *--model*) [ -e {hung} ] || {{ : > {hung}; exec sleep 600; }};; esac\n'
-                       f'exec {EVAL} "$@"\n')
-    program.chmod(0o755)
-    return str(program)
+    return script_of(tmp_path / "slow_eval", f'case "$*" in *--model*) [ -e {hung} ] || {{ : > {hung}; '
+                     f'exec sleep 600; }};; esac\nexec {EVAL} "$@"')
 
 
 @pytest.mark.drawn(1, of="kills")
