@@ -14,8 +14,7 @@ import pytest
 
 from trainer import ROOT
 
-for folder in "scripts", "data":
-    sys.path.append(str(ROOT / folder))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "data")]
 
 
 def call(script, *words, main=None, env=None):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import squad_files
+from calls import prepare
 from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, says, tokens, train, write_shard
 
 SCRIPTS = ROOT / "scripts"
@@ -277,20 +278,23 @@ def test_switch_without_a_checkpoint(tmp_path):
 # ---- scripts/squad_sft.sh
 
 
-def squad_shards(folder, examples, *flags):
-    squad_files.write(folder / "train.json", "1.1", *squad_files.facts(examples))
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder with a checkpoint to fine-tune, and shards of 41 examples; five steps of eight are an epoch, rounded."""
+    folder = tmp_path_factory.mktemp("squad")
+    squad_files.write(folder / "train.json", "1.1", *squad_files.facts(41))
     squad_files.write(folder / "dev.json", "1.1", *squad_files.facts(6))
-    run([sys.executable, ROOT / "data/squad.py"], "--json", folder / "train.json", "--val-json", folder / "dev.json",
-        "--tokenizer", squad_files.write_bytes_tokenizer(folder), "--out", folder / "squad [1.1]", *flags)
-    return folder / "squad [1.1]"
+    prepare("squad", "--json", folder / "train.json", "--val-json", folder / "dev.json", "--tokenizer",
+            squad_files.write_bytes_tokenizer(folder), "--out", folder / "squad [1.1]")
+    train(folder / "squad [1.1]", "--model", f"{MODEL},vocab={squad_files.END + 1}", "--seq-len", 64, "--steps", 1,
+          "--out", folder / "base")
+    return folder
 
 
 @pytest.fixture
-def base(tmp_path):
-    """A checkpoint to fine-tune, and shards of 41 examples; five steps of eight are an epoch, rounded."""
-    train(squad_shards(tmp_path, 41), "--model", f"{MODEL},vocab={squad_files.END + 1}", "--seq-len", 64, "--steps", 1,
-          "--out", tmp_path / "base")
-    return {"MODEL": checkpoint(tmp_path / "base", 1), "DATA": tmp_path / "squad [1.1]", "OUT": tmp_path / "out"}
+def base(pretrained, tmp_path):
+    shards = shutil.copytree(pretrained / "squad [1.1]", tmp_path / "squad [1.1]")
+    return {"MODEL": checkpoint(pretrained / "base", 1), "DATA": shards, "OUT": tmp_path / "out"}
 
 
 SMALL_SFT = ["--seq-len", 64, "--batch", 4, "--total-batch-tokens", 8 * 64]
