@@ -27,49 +27,47 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from trainer import environment, make_data, tokens, write_shard
 
 TIMES = ("ms", "tok_per_s", "mfu", "gpu_memory_gb", "ms_by_phase")
-MODELS = {"llama": "layers=2,heads=2,channels=32,ffn=48,vocab=97", "gau": "layers=2,channels=32,vocab=97,block=gau"}
+BLOCKS = {"llama": "layers=2,heads=2,channels=32,ffn=48,vocab=97", "gau": "layers=2,channels=32,vocab=97,block=gau"}
 NORMALIZERS = ("softmax", "ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "lssa", "lssar",
                "softmax-recentered", "softmax-recentered-l1", "relu2-n", "sigmoid", "gelu-l1", "softpick")
-BASE = ("--batch", 4, "--seq-len", 32, "--steps", 6, "--warmup", 2, "--val-tokens", 300, "--val-every", 3,
-        "--ckpt-every", 3, "--keep", 0, "--lr", "3e-3")
+BASE = "--batch 4 --seq-len 32 --steps 6 --warmup 2 --val-tokens 300 --val-every 3 --ckpt-every 3 --keep 0 --lr 3e-3"
+# name: ranks, and the flags of runs that follow each other in one folder
+OTHERS = {
+    "accumulation": (1, ["--batch 2 --total-batch-tokens 256 --grad-clip 0.5"]),
+    "accumulation, two ranks": (2, ["--batch 2 --total-batch-tokens 256"]),
+    "mixed lengths": (1, ["--attn ssmax --seq-len 8,16,32"]),
+    "packed documents": (1, ["--pack example"]),
+    "masks": (1, ["--train-data masked/*_train_*.bin --val-data masked/*_val_*.bin"]),
+    "switch mid-run": (1, ["--attn-switch 4:ssmax-bias"]),
+    "switch on resuming": (1, ["--steps 3", "--resume --attn-switch 3:lssar"]),
+    "resume": (1, ["--attn ssmax --steps 3", "--attn ssmax --resume"]),
+    "samples": (1, ["--attn ssmax --sample-every 2"]),
+    "samples gau": (1, [f"--model {BLOCKS['gau']} --attn lssar --sample-every 2"]),
+    "cosine, no decay": (1, ["--schedule cosine --weight-decay 0"]),
+}
+CUDA_ONLY = {
+    "two ranks": (2, ["--attn ssmax --batch 2 --zero 0"]),
+    "two ranks, ZeRO": (2, ["--attn ssmax --batch 2 --zero 1"]),
+    "recompute": (1, ["--attn ssmax --recompute"]),
+    "recompute gau bf16": (1, [f"--model {BLOCKS['gau']} --recompute --dtype bf16"]),
+    "stochastic rounding": (1, ["--dtype bf16 --stochastic-rounding"]),
+}
 
 
 def cases(cuda):
-    """(name, ranks, list of flag lists: the runs that follow each other in one folder)."""
+    found = {}
     for attn in NORMALIZERS:
-        for block in ("llama", "gau"):
+        for block, model in BLOCKS.items():
             for tied in (0, 1):
-                yield f"{attn} {block} tied={tied}", 1, [["--attn", attn, "--model", f"{MODELS[block]},tied={tied}"]]
-    model = ["--model", MODELS["llama"]]
-    for attn in ("softmax", "ssmax-bias", "lssar"):
-        for block in ("llama", "gau"):
-            yield f"{attn} {block} bf16", 1, [["--attn", attn, "--model", MODELS[block], "--dtype", "bf16"]]
-            yield f"{attn} {block} two ranks", 2, [["--attn", attn, "--model", MODELS[block], "--batch", 2]]
-    yield "accumulation", 1, [[*model, "--batch", 2, "--total-batch-tokens", 256, "--grad-clip", "0.5"]]
-    yield "accumulation, two ranks", 2, [[*model, "--batch", 2, "--total-batch-tokens", 256]]
-    yield "mixed lengths", 1, [[*model, "--attn", "ssmax", "--seq-len", "8,16,32"]]
-    yield "packed documents", 1, [[*model, "--pack", "example"]]
-    yield "masks", 1, [[*model, "--train-data", "masked/*_train_*.bin", "--val-data", "masked/*_val_*.bin"]]
-    yield "switch mid-run", 1, [[*model, "--attn-switch", "4:ssmax-bias"]]
-    yield "switch on resuming", 1, [[*model, "--steps", 3],
-                                    [*model, "--steps", 6, "--resume", "--attn-switch", "3:lssar"]]
-    yield "resume", 1, [[*model, "--attn", "ssmax", "--steps", 3],
-                        [*model, "--attn", "ssmax", "--steps", 6, "--resume"]]
-    yield "samples", 1, [[*model, "--attn", "ssmax", "--sample-every", 2]]
-    yield "samples gau", 1, [["--model", MODELS["gau"], "--attn", "lssar", "--sample-every", 2]]
-    yield "cosine, no decay", 1, [[*model, "--schedule", "cosine", "--weight-decay", 0]]
-    if cuda:
-        for zero in (0, 1):
-            yield f"two ranks --zero {zero}", 2, [[*model, "--attn", "ssmax", "--batch", 2, "--zero", zero]]
-        yield "recompute", 1, [[*model, "--attn", "ssmax", "--recompute"]]
-        yield "recompute gau bf16", 1, [["--model", MODELS["gau"], "--recompute", "--dtype", "bf16"]]
-        yield "stochastic rounding", 1, [[*model, "--dtype", "bf16", "--stochastic-rounding"]]
+                found[f"{attn} {block} tied={tied}"] = 1, [f"--attn {attn} --model {model},tied={tied}"]
+            if attn in ("softmax", "ssmax-bias", "lssar"):
+                found[f"{attn} {block} bf16"] = 1, [f"--attn {attn} --model {model} --dtype bf16"]
+                found[f"{attn} {block} two ranks"] = 2, [f"--attn {attn} --model {model} --batch 2"]
+    return found | OTHERS | (CUDA_ONLY if cuda else {})
 
 
-def run(words, where, ranks=1, launch=None):
-    if ranks > 1:
-        words = [launch, ranks, *words]
-    done = subprocess.run([str(w) for w in words], cwd=where, env=environment(), stdin=subprocess.DEVNULL,
+def run(words, where):
+    done = subprocess.run([str(word) for word in words], cwd=where, env=environment(), stdin=subprocess.DEVNULL,
                           capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
@@ -85,31 +83,29 @@ def written(out):
     return found
 
 
-def evaluate(tree, out, where, more):
-    """The losses of the newest checkpoint under its own normalizer and under softmax, also beyond the training
-    length."""
-    folder = max(Path(out).glob("ckpt/step-*"))
-    run([tree / "eval_gpt2", "--model", folder, "--data", "data/*_val_*.bin", "--seq-lens", "16,32,64",
-         "--attn", "softmax", "--task", "positions", "--max-tokens", 300, "--out", out / "eval", *more], where)
-    return json.loads((out / "eval/eval.json").read_text())["results"]
-
-
 def losses(found):
     lines = found["metrics.jsonl"]
     return [line["loss"] for line in lines] + [line["val_loss"] for line in lines if "val_loss" in line]
 
 
-def result_of(tree, program, case, where):
-    name, ranks, runs = case
-    out = Path("out")
-    for flags in runs:
-        words = [tree / program, "--train-data", "data/*_train_*.bin", "--val-data", "data/*_val_*.bin", *BASE,
-                 "--out", out, *flags]
-        run(words, where, ranks, tree / "scripts/launch.sh")
-    found = written(where / out)
-    if program == "train_gpt2" and ranks == 1:
-        found["eval.json"] = evaluate(tree, where / out, where,
-                                      ["--pn-extrapolate", "log"] if "ssmax-pn" in name else [])
+def result_of(tree, program, name, ranks, runs):
+    """What the runs write. With one rank of the CPU's trainer also the losses of the newest checkpoint under its own
+    normalizer and under softmax, beyond the training length, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        where, out = Path(folder), Path(folder) / "out"
+        make_data(where / "data")
+        make_masked(where / "masked")
+        launch = [tree / "scripts/launch.sh", ranks] if ranks > 1 else []
+        for flags in runs:
+            run([*launch, tree / program, "--train-data", "data/*_train_*.bin", "--val-data", "data/*_val_*.bin",
+                 "--model", BLOCKS["llama"], *BASE.split(), "--out", "out", *flags.split()], where)
+        found = written(out)
+        if program == "train_gpt2" and ranks == 1:
+            more = ["--pn-extrapolate", "log"] if "ssmax-pn" in name else []
+            run([tree / "eval_gpt2", "--model", max(out.glob("ckpt/step-*")), "--data", "data/*_val_*.bin",
+                 "--seq-lens", "16,32,64", "--attn", "softmax", "--task", "positions", "--max-tokens", 300,
+                 "--picture", 0, "--out", "eval", *more], where)
+            found["eval.json"] = json.loads((where / "eval/eval.json").read_text())["results"]
     return found
 
 
@@ -124,18 +120,10 @@ def main():
     trees = [args.old.absolute(), args.new.absolute()]
     equal = differ = failed = 0
     for program in ["train_gpt2", *(["train_gpt2cu_on_cpu"] if args.cuda else [])]:
-        for case in cases(program != "train_gpt2"):
-            if args.k not in f"{program}: {case[0]}":
+        for name, (ranks, runs) in cases(program != "train_gpt2").items():
+            if args.k not in f"{program}: {name}":
                 continue
-            found = []
-            for tree in trees:
-                with tempfile.TemporaryDirectory() as folder:
-                    where = Path(folder)
-                    (where / "data").mkdir()
-                    (where / "masked").mkdir()
-                    make_data(where / "data")
-                    make_masked(where / "masked")
-                    found.append(result_of(tree, program, case, where))
+            found = [result_of(tree, program, name, ranks, runs) for tree in trees]
             if found[0] == found[1]:
                 equal += 1
                 continue
@@ -143,16 +131,17 @@ def main():
             distance = max((abs(a - b) for a, b in zip(losses(found[0]), losses(found[1]))), default=0)
             if args.losses is not None and distance <= args.losses and "samples.txt" not in names:
                 differ += 1
-                print(f"differs  {program}: {case[0]}: losses by {distance:.2g}")
+                print(f"differs  {program}: {name}: losses by {distance:.2g}")
                 continue
             failed += 1
-            print(f"FAILED   {program}: {case[0]}: {', '.join(names)}; losses by {distance:.2g}", flush=True)
+            print(f"FAILED   {program}: {name}: {', '.join(names)}; losses by {distance:.2g}", flush=True)
     print(f"{equal} equal, {differ} with different bits, {failed} failed")
     return 1 if failed or not equal + differ else 0
 
 
 def make_masked(folder):
     """Shards with masks in which every third token does not count."""
+    folder.mkdir()
     for i, (name, count) in enumerate((("d_train_000001", 3000), ("d_val_000000", 600))):
         ids = tokens(count, 7 + i)
         write_shard(folder / f"{name}.bin", ids)

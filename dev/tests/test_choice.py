@@ -232,7 +232,8 @@ def test_pn_suffices_for_long_questions(model_of, tmp_path):
     """They lose their start, so that L inputs remain, for which a model has all its p_n."""
     folder, *_ = model_of("llama", "ssmax-pn")
     path = write_questions(tmp_path / "q.jsonl", [(GOOD | {"query": "a b " * L},)])
-    output, _ = run(BIN / "eval_gpt2", "--task", "choice", "--model", folder, "--data", path, "--out", tmp_path / "out")
+    output, _ = run(BIN / "eval_gpt2", "--task", "choice", "--model", folder, "--data", path, "--picture", 0, "--out",
+                    tmp_path / "out")
     assert "lengths of up to" not in output
     assert "asks for" in evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", L + 1, code=2)
 

@@ -72,16 +72,14 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
     drawn from the same logits."""
     flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2,
              "--val-tokens", 200, "--sample-every", 4, "--total-batch-tokens", 80]
-    a, b = tmp_path / "cpu", tmp_path / "cuda"
-    train(data, *flags, "--out", a)
-    train(data, *flags, "--out", b, program=cuda)
-    assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
-    x_metrics, y_metrics = (metrics(folder, ["val_loss", "attn_scale", "attn_bias"]) for folder in (a, b))
-    for x, y in zip(x_metrics, y_metrics):
-        assert [value is None for value in x] == [value is None for value in y]
+    for run, program in {"cpu": None, "cuda": cuda}.items():
+        train(data, *flags, "--out", tmp_path / run, program=program)
+    assert (tmp_path / "cpu/samples.txt").read_text() == (tmp_path / "cuda/samples.txt").read_text()
+    keys = ["val_loss", "attn_scale", "attn_bias"]
+    for x, y in zip(metrics(tmp_path / "cpu", keys), metrics(tmp_path / "cuda", keys)):
         for p, q in zip(x, y):
-            if p is not None:
-                np.testing.assert_allclose(q, p, rtol=1e-4, atol=1e-5)
+            assert (p is None) == (q is None)
+            np.testing.assert_allclose(np.array(q or 0, float), np.array(p or 0, float), rtol=1e-4, atol=1e-5)
 
 
 def test_a_sample_is_a_single_document(cuda, data, tmp_path):
@@ -339,17 +337,6 @@ def test_graphs_change_nothing(cuda, data, tmp_path, name):
     kernels = [kernels for kernels, _ in said["0-once"]]
     assert len(kernels) == processes and said["0-once"] == [(count, 0) for count in kernels]
     assert said["1-late"] == [(count, graphs) for count in kernels]
-
-
-@pytest.mark.parametrize("processes", (1, 2))
-def test_graphs_across_a_resume(cuda, data, tmp_path, processes):
-    """The resumed part runs without graphs."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = [*SMALL, "--batch", 1, "--total-batch-tokens", 40 * processes]
-    train(data, *flags, "--steps", 6, "--out", whole, program=cuda, processes=processes)
-    train(data, *flags, "--steps", 3, "--out", parts, program=cuda, processes=processes)
-    train(data, *flags, "--steps", 6, "--out", parts, "--resume", "--graphs", 0, program=cuda, processes=processes)
-    assert_same_run(whole, parts, 6)
 
 
 def test_a_resume_keeps_what_determines_the_numbers(cuda, data, tmp_path):
@@ -711,7 +698,7 @@ def test_switch_mid_run(cuda, data, tmp_path):
     assert re.search(r"step 3: switched --attn softmax to ssmax; validation loss \d\.\d+ before, \d\.\d+ after", said)
     np.testing.assert_allclose(losses(b), losses(a), atol=1e-4, rtol=0)
     train(data, *flags, "--steps", 3, "--out", c, program=cuda)
-    train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda)
+    train(data, "--steps", 6, "--attn-switch", "3:ssmax", "--resume", "--out", c, program=cuda, model=False)
     train(data, *flags, "--batch", 1, "--steps", 6, "--attn-switch", "3:ssmax", "--out", d, program=cuda, processes=2)
     for run in (c, d):
         np.testing.assert_allclose(losses(run), losses(a), atol=1e-4, rtol=0)
@@ -805,15 +792,15 @@ def test_norms_by_layer(cuda, data, tmp_path, model, flags):
 def test_several_ranks(cuda, data, tmp_path, processes, flags):
     """The losses equal those of one rank, and checkpoints do not depend on the number of ranks."""
     one, many = tmp_path / "one", tmp_path / "many"
-    common = [*SMALL, "--steps", 4, "--total-batch-tokens", 160, "--attn", "ssmax",
-              "--val-data", data / "d_val_000000.bin", "--val-every", 2, "--val-tokens", 200]
+    common = [*SMALL, "--steps", 3, "--total-batch-tokens", 160, "--attn", "ssmax",
+              "--val-data", data / "d_val_000000.bin", "--val-every", 3, "--val-tokens", 200]
     train(data, *common, *(flags[2:] if "--dtype" in flags else []), "--out", one, program=cuda)
     train(data, *common, "--batch", 8 // processes // 2, *flags, "--out", many, program=cuda, processes=processes)
     loose = "bf16" in flags
     np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])),
                                np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)
     for name in ("model.safetensors", "optimizer.safetensors"):
-        (header, first), (other, second) = (read_header(checkpoint(run, 4) / name) for run in (one, many))
+        (header, first), (other, second) = (read_header(checkpoint(run, 3) / name) for run in (one, many))
         assert header == other
         a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
         assert np.linalg.norm(a - b) <= (3e-2 if loose else 1e-4) * np.linalg.norm(a)

@@ -51,6 +51,6 @@ def test_training_and_evaluation(data, tmp_path):
     found = {}
     for name, flags in ("masked", ["--doc-mask"]), ("open", []):
         tiny.run(tiny.BIN / "eval_gpt2", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", T,
-                 "--out", tmp_path / f"eval-{name}", *flags)
+                 "--picture", 0, "--out", tmp_path / f"eval-{name}", *flags)
         found[name] = json.loads((tmp_path / f"eval-{name}/eval.json").read_text())
     assert found["masked"] != found["open"]

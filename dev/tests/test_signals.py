@@ -16,6 +16,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -68,12 +69,10 @@ WANTED = os.environ.get("STOPS")
 STOPS = [stop for stop in ALL if (stop.name in CHOSEN if not WANTED else WANTED == "all" or WANTED in stop.name)]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
+def DATA(folder):
+    folder.mkdir()
     write_shard(folder / "d_train_000001.bin", np.random.default_rng(1).integers(0, VOCAB, 100_000))
     write_shard(folder / "d_val_000000.bin", np.random.default_rng(2).integers(0, VOCAB, 10_000))
-    return folder
 
 
 def program(backend):
@@ -86,12 +85,6 @@ def program(backend):
     return ROOT / build / "train_gpt2"
 
 
-def listen():
-    """In a shell's background job SIGINT is ignored, and launch.sh would inherit that."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
 def run(stop, data, out, *flags):
     if stop.ranks > 1 and not shutil.which("mpirun"):
         pytest.skip("needs mpirun")
@@ -100,8 +93,7 @@ def run(stop, data, out, *flags):
              "--val-data", data / "d_val_*.bin", *FLAGS, "--out", out, *flags]
     return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             errors="replace", cwd="/", stdin=subprocess.DEVNULL,
-                            env=environment() | {"OMP_NUM_THREADS": str(stop.threads)}, start_new_session=True,
-                            preexec_fn=listen)
+                            env=environment() | {"OMP_NUM_THREADS": str(stop.threads)}, start_new_session=True)
 
 
 def finish(process, code=0):
@@ -216,7 +208,7 @@ def test_a_stop_needs_no_reader(little, tmp_path):
     os.write(writes, bytes(4096))
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command(little, "--steps", 10 ** 7), stdout=log, stderr=writes, cwd="/",
-                                   env=environment(), preexec_fn=listen)
+                                   env=environment())
     try:
         while "| loss " not in (tmp_path / "log").read_text():
             assert process.poll() is None
@@ -236,16 +228,14 @@ def watch(words, word):
     """Starts a program and waits for a line with the word."""
     process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True, cwd="/",
-                               env=environment() | {"OMP_NUM_THREADS": "2"}, start_new_session=True, preexec_fn=listen)
+                               env=environment() | {"OMP_NUM_THREADS": "2"}, start_new_session=True)
     line_with(process, word)
     return process
 
 
 @pytest.fixture(scope="module")
-def little(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("little")
-    make_data(folder, val=50_000)
-    return folder
+def little(shared_data):
+    return shared_data(partial(make_data, val=50_000))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
