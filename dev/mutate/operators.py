@@ -18,7 +18,7 @@ COMMENTS_AND_STRINGS = {
     "c": r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\''
          r'|^[ \t]*#(?!pragma omp barrier)(?:[^\n]*\\\n)*[^\n]*',
     "py": r'"""(?:\\.|.)*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*'}
-UNTOUCHED = re.compile(r"\b(static_assert|fail|warn|f?printf|print|exit|errorf?|set_error|ValueError|TypeError)\(")
+UNTOUCHED = re.compile(r"\b(static_assert|\w*fail|warn|f?printf|print|exit|error(?:_\w+)?|\w+Error)\(")
 WAITS = re.compile(r"#pragma|\b\w*([sS]ync|[wW]ait|barrier|fence|ring_release|turn_pass|flock|EventRecord|_record)\w*"
                    r"(<.*>)?\(")
 
