@@ -12,7 +12,7 @@ import machines
 from jobs import line_count, ranks_of, wait_for
 from trainer import LAUNCH, STOP_SIGNALS, assert_same_run, command, environment, train
 
-STEPS = 1500
+STEPS = 1000
 FLAGS = ["--steps", STEPS, "--ckpt-every", 50, "--batch", 2, "--lr", 0.0005]
 
 
@@ -39,13 +39,13 @@ class Restarting:
         return text
 
 
-@pytest.mark.parametrize("ranks, victims", [(1, [0]), (2, [1]), (2, [0, 1])], ids=str)
+@pytest.mark.parametrize("ranks, victims", [(1, [0]), (2, [0, 1])], ids=str)
 def test_killed_ranks(data, tmp_path, ranks, victims):
-    """After kill -9 of one rank, or of one after the other, the run ends as if nothing had happened."""
+    """After kill -9 of a rank, and then of another one, the run ends as if nothing had happened."""
     train(data, *FLAGS, "--out", tmp_path / "whole", processes=ranks)
     job = Restarting(data, tmp_path / "out", 3, ranks)
     for i, victim in enumerate(victims):
-        processes = job.reach(150 + 400 * i)
+        processes = job.reach(100 + 300 * i)
         assert sorted(processes) == list(range(ranks))
         os.kill(processes[victim], signal.SIGKILL)
         wait_for(lambda: ranks_of(job.process.pid).get(victim) != processes[victim], "the end of the rank")
@@ -56,8 +56,7 @@ def test_killed_ranks(data, tmp_path, ranks, victims):
     assert_same_run(tmp_path / "whole", tmp_path / "out", STEPS)
 
 
-@pytest.mark.parametrize("number", sorted(STOP_SIGNALS))
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGTERM), *((2, number) for number in sorted(STOP_SIGNALS))])
 def test_a_stop_is_not_restarted(data, tmp_path, ranks, number):
     job = Restarting(data, tmp_path / "out", 3, ranks)
     job.reach(50)

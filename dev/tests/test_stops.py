@@ -260,7 +260,7 @@ def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
     assert "--attn-switch" not in train(data, "--steps", 2, "--out", tmp_path, "--resume", "--seed", 2, code=2)
 
 
-@pytest.mark.parametrize("steps, warmup", [(1, 0), (29, 2), (1000, 100), (10_000, 1000), (50_000, 1000)])
+@pytest.mark.parametrize("steps, warmup", [(1, 0), (29, 2), (50_000, 1000)])
 def test_the_default_warmup(data, tmp_path, steps, warmup):
     """A resumed run keeps the value it started with."""
     model = ["--model", MODEL, "--seq-len", 8]
@@ -517,9 +517,10 @@ def test_a_tokenizer_that_only_the_run_has(data, tmp_path):
     assert not checkpoint(out, 1).exists() and (checkpoint(out, 4) / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("target, wrong", [
-    ("outside", True), ("inside", False), ("snapshots", False), ("blobs that are a link", True)])
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("name, target, wrong", [
+    ("tokenizer.json", "outside", True), ("tokenizer.json", "inside", False), ("tokenizer.json", "snapshots", False),
+    ("tokenizer.json", "blobs that are a link", True), ("tokenizer_config.json", "outside", True),
+    ("chat_template.jinja", "outside", True)])
 def test_a_link_does_not_carry_a_file_into_a_checkpoint(data, tmp_path, name, target, wrong):
     """A checkpoint is published. Hugging Face's cache is full of links, and stays usable."""
     folder, out, model = tmp_path / "hub/snapshots/1", tmp_path / "out", MODEL.replace("vocab=97", "vocab=300")
