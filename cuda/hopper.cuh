@@ -88,9 +88,9 @@ DEVICE void mbarrier_wait(Mbarrier *b, unsigned parity) {
 }
 
 // ---- TMA. `at` are the coordinates of the box's first element, the contiguous dimension first. Elements out of bounds
-// are loaded as 0. The box in shared memory is aligned to 128 bytes, with a swizzle of 32, 64 or 128 bytes to 256, 512 or
-// 1,024. at[0] times the element's size is a multiple of 16 bytes, even if it is negative: floats at -4, but not at -3.
-// Otherwise, measured on an H200, the kernel ends with cudaErrorIllegalInstruction.
+// are loaded as 0. The box in shared memory is aligned to 128 bytes, with a swizzle of 32, 64 or 128 bytes to 256, 512
+// or 1,024. at[0] times the element's size is a multiple of 16 bytes, even if it is negative: floats at -4, but not at
+// -3. Otherwise, measured on an H200, the kernel ends with cudaErrorIllegalInstruction.
 
 #define HOPPER_TMA(rank, coordinates, ...) \
     if constexpr (RANK == rank) \
@@ -385,8 +385,9 @@ DEVICE T *aligned_tile(T *p) {
 
 // Describes a tensor of bf16 or float for tma_load(): its sizes in elements and its strides in bytes, the contiguous
 // dimension first and without a stride, and the box that one copy moves. Strides and p are multiples of 16 bytes, and
-// with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses the tensor. Writes to *map rather
-// than returning it: CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned value.
+// with a swizzle, a row of the box has as many bytes. Ends the program if CUDA refuses the tensor. Writes to *map
+// rather than returning it: CUDA requires 64-byte alignment, which GCC 12 does not give to the temporary of a returned
+// value.
 template <class X>
 static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64_t *sizes, const uint64_t *strides,
                               const uint32_t *box, Swizzle swizzle) {

@@ -367,7 +367,8 @@ static void pipeline(int defect) {
     X(different_commits) X(different_accumulators) X(accumulators_overlap) X(half_a_warp_arrives) \
     X(half_a_warp_waits) X(half_a_warp_fences) X(wgmma_without_wait) X(barrier_of_half_a_warp) X(address_not_shared) \
     X(store_not_shared) X(store_over_store) X(load_of_what_is_stored) \
-    X(load_at_misaligned_coordinate) X(copy_without_commit) X(waits_for_shared_counter) X(adds_to_shared_counter) X(misaligned_counter)
+    X(load_at_misaligned_coordinate) X(copy_without_commit) X(waits_for_shared_counter) X(adds_to_shared_counter) \
+    X(misaligned_counter)
 
 enum Rule {
     NO_RULE,

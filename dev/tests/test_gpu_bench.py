@@ -190,7 +190,8 @@ def test_attention_goes_on(tmp_path):
 @needs_flash
 def test_others_go_on(tmp_path):
     """One of PyTorch's methods fails while it is checked."""
-    records, budgets = measured(tmp_path, "others", ["--lengths", "9", "--attn", "ssmax,gelu-l1"], {"ssmax 9 sdpa": 1}, 0)
+    records, budgets = measured(tmp_path, "others", ["--lengths", "9", "--attn", "ssmax,gelu-l1"],
+                                {"ssmax 9 sdpa": 1}, 0)
     failed = {key: r["failed"] for key, r in records.items() if "failed" in r}
     assert failed == {("ssmax", 9, "sdpa"): ERROR} and len(budgets) == 2
     assert {key: len(r["both_ms"]) for key, r in records.items() if key not in failed} == {

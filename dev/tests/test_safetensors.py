@@ -70,7 +70,8 @@ def read(c, path, shapes):
     for name, shape in shapes.items():
         out[name] = torch.empty(shape)
         sizes = (ctypes.c_size_t * max(1, len(shape)))(*shape)
-        assert c.safetensors_read(handle, name.encode(), len(shape), sizes, out[name].data_ptr(), error), error.text.decode()
+        read = c.safetensors_read(handle, name.encode(), len(shape), sizes, out[name].data_ptr(), error)
+        assert read, error.text.decode()
     c.safetensors_close(handle)
     return out
 
