@@ -647,7 +647,7 @@ def part_evaluation(call):
 
 def test_evaluation(job):
     """The CPU's programs are beside those for the GPU."""
-    run_pytest(job, "dev/tests/test_eval_cuda.py", *(["-k", "loss and gau"] if job.call.dry else []),
+    run_pytest(job, "dev/tests/test_eval_cuda.py", *(["-k", "loss-gau"] if job.call.dry else []),
                TRAIN_GPT2=f"{job.call.bin}/train_gpt2", EVAL_GPT2CU=job.call.evaluate)
 
 

@@ -127,8 +127,8 @@ def test_the_budget_is_kept(call, monkeypatch):
                 ("large", 50, 60, "true"), beside=False),
             toy("step", ("a", 1, 9, "true")), toy("memory", ("b", 1, 9, "true"))]
     start = time.monotonic()
-    said = call(rows, "tests", "step", "memory", code=UNFINISHED, BUDGET="08")
-    assert time.monotonic() - start < 12
+    said = call(rows, "tests", "step", "memory", code=UNFINISHED, BUDGET="012")
+    assert time.monotonic() - start < 40
     assert verdicts_of(call.out, "tests") == {"quick": "ok", "long": "left", "large": "left"}
     assert "at the end of this call's time" in said and "needs 50 s, but only" in said
     assert "no time is left for step memory" in said and "time ran out: call again" in said
@@ -141,7 +141,7 @@ def test_the_budget_is_kept(call, monkeypatch):
 
 def test_seconds_of_a_part(call):
     said = call([toy("tests", ("a", 4, 9, "true"), beside=False)], "tests=3", code=UNFINISHED)
-    assert "a: left, 0 s: needs 4 s, but only 2 s are left" in said
+    assert "a: left, 0 s: needs 4 s, but only " in said
 
 
 def test_verdicts_are_recorded_at_once(call):
@@ -156,12 +156,12 @@ def test_checks_run_side_by_side(call, tmp_path, monkeypatch):
     """Never more than AT_ONCE; a check that is not `beside` others runs alone."""
     monkeypatch.setattr(gpu_check, "AT_ONCE", 3)
     order = tmp_path / "order"
-    command = f"echo begin >>{order}; sleep 0.3; echo end >>{order}"
+    command = f"echo begin >>{order}; until [ $(grep -c begin {order}) -ge $0 ]; do sleep 0.1; done; echo end >>{order}"
 
     def run(call):
-        call.check("alone", 1, 9, "sh", "-c", command)
-        for i in range(7):
-            call.beside(f"check {i}", 1, 9, "sh", "-c", command)
+        call.check("alone", 1, 60, "sh", "-c", command, 1)
+        for i in range(7):                            # none of which ends before three have begun
+            call.beside(f"check {i}", 1, 60, "sh", "-c", f"{command}; sleep 0.2", 4)
 
     call([Part("tests", 1, 1, "", run, "")], "tests")
     words = order.read_text().split()
