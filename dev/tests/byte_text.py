@@ -29,6 +29,14 @@ def write_tokenizer(folder, special=SPECIAL):
     (folder / "tokenizer_config.json").write_text(json.dumps(vocabulary.CONFIG))
 
 
+def exchange_tokens(folder):
+    """Exchanges the ids of two letters in the folder's tokenizer."""
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    vocab = whole["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+
+
 def text_of(tokens):
     """Special tokens are shown by their names."""
     names = {index: name for name, index in SPECIAL.items()}

@@ -117,9 +117,7 @@ def test_sources_with_different_tokenizers(tmp_path):
     (folders[2] / "tokenizer.json").write_text(json.dumps(whole, indent=1))
     flags = ["--batch", 1, "--seq-len", 8, "--dry-run"]
     assert "differs" not in train(tmp_path, "--train-data", text, *flags, model=False)
-    vocab = whole["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (folders[2] / "tokenizer.json").write_text(json.dumps(whole))
+    byte_text.exchange_tokens(folders[2])
     differs = f"{folders[2]}/tokenizer.json: differs from {folders[0]}/tokenizer.json"
     says(train(tmp_path, "--train-data", text, *flags, model=False, code=INPUT), differs, "--tokenizer")
     one, other = (f"{folder}/*_train_*.bin" for folder in (folders[0], folders[2]))
@@ -539,11 +537,7 @@ def test_tokenizers_that_cannot_be_compared(tmp_path):
     says(train(tmp_path, *flags, "--out", tmp_path / "out", model=False), warning)
     for name in "ab":
         byte_text.write_text(tmp_path / name)
-    path = tmp_path / "b/tokenizer.json"
-    whole = json.loads(path.read_text())
-    vocab = whole["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    path.write_text(json.dumps(whole))
+    byte_text.exchange_tokens(tmp_path / "b")
     says(train(tmp_path, *flags[:2], "--out", tmp_path / "out", "--resume", "--steps", 2, model=False), warning)
 
 

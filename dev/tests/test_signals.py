@@ -25,7 +25,7 @@ from trainer import (LAUNCH, ROOT, STOP_SIGNALS, TRAIN, assert_held, checkpoint,
                      metrics, signal_masks, steps, train, write_shard)
 
 VOCAB = 50257
-FLAGS = ["--model", "layers=4,heads=4,channels=128,ffn=352,tied=1", "--batch", 8, "--seq-len", 256, "--warmup", 5,
+FLAGS = ["--model", "layers=1,heads=4,channels=128,ffn=352,tied=1", "--batch", 4, "--seq-len", 256, "--warmup", 5,
          "--val-every", 1, "--val-tokens", 2048, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0]
 STOPPED = 75
 PHASES = ["training", "validation", "saving", "sampling"]
