@@ -197,6 +197,16 @@ def find_baseline(groups, paths, baseline):
     raise plot.Refused(f"--baseline {baseline}: expected one of the runs to plot, {', '.join(map(str, paths))}.")
 
 
+def unit_of(groups):
+    return plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
+
+
+def loss_panels(groups, base, unit, ending=""):
+    """The training loss and the validation loss, or their differences to the baseline's."""
+    return [Panel(title + ending, lambda axes, key=key: draw_curves(axes, groups, base, key, unit), 6.2, 4.2)
+            for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))]
+
+
 def seed_panels(paths, styles):
     """(the panels of the mean losses of runs over their seeds, their legend), or ([], []) if none differ only in their
     seeds. styles: (color, dash) of each run; a mean has that of its first one."""
@@ -209,26 +219,22 @@ def seed_panels(paths, styles):
     of_run = dict(zip(map(str, paths), styles))
     for group in groups:
         group.color, group.dash = of_run[group.runs[0].path]
-    unit = plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
-    return ([Panel(f"{title}, mean and range over seeds",
-                   lambda axes, key=key: draw_curves(axes, groups, None, key, unit), 6.2, 4.2)
-             for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))],
+    unit = unit_of(groups)
+    return (loss_panels(groups, None, unit, ", mean and range over seeds"),
             [(label_of(group, None, unit), group.color, group.dash) for group in groups])
 
 
 def comparison(paths, seeds, baseline):
     """The picture of `plot.py RUN... [--seeds] [--baseline RUN]`."""
     groups = groups_of(paths, seeds)
-    unit = plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
+    unit = unit_of(groups)
     base = find_baseline(groups, paths, baseline) if baseline else None
     others = [group for group in groups if group is not base]
     if base and not others:
         raise plot.Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further runs.")
-    panels = [Panel(title, lambda axes, key=key, of=of, to=to: draw_curves(axes, of, to, key, unit), 6.2, 4.2)
-              for to, of in ((None, groups), *([(base, others)] if base else []))
-              for key, title in (("loss", "Loss, running mean"), ("val_loss", "Validation loss"))]
-    for panel in panels[2:]:
-        panel.title += f", difference to {base.name}"
+    panels = loss_panels(groups, None, unit)
+    if base:
+        panels += loss_panels(others, base, unit, f", difference to {base.name}")
     legend = [(label_of(group, base, unit), group.color, group.dash) for group in groups]
     return charts.figure(Picture("comparison", panels, 2, legend, "mean and range over seeds" if seeds else ""))
 
