@@ -75,9 +75,6 @@ ifeq ($(SAN),1)
   CC_FLAGS += $(SANITIZE) -DCHECK_RANGES
   LD_FLAGS += -fsanitize=address,undefined
 endif
-ifeq ($(TSAN),1)
-  LD_FLAGS += -fsanitize=thread
-endif
 ifneq ($(ATTN),)
   bracket := (
   ifeq ($(shell grep -F ' X$(bracket)$(ATTN),' attention/normalizer.h),)
@@ -106,8 +103,9 @@ endif
 BUILT_FOR := $(shell $(CC) -march=$(MARCH) $(CFLAGS) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
-BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(filter 1,$(TSAN)),/tsan)$(if $(ATTN),/$(ATTN))
-BIN     ?= $(if $(filter build,$(BUILD)),.,$(BUILD))
+BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(ATTN),/$(ATTN))
+KERNELS  = $(BUILD)$(if $(filter 1,$(TSAN)),/tsan)
+BIN     ?= $(if $(filter build,$(KERNELS)),.,$(KERNELS))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
 LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c runtime/*.c attention/*.c))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
@@ -227,18 +225,18 @@ $(PACKAGE)/%.py: attention/torch/%.py
 $(BUILD)/torch/flags: FORCE
 	$(call record,$(CC) $(C_FLAGS) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) $(for_bf16))
 
-# ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(BUILD)/on_cpu
+# ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(ON_CPU)
 GPUS       ?= 80 90
 CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O2)
 CU_PROGRAMS = train_gpt2 eval_gpt2 test_gpt2
 ROWS       := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
-# INSTANCES="exp float" builds only these rows of attention's kernels, which is faster; $(BUILD)/rows then has the table.
+# INSTANCES="exp float" builds only these rows of attention's kernels, which is faster; $(KERNELS)/rows then has the table.
 INSTANCES  ?= $(ROWS)
 ifneq ($(strip $(INSTANCES)),$(ROWS))
-  FEW      := -I$(BUILD)/rows
-  $(shell mkdir -p $(BUILD)/rows/attention; sed -E '/^FLASH_INSTANCE/{/^.{15}($(subst $() ,|,$(strip $(INSTANCES)))),/!d}' \
-    attention/flash_instances.h > $(BUILD)/rows.new; cmp -s $(BUILD)/rows.new $(BUILD)/rows/attention/flash_instances.h || \
-    mv $(BUILD)/rows.new $(BUILD)/rows/attention/flash_instances.h)
+  FEW      := -I$(KERNELS)/rows
+  $(shell mkdir -p $(KERNELS)/rows/attention; sed -E '/^FLASH_INSTANCE/{/^.{15}($(subst $() ,|,$(strip $(INSTANCES)))),/!d}' \
+    attention/flash_instances.h > $(KERNELS)/rows.new; cmp -s $(KERNELS)/rows.new $(KERNELS)/rows/attention/flash_instances.h || \
+    mv $(KERNELS)/rows.new $(KERNELS)/rows/attention/flash_instances.h)
 endif
 # Rows in bf16 for one phi have kernels of their own for compute capability 9.0.
 ROWS90     := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\), bf16, PHI_.*/\1/p' attention/flash_instances.h 2>/dev/null)
@@ -247,7 +245,10 @@ FLASH90     = $(if $(HOPPER),$(if $(ONLY),attention/flash90_instance.o,$(patsubs
 FLASH       = $(patsubst %.cu,%.o,$(filter-out %_instance.cu,$(wildcard attention/*.cu))) \
               $(if $(ONLY),attention/flash_instance.o,$(INSTANCES:%=attention/flash_instance_%.o)) $(FLASH90)
 CUDA_SOURCES = $(wildcard cuda/*.cu)
-EMULATOR    = $(patsubst %.cpp,$(BUILD)/on_cpu/%.o,$(filter-out $(if $(NCCL:0=),,%/nccl_on_cpu.cpp),$(wildcard dev/cuda_on_cpu/*.cpp)))
+ON_CPU      = $(KERNELS)/on_cpu
+# The emulator is the same with and without sanitizers, and built once.
+EMULATOR    = $(patsubst %/san,%,$(BUILD))/emulator
+EMULATED    = $(patsubst %.cpp,$(EMULATOR)/%.o,$(filter-out $(if $(NCCL:0=),,%/nccl_on_cpu.cpp),$(wildcard dev/cuda_on_cpu/*.cpp)))
 
 comma      := ,
 architectures = $(foreach n,$(GPUS),-gencode arch=compute_$(call exact,$(n)),code=sm_$(call exact,$(n))) -gencode arch=compute_$(lastword $(GPUS)),code=compute_$(lastword $(GPUS))
@@ -261,44 +262,45 @@ CUDART      = $(call library_in,libcudart_static.a,$(CUDA))
 GPU_LIBS    = $(GPU_SHARED) $(patsubst %/,-Wl$(comma)-rpath$(comma)%,$(dir $(GPU_SHARED))) $(CUDART) -ldl -lrt -lpthread
 CU_FLAGS    = -std=c++17 $(FEW) -I. -MMD -MP $(ONLY) $(if $(HOPPER),-DUSE_HOPPER) $(if $(USE_NCCL),-DUSE_NCCL) $(patsubst %,-isystem %/include,$(filter-out 0 /usr,$(CUBLAS) $(NCCL)))
 NVCC_FLAGS  = $(CU_FLAGS) -O3 -lineinfo $(architectures) -Xcompiler -Wall,-Wextra,-fPIC,-fopenmp $(if $(filter 1,$(WERROR)),-Werror all-warnings) $(PTXAS) $(NVCCFLAGS)
-# The race check covers the kernels, not the emulator, and does not support OpenMP's threads.
+# The race check covers the kernels, not the emulator or the library, and does not support OpenMP's threads.
 RACES       = $(filter 1,$(TSAN))
 CXX_FLAGS   = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -g1 $(CU_OPT) -march=$(MARCH) -fno-math-errno -Wall -Wextra \
               -Wno-unknown-pragmas -Wno-psabi $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp) $(CPPFLAGS) $(CXXFLAGS) -fPIC
 MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(MPI_COMPILE))
 compile_gpu = $(CUDA)/bin/nvcc $(NVCC_FLAGS) -MF $(@:.o=.d) -c -o $@ $<
+EMULATOR_FLAGS = -O2 -fopenmp $(filter-out -fopenmp $(CU_OPT) $(FEW) $(ONLY) $(SANITIZE),$(CXX_FLAGS))
 compile_cpu = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
 
-# cu_rules(cuda or on_cpu, suffix of the programs' names, prerequisites, libraries, those of attn_c_cuda.so)
+# cu_rules(folder, suffix of the programs' names, prerequisites, libraries, those of attn_c_cuda.so)
 define cu_rules
-$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(BUILD)/$(1)/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
+$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(1)/%.o $(BUILD)/runtime/cpu.o $(1)/flash.a $(1)/cuda.a $(BUILD)/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
 
-$(BUILD)/$(1)/tests/%: $(BUILD)/$(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/$(1)/cuda.a $(BUILD)/library.a $(3)
+$(1)/tests/%: $(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(1)/cuda.a $(BUILD)/library.a $(3)
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
 	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
 
-$(BUILD)/$(1)/flash.so: $(BUILD)/$(1)/dev/tests/flash_so.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
+$(1)/flash.so: $(1)/dev/tests/flash_so.o $(FLASH:%=$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -shared -o $$@ $$^ $(4) $(LD_LIBS)
 
-$(BUILD)/$(1)/attn_c_cuda.so: $(BUILD)/$(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(BUILD)/$(1)/%) $(BUILD)/pic/library.a $(3)
+$(1)/attn_c_cuda.so: $(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(1)/%) $(BUILD)/pic/library.a $(3)
 	@echo '  LD  $$@'
 	@$(CXX) $(CXXFLAGS) $(LDFLAGS) -shared -o $$@ $$^ $(5) -lm
 
-$(BUILD)/$(1)/flash.a: $(FLASH:%=$(BUILD)/$(1)/%)
-$(BUILD)/$(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(BUILD)/$(1)/%.o)
-$(BUILD)/$(1)/flash.a $(BUILD)/$(1)/cuda.a:
+$(1)/flash.a: $(FLASH:%=$(1)/%)
+$(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(1)/%.o)
+$(1)/flash.a $(1)/cuda.a:
 	@mkdir -p $$(@D)
 	@rm -f $$@
 	@ar rcs $$@ $$^
 endef
-$(eval $(call cu_rules,cuda,cu,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
+$(eval $(call cu_rules,$(BUILD)/cuda,cu,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
 # -Bsymbolic: otherwise, if PyTorch has loaded the real CUDA runtime, its functions are called, not the emulator's.
-EMULATED    = -ldl -Wl$(comma)-Bsymbolic
-$(eval $(call cu_rules,on_cpu,cu_on_cpu,$(BUILD)/on_cpu/emulator.a,-rdynamic $(EMULATED),-fopenmp $(EMULATED)))
+ON_CPU_LIBS = -ldl -Wl$(comma)-Bsymbolic $(if $(RACES),-fsanitize=thread)
+$(eval $(call cu_rules,$(ON_CPU),cu_on_cpu,$(EMULATOR)/emulator.a,-rdynamic $(ON_CPU_LIBS),-fopenmp $(ON_CPU_LIBS)))
 
 $(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
 	@mkdir -p $(@D)
@@ -315,30 +317,34 @@ $(BUILD)/cuda/attention/flash90_instance_%.o: attention/flash90_instance.cu $(BU
 	@echo '  NVCC $< $*'
 	@$(compile_gpu) -DINSTANCE=FLASH_$*
 
-$(BUILD)/on_cpu/%.o: %.cu $(BUILD)/on_cpu/flags
+$(ON_CPU)/%.o: %.cu $(ON_CPU)/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
 	@$(compile_cpu)
 
-$(BUILD)/on_cpu/attention/flash_instance_%.o: attention/flash_instance.cu $(BUILD)/on_cpu/flags
+$(ON_CPU)/attention/flash_instance_%.o: attention/flash_instance.cu $(ON_CPU)/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $< $*'
 	@$(compile_cpu) -DINSTANCE=FLASH_$*
 
-$(BUILD)/on_cpu/attention/flash90_instance_%.o: attention/flash90_instance.cu $(BUILD)/on_cpu/flags
+$(ON_CPU)/attention/flash90_instance_%.o: attention/flash90_instance.cu $(ON_CPU)/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $< $*'
 	@$(compile_cpu) -DINSTANCE=FLASH_$*
 
 # Never -O0, under which memset() is a call that the race check would see, although the emulator makes it.
-$(BUILD)/on_cpu/%.o: %.cpp $(BUILD)/on_cpu/flags
+$(EMULATOR)/%.o: %.cpp $(EMULATOR)/flags
 	@mkdir -p $(@D)
 	@echo '  CXX $<'
-	@$(CXX) $(CXX_FLAGS:-O0=-O2) $(MPI_FLAGS) -c -o $@ $<
+	@$(CXX) $(EMULATOR_FLAGS) $(MPI_FLAGS) -c -o $@ $<
 
-$(BUILD)/on_cpu/emulator.a: $(EMULATOR)
+$(EMULATOR)/emulator.a: $(EMULATED)
 	@rm -f $@
 	@ar rcs $@ $^
+
+$(EMULATOR)/flags: FORCE
+	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
+	$(call record,$(CXX) $(EMULATOR_FLAGS) $(MPI_FLAGS))
 
 # The objects of the library that flash.so and attn_c_cuda.so contain, built for a shared library; without MPI, since there is
 # one rank.
@@ -354,7 +360,7 @@ $(BUILD)/cuda/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
 	$(call record,$(CUDA)/bin/nvcc $(NVCC_FLAGS))
 
-$(BUILD)/on_cpu/flags: FORCE
+$(ON_CPU)/flags: FORCE
 	@$(if $(and $(CUDA),$(CUBLAS)),,$(cuda_missing))
 	$(call record,$(CXX) $(CXX_FLAGS) $(RACES))
 cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is missing (make help); scripts/setup_cuda.sh installs them' >&2; exit 1
@@ -373,7 +379,7 @@ test_c: $(addprefix run/,$(SLOW) $(BIN)/test_gpt2 $(filter-out $(SLOW),$(TESTS))
 list_tests:
 	@echo $(TESTS)
 
-test_on_cpu: $(patsubst dev/tests/%.cu,run/$(BUILD)/on_cpu/tests/%,$(wildcard dev/tests/test_*.cu))
+test_on_cpu: $(patsubst dev/tests/%.cu,run/$(ON_CPU)/tests/%,$(wildcard dev/tests/test_*.cu))
 
 check: $(addprefix run/,$(filter-out $(SLOW),$(TESTS))) $(BIN)/test_gpt2
 	@echo "== test_gpt2 v97"
@@ -424,5 +430,5 @@ clean:
 
 .PHONY: all attn_c clean help lacking check list_tests test test_c test_on_cpu FORCE
 .SECONDARY:
--include $(wildcard $(foreach d,cuda on_cpu,$(addprefix $(BUILD)/$(d)/,*.d attention/*.d attention/torch/*.d cuda/*.d dev/cuda_on_cpu/*.d dev/tests/*.d)) $(BUILD)/pic/*/*.d $(BUILD)/torch/*/*/*.d $(BUILD)/torch/*/*/*/*.d)
+-include $(wildcard $(foreach d,$(BUILD)/cuda $(ON_CPU),$(addprefix $(d)/,*.d attention/*.d attention/torch/*.d cuda/*.d dev/tests/*.d)) $(EMULATOR)/*/*/*.d $(BUILD)/pic/*/*.d $(BUILD)/torch/*/*/*.d $(BUILD)/torch/*/*/*/*.d)
 -include $(LIBRARY:.o=.d) $(FAULTY:%.o=$(BUILD)/faults/%.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "cuda_on_cpu.h"
+#include "engine.h"
 
 namespace {
 
@@ -402,7 +403,7 @@ void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
     if (algorithm.workspace) cuda_on_cpu::writes(x.workspace, algorithm.workspace);
     if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS) cuda_on_cpu::reads(p.op.bias, p.m * p.d.element());
     size_t down = (p.m + TILE_M - 1) / TILE_M, across = (p.n + TILE_N - 1) / TILE_N;
-#pragma omp parallel for schedule(dynamic) if (p.m * p.n * p.k > 1 << 18)
+#pragma omp parallel for schedule(dynamic) if (p.m * p.n * p.k > 1 << 18 && !cuda_on_cpu::race_check())
     for (size_t tile = 0; tile < down * across * p.d.batches; tile++)
         make_tile(p, x, (Kind)algorithm.kind, tile / (down * across), (tile % down) * TILE_M,
                   ((tile / down) % across) * TILE_N);

@@ -43,7 +43,7 @@ def cuda_headers():
 def build_programs(folder, test):
     """Builds the emulator, and each build of the test program in the folder, which it returns."""
     include = ["-I", str(HERE), "-isystem", str(cuda_headers())]
-    emulator = "build/on_cpu/emulator.a"
+    emulator = "build/emulator/emulator.a"
     made = make("-j2", emulator, capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
         pytest.skip("CUDA's headers are missing: scripts/setup_cuda.sh installs them")

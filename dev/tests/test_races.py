@@ -47,7 +47,7 @@ ATTENTION = ["attention"] if ALL else [f"attention_{case}" for case in CASES]
 @pytest.fixture(scope="module")
 def programs():
     rows = [f"INSTANCES={' '.join(dict.fromkeys(BUILT))}"] if os.environ.get("DRAW") else []
-    made = make("-j2", "TSAN=1", "OPT=-O1", *rows, *PROGRAMS, capture_output=True, text=True)
+    made = make("-j2", "TSAN=1", *rows, *PROGRAMS, capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
         pytest.skip("CUDA's headers are missing: scripts/setup_cuda.sh installs them")
     assert made.returncode == 0, made.stdout + made.stderr
