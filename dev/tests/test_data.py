@@ -457,7 +457,6 @@ def test_text_files(tmp_path):
     (tmp_path / ".hidden").write_bytes(b"no")
     (tmp_path / "d.bin").write_bytes(b"\0\1\2")
     assert read(tmp_path) == ["one<|endoftext|>two\r\n<|endoftext|>", "bad \ufffd end", ""]
-    assert read(tmp_path / "a.txt", "text", "<|endoftext|>") == ["one", "two\r\n", ""]
 
 
 def scan(*paths, follow_links=False, prose="", **options):
@@ -737,18 +736,18 @@ def test_what_expands_too_much(tmp_path, monkeypatch):
             scan(path, max_document=1 << 23)
 
 
-def test_a_byte_order_mark_before_plain_text(tmp_path):
-    """Only the first one is a mark; anywhere else it is a character."""
-    (tmp_path / "a.txt").write_bytes("\ufeff\ufeffone--\ufefftwo".encode())
-    assert read(tmp_path / "a.txt") == ["\ufeffone--\ufefftwo"]
-    assert read(tmp_path / "a.txt", "text", "--") == ["\ufeffone", "\ufefftwo"]
-
-
-def test_pieces_across_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "CHUNK", 3)
-    (tmp_path / "a.txt").write_bytes(b"--a----bcdef--" + "é".encode() * 5)
+@pytest.mark.parametrize("chunk", [3, formats.CHUNK])
+def test_separators(tmp_path, monkeypatch, chunk):
+    """Also across chunks. Only the first byte order mark is one; anywhere else it is a character."""
+    monkeypatch.setattr(formats, "CHUNK", chunk)
+    for text, separator, expected in (
+            ("one<|endoftext|>two\r\n<|endoftext|>", "<|endoftext|>", ["one", "two\r\n", ""]),
+            ("\ufeff\ufeffone--\ufefftwo", None, ["\ufeffone--\ufefftwo"]),
+            ("\ufeff\ufeffone--\ufefftwo", "--", ["\ufeffone", "\ufefftwo"]),
+            ("--a----bcdef--ééééé", "--", ["", "a", "", "bcdef", "ééééé"])):
+        (tmp_path / "a.txt").write_bytes(text.encode())
+        assert read(tmp_path / "a.txt", "text", separator) == expected
     (tmp_path / "b.jsonl.zst").write_bytes(zst(jsonl(TEXTS)))
-    assert read(tmp_path / "a.txt", "text", "--") == ["", "a", "", "bcdef", "ééééé"]
     assert read(tmp_path / "b.jsonl.zst") == TEXTS
 
 

@@ -53,11 +53,21 @@ def run(script, *flags, code=0, program=TRAIN, **variables):
     return result.stdout + result.stderr
 
 
+def check_help(path, text):
+    """It ends with an example and a page, and has no Python in it."""
+    example, page = re.search(r"\nExamples?:(.*?)\n\n?See (doc/\w+\.md)\.\n$", text, re.S).groups()
+    assert Path(path).name in example and (ROOT / page).exists(), f"{path}: {example}{page}"
+    assert str(ROOT) not in text and "['" not in text and "None" not in text, text
+
+
 @pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "run_multi_node.sbatch",
                                     ROOT / "dev/fuzz/run.sh"], ids=lambda path: path.name)
 def test_help_is_the_comment_at_the_top(script):
     top = re.match(r"#!.*\n((#(?!SBATCH).*\n)+)", script.read_text())[1]
-    assert run([script], "--help") == re.sub(r"^# ?", "", top, flags=re.M)
+    text = run([script], "--help")
+    assert text == re.sub(r"^# ?", "", top, flags=re.M)
+    if script.parent == SCRIPTS:
+        check_help(script, text)
 
 
 # Prints the --help of every Python script, in one process, as JSON: most of the time goes into imports.
@@ -73,18 +83,14 @@ print(json.dumps(found))
 """
 
 
-def test_help_ends_with_an_example_and_a_page():
-    shells = [*SCRIPTS.glob("*.sh"), SCRIPTS / "run_multi_node.sbatch"]
-    pythons = [path for folder in (SCRIPTS, ROOT / "data") for path in folder.glob("*.py")
-               if '__name__ == "__main__"' in path.read_text()]
-    found = {str(path): run([path], "--help") for path in shells}
-    found |= json.loads(subprocess.run([sys.executable, "-c", ALL_HELP, *pythons], cwd="/", capture_output=True,
-                                       text=True, check=True).stdout)
-    assert len(found) > 25 and "(default: gpt2)" in found[str(ROOT / "data/fineweb.py")]
+def test_help_of_python_scripts():
+    paths = [path for folder in (SCRIPTS, ROOT / "data") for path in folder.glob("*.py")
+             if '__name__ == "__main__"' in path.read_text()]
+    found = json.loads(subprocess.run([sys.executable, "-c", ALL_HELP, *paths], cwd="/", capture_output=True, text=True,
+                                      check=True).stdout)
+    assert len(found) > 15 and "(default: gpt2)" in found[str(ROOT / "data/fineweb.py")]
     for path, text in found.items():
-        example, page = re.search(r"\nExamples?:(.*?)\n\n?See (doc/\w+\.md)\.\n$", text, re.S).groups()
-        assert Path(path).name in example and (ROOT / page).exists(), f"{path}: {example}{page}"
-        assert str(ROOT) not in text and "['" not in text and "None" not in text, text
+        check_help(path, text)
 
 
 def comment(script):
