@@ -85,7 +85,7 @@ def test_validation_samples_and_scalars(cuda, data, tmp_path):
 def test_a_sample_is_a_single_document(cuda, data, tmp_path):
     """Whatever documents the batch before it has."""
     train(data, *SMALL, "--lr", 0.03, "--steps", 60, "--out", tmp_path)
-    flags = ["--init-from", checkpoint(tmp_path, 60), "--seq-len", 20, "--batch", 2, "--lr", 0, "--steps", 10,
+    flags = ["--init-from", checkpoint(tmp_path, 60), "--seq-len", 20, "--batch", 2, "--lr", 0, "--steps", 4,
              "--sample-every", 1]
     for masks in (0, 1):
         train(data, *flags, "--doc-mask", masks, "--out", tmp_path / str(masks), program=cuda, model=False)
@@ -474,10 +474,10 @@ def test_stored_matmuls_of_runs_at_once(cuda, data, tmp_path):
     """No run loses what another one adds."""
     file = tmp_path / "matmuls"
     flags = [[*SMALL, "--model", MODEL.replace("channels=48", f"channels={channels}"), "--matmuls", file, "--steps", 2,
-              "--deterministic", 0] for channels in (16, 32, 48, 64)]
+              "--deterministic", 0] for channels in (16, 32, 48)]
     jobs = [subprocess.Popen(command(data, *words, program=cuda), env=environment(), stdout=subprocess.DEVNULL)
             for words in flags]
-    assert [job.wait() for job in jobs] == [0] * 4
+    assert [job.wait() for job in jobs] == [0] * 3
     text = file.read_text()
     for words in flags:
         train(data, *words, program=cuda)
@@ -692,7 +692,7 @@ def test_each_trainer_resumes_the_others_run(cuda, data, tmp_path, first, second
 def test_switch_mid_run(cuda, data, tmp_path):
     """Both trainers switch from softmax to SSMax at step 3, also by a flag of the resumed run, and on two ranks."""
     a, b, c, d = (tmp_path / name for name in ("cpu", "cuda", "resumed", "ranks"))
-    flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 200, "--val-every", 3]
+    flags = [*SMALL, "--val-data", data / "d_val_000000.bin", "--val-tokens", 80, "--val-every", 3]
     train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", a)
     said = train(data, *flags, "--steps", 6, "--attn-switch", "3:ssmax", "--out", b, program=cuda)
     assert re.search(r"step 3: switched --attn softmax to ssmax; validation loss \d\.\d+ before, \d\.\d+ after", said)
@@ -722,7 +722,7 @@ def test_all_zero_rows(cuda, data, tmp_path):
     said = []
     for name, program in {"cpu": None, "cuda": cuda}.items():
         text = train(data, *SMALL, "--model", QK_NORM, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin",
-                     "--val-every", 1, "--val-tokens", 200, "--steps", 4, "--out", tmp_path / name, program=program)
+                     "--val-every", 1, "--val-tokens", 80, "--steps", 4, "--out", tmp_path / name, program=program)
         said.append([float(share) for share in re.findall(r"([\d.]+) % all-zero rows", text)])
     assert len(said[0]) == 4 and 0 < said[0][0] < 100
     np.testing.assert_allclose(said[1], said[0], atol=2)
@@ -792,10 +792,10 @@ def test_norms_by_layer(cuda, data, tmp_path, model, flags):
 def test_several_ranks(cuda, data, tmp_path, processes, flags):
     """The losses equal those of one rank, and checkpoints do not depend on the number of ranks."""
     one, many = tmp_path / "one", tmp_path / "many"
-    common = [*SMALL, "--steps", 3, "--total-batch-tokens", 160, "--attn", "ssmax",
-              "--val-data", data / "d_val_000000.bin", "--val-every", 3, "--val-tokens", 200]
+    common = [*SMALL, "--steps", 3, "--total-batch-tokens", 80, "--attn", "ssmax",
+              "--val-data", data / "d_val_000000.bin", "--val-every", 3, "--val-tokens", 100]
     train(data, *common, *(flags[2:] if "--dtype" in flags else []), "--out", one, program=cuda)
-    train(data, *common, "--batch", 8 // processes // 2, *flags, "--out", many, program=cuda, processes=processes)
+    train(data, *common, "--batch", 1, *flags, "--out", many, program=cuda, processes=processes)
     loose = "bf16" in flags
     np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])),
                                np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)

@@ -298,7 +298,7 @@ def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_pat
 
 # ---------------------------------------------------------------- the cache
 
-@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("gau", "sigmoid-logn-l1"), ("llama", "relu2-T")])
+@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("gau", "relu2-T")])
 def test_sharing_the_cache_changes_no_bit(shape, attn, model_of, data, tmp_path):
     """Prompts of one haystack continue the cache of the one before; each alone gives the same numbers."""
     folder, *_ = model_of(shape, attn, 1200)
