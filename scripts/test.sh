@@ -21,7 +21,7 @@ jobs=$(nproc)
 
 # After FIRST, two lanes run in parallel: the Python tests in one, all other groups in the other.
 FIRST="build format"
-LANE_1="pytest"
+LANE_1="pytest flash soak"
 LANE_2="c cuda san san_cuda races fuzz mutate variants san_pytest aarch64"
 
 all=0 wanted=
@@ -186,9 +186,14 @@ group_fuzz() {
 group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/mutate.py --jobs "$jobs"; }
 group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
+# The tests in Python, but those of the races. In the long run, the fused attention and the soak are groups of their own.
 group_pytest() {
-    python_tests pytest --durations=15 -n 2 --dist loadfile dev/tests dev/cuda_on_cpu --ignore dev/tests/test_races.py
+    local apart=(--ignore=dev/tests/test_races.py)
+    [ $all = 0 ] || apart+=(--ignore=dev/tests/test_{flash,soak}.py)
+    python_tests pytest --durations=15 -n 2 --dist loadfile dev/tests dev/cuda_on_cpu "${apart[@]}"
 }
+group_flash() { [ $all = 0 ] && [ -z "$wanted" ] || python_tests flash dev/tests/test_flash.py -n 2 --dist worksteal; }
+group_soak() { [ $all = 0 ] && [ -z "$wanted" ] || python_tests soak -s dev/tests/test_soak.py; }
 
 # ---------------------------------------------------------------- the run
 
