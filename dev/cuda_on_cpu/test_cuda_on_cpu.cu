@@ -500,22 +500,6 @@ static void copy_defect(int defect) {
     launch(reverse_by_copies, 1, 64, 2 * 256 * 4, NULL, out.p, in.p, 8, defect);
     check_reversed(out.host());
 }
-static void missing_copy_wait(bool defect) {
-    copy_defect(defect ? NO_WAIT : SOUND);
-}
-static void missing_barrier_after_copy(bool defect) {
-    copy_defect(defect ? NO_BARRIER : SOUND);
-}
-static void missing_copy_commit(bool defect) {
-    copy_defect(defect ? NO_COMMIT : SOUND);
-}
-static void wait_for_too_few_groups(bool defect) {
-    copy_defect(defect ? ONE_GROUP_LEFT : SOUND);
-}
-static void copy_into_tile_in_use(bool defect) {
-    copy_defect(defect ? NO_BARRIER_BEFORE_REUSE : SOUND);
-}
-
 static void missing_stream_wait(bool defect) {
     cudaStream_t a, b;
     cudaEvent_t ready;
@@ -595,28 +579,6 @@ static void warp_defect(int defect) {
     std::vector<int> r = out.host();
     for (int i = 0; i < 64; i++) CHECK(r[i] == (i ^ 1), "%d: %d", i, r[i]);
 }
-static void diverged_shuffle(bool defect) {
-    warp_defect(defect ? DIVERGED : NONE);
-}
-static void shuffles_at_two_places(bool defect) {
-    warp_defect(defect ? TWO_PLACES : NONE);
-}
-static void shuffle_meets_vote(bool defect) {
-    warp_defect(defect ? TWO_KINDS : NONE);
-}
-static void exited_lane(bool defect) {
-    warp_defect(defect ? EXITED : NONE);
-}
-static void lane_not_in_mask(bool defect) {
-    warp_defect(defect ? NOT_IN_MASK : NONE);
-}
-static void shuffle_from_outside_mask(bool defect) {
-    warp_defect(defect ? FROM_OUTSIDE : NONE);
-}
-static void partial_warp(bool defect) {
-    warp_defect(defect ? PARTIAL_WARP : NONE);
-}
-
 KERNEL void barrier_kernel(int *out, int defect) {
     if (defect == 1 && threadIdx.x < 40) __syncthreads();    // for only a part of the block
     if (defect == 2) {
@@ -632,16 +594,6 @@ static void barrier_defect(int defect) {
     launch(barrier_kernel, 1, 64, 0, NULL, out.p, defect);
     for (int x : out.host()) CHECK(x == 1, "%d", x);
 }
-static void barrier_in_branch(bool defect) {
-    barrier_defect(defect ? 1 : 0);
-}
-static void barriers_at_two_places(bool defect) {
-    barrier_defect(defect ? 2 : 0);
-}
-static void barrier_after_exit(bool defect) {
-    barrier_defect(defect ? 3 : 0);
-}
-
 KERNEL void
 deadlock_kernel(int *out,
                 bool defect) {    // lanes 8-31 of warp 1 wait for its other lanes, which wait for them at the barrier
@@ -956,31 +908,6 @@ static void capture_defect(int defect) {
     launch_once(inner, s.a);
     CHECK(x.host()[5] == 7, "%g", x.host()[5]);
 }
-static void unjoined_fork_in_capture(bool defect) {
-    capture_defect(defect ? NOT_JOINED : FORBIDS_NOTHING);
-}
-static void wait_in_capture(bool defect) {
-    capture_defect(defect ? WAIT : FORBIDS_NOTHING);
-}
-static void query_in_capture(bool defect) {
-    capture_defect(defect ? QUERY_OF_EVENT : FORBIDS_NOTHING);
-}
-static void allocation_in_capture(bool defect) {
-    capture_defect(defect ? ALLOCATION : FORBIDS_NOTHING);
-}
-static void legacy_stream_in_capture(bool defect) {
-    capture_defect(defect ? LEGACY_STREAM : FORBIDS_NOTHING);
-}
-static void earlier_event_in_capture(bool defect) {
-    capture_defect(defect ? EARLIER_EVENT : FORBIDS_NOTHING);
-}
-static void pageable_copy_in_capture(bool defect) {
-    capture_defect(defect ? PAGEABLE : FORBIDS_NOTHING);
-}
-static void graph_in_capture(bool defect) {
-    capture_defect(defect ? NESTED : FORBIDS_NOTHING);
-}
-
 KERNEL void matrix_kernel(uint32_t *out, int row_elements, int shift) {    // 16 rows of 64 elements
     DYNAMIC_SHARED(bf16, tile);
     int l = (int)threadIdx.x;
@@ -1035,36 +962,7 @@ static void address_defect(int defect) {
     Device<float> in(count_up(32)), out(32);
     launch(address_kernel, 1, 1, 4096, NULL, out.p, in.p, defect);
 }
-static void copy_to_misaligned(bool defect) {
-    address_defect(defect ? 1 : 0);
-}
-static void copy_from_misaligned(bool defect) {
-    address_defect(defect ? 2 : 0);
-}
-static void misaligned_load(bool defect) {
-    address_defect(defect ? 3 : 0);
-}
-static void misaligned_store(bool defect) {
-    address_defect(defect ? 4 : 0);
-}
-static void copy_past_shared(bool defect) {
-    address_defect(defect ? 5 : 0);
-}
-
 KERNEL void empty_kernel() {}
-static void block_too_large(bool defect) {
-    launch(empty_kernel, 1, defect ? 1025 : 1024, 0, NULL);
-}
-static void empty_grid(bool defect) {
-    launch(empty_kernel, defect ? 0 : 1, 32, 0, NULL);
-}
-static void grid_too_large(bool defect) {
-    launch(empty_kernel, dim3(1, defect ? 65536 : 1), 32, 0, NULL);
-}
-static void too_much_shared(bool defect) {
-    launch(empty_kernel, 1, 32, 227 * 1024 + (defect ? 1 : 0), NULL);
-}
-
 KERNEL void large_array_kernel(bool both) {
     SHARED_ARRAY(float, first, 12 * 1024);
     first[threadIdx.x] = 0;
@@ -1073,10 +971,6 @@ KERNEL void large_array_kernel(bool both) {
         second[0] = 0;
     }
 }
-static void arrays_too_large(bool defect) {
-    launch(large_array_kernel, 1, 1, 0, NULL, defect);
-}
-
 static void host_pointer(bool defect) {
     Device<float> x(std::vector<float>(32, 0.0f));
     float on_host[32] = {0};
@@ -1119,27 +1013,78 @@ static void shift_too_far(bool defect) {
     launch(shift_kernel, 1, 1, 0, NULL, out.p, defect ? 32 : 30);
 }
 
-#define CASES(X)                                                                                                       \
-    X(missing_barrier) X(missing_barrier_after_use) X(missing_syncwarp) X(missing_copy_wait) X(missing_barrier_after_copy) \
-    X(missing_copy_commit) X(wait_for_too_few_groups) X(copy_into_tile_in_use) X(missing_stream_wait) X(missing_host_wait) \
-    X(buffer_changed_under_copy) X(diverged_shuffle) X(shuffles_at_two_places) X(shuffle_meets_vote) X(exited_lane)    \
-    X(lane_not_in_mask) X(shuffle_from_outside_mask) X(partial_warp) X(barrier_in_branch) X(barriers_at_two_places)    \
-    X(barrier_after_exit) X(deadlock) X(write_past_dynamic_shared) X(write_just_past_dynamic_shared)                   \
-    X(write_past_shared_array) X(uninitialized_shared) X(uninitialized_device_memory) X(read_past_device_memory)       \
-    X(write_just_past_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence) X(unordered_kernels) \
-    X(race_in_later_launch) X(unordered_kernels_far_apart) X(unordered_library)                                        \
-    X(changed_argument_of_graph) X(other_buffer_than_captured) X(missing_edge_in_graph) X(missing_wait_before_graph)   \
-    X(buffer_changed_under_graph) X(unjoined_fork_in_capture) X(wait_in_capture) X(query_in_capture)                   \
-    X(allocation_in_capture) X(legacy_stream_in_capture) X(earlier_event_in_capture) X(pageable_copy_in_capture)       \
-    X(graph_in_capture)                                                                                                \
-    X(misaligned_ldmatrix) X(ldmatrix_past_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(copy_to_misaligned) \
-    X(copy_from_misaligned) X(misaligned_load) X(misaligned_store) X(copy_past_shared) X(block_too_large) X(empty_grid) \
-    X(grid_too_large) X(too_much_shared) X(arrays_too_large) X(host_pointer) X(host_touches_device_memory) X(stack_overflow) \
-    X(write_past_local_array) X(shift_too_far)
-
 int main(int argc, char **argv) {
-#define X(f) {#f, f},
-    static const PlantedDefect ALL_CASES[] = {CASES(X)};
-#undef X
+    // clang-format off
+    static const PlantedDefect ALL_CASES[] = {
+        {"missing_barrier", missing_barrier},
+        {"missing_barrier_after_use", missing_barrier_after_use},
+        {"missing_syncwarp", missing_syncwarp},
+        {"missing_copy_wait", [](bool defect) { copy_defect(defect ? NO_WAIT : SOUND); }},
+        {"missing_barrier_after_copy", [](bool defect) { copy_defect(defect ? NO_BARRIER : SOUND); }},
+        {"missing_copy_commit", [](bool defect) { copy_defect(defect ? NO_COMMIT : SOUND); }},
+        {"wait_for_too_few_groups", [](bool defect) { copy_defect(defect ? ONE_GROUP_LEFT : SOUND); }},
+        {"copy_into_tile_in_use", [](bool defect) { copy_defect(defect ? NO_BARRIER_BEFORE_REUSE : SOUND); }},
+        {"missing_stream_wait", missing_stream_wait},
+        {"missing_host_wait", missing_host_wait},
+        {"buffer_changed_under_copy", buffer_changed_under_copy},
+        {"diverged_shuffle", [](bool defect) { warp_defect(defect ? DIVERGED : NONE); }},
+        {"shuffles_at_two_places", [](bool defect) { warp_defect(defect ? TWO_PLACES : NONE); }},
+        {"shuffle_meets_vote", [](bool defect) { warp_defect(defect ? TWO_KINDS : NONE); }},
+        {"exited_lane", [](bool defect) { warp_defect(defect ? EXITED : NONE); }},
+        {"lane_not_in_mask", [](bool defect) { warp_defect(defect ? NOT_IN_MASK : NONE); }},
+        {"shuffle_from_outside_mask", [](bool defect) { warp_defect(defect ? FROM_OUTSIDE : NONE); }},
+        {"partial_warp", [](bool defect) { warp_defect(defect ? PARTIAL_WARP : NONE); }},
+        {"barrier_in_branch", [](bool defect) { barrier_defect(defect ? 1 : 0); }},
+        {"barriers_at_two_places", [](bool defect) { barrier_defect(defect ? 2 : 0); }},
+        {"barrier_after_exit", [](bool defect) { barrier_defect(defect ? 3 : 0); }},
+        {"deadlock", deadlock},
+        {"write_past_dynamic_shared", write_past_dynamic_shared},
+        {"write_just_past_dynamic_shared", write_just_past_dynamic_shared},
+        {"write_past_shared_array", write_past_shared_array},
+        {"uninitialized_shared", uninitialized_shared},
+        {"uninitialized_device_memory", uninitialized_device_memory},
+        {"read_past_device_memory", read_past_device_memory},
+        {"write_just_past_device_memory", write_just_past_device_memory},
+        {"race_between_warps", race_between_warps},
+        {"race_between_blocks", race_between_blocks},
+        {"missing_fence", missing_fence},
+        {"unordered_kernels", unordered_kernels},
+        {"race_in_later_launch", race_in_later_launch},
+        {"unordered_kernels_far_apart", unordered_kernels_far_apart},
+        {"unordered_library", unordered_library},
+        {"changed_argument_of_graph", changed_argument_of_graph},
+        {"other_buffer_than_captured", other_buffer_than_captured},
+        {"missing_edge_in_graph", missing_edge_in_graph},
+        {"missing_wait_before_graph", missing_wait_before_graph},
+        {"buffer_changed_under_graph", buffer_changed_under_graph},
+        {"unjoined_fork_in_capture", [](bool defect) { capture_defect(defect ? NOT_JOINED : FORBIDS_NOTHING); }},
+        {"wait_in_capture", [](bool defect) { capture_defect(defect ? WAIT : FORBIDS_NOTHING); }},
+        {"query_in_capture", [](bool defect) { capture_defect(defect ? QUERY_OF_EVENT : FORBIDS_NOTHING); }},
+        {"allocation_in_capture", [](bool defect) { capture_defect(defect ? ALLOCATION : FORBIDS_NOTHING); }},
+        {"legacy_stream_in_capture", [](bool defect) { capture_defect(defect ? LEGACY_STREAM : FORBIDS_NOTHING); }},
+        {"earlier_event_in_capture", [](bool defect) { capture_defect(defect ? EARLIER_EVENT : FORBIDS_NOTHING); }},
+        {"pageable_copy_in_capture", [](bool defect) { capture_defect(defect ? PAGEABLE : FORBIDS_NOTHING); }},
+        {"graph_in_capture", [](bool defect) { capture_defect(defect ? NESTED : FORBIDS_NOTHING); }},
+        {"misaligned_ldmatrix", misaligned_ldmatrix},
+        {"ldmatrix_past_shared", ldmatrix_past_shared},
+        {"bank_conflicts", bank_conflicts},
+        {"bank_conflicts_of_copies", bank_conflicts_of_copies},
+        {"copy_to_misaligned", [](bool defect) { address_defect(defect ? 1 : 0); }},
+        {"copy_from_misaligned", [](bool defect) { address_defect(defect ? 2 : 0); }},
+        {"misaligned_load", [](bool defect) { address_defect(defect ? 3 : 0); }},
+        {"misaligned_store", [](bool defect) { address_defect(defect ? 4 : 0); }},
+        {"copy_past_shared", [](bool defect) { address_defect(defect ? 5 : 0); }},
+        {"block_too_large", [](bool defect) { launch(empty_kernel, 1, defect ? 1025 : 1024, 0, NULL); }},
+        {"empty_grid", [](bool defect) { launch(empty_kernel, defect ? 0 : 1, 32, 0, NULL); }},
+        {"grid_too_large", [](bool defect) { launch(empty_kernel, dim3(1, defect ? 65536 : 1), 32, 0, NULL); }},
+        {"too_much_shared", [](bool defect) { launch(empty_kernel, 1, 32, 227 * 1024 + (defect ? 1 : 0), NULL); }},
+        {"arrays_too_large", [](bool defect) { launch(large_array_kernel, 1, 1, 0, NULL, defect); }},
+        {"host_pointer", host_pointer},
+        {"host_touches_device_memory", host_touches_device_memory},
+        {"stack_overflow", stack_overflow},
+        {"write_past_local_array", write_past_local_array},
+        {"shift_too_far", shift_too_far},
+    };
+    // clang-format on
     return run_planted(argc, argv, numbers, ALL_CASES);
 }

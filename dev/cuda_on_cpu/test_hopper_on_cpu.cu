@@ -64,8 +64,8 @@ DEVICE unsigned swizzle_bits(unsigned address, Swizzle swizzle) {
     return address ^ ((address >> 3) & BITS[swizzle]);
 }
 
-// ---- wgmma alone: d (64, N) = a (64, 16) · b (16, N), with tiles where the canonical layouts say. test_kernels.cu and
-// dev/tests/test_descriptors.py have the other layouts.
+// ---- wgmma alone: d (64, N) = a (64, 16) · b (16, N), with tiles where the canonical layouts say. test_kernels.cu
+// and dev/tests/test_descriptors.py have the other layouts.
 
 //   K-major     rows of 16 << swizzle bytes; groups of 8 rows `stride` apart
 DEVICE unsigned k_major_byte(int i, int k, Swizzle swizzle, unsigned leading, unsigned stride) {
@@ -125,16 +125,6 @@ static void wgmma_alone(Swizzle swizzle, unsigned wrong_leading, int threads = 1
             for (int k = 0; k < 16; k++) sum += to_float(a[(size_t)(i * 16 + k)]) * to_float(b[(size_t)(n * 16 + k)]);
             CHECK(got[(size_t)(i * N + n)] == sum, "(%d, %d) is %g, not %g", i, n, got[(size_t)(i * N + n)], sum);
         }
-}
-
-static void wrong_leading_offset(bool defect) {    // B is two swizzle patterns wide
-    wgmma_alone<MN_MAJOR, 16>(SWIZZLE_128, defect ? 1024 : 0);
-}
-static void wrong_leading_offset_without_swizzle(bool defect) {
-    wgmma_alone<K_MAJOR, 8>(SWIZZLE_NONE, defect ? 16 : 0);
-}
-static void wrong_block(bool defect) {
-    wgmma_alone<K_MAJOR, 8>(SWIZZLE_128, 0, defect ? 160 : 128);
 }
 
 // ---- the defects of a pipeline: d (128, 64) = a (128, K) · b (K, 64)
@@ -523,19 +513,6 @@ static void bulk_copies(int defect) {
     launch(bulk_kernel, 1, dim3(1), BULK_FLOATS * sizeof(float), NULL, to.p, from.p, defect);
     CHECK(to.host() == x, "other numbers");
 }
-static void bulk_misaligned(bool defect) {
-    bulk_copies(defect ? BULK_MISALIGNED : BULK);
-}
-static void bulk_past_shared(bool defect) {
-    bulk_copies(defect ? BULK_PAST_SHARED : BULK);
-}
-static void bulk_past_allocation(bool defect) {
-    bulk_copies(defect ? BULK_PAST_ALLOCATION : BULK);
-}
-static void bulk_source_reused(bool defect) {
-    bulk_copies(defect ? BULK_SOURCE_REUSED : BULK);
-}
-
 // ---- defects between blocks: sum (64) += x of each block, in the order of the blocks
 
 enum { ORDERED_BLOCKS = 8 };
@@ -587,31 +564,12 @@ static void ordered(int defect) {
     std::vector<float> got = sum.host();
     for (size_t i = 0; i < 64; i++) CHECK(got[i] == expected[i], "%zu is %g, not %g", i, got[i], expected[i]);
 }
-static void missing_counter_wait(bool defect) {
-    ordered(defect ? NO_WAIT_FOR_COUNTER : ORDERED);
-}
-static void counter_not_advanced(bool defect) {
-    ordered(defect ? NO_ADVANCE : ORDERED);
-}
-static void counter_before_writes(bool defect) {
-    ordered(defect ? READ_WAIT_ONLY : ORDERED);
-}
 static void waits_for_a_block_not_resident(bool defect) {
     const uint64_t resident = cuda_on_cpu::settings().resident;
     if (defect) cuda_on_cpu::settings().resident = ORDERED_BLOCKS - 1;
     ordered(ORDERED);
     cuda_on_cpu::settings().resident = resident;
 }
-static void order_of_launch(bool defect) {    // not guaranteed, unlike that of tickets
-    ordered(defect ? LAUNCH_ORDER : TICKETS);
-}
-static void tickets_without_wait(bool defect) {
-    ordered(defect ? TICKETS_NO_WAIT : TICKETS);
-}
-static void tickets_before_writes(bool defect) {
-    ordered(defect ? TICKETS_READ_WAIT_ONLY : TICKETS);
-}
-
 // Each block adds the number of its turn, from 1 on, to several sums. It passes a turn on when its addition is over,
 // while the next one is in flight.
 
@@ -675,13 +633,6 @@ static void relay(bool addition, bool defect) {
     std::vector<float4> got = numbers.host();
     for (size_t i = 0; i < got.size(); i++) CHECK(got[i].w == (float)(i + 1), "%zu is %g", i, got[i].w);
 }
-static void turn_passed_on_before_store(bool defect) {
-    relay(false, defect);
-}
-static void turn_passed_on_before_addition(bool defect) {
-    relay(true, defect);
-}
-
 // ---- a warp hands rows over to another: one lane arrives for all
 
 enum { HANDOVERS = 20 };
@@ -734,22 +685,6 @@ static void map_defect(int defect) {
     if (defect == 5) dims[1] = 65;
     CHECK(encode(&map, p, dims, strides, box, SWIZZLE_128) == CUDA_SUCCESS, "refused");
 }
-static void map_stride(bool defect) {
-    map_defect(defect ? 1 : 0);
-}
-static void map_address(bool defect) {
-    map_defect(defect ? 2 : 0);
-}
-static void map_row_longer_than_swizzle(bool defect) {
-    map_defect(defect ? 3 : 0);
-}
-static void map_box_too_large(bool defect) {
-    map_defect(defect ? 4 : 0);
-}
-static void map_past_allocation(bool defect) {
-    map_defect(defect ? 5 : 0);
-}
-
 // The last of three warpgroups releases what the others wait for.
 KERNEL void __launch_bounds__(384, 1) registers_kernel(int *out) {
     if (threadIdx.x < 256) setmaxnreg_inc<240>();
@@ -784,18 +719,39 @@ PIPELINE_DEFECTS(X)
 RULE_DEFECTS(X)
 #undef X
 
-#define CASES(X) \
-    PIPELINE_DEFECTS(X) RULE_DEFECTS(X) \
-    X(wrong_leading_offset) X(wrong_leading_offset_without_swizzle) X(wrong_block) X(bulk_misaligned) \
-    X(bulk_past_shared) X(bulk_past_allocation) X(bulk_source_reused) X(missing_counter_wait) X(counter_not_advanced) \
-    X(counter_before_writes) X(waits_for_a_block_not_resident) X(order_of_launch) X(tickets_without_wait) \
-    X(tickets_before_writes) X(last_turn_before_writes) X(turn_passed_on_before_store) X(turn_passed_on_before_addition) \
-    X(missing_syncwarp_before_arrival) X(map_stride) X(map_address) \
-    X(map_row_longer_than_swizzle) X(map_box_too_large) X(map_past_allocation)
-
 int main(int argc, char **argv) {
 #define X(f) {#f, f},
-    static const PlantedDefect ALL_CASES[] = {CASES(X)};
+    // clang-format off
+    static const PlantedDefect ALL_CASES[] = {
+        PIPELINE_DEFECTS(X) RULE_DEFECTS(X)
+        // B is two swizzle patterns wide.
+        {"wrong_leading_offset", [](bool defect) { wgmma_alone<MN_MAJOR, 16>(SWIZZLE_128, defect ? 1024 : 0); }},
+        {"wrong_leading_offset_without_swizzle",
+         [](bool defect) { wgmma_alone<K_MAJOR, 8>(SWIZZLE_NONE, defect ? 16 : 0); }},
+        {"wrong_block", [](bool defect) { wgmma_alone<K_MAJOR, 8>(SWIZZLE_128, 0, defect ? 160 : 128); }},
+        {"bulk_misaligned", [](bool defect) { bulk_copies(defect ? BULK_MISALIGNED : BULK); }},
+        {"bulk_past_shared", [](bool defect) { bulk_copies(defect ? BULK_PAST_SHARED : BULK); }},
+        {"bulk_past_allocation", [](bool defect) { bulk_copies(defect ? BULK_PAST_ALLOCATION : BULK); }},
+        {"bulk_source_reused", [](bool defect) { bulk_copies(defect ? BULK_SOURCE_REUSED : BULK); }},
+        {"missing_counter_wait", [](bool defect) { ordered(defect ? NO_WAIT_FOR_COUNTER : ORDERED); }},
+        {"counter_not_advanced", [](bool defect) { ordered(defect ? NO_ADVANCE : ORDERED); }},
+        {"counter_before_writes", [](bool defect) { ordered(defect ? READ_WAIT_ONLY : ORDERED); }},
+        {"waits_for_a_block_not_resident", waits_for_a_block_not_resident},
+        // The order of launch is not guaranteed, unlike that of tickets.
+        {"order_of_launch", [](bool defect) { ordered(defect ? LAUNCH_ORDER : TICKETS); }},
+        {"tickets_without_wait", [](bool defect) { ordered(defect ? TICKETS_NO_WAIT : TICKETS); }},
+        {"tickets_before_writes", [](bool defect) { ordered(defect ? TICKETS_READ_WAIT_ONLY : TICKETS); }},
+        {"last_turn_before_writes", last_turn_before_writes},
+        {"turn_passed_on_before_store", [](bool defect) { relay(false, defect); }},
+        {"turn_passed_on_before_addition", [](bool defect) { relay(true, defect); }},
+        {"missing_syncwarp_before_arrival", missing_syncwarp_before_arrival},
+        {"map_stride", [](bool defect) { map_defect(defect ? 1 : 0); }},
+        {"map_address", [](bool defect) { map_defect(defect ? 2 : 0); }},
+        {"map_row_longer_than_swizzle", [](bool defect) { map_defect(defect ? 3 : 0); }},
+        {"map_box_too_large", [](bool defect) { map_defect(defect ? 4 : 0); }},
+        {"map_past_allocation", [](bool defect) { map_defect(defect ? 5 : 0); }},
+    };
+    // clang-format on
 #undef X
     return run_planted(argc, argv, numbers, ALL_CASES);
 }
