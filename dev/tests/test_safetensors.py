@@ -1,5 +1,5 @@
-"""Our safetensors code against the official package: each reads what the other writes, bit for bit, and both reject
-broken files."""
+"""Our safetensors code against the official package: each reads what the other writes, bit for bit, and ours rejects
+what the other rejects. test_safetensors.c has the broken files."""
 import ctypes
 import json
 import pathlib
@@ -144,82 +144,31 @@ def test_ours_reads_a_sharded_folder(c, tmp_path):
         assert bits(read_back[name]) == bits(tensor.bfloat16().float()), name
 
 
-def parts(header, data):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def entry(shape, begin, end, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
-BROKEN = {
-    "empty file": b"",
-    "7 bytes": b"\0" * 7,
-    "header past the end": struct.pack("<Q", 100) + b"{}",
-    "header over 100 MB": struct.pack("<Q", 100_000_001) + b"{" + b" " * 100_000_000,
-    "length of 2^64 - 1": struct.pack("<Q", 2 ** 64 - 1) + b"{}",
-    "no JSON": parts(b"{]", b""),
-    "cut JSON": parts(b'{"a":', b""),
-    "JSON and more": parts(b"{}{}", b""),
-    "a list": parts(b"[]", b""),
-    "a number": parts(b"7", b""),
-    "not UTF-8": parts(b'{"a\xff":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
-    "leading zero": parts(b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', b"\0" * 4),
-    "deep": parts(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""),
-    "unknown dtype": parts({"a": entry([1], 0, 4, "F33")}, b"\0" * 4),
-    "no dtype": parts({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4),
-    "no shape": parts({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"\0" * 4),
-    "no offsets": parts({"a": {"dtype": "F32", "shape": [1]}}, b"\0" * 4),
-    "negative size": parts({"a": entry([-1], 0, 4)}, b"\0" * 4),
-    "fraction": parts({"a": entry([1.5], 0, 4)}, b"\0" * 4),
-    "shape and offsets differ": parts({"a": entry([2], 0, 4)}, b"\0" * 4),
-    "offsets backwards": parts({"a": entry([1], 4, 0)}, b"\0" * 4),
-    "data too short": parts({"a": entry([2], 0, 8)}, b"\0" * 7),
-    "data too long": parts({"a": entry([2], 0, 8)}, b"\0" * 9),
-    "overlap": parts({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, b"\0" * 12),
-    "same range": parts({"a": entry([2], 0, 8), "b": entry([2], 0, 8)}, b"\0" * 8),
-    "hole": parts({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, b"\0" * 12),
-    "hole at the start": parts({"a": entry([1], 4, 8)}, b"\0" * 8),
-    "overflow": parts({"a": entry([2 ** 32, 2 ** 32], 0, 0)}, b""),
-    "overflow in bytes": parts({"a": entry([2 ** 62], 0, 0)}, b""),
-    "metadata of numbers": parts({"__metadata__": {"a": 1}}, b""),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_both_reject_broken_files(c, tmp_path, name):
-    path = tmp_path / "broken.safetensors"
-    path.write_bytes(BROKEN[name])
-    with pytest.raises(Exception):
-        load_file(path)
-    handle, error = open_or_error(c, path)
-    assert not handle
-    assert error.code == 3 and str(path) in error.text.decode() and "\n  " in error.text.decode()
-
-
-@pytest.mark.parametrize("change", range(200))
-def test_one_changed_byte_of_a_header(c, tmp_path, change):
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_one_changed_byte_of_a_header(c, tmp_path, first):
     """Ours rejects whatever the official package rejects; what both accept has the same tensors."""
     path = tmp_path / "changed.safetensors"
     save_file({"a": torch.ones(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor(1.0)}, path, {"format": "pt"})
-    data = bytearray(path.read_bytes())
-    random = torch.Generator().manual_seed(change)
-    header = struct.unpack_from("<Q", data)[0] + 8
-    at, value = torch.randint(header, (1,), generator=random).item(), torch.randint(256, (1,), generator=random).item()
-    data[at] = value if change % 2 else ord('0123456789{}[]",:abF '[value % 21])
-    path.write_bytes(data)
-    try:
-        expected = load_file(path)
-    except Exception:
-        expected = None
-    handle, error = open_or_error(c, path)
-    if expected is None:
-        assert not handle
-    elif handle:
-        readable = {name: tuple(t.shape)
-                    for name, t in expected.items() if t.is_floating_point() and t.isfinite().all()}
-        for name, tensor in read(c, path, readable).items():
-            assert bits(tensor) == bits(expected[name].float())
-    if handle:
-        c.safetensors_close(handle)
+    original = path.read_bytes()
+    header = struct.unpack_from("<Q", original)[0] + 8
+    for change in range(first, first + 50):
+        data = bytearray(original)
+        random = torch.Generator().manual_seed(change)
+        at, value = (torch.randint(n, (1,), generator=random).item() for n in (header, 256))
+        data[at] = value if change % 2 else ord('0123456789{}[]",:abF '[value % 21])
+        path.write_bytes(data)
+        what = f"change {change}: byte {at} is {data[at]}"
+        try:
+            expected = load_file(path)
+        except Exception:
+            expected = None
+        handle, error = open_or_error(c, path)
+        if expected is None:
+            assert not handle, what
+        elif handle:
+            readable = {name: tuple(t.shape)
+                        for name, t in expected.items() if t.is_floating_point() and t.isfinite().all()}
+            for name, tensor in read(c, path, readable).items():
+                assert bits(tensor) == bits(expected[name].float()), what
+        if handle:
+            c.safetensors_close(handle)
