@@ -1,5 +1,6 @@
 """Checkpoints and transformers, in both directions: what we write loads there and gives our logits and our texts; what
 it writes trains here. Also compares the modeling file with the reference. Covers every normalizer in both blocks."""
+import functools
 import importlib.util
 import json
 import math
@@ -14,7 +15,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, environment, ids_of, logits, run, sample,
+from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, environment, logits, run, sample,
                   sentences, train, write_data)
 from trainer import checkpoint, losses, metrics
 
@@ -37,20 +38,13 @@ NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
 # name: training flags. The texts are longer than the training length, so that n > L occurs.
 CHECKPOINTS = {
     "softmax": [],
-    "softmax-untied": ["--model", f"{SHAPE},tied=0"],
     "softmax-bf16": ["--dtype", "bf16"],
     "ssmax-bias-untied-bf16": ["--attn", "ssmax-bias", "--model", f"{SHAPE},tied=0", "--dtype", "bf16"],
-    "lssar": ["--attn", "lssar"],
-    "gau-softmax": ["--model", GAU],
     "gau-ssmax-bias-untied-bf16": ["--attn", "ssmax-bias", "--model", f"{GAU},tied=0", "--dtype", "bf16"],
-    "gau-relu2-n": ["--attn", "relu2-n", "--model", GAU],
-    "multi-query-softmax": ["--model", f"{SHAPE},kv_heads=1"],
     "grouped-softmax-head-size-eps": ["--model", f"{SHAPE},heads=4,kv_heads=2,head_dim=12,norm_eps=0.01"],
-    "qk-norm-softmax": ["--model", f"{SHAPE},qk_norm=1"],
     "qk-norm-grouped-softmax-bf16": [
         "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,norm_eps=0.01,qk_norm=1,tied=0", "--dtype", "bf16"],
     "qk-norm-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,qk_norm=1"],
-    "bias-softmax": ["--model", f"{SHAPE},bias=qkv"],
     "bias-grouped-softmax-bf16": ["--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,bias=qkv,tied=0",
                                   "--dtype", "bf16"],
     "bias-qk-norm-softmax": ["--model", f"{SHAPE},bias=qkv,qk_norm=1"],
@@ -79,6 +73,7 @@ def folder(request, data, tmp_path_factory):
 PLAIN = ("llama", "qwen2", "qwen3")      # what transformers loads without our code
 
 
+@functools.lru_cache(4)
 def load(folder):
     """Loads the model in float32; plain softmax without trust_remote_code."""
     config = json.loads((folder / "config.json").read_text())
@@ -152,26 +147,12 @@ def test_a_model_saved_by_transformers_trains_here(folder, data, tmp_path):
     train(data, tmp_path / "out", "--init-from", tmp_path / "saved", steps=2)
 
 
+@pytest.mark.parametrize("folder", ["softmax"], indirect=True)
 def test_the_checkpoint_has_the_tokenizer(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.eos_token_id == END_OF_TEXT and len(tokenizer) == VOCAB
     for text in sentences(20, seed=5):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-def test_the_tokenizers_agree(data, tmp_path):
-    """A prompt as text and as AutoTokenizer's ids gives the same output."""
-    folder, _ = train(data, tmp_path / "out", steps=3)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (plain / name).write_bytes((folder / name).read_bytes())
-    for prompt in sentences(5, seed=6):
-        ids = tokenizer(prompt).input_ids
-        text, _ = sample(folder, "--prompt", prompt, "--max-new-tokens", 30)
-        same, _ = sample(plain, "--prompt", ",".join(map(str, ids)), "--max-new-tokens", 30)
-        assert ids_of(same[0])[:len(ids)] == ids and text == [tokenizer.decode(ids_of(same[0]))]
 
 
 # ---------------------------------------------------------------- the whole family
@@ -631,18 +612,12 @@ def test_packed_texts_are_rejected(modeling):
     assert (padded - model(ids[:, 2:]).logits).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_it_trains_in_transformers(modeling, block, name):
-    """Gradients are finite, and the loss is the usual cross-entropy."""
-    model, _ = pair(modeling, name, L=24, block=block)
-    ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
-    out = model(ids, labels=ids)
-    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+def test_the_loss_is_the_usual_cross_entropy(modeling, block):
+    model, _ = pair(modeling, "ssmax", L=24, block=block)
+    out = model(IDS, labels=IDS)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     assert math.isclose(out.loss.item(), expected.item(), rel_tol=1e-6)
-    out.loss.backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert not parameter.requires_grad or parameter.grad.isfinite().all(), parameter_name
 
 
 def test_masked_scores_may_overflow(modeling):
@@ -652,14 +627,6 @@ def test_masked_scores_may_overflow(modeling):
     A = modeling.normalized(z, torch.ones(4, 4, dtype=torch.bool).tril(), "exp", "none", n, 4, 4, {})
     A.sum().backward()
     assert z.grad.isfinite().all() and A.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["ssmax", "ssmax-fixed", "ssmax-pn", "ssmax+s=0.3+fixed",
-                                  "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
-def test_s_starts_as_in_the_reference(modeling, name):
-    model, _ = pair(modeling, name, L=8)
-    start = modeling.start_of_s(model.config.attention_normalizer)
-    assert math.isclose(start, reference.parse_normalizer(name).s_start(8), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"),

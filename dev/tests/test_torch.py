@@ -1,22 +1,26 @@
 """The operators of the PyTorch package attn_c on the CPU against the reference in float64, and what PyTorch asks of an
 operator: autograd, fake tensors, torch.compile, autocast, checkpointing, strides, threads, signals."""
-import concurrent.futures
 import copy
+import ctypes
 import fractions
+import multiprocessing
 import os
+import pathlib
 import pickle
 import random
 import re
 import signal
-import subprocess
 import sys
-import time
+import threading
+import warnings
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from trainer import ROOT
 
@@ -28,6 +32,15 @@ OVERRIDES = ["softmax+qk=l2", "softmax+post=reweight:3", "softmax+scale=const:0.
              "lssa+norm=l1+0.5+post=recenter-l1"]
 NAMES = [*reference.PRESETS, *OVERRIDES]
 L = 150
+# Processes that have imported PyTorch and computed nothing yet: forks of one that has only done that.
+PRISTINE = multiprocessing.get_context("forkserver")
+PRISTINE.set_forkserver_preload(["pytest", "torch"])
+
+
+def apart(function, *arguments):
+    """What the function returns in such a process; or its exception, also if the process crashes."""
+    with ProcessPoolExecutor(1, mp_context=PRISTINE) as pool:
+        return pool.submit(function, *arguments).result(timeout=300)
 
 
 # ---- cases
@@ -228,54 +241,54 @@ def test_a_module_without_memory_gets_initial_values(attn_c, name):
         assert torch.equal(getattr(module, key), x) and getattr(module, key).requires_grad == x.requires_grad
 
 
-SHARDED = """
-import os, torch, warnings
-warnings.simplefilter("ignore")
-from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-import attn_c
-
-class Layer(nn.Module):
+class Layer(torch.nn.Module):
     def __init__(self, name):
+        from attn_c import Normalizer
         super().__init__()
-        self.projection, self.normalizer = nn.Linear(24, 72), attn_c.Normalizer(name, 3, 20)
+        self.projection, self.normalizer = torch.nn.Linear(24, 72), Normalizer(name, 3, 20)
 
     def forward(self, x):
         return self.normalizer(*self.projection(x).view(2, 10, 9, 8).transpose(1, 2).chunk(3, 1))
 
-distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
-x, mesh = torch.randn(2, 10, 24), init_device_mesh("cpu", (1,))
-for name in "ssmax-bias", "ssmax-fixed":
-    torch.manual_seed(0)
-    expected = Layer(name)(x)
-    with torch.device("meta"):
-        first, second = Layer(name), Layer(name)
-    torch.manual_seed(0)        # FSDP 1 calls to_empty() and reset_parameters() itself
-    first = FullyShardedDataParallel(first, device_id=torch.device("cpu"), use_orig_params=True)
-    fully_shard(second, mesh=mesh)
-    second.to_empty(device="cpu")
-    torch.manual_seed(0)
-    for module in second.projection, second.normalizer:
-        module.reset_parameters()
-    for module in first, second:
-        found = module(x)
-        found.sum().backward()
-        assert torch.equal(found, expected)
-q = distribute_tensor(torch.randn(2, 3, 10, 8), mesh, [Shard(1)])
-for function in attn_c.Normalizer("ssmax", 3, 20), lambda q, k, v: attn_c.attention(q, k, v, "softmax"):
-    try:
-        function(q, q, q)
-    except ValueError as error:
-        print(error)
-distributed.destroy_process_group()
-"""
+
+def sharded():
+    """Compares FSDP 1 and 2 with one device, and returns the errors for sharded tensors."""
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from attn_c import Normalizer, attention
+    warnings.simplefilter("ignore")
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    x, mesh, errors = torch.randn(2, 10, 24), init_device_mesh("cpu", (1,)), []
+    for name in "ssmax-bias", "ssmax-fixed":
+        torch.manual_seed(0)
+        expected = Layer(name)(x)
+        with torch.device("meta"):
+            first, second = Layer(name), Layer(name)
+        torch.manual_seed(0)        # FSDP 1 calls to_empty() and reset_parameters() itself
+        first = FullyShardedDataParallel(first, device_id=torch.device("cpu"), use_orig_params=True)
+        fully_shard(second, mesh=mesh)
+        second.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for module in second.projection, second.normalizer:
+            module.reset_parameters()
+        for module in first, second:
+            found = module(x)
+            found.sum().backward()
+            assert torch.equal(found, expected)
+    q = distribute_tensor(torch.randn(2, 3, 10, 8), mesh, [Shard(1)])
+    for function in Normalizer("ssmax", 3, 20), lambda q, k, v: attention(q, k, v, "softmax"):
+        with pytest.raises(ValueError) as error:
+            function(q, q, q)
+        errors.append(str(error.value))
+    distributed.destroy_process_group()
+    return errors
 
 
 def test_sharded_by_fsdp(attn_c):
-    """FSDP 1 and 2, built on the meta device; tensors that are sharded over devices are rejected by name."""
-    printed = python(SHARDED).communicate()[0]
-    assert printed.count("expected q to be a plain tensor, found a DTensor") == 2 and "to_local()" in printed
+    """Built on the meta device; tensors that are sharded over devices are rejected by name."""
+    for error in apart(sharded):
+        assert "expected q to be a plain tensor, found a DTensor" in error and "to_local()" in error
 
 
 def test_scalars_of_any_shape(attn_c):
@@ -390,8 +403,9 @@ def test_operators_obey_pytorchs_rules(attn_c):
 
 
 def test_compiled(attn_c):
-    """All normalizers in one graph, without a break."""
-    cases = [Case(name, Shape(2, 4, 2, 12, 12, 8, 8), torch.float32, seed) for seed, name in enumerate(NAMES)]
+    """Each number of learned scalars in one graph, without a break. The operator is the same for all normalizers."""
+    cases = [Case(name, Shape(2, 4, 2, 12, 12, 8, 8), torch.float32, seed)
+             for seed, name in enumerate(["lssar", "ssmax", "ssmax-bias", "ssmax-pn", "softmax-sink"])]
 
     def compute(given):
         return [attn_c.attention(x["q"] * 2, x["k"], x["v"], case.name, seq_len=L,
@@ -405,20 +419,21 @@ def test_compiled(attn_c):
         return [{"out": out.detach()} | {key: x.grad for key, x in inputs.items()}
                 for out, inputs in zip(outputs, given)]
 
-    for found, expected in zip(run(torch.compile(compute, fullgraph=True)), run(compute), strict=True):
+    for found, expected in zip(run(torch.compile(compute, fullgraph=True, backend="aot_eager")), run(compute), strict=True):
         assert_close(found, expected, 1e-6)
 
 
 def test_compiled_for_any_shape(attn_c):
-    """Without an excess of recompilation."""
+    """By Inductor, without an excess of recompilation. Nothing is left for its C++ compiler, which is slow to start."""
     module = attn_c.Normalizer("ssmax-bias", heads=4, seq_len=64)
     compiled = torch.compile(module, fullgraph=True, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=4, fail_on_recompile_limit_hit=True):
+    limits = dict(error_on_recompile=False, recompile_limit=4, fail_on_recompile_limit_hit=True)
+    with torch._dynamo.config.patch(limits), torch._inductor.config.patch("cpp.vec_isa_ok", True):
         for B, T, keys in (2, 5, 5), (3, 9, 9), (1, 1, 17), (4, 17, 33), (2, 21, 40), (5, 30, 31):
             q, k = torch.randn(B, 4, T, 8, requires_grad=True), torch.randn(B, 2, keys, 8)
-            found, expected = compiled(q, k, k), module(q, k, k)
-            assert torch.equal(found, expected)
-            assert torch.equal(*(torch.autograd.grad(y.sum(), q)[0] for y in (found, expected)))
+            outputs = compiled(q, k, k), module(q, k, k)
+            assert torch.equal(*outputs)
+            assert torch.equal(*(torch.autograd.grad(out.sum(), q)[0] for out in outputs))
 
 
 def test_checkpointing(attn_c):
@@ -491,18 +506,14 @@ def test_nothing_to_compute(attn_c):
     assert attn_c.attention(k[:0], k[:0], k[:0], "softmax").shape == (0, 2, 3, 8)
 
 
+# What attention() rejects itself. q, k and v are X and, with half as many heads, HALF.
+X, HALF = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
 BAD = {
     "unknown normalizer.*Did you mean ssmax": dict(normalizer="ssmx"),
     "unknown value for post": dict(normalizer="softmax+post=x"),
     r"'softmax\\x00junk': expected the normalizer's name, found a NUL": dict(normalizer="softmax\0junk"),
+    "expected the normalizer's name, found None": dict(normalizer=None),
     "depends on the length.*pass it as seq_len": dict(normalizer="ssmax"),
-    "found torch.float16": dict(dtype=torch.float16),
-    "expected one dtype": dict(k=torch.zeros(1, 2, 6, 8, dtype=torch.float64)),
-    "kv heads divides heads": dict(k=torch.zeros(1, 3, 6, 8), v=torch.zeros(1, 3, 6, 8)),
-    "at most as many queries": dict(q=torch.zeros(1, 4, 7, 8)),
-    "found 3, 4 and 4 dimensions": dict(q=torch.zeros(4, 6, 8)),
-    r"expected 4 values of learned scalars for 4 heads, found \(3,\)":
-        dict(normalizer="ssmax", seq_len=8, scalars={"attn_scale": torch.ones(3)}),
     "softmax: expected scalars none, found s": dict(scalars={"s": torch.ones(4)}),
     "ssmax-bias: expected scalars attn_scale, attn_bias, found attn_bias, attn_sink":
         dict(normalizer="ssmax-bias", seq_len=8, scalars={"attn_bias": torch.ones(4), "attn_sink": torch.ones(4)}),
@@ -514,105 +525,96 @@ BAD = {
     "expected scalars to be {name: tensor} or None, found 3": dict(normalizer="ssmax", seq_len=8, scalars=3),
     "expected tensors as scalars": dict(normalizer="ssmax", seq_len=8, scalars={"attn_scale": 1.0}),
     "ssmax: expected scalars attn_scale, found none": dict(normalizer="ssmax", seq_len=8, scalars={}),
-    "expected scaling to be a positive number or None, found 0": dict(scaling=0),
-    "expected scaling .*found -0.5": dict(scaling=-0.5),
-    "expected scaling .*found nan": dict(scaling=float("nan")),
-    "expected scaling .*found inf": dict(scaling=float("inf")),
-    "q on cpu and k on meta": dict(k=torch.zeros(1, 2, 6, 8, device="meta")),
-    "q on cpu and scalars on meta":
-        dict(normalizer="ssmax", seq_len=8, scalars={"attn_scale": torch.ones(4, device="meta")}),
-    "q on cpu and start on meta": dict(start=torch.zeros(1, dtype=torch.int32, device="meta")),
-    "expected seq_len to be an int from 1 .*found 0": dict(seq_len=0),
-    "expected seq_len .*found -5": dict(normalizer="ssmax", seq_len=-5),
     "expected seq_len .*found 8.0": dict(normalizer="ssmax", seq_len=8.0),
     "expected seq_len .*found 4294967304": dict(normalizer="ssmax", seq_len=2**32 + 8),
     "expected seq_len .*found True": dict(normalizer="ssmax", seq_len=True),
     "expected scaling to be a real number or None, found True of type bool": dict(scaling=True),
     "expected scaling to be a real number or None, found '0.1' of type str": dict(scaling="0.1"),
     r"expected scaling to be a real number or None, found 1j of type complex": dict(scaling=1j),
-    "expected q to be a tensor, found list": dict(q=torch.zeros(1, 4, 6, 8).tolist()),
-    "expected v to be a tensor, found ndarray": dict(v=np.zeros((1, 2, 6, 8), np.float32)),
+    "expected q to be a tensor, found list": dict(q=X.tolist()),
+    "expected v to be a tensor, found ndarray": dict(v=HALF.numpy()),
     "expected start to be a tensor, found list": dict(start=[1]),
-    "expected k to be a dense tensor, found torch.sparse_coo": dict(k=torch.zeros(1, 2, 6, 8).to_sparse()),
+    "expected k to be a dense tensor, found torch.sparse_coo": dict(k=HALF.to_sparse()),
     "expected start to be a dense tensor, found torch.sparse_coo": dict(start=torch.zeros(1).int().to_sparse()),
     "expected q to be a dense tensor, found a nested one":
-        dict(q=torch.nested.nested_tensor([torch.zeros(4, 6, 8)], layout=torch.jagged)),
-    "expected the normalizer's name, found None": dict(normalizer=None),
-    "head_dim of at least 1": dict(q=torch.zeros(1, 4, 6, 0), k=torch.zeros(1, 2, 6, 0)),
-    "one number for each of 1 sequences": dict(start=torch.zeros(2)),
-    "expected start in integers, found torch.float32": dict(start=torch.zeros(1)),
+        dict(q=lambda: torch.nested.nested_tensor([X[0]], layout=torch.jagged)),
     "for each of 5 lengths, but the text has 6 tokens": dict(normalizer="ssmax-pn", seq_len=5),
     "for each of 4 lengths, but the text has 5 tokens":
-        dict(normalizer="ssmax-pn", seq_len=4, start=torch.tensor([3, 1]),
-             **{key: torch.zeros(2, heads, 6, 8) for key, heads in (("q", 4), ("k", 2), ("v", 2))}),
+        dict(normalizer="ssmax-pn", seq_len=4, start=torch.tensor([3, 1]), q=X.expand(2, 4, 6, 8),
+             k=HALF.expand(2, 2, 6, 8), v=HALF.expand(2, 2, 6, 8)),
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input(attn_c, message):
-    given = dict(q=torch.zeros(1, 4, 6, 8), k=torch.zeros(1, 2, 6, 8), v=torch.zeros(1, 2, 6, 8), normalizer="softmax")
-    given |= BAD[message]
-    dtype = given.pop("dtype", None)
-    if dtype:
-        given |= {key: given[key].to(dtype) for key in "qkv"}
+    given = dict(q=X, k=HALF, v=HALF, normalizer="softmax") | BAD[message]
     with pytest.raises(ValueError, match=message):
-        attn_c.attention(**given)
+        attn_c.attention(**{key: x() if callable(x) else x for key, x in given.items()})
+
+
+def wrong_calls(seed):
+    import wrong_calls
+    return wrong_calls.run(seed, 400)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_wrong_calls(attn_c, seed):
     """Through attention() and both operators: an error that names the package, or a result, but never a crash."""
-    process = python((ROOT / "dev/tests/wrong_calls.py").read_text(), arguments=[seed, 400], stderr=subprocess.PIPE)
-    output, errors = process.communicate(timeout=300)
-    counts = dict(re.findall(r"\('(\w+)', (\d+)\)", output))
-    assert process.returncode == 0 and "case" not in output, (process.returncode, output, errors[-3000:])
-    assert sum(map(int, counts.values())) == 400 and int(counts["ValueError"]) > 100, counts
+    counts, unnamed = apart(wrong_calls, seed)
+    assert not unnamed and counts.total() == 400 and counts["ValueError"] > 100, (counts, unnamed)
 
 
+# What attention() and both operators reject, the operators' implementations for fake tensors too.
+META = torch.zeros(1, 2, 6, 8, device="meta")
 OPERATOR = {
     "expected seq_len to be an int from 1 .*found -3": dict(seq_len=-3),
     "expected seq_len to be an int from 1 .*found 0": dict(seq_len=0),
     "expected scaling to be a positive number or None, found nan": dict(scaling=float("nan")),
+    "expected scaling to be a positive number or None, found inf": dict(scaling=float("inf")),
     "expected scaling to be a positive number or None, found -1": dict(scaling=-1.0),
-    r"expected 2 values of learned scalars for 2 heads, found \(3,\)": dict(scalars=torch.ones(3)),
-    r"expected 2 values of learned scalars for 2 heads, found \(2, 1\)": dict(scalars=torch.ones(2, 1)),
-    "expected learned scalars in floating point, found torch.int64": dict(scalars=torch.ones(2).long()),
-    "found q on cpu and v on meta": dict(v=torch.ones(1, 2, 6, 8, device="meta")),
-    "found q on meta and scalars on cpu": {key: torch.ones(1, 2, 6, 8, device="meta") for key in "qkv"},
+    "expected scaling to be a positive number or None, found 0": dict(scaling=0.0),
+    r"expected 4 values of learned scalars for 4 heads, found \(3,\)": dict(scalars=torch.ones(3)),
+    "expected learned scalars in floating point, found torch.int64": dict(scalars=torch.ones(4).long()),
+    "found q on cpu and v on meta": dict(v=META),
+    "found q on cpu and start on meta": dict(start=torch.zeros(1, dtype=torch.int32, device="meta")),
+    "found q on meta and scalars on cpu": dict(q=X.to("meta"), k=META, v=META),
     "expected tensors q, k and v, found None": dict(k=None),
-    "expected one dtype": dict(v=torch.ones(1, 2, 6, 8).double()),
+    "expected one dtype": dict(v=HALF.double()),
+    "expected tensors in .*found torch.float16": dict(q=X.half(), k=HALF.half(), v=HALF.half(), out=X.half()),
+    "kv heads divides heads": dict(k=X[:, :3], v=X[:, :3]),
+    "at most as many queries": dict(k=HALF[:, :, :5], v=HALF[:, :, :5]),
+    "found 3, 4 and 4 dimensions": dict(q=X[0]),
+    "head_dim of at least 1": dict(q=X[..., :0], k=HALF[..., :0]),
     "one number for each of 1 sequences": dict(start=torch.zeros(3).int()),
+    "expected start in integers, found torch.float32": dict(start=torch.zeros(1)),
 }
 OF_BACKWARD = {
-    r"expected dout and out \(1, 2, 6, 8\) .*found \(1, 6, 2, 8\)": dict(dout=torch.ones(1, 6, 2, 8)),
-    r"expected dout and out .*found .*\(1, 2, 6, 7\)": dict(out=torch.ones(1, 2, 6, 7)),
-    r"stats \(1, 2, 6, 4\), found .*\(1, 2, 6, 3\)": dict(stats=torch.ones(1, 2, 6, 3)),
-    "expected out in torch.float32, stats in torch.float32 .*found torch.float64":
-        dict(out=torch.ones(1, 2, 6, 8).double()),
-    "stats in torch.float32 .*found torch.float32, torch.bfloat16": dict(stats=torch.ones(1, 2, 6, 4).bfloat16()),
-    "dout in floating point.*found .*torch.int64": dict(dout=torch.ones(1, 2, 6, 8).long()),
+    r"expected dout and out \(1, 4, 6, 8\) .*found \(1, 6, 4, 8\)": dict(dout=torch.ones(1, 6, 4, 8)),
+    r"expected dout and out .*found .*\(1, 4, 6, 7\)": dict(out=torch.ones(1, 4, 6, 7)),
+    r"stats \(1, 4, 6, 4\), found .*\(1, 4, 6, 3\)": dict(stats=torch.ones(1, 4, 6, 3)),
+    "expected out in torch.float32, stats in torch.float32 .*found torch.float64": dict(out=X.double()),
+    "stats in torch.float32 .*found torch.float32, torch.bfloat16": dict(stats=torch.ones(1, 4, 6, 4).bfloat16()),
+    "dout in floating point.*found .*torch.int64": dict(dout=X.long()),
     "expected tensors dout, out and stats, found None": dict(dout=None),
-    "found q on cpu and stats on meta": dict(stats=torch.ones(1, 2, 6, 4, device="meta")),
+    "found q on cpu and stats on meta": dict(stats=torch.ones(1, 4, 6, 4, device="meta")),
 }
 
 
-ON_META = [message for message in [*OPERATOR, *OF_BACKWARD] if "meta" not in message]
-
-
-@pytest.mark.parametrize("message, meta", [*((message, False) for message in [*OPERATOR, *OF_BACKWARD]),
-                                           *((message, True) for message in ON_META)])
+@pytest.mark.parametrize("message, meta", [(message, meta) for message in [*OPERATOR, *OF_BACKWARD]
+                                           for meta in (False, True) if not (meta and "meta" in message)])
 def test_bad_input_of_the_operators(attn_c, message, meta):
-    """Both operators, and both implementations: also the fake one checks, under torch.compile."""
+    """meta: as torch.compile calls them."""
     change = OPERATOR.get(message) or OF_BACKWARD[message]
-    x = torch.ones(1, 2, 6, 8)
-    given = dict(q=x, k=x, v=x, scalars=torch.ones(2), start=None, normalizer="ssmax", seq_len=8, scaling=None)
-    saved = dict(dout=x, out=x, stats=torch.ones(1, 2, 6, 4))
+    given = dict(q=X, k=HALF, v=HALF, scalars=torch.ones(4), start=None, normalizer="ssmax", seq_len=8, scaling=None)
+    saved = dict(dout=X, out=X, stats=torch.ones(1, 4, 6, 4))
     calls = [(torch.ops.attn_c.attention_backward.default, saved | given | change)]
     if message in OPERATOR:
-        calls.append((torch.ops.attn_c.attention.default, given | change))
+        given |= {key: x for key, x in change.items() if key in given}
+        calls += [(torch.ops.attn_c.attention.default, given),
+                  (attn_c.attention, given | {"scalars": {"attn_scale": given["scalars"]}})]
     for function, arguments in calls:
         if meta:
-            arguments = {key: y.to("meta") if isinstance(y, torch.Tensor) else y for key, y in arguments.items()}
+            arguments = tree_map_only(torch.Tensor, lambda x: x.to("meta"), arguments)
         with pytest.raises(ValueError, match=message):
             function(**arguments)
 
@@ -696,64 +698,65 @@ def test_negative_views(attn_c):
 
 # ---- the process
 
-def python(code, arguments=(), **how):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
-                            env=dict(os.environ, PYTHONPATH=str(ROOT / "build/python")), **how)
+def imported_elsewhere():
+    """The errors of an import on other architectures, without /proc, and with another libc."""
+    def missing(*_, **__):
+        raise OSError("no such file")
 
-
-ELSEWHERE = """
-import ctypes, pathlib, torch
-def missing(*_, **__): raise OSError("no such file")
-for of, name, replacement in [(pathlib.Path, "read_text", lambda _: "Features : fp asimd"),
-                              (pathlib.Path, "read_text", missing), (ctypes, "CDLL", missing)]:
-    kept = getattr(of, name)
-    setattr(of, name, replacement)
-    try:
-        import attn_c
-    except ImportError as error:
-        print(error)
-    setattr(of, name, kept)
-import attn_c
-"""
+    found = []
+    for of, name, replacement in ((pathlib.Path, "read_text", lambda _: "Features : fp asimd"),
+                                  (pathlib.Path, "read_text", missing), (ctypes, "CDLL", missing)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ImportError) as error:
+            patch.setattr(of, name, replacement)
+            import attn_c                       # noqa: F401
+        found.append(str(error.value))
+    import attn_c                               # noqa: F401
+    return found
 
 
 def test_systems_that_the_package_is_not_built_for(attn_c):
-    """Other architectures, no /proc, another libc: an ImportError, which the modeling file takes for no attn_c."""
-    process = python(ELSEWHERE)
-    found = process.communicate(timeout=120)[0].splitlines()
-    assert process.returncode == 0 and len(found) == 3 and "at least those of x86-64-v3" in found[0]
-    assert all(re.fullmatch("attn_c: expected Linux .*; found no such file", line) for line in found[1:])
+    """An ImportError, which the modeling file takes for no attn_c."""
+    first, *others = apart(imported_elsewhere)
+    assert "at least those of x86-64-v3" in first and len(others) == 2
+    assert all(re.fullmatch("attn_c: expected Linux .*; found no such file", error) for error in others)
+
+
+def threads_of_calls():
+    """How many threads start by 1 and by 3, and the OpenMP runtimes of this process."""
+    from attn_c import attention
+    running = lambda: len(os.listdir("/proc/self/task"))
+    x, before, found = torch.randn(4, 4, 128, 32), running(), []
+    for count in 1, 3:
+        torch.set_num_threads(count)
+        attention(x, x, x, "softmax")
+        found.append(running() - before)
+        for size in 1, 128:     # which one thread computes, and all
+            small = torch.randn(4, 4, size, 8, requires_grad=True)
+            out = attention(small, small, small, "softmax")
+            assert torch.get_num_threads() == count
+            torch.autograd.grad(out.sum(), small)
+            assert torch.get_num_threads() == count
+    return found, {os.path.realpath(line.split()[-1]) for line in open("/proc/self/maps")
+                   if re.search(r"lib[gi]?omp", line)}
 
 
 def test_one_openmp_runtime_and_pytorchs_number_of_threads(attn_c):
     """With 1 thread no other starts, and with 3 two more do: libgomp's are those of /proc/self/task. A call leaves
     PyTorch's number as it was."""
-    process = python("""
-import os, re, torch
-threads = lambda: len(os.listdir("/proc/self/task"))
-from attn_c import attention
-x, before = torch.randn(4, 4, 128, 32), threads()
-found = []
-for count in 1, 3:
-    torch.set_num_threads(count)
-    attention(x, x, x, "softmax")
-    found.append(threads() - before)
-    for size in 1, 128:     # which one thread computes, and all
-        small = torch.randn(4, 4, size, 8, requires_grad=True)
-        out = attention(small, small, small, "softmax")
-        assert torch.get_num_threads() == count
-        torch.autograd.grad(out.sum(), small)
-        assert torch.get_num_threads() == count
-runtimes = {os.path.realpath(line.split()[-1]) for line in open("/proc/self/maps") if re.search(r"lib[gi]?omp", line)}
-print(found, len(runtimes))""")
-    assert process.communicate(timeout=120)[0].split("\n")[0] == "[0, 2] 1"
+    started, runtimes = apart(threads_of_calls)
+    assert started == [0, 2] and len(runtimes) == 1
+
+
+def overhead():
+    sys.path.insert(0, str(ROOT / "dev/bench"))
+    import torch_cpu
+    return torch_cpu.overhead()
 
 
 def test_a_call_costs_little(attn_c):
     """What a small call takes beyond its C function, in units of an operator of PyTorch with the same arguments that
     computes nothing: for ssmax, 1.4 without a gradient and 1.1 with one, on a Zen 3."""
-    process = python("import torch_cpu; print(torch_cpu.overhead())", cwd=ROOT / "dev/bench")
-    found = eval(process.communicate(timeout=120)[0])
+    found = apart(overhead)
     for how, limit in ("without a gradient", 2.3), ("with a gradient", 1.55):
         us = found[how]
         for name in 'attention("softmax")', 'attention("ssmax")', 'Normalizer("ssmax")':
@@ -769,23 +772,27 @@ def test_subnormal_numbers(attn_c):
         assert (torch.full((1 << 20,), 2e-38) / 2 > 0).all()
 
 
-WORKERS = """
-import torch
-from attn_c import attention
-x = torch.randn(4, 4, 128, 32)
-class Rows(torch.utils.data.Dataset):
-    def __len__(self): return 4
-    def __getitem__(self, i): return attention(x, x, x, "lssar")
-torch.set_num_threads(2)
-expected = attention(x, x, x, "lssar")
-rows = list(torch.utils.data.DataLoader(Rows(), num_workers=2, timeout=60))
-print(len(rows), all(torch.equal(row[0], expected) for row in rows))
-"""
+def loaded_by_workers():
+    """What two workers of a DataLoader compute after this process has computed it with two threads."""
+    from attn_c import attention
+    x = torch.randn(4, 4, 128, 32)
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return attention(x, x, x, "lssar")
+
+    torch.set_num_threads(2)
+    expected = attention(x, x, x, "lssar")
+    loader = torch.utils.data.DataLoader(Rows(), num_workers=2, timeout=60, multiprocessing_context="fork")
+    return [torch.equal(row[0], expected) for row in loader]
 
 
 def test_workers_of_a_data_loader(attn_c):
     """They are forks of a process that has computed with several threads."""
-    assert python(WORKERS).communicate(timeout=120)[0] == "4 True\n"
+    assert apart(loaded_by_workers) == [True] * 4
 
 
 def test_several_threads_of_python(attn_c):
@@ -796,39 +803,31 @@ def test_several_threads_of_python(attn_c):
         return out.detach(), torch.autograd.grad(out.sum(), x)[0]
 
     expected = [run(seed) for seed in range(8)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
             for found, right in zip(pool.map(run, range(8)), expected, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-INTERRUPTED = """
-import signal, torch
-from attn_c import attention
-signal.signal(signal.SIGINT, signal.default_int_handler)
-x = [torch.randn(2, 4, 256, 32, requires_grad=True) for _ in "qkv"]
-def step():
-    out = attention(*x, "lssar")
-    return [out, *torch.autograd.grad(out.sum(), x)]
-expected, caught = step(), 0
-while caught < 30:
-    try:
-        print(caught, flush=True)
-        while True:
-            found = step()
-    except KeyboardInterrupt:
-        caught += 1
-        assert all(torch.equal(a, b) for a, b in zip(step(), expected))
-print("unharmed")
-"""
+def interrupted(times):
+    from attn_c import attention
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    draw, x = random.Random(1), [torch.randn(2, 4, 256, 32, requires_grad=True) for _ in "qkv"]
+
+    def step():
+        out = attention(*x, "lssar")
+        return [out, *torch.autograd.grad(out.sum(), x)]
+
+    expected = step()
+    for _ in range(times):
+        try:
+            threading.Timer(draw.random() * 0.03, os.kill, (os.getpid(), signal.SIGINT)).start()
+            while True:
+                step()
+        except KeyboardInterrupt:
+            assert all(torch.equal(a, b) for a, b in zip(step(), expected))
 
 
 def test_interrupts_at_random_moments(attn_c):
     """Ctrl-C raises KeyboardInterrupt, and the next call computes the same bits."""
-    draw, process = random.Random(1), python(INTERRUPTED, stderr=subprocess.PIPE)
-    for expected in range(30):
-        assert process.stdout.readline() == f"{expected}\n", process.communicate(timeout=60)
-        time.sleep(draw.random() * 0.03)
-        process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
-    assert (output, process.returncode) == ("unharmed\n", 0), errors
+    apart(interrupted, 30)

@@ -57,14 +57,6 @@ PADDED = torch.ones(2, 12, dtype=torch.long).index_fill_(1, torch.arange(5), 0)
 PADDED[0] = 1
 
 
-def test_softmax_is_transformers_own(interface):
-    model = make_llama()
-    with torch.no_grad():
-        own = model(TOKENS).logits
-        model.set_attn_implementation("attn_c:softmax")
-        assert (model(TOKENS).logits - own).abs().max() < 1e-5 * own.abs().max()
-
-
 @pytest.mark.parametrize("name", [*reference.PRESETS, "softmax+post=reweight:3"])
 def test_padding_and_cache(interface, name):
     """Generation after padding equals generation without it, and cached decoding equals whole passes, but for the
@@ -90,7 +82,7 @@ def test_compiled(interface):
     model.set_attn_implementation("attn_c:lssar")
     with torch.no_grad():
         expected = model(TOKENS, attention_mask=PADDED, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         found = compiled(TOKENS, attention_mask=PADDED, use_cache=False).logits
         assert (found - expected)[PADDED.bool()].abs().max() < 1e-5 * expected.abs().max()
         with pytest.raises(RuntimeError, match="padding between tokens"):
@@ -190,7 +182,7 @@ def test_padding_at_the_end_under_normalizers_that_read_T(interface, name):
             model(TOKENS, attention_mask=PADDED.flip(1))
         if name == "relu2-T":
             with pytest.raises(RuntimeError, match=message):
-                torch.compile(model)(TOKENS, attention_mask=PADDED.flip(1), use_cache=False)
+                torch.compile(model, backend="aot_eager")(TOKENS, attention_mask=PADDED.flip(1), use_cache=False)
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -220,7 +212,7 @@ def test_masks_shorter_or_longer_than_the_keys(interface, compiled):
     with torch.no_grad():
         own = with_cache(model, PADDED, model)
         model.set_attn_implementation("attn_c:softmax")
-        compute = torch.compile(model) if compiled else model
+        compute = torch.compile(model, backend="aot_eager") if compiled else model
         for mask in PADDED, torch.cat([PADDED, torch.zeros_like(PADDED)], 1):
             assert (with_cache(model, mask, compute) - own).abs().max() < 1e-5 * own.abs().max()
         with pytest.raises(ValueError, match="expected an attention_mask over all 12 keys, found 7; pass"):
@@ -349,6 +341,10 @@ REJECTED = {
     r"padding between tokens is not supported, found it in sequences \[1\]":
         forward(attention_mask=torch.tensor([[1] * 12, [1] * 5 + [0] * 3 + [1] * 4])),
     "a cache whose length is fixed": static_cache,
+    # These modules' calls do not say so, only their attribute.
+    "not causal is not supported, found is_causal=False in CLIPAtt": vision,
+    "not causal is not supported, found is_causal=False in WhisperAtt": speech,
+    "Did you mean ssmax": lambda interface: interface.register("ssmx"),
 }
 
 
@@ -357,22 +353,10 @@ def test_a_window_of_0_is_none(interface):
     call(sliding_window=0)(interface)
 
 
-def test_an_unknown_name_is_not_registered(interface):
-    with pytest.raises(ValueError, match="Did you mean ssmax"):
-        interface.register("ssmx")
-
-
 @pytest.mark.parametrize("message", REJECTED)
 def test_rejected_by_name(interface, message):
     with pytest.raises(ValueError, match=message):
         REJECTED[message](interface)
-
-
-@pytest.mark.parametrize("model", [vision, speech])
-def test_modules_that_are_not_causal(interface, model):
-    """Their calls do not say so, only their attribute."""
-    with pytest.raises(ValueError, match="not causal is not supported, found is_causal=False in (CLIP|Whisper)Att"):
-        model(interface)
 
 
 # ---- the modeling file
@@ -407,7 +391,7 @@ def test_the_modeling_file_gives_the_same_numbers(modeling, attn_c, monkeypatch,
         assert (a - b).norm() <= 1e-10 * max(b.norm(), 0.1)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("name", [*NORMALIZERS, "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
 def test_the_modeling_file_has_the_scalars_of_normalizer_h(modeling, attn_c, name):      # noqa: F811
     """Their sizes, initial values, and whether they are trained."""
     model, found = pair(modeling, name, L=24)[0], {}
@@ -475,21 +459,20 @@ def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):
 
 def test_wheel(attn_c, tmp_path):
     """pip builds it without the trainer's libraries, also where a path has a space, and it works where it is
-    installed. -O1 is for speed: the fixture attn_c has built the same sources with -O3."""
+    installed. -O0 is for speed: the fixture attn_c has built the same sources with -O3."""
     clone = tmp_path / "a clone"
     for name in "attention", "runtime":
         shutil.copytree(ROOT / name, clone / name)
     for name in "LICENSE", "Makefile", "pyproject.toml", "setup.py":
         shutil.copy(ROOT / name, clone)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    environment = dict(os.environ, TORCH_CUDA="0", WERROR="1", OPT="-O1")
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, clone], check=True,
-                   env=environment)
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel", "--no-deps",
+                    "--no-build-isolation", "-w", tmp_path, clone], check=True,
+                   env=dict(os.environ, TORCH_CUDA="0", WERROR="1", OPT="-O0"))
     [wheel] = tmp_path.glob("attn_c-*-py3-none-linux_x86_64.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("attn_c/")}
     python = {f"attn_c/{file.name}" for file in (ROOT / "attention/torch").glob("*.py")}
     assert names == python | {f"attn_c/attn_c_{level}.so" for level in ("v3", "v4", "bf16", "double")}
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = ("import torch, attn_c; x = torch.ones(1, 1, 2, 8); "
             "print(attn_c.__file__, attn_c.attention(x, x, x, 'lssar'))")
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path,
@@ -543,14 +526,8 @@ def test_fused_projections_switch_but_cannot_be_attached(family, sizes, interfac
 EXAMPLES = ROOT / "attention/torch/examples"
 
 
-def example(name, *words, python=sys.executable):
-    where = os.pathsep.join([str(ROOT / "build/python"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run([python, EXAMPLES / name, *map(str, words)], capture_output=True, text=True,
-                          timeout=300, env=dict(os.environ, PYTHONPATH=where, OMP_NUM_THREADS="1"))
-
-
-def example_here(name, *words):
-    """The same in this process, which has already imported what takes a new one some seconds."""
+def example(name, *words):
+    """In this process, which has already imported what takes a new one some seconds."""
     out, err, argv, code = io.StringIO(), io.StringIO(), sys.argv, 0
     sys.argv = [str(EXAMPLES / name), *map(str, words)]
     try:
@@ -567,9 +544,9 @@ def example_here(name, *words):
     return subprocess.CompletedProcess([name, *words], code, out.getvalue(), err.getvalue())
 
 
-def refused(name, *words, code=None, run=example_here):
+def refused(name, *words, code=None):
     """The one message with which an example ends."""
-    run = run(name, *words)
+    run = example(name, *words)
     assert run.returncode in ([code] if code else [1, 2]) and not run.stdout and run.stderr.count("\n") == 1, run.stderr
     return run.stderr
 
@@ -638,23 +615,10 @@ def test_plotting_what_is_no_q_and_k(given, attn_c, tmp_path):
     assert refused("plot_weights.py", path, tmp_path / "w.png").startswith(f"{path}: expected ")
 
 
-def test_help_of_the_examples(attn_c):
-    """Each argument has a description. The help needs no lm_eval."""
-    for name in sorted(path.name for path in EXAMPLES.glob("*.py")):
-        run = example_here(name, "--help")
-        assert run.returncode == 0 and not run.stderr, run.stderr
-        lines = run.stdout[run.stdout.index("positional arguments:"):].split("\n")
-        arguments = [i for i, line in enumerate(lines) if re.match("  [a-z-]", line)]
-        assert len(arguments) >= 4
-        for i in arguments:
-            assert re.match(r"  \S.*?\s{2,}\S", lines[i]) or lines[i + 1].startswith(" " * 10), (name, lines[i])
-
-
 def test_evaluation_without_lm_eval(attn_c, tmp_path, monkeypatch):
     (tmp_path / "lm_eval.py").write_text("raise ImportError(\"No module named 'lm_eval'\")")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert refused("evaluate.py", "model", "task", run=example) == (
-        "evaluate.py: No module named 'lm_eval'; pip install lm_eval\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert refused("evaluate.py", "model", "task") == "evaluate.py: No module named 'lm_eval'; pip install lm_eval\n"
 
 
 def test_evaluation_example(interface, tmp_path):
@@ -689,6 +653,8 @@ def test_evaluation_example(interface, tmp_path):
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\n"
         "doc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n")
     for attn, accuracy in ("lssar", 1), ("softmax", 0):
-        run = example("evaluate.py", tmp_path / "m", "cats", "--attn", attn, "--include", tmp_path / "t", python=python)
+        run = subprocess.run([python, EXAMPLES / "evaluate.py", tmp_path / "m", "cats", "--attn", attn, "--include",
+                              tmp_path / "t"], capture_output=True, text=True,
+                             env=dict(os.environ, PYTHONPATH=str(ROOT / "build/python"), OMP_NUM_THREADS="1"))
         assert run.returncode == 0, run.stderr[-2000:]
         assert re.search(rf"\|cats .*\|acc .*\| +{accuracy}\|", run.stdout), run.stdout

@@ -1,18 +1,16 @@
-"""Calls the operators of attn_c with random wrong arguments: wrong_calls.py SEED CASES. test_torch.py runs it, in a
-process of its own, since what it looks for is a crash: each array ends where no memory follows. Prints how many calls
-ended how, and those whose error does not name the package."""
+"""Random wrong calls of attn_c's operators, for test_torch.py, which makes them in a process of its own, since what it
+looks for is a crash: each array ends where no memory follows."""
 import collections
 import ctypes
 import mmap
 import random
-import sys
 
 import torch
 from attn_c import PRESETS, attention
 from attn_c.library import scalars_of
 
 PAGE, L = mmap.PAGESIZE, 24
-draw, memories = random.Random(int(sys.argv[1])), []
+draw, memories = random.Random(), []
 
 
 def is_usual(x):
@@ -97,9 +95,11 @@ def right_call():
     return torch.ops.attn_c.attention_backward.default, [torch.ones_like(out), out, stats, *given]
 
 
-def main():
-    counts = collections.Counter()
-    for case in range(int(sys.argv[2])):
+def run(seed, cases):
+    """How many calls ended how, and those whose error does not name the package."""
+    draw.seed(seed)
+    counts, unnamed = collections.Counter(), []
+    for case in range(cases):
         function, given = right_call()
         for i in draw.sample(range(len(given)), draw.choice([1, 1, 2])):
             given[i] = changed(given[i])
@@ -110,11 +110,7 @@ def main():
         except Exception as error:
             counts[type(error).__name__] += 1
             if "attn_c" not in str(error):
-                print(f"case {case}: {error!r}")
+                unnamed.append(f"case {case}: {error!r}")
         given = None
         memories.clear()
-    print(*counts.items())
-
-
-if __name__ == "__main__":
-    main()
+    return counts, unnamed
