@@ -18,7 +18,7 @@ import byte_text
 import vocabularies
 from eval_models import write_model
 from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
-from tiny import BIN, environment, logits, run
+from tiny import BIN, environment, ids_of, run, sample
 
 os.environ.pop("SOURCE_DATE_EPOCH", None)      # transformers writes today's date
 INSIDE = 2
@@ -336,14 +336,14 @@ def talk(folder, *words, said, code=0):
 
 
 def greedy(folder, ids, most):
-    """The answer that the model gives after these ids, by a full pass for each token."""
-    answer = []
-    while len(answer) < most:
-        row = logits(folder, [*ids, *answer])[-1]
-        if int(row.argmax()) in (byte_text.IM_END, byte_text.END_OF_TEXT):
-            break
-        answer.append(int(row.argmax()))
-    return answer
+    """The answer that the model gives after these ids, as a prompt in numbers."""
+    plain = folder.with_name(folder.name + "-plain")
+    if not plain.exists():
+        shutil.copytree(folder, plain, ignore=shutil.ignore_patterns("tokenizer*"))
+    [text], _ = sample(plain, "--prompt", ",".join(map(str, ids)), "--temperature", 0, "--max-new-tokens", most)
+    answer = ids_of(text)[len(ids):]
+    ends = [i for i, token in enumerate(answer) if token in (byte_text.IM_END, byte_text.END_OF_TEXT)]
+    return answer[:ends[0]] if ends else answer
 
 
 def shown(answers):

@@ -156,19 +156,6 @@ def test_a_resumed_run_has_the_same_bits(data, runs, tmp_path, block, name):
     assert_same_run(runs[block, name], tmp_path / "parts", 6)
 
 
-def test_metrics_describe_the_learned_scalars(data, tmp_path):
-    """The mean, the least and the largest of each layer's heads are those of the checkpoint of the same step."""
-    train(data, "--model", f"layers=2,heads=4,channels=16,ffn=24,vocab={VOCAB}", "--attn", "ssmax-bias", "--steps", 4,
-          *validation(data), "--val-every", 2, "--ckpt-every", 2, "--out", tmp_path)
-    for step in (2, 4):
-        (found,) = (line for line in metrics(tmp_path, ["step", "attn_scale", "attn_bias"]) if line[0] == step)
-        saved = tensors(checkpoint(tmp_path, step))
-        for name, layers in zip(("attn_scale", "attn_bias"), found[1:]):
-            heads = [saved[f"model.layers.{i}.self_attn.{name}"] for i in range(2)]
-            assert all(x.min() < x.mean() < x.max() for x in heads)
-            np.testing.assert_allclose(layers, [(x.mean(), x.min(), x.max()) for x in heads], rtol=1e-5)
-
-
 def test_exp_says_why_it_diverged(data):
     wild = ["--warmup", 0, "--grad-clip", 0, "--steps", 60]
     for attn, phi in (("exp", "exp"), ("relu2-n+phi=expm1", "expm1")):
@@ -523,37 +510,3 @@ def test_the_step_line_shows_all_zero_rows(data, tmp_path):
     # z = -ln L: sigmoid(z) = 1/(L + 1) is below every 1/n; the first three rows are compared with 0.
     assert (float(shares("--attn", "sigmoid+scale=const:0+post=reweight:2")[-1])
             == pytest.approx(100 * (T - 3) / T, abs=0.6))
-
-
-# ---- for CUDA
-
-def test_the_table_compiles_as_device_code(tmp_path):
-    """normalizer.h compiles as CUDA: with nvcc if it is installed, and with g++ and macros for CUDA's keywords."""
-    source = tmp_path / "table.cu"
-    source.write_text('#include "attention/normalizer.h"\n'
-                      "__global__ void kernel(float *z, float *out, Stage scale, Stage offset, Stage norm, "
-                      "RowPlace at, int phi) {\n"
-                      "    float slope;\n"
-                      "    phi_both(phi, row_scale(scale, at) * *z + row_offset(offset, at), 1, out, &slope);\n"
-                      "    *z = *out * row_inverse(norm, at, *out, 0) + row_slope(SCALAR_S, scale, at);\n"
-                      "}\n")
-    words = ["-D__CUDACC__", "-D__host__=", "-D__device__=", "-D__global__=", "-D__forceinline__=inline",
-             "-Dnormcdff=erff", "-Drsqrtf=sqrtf"]
-    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function",
-                    f"-I{ROOT}", *words, "-x", "c++", source], check=True)
-    if shutil.which("nvcc"):
-        subprocess.run(["nvcc", "-std=c++17", f"-I{ROOT}", "-c", "-o", tmp_path / "table.o", source], check=True)
-
-
-def test_help_defines_its_letters_and_names_its_sources():
-    def help_of(text):
-        return subprocess.run([TRAIN, "--attn", text], capture_output=True, text=True, check=True).stdout
-
-    whole = help_of("help")
-    definitions = whole.split("\n\n")[0].split("\n")[1:]
-    assert len(definitions) == 5
-    assert all(re.search(rf"\b{letter} (=|is|the)", "\n".join(definitions)) for letter in "zcofZAndLT")
-    assert all(source in whole for source in ("2501.19399", "2501.13428", "kexue.fm 9019", "2504.20966"))
-    assert "P = 15" in help_of("help:lssar") and "BASE = 512" in help_of("help:softmax-log512")
-    stages = help_of("help:softmax+norm=const:1234567.125").split("\n")[1:7]
-    assert len({re.match(r"  \S+ +", line).end() for line in stages}) == 1

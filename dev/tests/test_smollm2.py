@@ -17,6 +17,7 @@ import gguf
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from calls import limited, prepare
 from test_tokenizer import CTokenizer, library      # noqa: F401, a fixture
 from tiny import BIN, ROOT, run, sentences, vocabulary
 from trainer import checkpoint, train, write_shard
@@ -32,13 +33,9 @@ LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k":
          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
-def get(*words, code=0, **how):
+def get(*words, code=0):
     """Runs the script; returns what it printed."""
-    command = [sys.executable, ROOT / "scripts/get_smollm2.py", *words]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True,
-                            env=dict(os.environ, PIP_NO_INDEX="1"), **how)
-    assert result.returncode == code, result.stderr
-    return result.stdout + result.stderr
+    return prepare("get_smollm2", *words, code=code, env={"PIP_NO_INDEX": "1"})
 
 
 def edit(folder, **change):
@@ -251,8 +248,8 @@ def test_rerun_and_what_a_kill_leaves(made, tmp_path):
     out, part = tmp_path / "out", tmp_path / "out.part"
     (part / "model").mkdir(parents=True)
     (part / "model/config.json").write_text("half")
-    printed = get("--out", out, "--gguf", path, code=4,
-                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)))
+    with limited(resource.RLIMIT_FSIZE, 65536):
+        printed = get("--out", out, "--gguf", path, code=4)
     assert "rerun the same command" in printed and os.listdir(tmp_path) == []
     get("--out", out, "--gguf", path)
     assert os.listdir(tmp_path) == ["out"]

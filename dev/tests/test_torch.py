@@ -419,7 +419,8 @@ def test_compiled(attn_c):
         return [{"out": out.detach()} | {key: x.grad for key, x in inputs.items()}
                 for out, inputs in zip(outputs, given)]
 
-    for found, expected in zip(run(torch.compile(compute, fullgraph=True, backend="aot_eager")), run(compute), strict=True):
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(run(compiled), run(compute), strict=True):
         assert_close(found, expected, 1e-6)
 
 

@@ -1,7 +1,5 @@
 """attn_c in models: through transformers' attention interface, in the modeling file of our checkpoints, against the
 trainer, and installed from a wheel."""
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -19,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from calls import call
 from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, model_of, modeling, pair        # noqa: F401
 from tiny import ROOT, T, VOCAB, lm_eval_python, logits, train, write_data
 from trainer import losses
@@ -527,21 +526,11 @@ EXAMPLES = ROOT / "attention/torch/examples"
 
 
 def example(name, *words):
-    """In this process, which has already imported what takes a new one some seconds."""
-    out, err, argv, code = io.StringIO(), io.StringIO(), sys.argv, 0
-    sys.argv = [str(EXAMPLES / name), *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+    def main():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        code = error.code or 0
-        if isinstance(code, str):
-            err.write(code + "\n")
-            code = 1
-    finally:
-        sys.argv = argv
-    return subprocess.CompletedProcess([name, *words], code, out.getvalue(), err.getvalue())
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return call(str(EXAMPLES / name), *words, main=main)
 
 
 def refused(name, *words, code=None):
