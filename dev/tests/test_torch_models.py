@@ -10,14 +10,13 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from calls import call
+import calls
 from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, model_of, modeling, pair        # noqa: F401
 from tiny import ROOT, T, VOCAB, lm_eval_python, logits, train, write_data
 from trainer import losses
@@ -530,7 +529,7 @@ def example(name, *words):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return call(str(EXAMPLES / name), *words, main=main)
+    return calls.call(str(EXAMPLES / name), *words, main=main)
 
 
 def refused(name, *words, code=None):
