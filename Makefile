@@ -148,7 +148,13 @@ $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library
 	@echo '  LD  $@'
 	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LD_LIBS)
 
-$(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o
+# Both in double, next to float_path.o and the library in float32.
+in_double = $(addprefix $(BUILD)/in_double/,attention/attention_cpu.o attention/rows.o runtime/tiles.o)
+$(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o $(in_double)
+$(BUILD)/in_double/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo '  CC  $< in double'
+	@$(CC) $(CC_FLAGS) -include dev/tests/in_double.h -c -o $@ $<
 
 $(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library.a
 	@mkdir -p $(@D)
@@ -192,8 +198,8 @@ for_v3     = -march=x86-64-v3
 for_v4     = $(AVX512)
 for_bf16   = $(AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
 for_double = -march=x86-64-v3 -DREAL=double
-torch_sources = attention/attention_cpu.c attention/normalizer.c attention/torch/attn_c.c runtime/error.c runtime/number.c runtime/spelling.c \
-  runtime/tiles.c runtime/utf8.c $(if $(filter double,$(1)),attention/torch/gemm_double.c,runtime/gemm.c runtime/gemm_tiles.c)
+torch_sources = attention/attention_cpu.c attention/normalizer.c attention/rows.c attention/torch/attn_c.c runtime/error.c runtime/number.c runtime/spelling.c \
+  runtime/tiles.c runtime/utf8.c
 
 # TORCH_CUDA=1 adds the library for GPUs, which takes 8 minutes on two cores.
 TORCH_CUDA ?= 0
@@ -214,9 +220,6 @@ $(foreach level,v3 v4 bf16 double,$(eval $(call torch_rules,$(level))))
 
 $(PACKAGE)/attn_c_cuda.so: $(BUILD)/cuda/attn_c_cuda.so
 	@cp $< $@
-
-# What the library in double takes from runtime/tiles.c is never called, and exists only in float.
-$(BUILD)/torch/double/runtime/%.o: private for_double = -march=x86-64-v3
 
 $(PACKAGE)/%.py: attention/torch/%.py
 	@mkdir -p $(@D)
@@ -431,4 +434,4 @@ clean:
 .PHONY: all attn_c clean help lacking check list_tests test test_c test_on_cpu FORCE
 .SECONDARY:
 -include $(wildcard $(foreach d,$(BUILD)/cuda $(ON_CPU),$(addprefix $(d)/,*.d attention/*.d attention/torch/*.d cuda/*.d dev/tests/*.d)) $(EMULATOR)/*/*/*.d $(BUILD)/pic/*/*.d $(BUILD)/torch/*/*/*.d $(BUILD)/torch/*/*/*/*.d)
--include $(LIBRARY:.o=.d) $(FAULTY:%.o=$(BUILD)/faults/%.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))
+-include $(LIBRARY:.o=.d) $(in_double:.o=.d) $(FAULTY:%.o=$(BUILD)/faults/%.d) $(patsubst %,$(BUILD)/%.d,$(PROGRAMS) test_gpt2) $(patsubst dev/tests/%.c,$(BUILD)/dev/tests/%.d,$(wildcard dev/tests/*.c))

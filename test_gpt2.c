@@ -620,8 +620,8 @@ int main(int argc, char **argv) {
     program_name = "test_gpt2";
     run_cases(KINDS, sizeof KINDS / sizeof *KINDS, word, false);
     if (!word[0]) {
-        for (Tiles tiles = TILES_NONE; tiles <= TILES_LOOPS || tiles <= tiles_available(true); tiles++)
-            if (tiles != TILES_FLOAT) test_bf16_matmuls(tiles);
+        for (Tiles tiles = TILES_REAL; tiles <= TILES_LOOPS || tiles <= tiles_available(true); tiles++)
+            test_bf16_matmuls(tiles);
         test_large_bf16_matmuls();
         test_bf16_outputs();
         test_decoding_matmuls();

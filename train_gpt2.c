@@ -914,7 +914,7 @@ static AttentionInput attention_input(const Model *m, Projected of) {
                             .k = {at.k.p, at.k.row, at.k.head},
                             .v = {at.v.p, at.v.row, at.v.head},
                             .first = m->first,
-                            .mm = &m->mm};
+                            .tiles = m->mm.tiles};
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
@@ -1422,7 +1422,7 @@ static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_
                             .k = {d->k + cache * KV, head_size(c), d->length * head_size(c)},
                             .v = {d->v + cache * VV, value_size(c), d->length * value_size(c)},
                             .first = d->m->doc_mask ? d->first + r : NULL,
-                            .mm = &d->m->mm};
+                            .tiles = d->m->mm.tiles};
 }
 
 // Attention of head h of row r over the cached keys of its sequence.

@@ -6,8 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention/normalizer.h"
-#include "runtime/gemm.h"
+#include "attention/rows.h"
+#include "runtime/tiles.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -44,9 +44,9 @@ typedef struct {
 typedef struct {
     ConstView q, k, v;
     const int32_t *first;
-    // For the matmuls; may be NULL. If mm->tiles are those of bfloat16, all matmuls read rounded inputs: q, k, v, dout,
-    // the weights and the gradients of the scores. Sums, statistics and everything between matmuls stay float32.
-    const Gemm *mm;
+    // The instructions of the matmuls. With those of bfloat16, all matmuls read rounded inputs: q, k, v, dout, the
+    // weights and the gradients of the scores. Sums, statistics and everything between matmuls stay float32.
+    Tiles tiles;
     bool unit_keys;    // divide k by its norms; only where attention_of_few()
 } AttentionInput;
 
@@ -58,8 +58,6 @@ typedef struct {
 typedef struct {
     size_t b, h, from, rows;
 } AttentionRows;
-
-enum { ROW_STATS = 4 };    // statistics that the forward pass keeps per row
 
 // The number of scratch elements that forward and backward need for this shape and number of threads, under any
 // normalizer.

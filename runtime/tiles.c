@@ -14,14 +14,17 @@
 
 enum { LANES = TILE / 2 };    // half the columns of a strip: as many float32 as AVX-512's registers hold
 
-#ifdef __AVX512F__
-enum { NATIVE = 16 };    // float32 in a register
-#else
+// 32-bit numbers in a register
+#if defined(__AVX512F__)
+enum { NATIVE = 16 };
+#elif defined(__AVX2__)
 enum { NATIVE = 8 };
+#else
+enum { NATIVE = 4 };
 #endif
 
 const char *tiles_name(Tiles tiles) {
-    static const char *const names[] = {"none", "float32", "loops", "AVX512-BF16", "AMX"};
+    static const char *const names[] = {"vectors", "loops", "AVX512-BF16", "AMX"};
     return names[tiles];
 }
 
@@ -78,9 +81,10 @@ static void pair_rows(uint32_t *out, const float *first, const float *second, si
 
 #endif
 
-// The first n numbers of a stored row. gcc makes a slow `rep movsl` of a copy whose size it does not know.
+// The first n numbers of a stored row. (If real is double, nothing is bfloat16.) gcc makes a slow `rep movsl` of a copy
+// whose size it does not know.
 static void take_row(uint16_t *out, Matrix x, size_t n) {
-    if (!x.bf16) round_row(out, x.f32, n);
+    if (!x.bf16) round_row(out, (const float *)x.f32, n);
     else if (n == TILE) memcpy(out, x.bf16, TILE * sizeof *out);
     else memcpy(out, x.bf16, n * sizeof *out);
 }
@@ -88,7 +92,7 @@ static void take_row(uint16_t *out, Matrix x, size_t n) {
 // The same of two rows, `second` elements apart, in pairs.
 static void take_pairs(uint32_t *out, Matrix x, size_t second, size_t n) {
     if (!x.bf16) {
-        pair_rows(out, x.f32, x.f32 + second, n);
+        pair_rows(out, (const float *)x.f32, (const float *)(x.f32 + second), n);
         return;
     }
     #pragma omp simd
@@ -140,10 +144,9 @@ static void transpose(uint32_t *to, size_t to_step, const uint32_t *from, size_t
 }
 
 // to (16,16) = the transpose of from (rows,columns), and zeros in the rest
-static void transpose_part(uint32_t *to, size_t to_step, const uint32_t *from, size_t from_step, size_t rows,
-                           size_t columns) {
-    if (rows >= LANES && columns >= LANES) {
-        transpose(to, to_step, from, from_step);
+static void transpose_part(real *to, size_t to_step, const real *from, size_t from_step, size_t rows, size_t columns) {
+    if (sizeof(real) == sizeof(uint32_t) && rows >= LANES && columns >= LANES) {
+        transpose((uint32_t *)to, to_step, (const uint32_t *)from, from_step);
         return;
     }
     for (size_t i = 0; i < LANES; i++)
@@ -171,35 +174,48 @@ static void pairs_of_columns(uint32_t *words, Matrix x, size_t rows, size_t colu
     for (size_t i = 0; i < n; i++) words[(last / 2) * LANES + i] &= 0xFFFF;
 }
 
-static void left_transposed(Tiles tiles, uint32_t *out, Matrix a, size_t rows, size_t k) {
+static void left_pairs_transposed(uint32_t *out, Matrix a, size_t rows, size_t k) {
     uint32_t words[LANES * LANES];
-    size_t step = tiles_row(tiles, k) / sizeof *out, numbers = tiles_are_bf16(tiles) ? TILE : LANES;
-    for (size_t p = 0, at = 0; at < step; p += numbers, at += LANES) {
+    size_t step = tiled(k) / 2;
+    for (size_t p = 0; p < tiled(k); p += TILE) {
         for (size_t row = 0; row < tiled(rows); row += LANES) {
-            uint32_t *to = out + row * step + at;
+            uint32_t *to = out + row * step + p / 2;
             if (p >= k || row >= rows) {
                 for (size_t i = 0; i < LANES; i++) memset(to + i * step, 0, LANES * sizeof *to);
-            } else if (tiles_are_bf16(tiles)) {
+            } else {
                 pairs_of_columns(words, rest(a, p, row), k - p, rows - row);
                 transpose(to, step, words, LANES);
+            }
+        }
+    }
+}
+
+static void left_reals_transposed(real *out, Matrix a, size_t rows, size_t k) {
+    size_t step = tiled(k);
+    for (size_t p = 0; p < step; p += LANES) {
+        for (size_t row = 0; row < tiled(rows); row += LANES) {
+            real *to = out + row * step + p;
+            if (p >= k || row >= rows) {
+                for (size_t i = 0; i < LANES; i++) memset(to + i * step, 0, LANES * sizeof *to);
             } else {
-                transpose_part(to, step, (const uint32_t *)(a.f32 + p * a.ld + row), a.ld, k - p, rows - row);
+                transpose_part(to, step, a.f32 + p * a.ld + row, a.ld, k - p, rows - row);
             }
         }
     }
 }
 
 void tiles_left(Tiles tiles, void *out, Matrix a, size_t rows, size_t k) {
-    if (a.transposed) left_transposed(tiles, out, a, rows, k);
-    else left_as_stored(tiles, out, a, rows, k);
+    if (!a.transposed) left_as_stored(tiles, out, a, rows, k);
+    else if (tiles_are_bf16(tiles)) left_pairs_transposed(out, a, rows, k);
+    else left_reals_transposed(out, a, rows, k);
 }
 
 // ---- B. A strip is row after row of 32 columns; in bfloat16, pair of rows after pair of rows.
 
-static void pack_floats(float *packed, Matrix b, size_t k, size_t n) {
+static void pack_reals(real *packed, Matrix b, size_t k, size_t n) {
     if (k % TILE || n % TILE) memset(packed, 0, tiled(k) * tiled(n) * sizeof *packed);
     for (size_t column = 0; column < n; column += TILE) {
-        float *strip = packed + column * tiled(k);
+        real *strip = packed + column * tiled(k);
         for (size_t row = 0; row < k; row++)
             memcpy(strip + row * TILE, b.f32 + row * b.ld + column, least(n - column, TILE) * sizeof *b.f32);
     }
@@ -226,14 +242,13 @@ static void pack_pairs(uint32_t *packed, Matrix b, size_t k, size_t n) {
     }
 }
 
-static void pack_floats_transposed(float *packed, Matrix b, size_t k, size_t n) {
+static void pack_reals_transposed(real *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < tiled(n); column += LANES) {
-        uint32_t *strip = (uint32_t *)packed + (column / TILE) * TILE * tiled(k) + column % TILE;
+        real *strip = packed + (column / TILE) * TILE * tiled(k) + column % TILE;
         size_t columns = column < n ? n - column : 0;
         for (size_t row = 0; row < tiled(k); row += LANES) {
             size_t rows = row < k ? k - row : 0;
-            const uint32_t *from = (const uint32_t *)(b.f32 + column * b.ld + row);
-            transpose_part(strip + row * TILE, TILE, from, b.ld, columns, rows);
+            transpose_part(strip + row * TILE, TILE, b.f32 + column * b.ld + row, b.ld, columns, rows);
         }
     }
 }
@@ -255,19 +270,20 @@ static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n
 
 void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n) {
     if (tiles_are_bf16(tiles)) (b.transposed ? pack_pairs_transposed : pack_pairs)(packed, b, k, n);
-    else (b.transposed ? pack_floats_transposed : pack_floats)(packed, b, k, n);
+    else (b.transposed ? pack_reals_transposed : pack_reals)(packed, b, k, n);
 }
 
-void tiles_pair(Tiles tiles, float *first, const float *second, size_t n) {
-    if (tiles_are_bf16(tiles)) pair_rows((uint32_t *)first, first, second, n);
+void tiles_pair(Tiles tiles, real *first, const real *second, size_t n) {
+    if (tiles_are_bf16(tiles)) pair_rows((uint32_t *)first, (const float *)first, (const float *)second, n);
 }
 
 // ---- C = A · B
 
-typedef float Vector __attribute__((vector_size(NATIVE * sizeof(float)), aligned(sizeof(float))));
+typedef real Vector __attribute__((vector_size(NATIVE * sizeof(uint32_t)), aligned(sizeof(real))));
+enum { IN_VECTOR = sizeof(Vector) / sizeof(real) };
 
-static inline Vector *vector_at(float *x, size_t i) {
-    return (Vector *)(x + i * NATIVE);
+static inline Vector *vector_at(real *x, size_t i) {
+    return (Vector *)(x + i * IN_VECTOR);
 }
 
 // Without this, gcc reads B's vectors again for each row, and AVX2's loop, which then waits for loads, takes 1.4 times
@@ -281,8 +297,8 @@ static inline void keep_in_registers(Vector *left, Vector *right) {
 }
 
 // `rows` rows and two vectors of columns: 2 rows sums, two vectors of B, and a number of A in all lanes of another.
-static inline __attribute__((always_inline)) void multiply_rows(size_t rows, float *c, size_t ldc, const float *a,
-                                                                size_t lda, const float *b, size_t ldb, size_t k,
+static inline __attribute__((always_inline)) void multiply_rows(size_t rows, real *c, size_t ldc, const real *a,
+                                                                size_t lda, const real *b, size_t ldb, size_t k,
                                                                 bool add) {
     Vector sum[8][2] = {{{0}}};
     for (size_t r = 0; add && r < rows; r++) {
@@ -290,7 +306,7 @@ static inline __attribute__((always_inline)) void multiply_rows(size_t rows, flo
         sum[r][1] = *vector_at(c + r * ldc, 1);
     }
     for (size_t p = 0; p < k; p++) {
-        Vector left = *vector_at((float *)b + p * ldb, 0), right = *vector_at((float *)b + p * ldb, 1);
+        Vector left = *vector_at((real *)b + p * ldb, 0), right = *vector_at((real *)b + p * ldb, 1);
         keep_in_registers(&left, &right);
         #pragma GCC unroll 8
         for (size_t r = 0; r < rows; r++) {
@@ -305,10 +321,10 @@ static inline __attribute__((always_inline)) void multiply_rows(size_t rows, flo
 }
 
 // As many rows at a time as there are registers for: 8 of AVX-512's 32; 6 of AVX2's 16, and 4 for the last 8 rows.
-static void multiply_floats(float *c, size_t ldc, const float *a, size_t lda, const float *b, size_t ldb, size_t k,
-                            bool add) {
+static void multiply_reals(real *c, size_t ldc, const real *a, size_t lda, const real *b, size_t ldb, size_t k,
+                           bool add) {
     enum { FIRST = NATIVE == 16 ? 8 : 6, LAST = NATIVE == 16 ? 8 : 4, FROM = 24 };
-    for (size_t column = 0; column < TILE; column += 2 * NATIVE) {
+    for (size_t column = 0; column < TILE; column += 2 * IN_VECTOR) {
         for (size_t row = 0; row < FROM; row += FIRST)
             multiply_rows(FIRST, c + row * ldc + column, ldc, a + row * lda, lda, b + column, ldb, k, add);
         for (size_t row = FROM; row < TILE; row += LAST)
@@ -443,37 +459,36 @@ void tiles_end(Tiles tiles) {
 #endif
 
 Tiles tiles_available(bool bf16) {
-    (void)bf16;    // not read where neither of the first two is built
+    (void)bf16;    // not read where neither is built
 #ifdef __AMX_BF16__
     if (bf16 && may_use_amx()) return TILES_AMX;
 #endif
 #ifdef __AVX512BF16__
     if (bf16) return TILES_AVX512;
 #endif
-#ifdef __AVX2__
-    return TILES_FLOAT;
-#else
-    return TILES_NONE;
-#endif
+    return TILES_REAL;
 }
 
-void tiles_multiply(Tiles tiles, float *c, size_t ldc, TileRows a, TileRows b, size_t k, bool add) {
-    size_t lda = a.step / (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float)), ldb = b.step / sizeof(uint32_t);
-    if (tiles == TILES_FLOAT) multiply_floats(c, ldc, a.at, lda, b.at, ldb, k, add);
-    if (tiles == TILES_LOOPS) multiply_loops(c, ldc, a.at, lda, b.at, ldb, k, add);
+void tiles_multiply(Tiles tiles, real *c, size_t ldc, TileRows a, TileRows b, size_t k, bool add) {
+    if (tiles == TILES_REAL) {
+        multiply_reals(c, ldc, a.at, a.step / sizeof(real), b.at, b.step / sizeof(real), k, add);
+        return;
+    }
+    size_t lda = a.step / sizeof(uint16_t), ldb = b.step / sizeof(uint32_t);
+    if (tiles == TILES_LOOPS) multiply_loops((float *)c, ldc, a.at, lda, b.at, ldb, k, add);
 #ifdef __AVX512BF16__
-    if (tiles == TILES_AVX512) multiply_avx512(c, ldc, a.at, lda, b.at, ldb, k, add);
+    if (tiles == TILES_AVX512) multiply_avx512((float *)c, ldc, a.at, lda, b.at, ldb, k, add);
 #endif
 #ifdef __AMX_BF16__
-    if (tiles == TILES_AMX) multiply_amx(c, ldc, a.at, lda, b.at, ldb, k, add);
+    if (tiles == TILES_AMX) multiply_amx((float *)c, ldc, a.at, lda, b.at, ldb, k, add);
 #endif
 }
 
-void tiles_take_transposed(float *out, size_t ld, const float *sums, size_t rows, size_t columns) {
+void tiles_take_transposed(real *out, size_t ld, const real *sums, size_t rows, size_t columns) {
     if (rows == TILE && columns == TILE) {
         for (size_t row = 0; row < TILE; row += LANES)
             for (size_t column = 0; column < TILE; column += LANES)
-                transpose((uint32_t *)out + row * ld + column, ld, (const uint32_t *)sums + column * TILE + row, TILE);
+                transpose_part(out + row * ld + column, ld, sums + column * TILE + row, TILE, LANES, LANES);
         return;
     }
     for (size_t row = 0; row < rows; row++)

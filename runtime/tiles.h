@@ -29,10 +29,9 @@ static inline Matrix transposed(const real *x, size_t ld) {
     return matrix;
 }
 
-// The instructions, and with them the type of both inputs. Sums are float32.
+// The instructions, and with them the type of both inputs. Sums are real.
 typedef enum {
-    TILES_NONE,
-    TILES_FLOAT,     // float32 by the compiler's vectors
+    TILES_REAL,      // real, which is float32 but in some tests, by the compiler's vectors
     TILES_LOOPS,     // bfloat16 by plain loops, for tests on any processor
     TILES_AVX512,    // bfloat16 by AVX512-BF16
     TILES_AMX,       // bfloat16 by AMX
@@ -40,7 +39,8 @@ typedef enum {
 
 enum { TILE = 32 };
 
-// The fastest that this processor and this build have; TILES_NONE without AVX2.
+// The fastest that this processor and this build have for bfloat16, or TILES_REAL if they have none; and without bf16,
+// TILES_REAL.
 Tiles tiles_available(bool bf16);
 
 const char *tiles_name(Tiles tiles);
@@ -56,10 +56,10 @@ static inline size_t tiled(size_t n) {
 
 // The bytes of a row of tiled(n) numbers
 static inline size_t tiles_row(Tiles tiles, size_t n) {
-    return tiled(n) * (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(float));
+    return tiled(n) * (tiles_are_bf16(tiles) ? sizeof(uint16_t) : sizeof(real));
 }
 
-// Rows of an input of tiles_multiply(). A: row by row, or as tiles_turned() says. B: row by row in float32, and in
+// Rows of an input of tiles_multiply(). A: row by row, or as tiles_turned() says. B: row by row in real, and in
 // bfloat16 pairs of rows, whose numbers alternate: B[2p][i], B[2p+1][i], B[2p][i+1], ...
 typedef struct {
     const void *at;
@@ -75,10 +75,15 @@ void tiles_left(Tiles tiles, void *out, Matrix a, size_t rows, size_t k);
 //   packed: tiled(n) tiles_row(tiles, k) bytes, written
 void tiles_pack(Tiles tiles, void *packed, Matrix b, size_t k, size_t n);
 
+// The bytes of a number of B or, in bfloat16, of a pair.
+static inline size_t tiles_number(Tiles tiles) {
+    return tiles_are_bf16(tiles) ? sizeof(uint32_t) : sizeof(real);
+}
+
 // From a row and a column on, both multiples of 32, of a B packed with k rows.
 static inline TileRows tiles_at(Tiles tiles, const void *packed, size_t k, size_t row, size_t column) {
     size_t at = column * tiles_row(tiles, k) + row * tiles_row(tiles, TILE);
-    return (TileRows){(const char *)packed + at, TILE * sizeof(uint32_t)};
+    return (TileRows){(const char *)packed + at, TILE * tiles_number(tiles)};
 }
 
 // Whether A may be read from where tiles_pack() packed its transpose, with an even k.
@@ -91,7 +96,7 @@ static inline TileRows tiles_turned(Tiles tiles, const void *packed, size_t k, s
     return (TileRows){tiles_at(tiles, packed, k, column, row).at, sizeof(uint32_t)};
 }
 
-// Turns two rows of B into a pair in the place of the first one. Does nothing in float32.
+// Turns two rows of B into a pair in the place of the first one. Does nothing in real.
 void tiles_pair(Tiles tiles, real *first, const real *second, size_t n);
 
 // A B whose rows, each ld numbers after the one before it, tiles_pair() was called for.

@@ -173,7 +173,7 @@ EXPORT size_t attn_c_scratch(const Call *c) {
 
 // `forward`: for the forward pass alone.
 static Part part_at(const Call *c, const real *q, const real *k, const real *v, const int32_t *starts, size_t b,
-                    size_t sequences, const Gemm *mm, bool forward, real *scratch) {
+                    size_t sequences, bool forward, real *scratch) {
     Part p = {.b = b, .start = starts ? (size_t)starts[b] : 0, .shape = shape_of(c, sequences)};
     if (p.start > c->keys) p.start = c->keys;
     size_t past = p.shape.past;
@@ -186,7 +186,7 @@ static Part part_at(const Call *c, const real *q, const real *k, const real *v, 
     p.in = (AttentionInput){.q = {p.q, c->q.position, c->q.head},
                             .k = {p.k, c->k.position, c->k.head},
                             .v = {v, c->v.position, c->v.head},
-                            .mm = mm};
+                            .tiles = tiles_available(c->bf16)};
     real ratio = scaling_ratio(c), *own = scratch;
     p.scratch = scratch + own_scratch(c, sequences);
     if (is_l2(c->normalizer) || ratio != 1) {
@@ -206,10 +206,6 @@ static Part part_at(const Call *c, const real *q, const real *k, const real *v, 
         p.in.k = (ConstView){p.own_k, c->NKV * c->HS, c->HS};
     }
     return p;
-}
-
-static Gemm gemm_for(const Call *c) {
-    return (Gemm){.bf16 = c->bf16, .tiles = sizeof(real) == sizeof(float) ? tiles_available(c->bf16) : TILES_NONE};
 }
 
 static _Thread_local unsigned mode_before;
@@ -245,9 +241,8 @@ EXPORT void attn_c_forward(const Call *c, const real *q, const real *k, const re
                            const real *scalars, real *out, real *stats, real *scratch) {
     size_t sequences = is_whole(c, starts) ? c->B : 1, width = c->NH * c->VS;
     int threads = begin(c->threads);
-    Gemm mm = gemm_for(c);
     for (size_t b = 0; b < c->B; b += sequences) {
-        Part p = part_at(c, q, k, v, starts, b, sequences, &mm, true, scratch);
+        Part p = part_at(c, q, k, v, starts, b, sequences, true, scratch);
         real *rows = out + b * c->queries * width, *kept = stats + b * c->NH * c->queries * ROW_STATS;
         zero(rows, 0, p.skipped, width);
         zero(kept, c->NH * p.shape.T * sequences, c->NH * p.skipped, ROW_STATS);
@@ -267,9 +262,8 @@ EXPORT void attn_c_backward(const Call *c, const real *q, const real *k, const r
     size_t sequences = is_whole(c, starts) ? c->B : 1;
     size_t width = c->NH * c->VS, q_width = c->NH * c->HS, k_width = c->NKV * c->HS, v_width = c->NKV * c->VS;
     int threads = begin(c->threads);
-    Gemm mm = gemm_for(c);
     for (size_t b = 0; b < c->B; b += sequences) {
-        Part p = part_at(c, q, k, v, starts, b, sequences, &mm, false, scratch);
+        Part p = part_at(c, q, k, v, starts, b, sequences, false, scratch);
         size_t row = b * c->queries + p.skipped, key = b * c->keys + p.start, T = p.shape.T, keys = p.shape.past + T;
         zero(dq, b * c->queries, p.skipped, q_width);
         zero(dk, b * c->keys, T ? p.start : c->keys, k_width);

@@ -80,10 +80,10 @@ int main(int argc, char **argv) {
     size_t row = 3 * NH * HS;
     float *qkv = normals(3 * n, 0), *dqkv = normals(3 * n, 8);
     if (normalizer.qk.kind == QK_L2) normalize(qkv, 3 * rows, HS);
-    Gemm mm;
-    gemm_start(&mm, bf16);
-    AttentionInput in = {
-        .q = {qkv, row, HS}, .k = {qkv + NH * HS, row, HS}, .v = {qkv + 2 * NH * HS, row, HS}, .mm = &mm};
+    AttentionInput in = {.q = {qkv, row, HS},
+                         .k = {qkv + NH * HS, row, HS},
+                         .v = {qkv + 2 * NH * HS, row, HS},
+                         .tiles = tiles_available(bf16)};
     AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {
@@ -96,7 +96,6 @@ int main(int argc, char **argv) {
     }
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    gemm_end(&mm);
     printf("%.4f %.4f %.1f\n", median(forward, runs), median(backward, runs), (double)usage.ru_maxrss / 1024);
     return EXIT_DONE;
 }

@@ -5,31 +5,30 @@
 // float32 code (float_path.c).
 //
 //   build/tests/test_gradients [WORD]     only the cases whose name has WORD in it
-#define REAL double
-// The library has these names for float32.
-#define attention_of_few attention_of_few_in_double
-#define attention_scratch attention_scratch_in_double
-#define attention_forward attention_forward_in_double
-#define attention_backward attention_backward_in_double
-#define attention_row attention_row_in_double
-#define attention_weights attention_weights_in_double
-#define attention_weights_of_scores attention_weights_of_scores_in_double
-#define gemm gemm_in_double
-#define gemm_run gemm_run_in_double
+#include "dev/tests/in_double.h"
 #define LAYERS_ONLY
 #define WITHOUT_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"
-#include "attention/attention_cpu.c"
-#include "attention/torch/gemm_double.c"
 #include "train_gpt2.c"
 
 #include "dev/reference/hash.h"
 #include "dev/tests/check.h"
 #include "dev/tests/float_path.h"
 
-// The trainer's own function of runtime/gemm.c, in double; gemm() is that of attention/torch/gemm_double.c.
+// The trainer's matmuls, by plain loops: finite differences need exactness, not speed.
+static real element(Matrix x, size_t row, size_t column) {
+    return x.f32[x.transposed ? column * x.ld + row : row * x.ld + column];
+}
+
 void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc) {
-    gemm(mm, m, n, k, A, B, beta, C, ldc);
+    (void)mm;
+    for (size_t i = 0; i < m; i++) {
+        for (size_t j = 0; j < n; j++) {
+            real sum = beta != 0 ? C[i * ldc + j] : 0;
+            for (size_t p = 0; p < k; p++) sum += element(A, i, p) * element(B, p, j);
+            C[i * ldc + j] = sum;
+        }
+    }
 }
 
 // ---- numbers

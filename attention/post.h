@@ -1,0 +1,190 @@
+// The last stage of attention/normalizer.h: what `post` makes of a row of weights A_j = f_j/Z, from f and 1/Z.
+//
+// A post that changes rows has a section below and a row in POSTS. For each key,
+//   w_j = weight(f_j)    from the row's numbers, which begin() computes from sums over f
+//   W_j = w_j divide     where divide is 1 over the sum of |w| or, without POST_DIVIDES, what begin() says
+// and backward, from dW_j and D = sum_j W_j dW_j (0 without POST_DIVIDES),
+//   dA_j = back(f_j, dW_j, D), minus the mean of all dA with POST_CENTERS
+//
+// Tested by dev/tests/test_gradients.c (finite differences), test_gpt2.c (reference), dev/tests/test_attention.c.
+#ifndef ATTENTION_POST_H
+#define ATTENTION_POST_H
+
+#include "attention/normalizer.h"
+
+// What a post requires of an engine.
+enum {
+    POST_SUMS = 1,         // begin() reads the sum of f
+    POST_RANGE = 2,        // begin() reads the least and the largest f
+    POST_DIVIDES = 4,      // the weights are divided by the sum of their absolute values
+    POST_CENTERS = 8,      // the mean of dA is subtracted from it
+    POST_VANISHES = 16,    // all w may be 0 although not all f are: the row is then all-zero
+    POST_LATE = 32         // rows of n <= POST_FROM keys do not change
+};
+
+// X(KIND, the name that its functions begin with, what it requires)
+#define POSTS(X) \
+    X(POST_RECTIFY,     rectify,     POST_VANISHES) \
+    X(POST_RECENTER,    recenter,    POST_LATE | POST_SUMS | POST_CENTERS) \
+    X(POST_RECENTER_L1, recenter, POST_LATE | POST_SUMS | POST_CENTERS | POST_DIVIDES | POST_VANISHES) \
+    X(POST_REWEIGHT,    reweight,    POST_RANGE | POST_DIVIDES | POST_VANISHES)
+
+// Sums over the visible keys of a row, as far as its post requires them.
+typedef struct {
+    real sum, least, largest;    // of f
+} PostSums;
+
+// A row's numbers. The forward pass keeps `by` and `divide` for the backward pass, and again() computes the others.
+typedef struct {
+    int n;                  // the visible keys
+    real inverse, power;    // 1/Z; the post's number
+    real factor, shift;     // f factor - shift is A, in the form that the post starts from
+    real by;                // reweight: 1 over the largest of these
+    real divide;
+} PostRow;
+
+// sign(x) D
+NORMALIZER_INLINE real with_sign_of(real x, real D) {
+    if (x < 0) return -D;
+    return x > 0 ? D : 0;
+}
+
+// ---- rectify: w = max(A, 0)
+
+NORMALIZER_INLINE void rectify_begin(PostRow *row, PostSums sums) {
+    (void)sums;
+    row->divide = row->inverse;
+}
+
+NORMALIZER_INLINE void rectify_again(PostRow *row, PostSums sums) {
+    (void)row, (void)sums;
+}
+
+NORMALIZER_INLINE real rectify_weight(const PostRow *row, real f) {
+    (void)row;
+    return f < 0 ? 0 : f;
+}
+
+NORMALIZER_INLINE real rectify_back(const PostRow *row, real f, real d, real D, real *W) {
+    (void)D;
+    *W = f < 0 ? 0 : f * row->divide;
+    return f > 0 ? d : 0;
+}
+
+// ---- recenter: w = A - mean(A); recenter-l1: the same w, and W = w / sum |w|
+
+NORMALIZER_INLINE void recenter_begin(PostRow *row, PostSums sums) {
+    row->factor = row->inverse;
+    row->shift = sums.sum * row->inverse / (real)row->n;
+    row->divide = 1;
+}
+
+NORMALIZER_INLINE void recenter_again(PostRow *row, PostSums sums) {
+    row->factor = row->inverse;
+    row->shift = sums.sum * (row->inverse / (real)row->n);
+}
+
+NORMALIZER_INLINE real recenter_weight(const PostRow *row, real f) {
+    return f * row->factor - row->shift;
+}
+
+NORMALIZER_INLINE real recenter_back(const PostRow *row, real f, real d, real D, real *W) {
+    real w = recenter_weight(row, f);
+    *W = w * row->divide;
+    return (d - with_sign_of(w, D)) * row->divide;
+}
+
+// Dividing by the sum magnifies the rounding of the mean. So what is left of it in w (n) is subtracted, too. Returns
+// sum |w|, or 0 if the weights of the row are equal up to rounding.   of_all: the sum of |A|
+NORMALIZER_INLINE real post_settle(real *w, int n, real of_all) {
+    real rest = 0, sum = 0;
+    #pragma omp simd reduction(+ : rest)
+    for (int j = 0; j < n; j++) rest += w[j];
+    rest /= (real)n;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        w[j] -= rest;
+        sum += w[j] < 0 ? -w[j] : w[j];
+    }
+    return sum < 32 * REAL_EPSILON * of_all ? 0 : sum;
+}
+
+// ---- reweight:P: w = r^P, where r = max(A n - 1, 0) over its largest in the row, so that no power overflows; 0 takes
+// the place of 1 for n <= POST_FROM
+
+NORMALIZER_INLINE void reweight_again(PostRow *row, PostSums sums) {
+    (void)sums;
+    row->factor = row->inverse * (real)row->n;
+    row->shift = row->n > POST_FROM ? 1 : 0;
+}
+
+// In a row of equal weights, A n - 1 is 0 up to the rounding of their sum, which must not be mistaken for weight.
+NORMALIZER_INLINE void reweight_begin(PostRow *row, PostSums sums) {
+    reweight_again(row, sums);
+    real top = sums.largest * row->factor - row->shift;
+    bool equal = sums.largest - sums.least <= 32 * REAL_EPSILON * sums.largest;
+    if (row->shift > 0 && top < REAL_EPSILON * (real)(row->n > 32 ? row->n : 32) && equal) top = 0;
+    row->by = inverse_or_zero(top);
+}
+
+NORMALIZER_INLINE real reweight_base(const PostRow *row, real f) {
+    real u = f * row->factor - row->shift, r = u < 0 ? 0 : u * row->by;
+    return r > 1 ? 1 : r;
+}
+
+NORMALIZER_INLINE real reweight_weight(const PostRow *row, real f) {
+    return real_pow01(reweight_base(row, f), row->power);
+}
+
+// dA = n P W/u (d - D). The power's derivative is P W/r, which needs no second power.
+NORMALIZER_INLINE real reweight_back(const PostRow *row, real f, real d, real D, real *W) {
+    real r = reweight_base(row, f), slope = row->power * (real)row->n * row->by;
+    *W = real_pow01(r, row->power) * row->divide;
+    return (r > 0 ? *W / r * slope : 0) * (d - D);
+}
+
+// ---- the functions of a post that is a compile-time constant
+
+NORMALIZER_INLINE int post_needs(int post) {
+#define CASE(kind_, name, needs) case kind_: return needs;
+    switch (post) { POSTS(CASE) }
+#undef CASE
+    return 0;
+}
+
+// Does the post change a row of n visible keys? Otherwise W is A, or -A for negate.
+NORMALIZER_INLINE bool post_acts(int post, int n) {
+    return post_needs(post) & POST_LATE ? n > POST_FROM : post_needs(post) != 0;
+}
+
+// The factor of a row that the post does not change.
+NORMALIZER_INLINE real post_sign(int post) {
+    return post == POST_NEGATE ? -1 : 1;
+}
+
+NORMALIZER_INLINE void post_begin(int post, PostRow *row, PostSums sums) {
+#define CASE(kind_, name, needs) case kind_: name##_begin(row, sums); break;
+    switch (post) { POSTS(CASE) }
+#undef CASE
+}
+
+NORMALIZER_INLINE void post_again(int post, PostRow *row, PostSums sums) {
+#define CASE(kind_, name, needs) case kind_: name##_again(row, sums); break;
+    switch (post) { POSTS(CASE) }
+#undef CASE
+}
+
+NORMALIZER_INLINE real post_weight(int post, const PostRow *row, real f) {
+#define CASE(kind_, name, needs) case kind_: return name##_weight(row, f);
+    switch (post) { POSTS(CASE) }
+#undef CASE
+    return f;
+}
+
+NORMALIZER_INLINE real post_back(int post, const PostRow *row, real f, real d, real D, real *W) {
+#define CASE(kind_, name, needs) case kind_: return name##_back(row, f, d, D, W);
+    switch (post) { POSTS(CASE) }
+#undef CASE
+    return d;
+}
+#endif

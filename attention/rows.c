@@ -1,0 +1,348 @@
+// phi and post are compile-time constants inside the loops, so each has its own loop without branches.
+#include "attention/rows.h"
+
+#include <string.h>
+
+#include "attention/l2.h"
+
+Row row_at(const Normalizer *normalizer, Scalars scalars, size_t h, size_t n, size_t T, int L, size_t HS) {
+    Row row = {.at = row_place(scalars, h, (int)n, (int)T, L, (int)HS)};
+    row.c = row_scale(normalizer->scale, row.at);
+    row.o = row_offset(normalizer->offset, row.at);
+    return row;
+}
+
+static bool is_relative(const Normalizer *normalizer) {
+    return subtracts_maximum(NORMALIZER_PHI(normalizer), normalizer->norm);
+}
+
+// Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`. The scores
+// are subtracted before scaling, so that nothing overflows or rounds to an exponent above 0.
+static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
+    int phi = NORMALIZER_PHI(normalizer);
+    bool relative = is_relative(normalizer);
+    real z = relative ? row->c * anchor + row->o : 0,
+         least = relative ? least_maximum(phi, normalizer->norm, row->at) : 0;
+    row->anchor = relative ? anchor : 0;
+    row->shift = z < least ? least : z;
+    row->rest = relative ? z - row->shift : row->o;
+    row->number = phi_number(phi, row->at, row->shift);
+}
+
+// Sets what norm and post make of the row: 1/Z, with which a post that does not change it divides.
+static void row_divide(const Normalizer *normalizer, Row *row, real inverse) {
+    row->inverse = inverse;
+    row->post = (PostRow){.n = row->at.n,
+                          .inverse = inverse,
+                          .power = (real)normalizer->post.value,
+                          .divide = post_sign(NORMALIZER_POST(normalizer)) * inverse};
+}
+
+void row_keep(const Row *row, real *stats) {
+    stats[0] = row->anchor;
+    stats[1] = row->inverse;
+    stats[2] = row->post.by;
+    stats[3] = row->post.divide;
+}
+
+void row_recall(const Normalizer *normalizer, Row *row, const real *stats) {
+    row_anchor(normalizer, row, stats[0]);
+    row_divide(normalizer, row, stats[1]);
+    row->post.by = stats[2];
+    row->post.divide = stats[3];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+// The score with the largest z among n of the row. Several maxima hide the latency of each.
+static real row_top(const real *s, int n, const Row *row) {
+    enum { APART = 64 };
+    real sign = row->c < 0 ? -1 : 1, largest[APART], top = -INFINITY;
+    for (int i = 0; i < APART; i++) largest[i] = -INFINITY;
+    int j = 0;
+    for (; j + APART <= n; j += APART) {
+        #pragma omp simd
+        for (int i = 0; i < APART; i++) {
+            real x = sign * s[j + i];
+            largest[i] = x > largest[i] ? x : largest[i];
+        }
+    }
+    for (int i = 0; j < n; i++, j++) largest[i] = sign * s[j] > largest[i] ? sign * s[j] : largest[i];
+    #pragma omp simd reduction(max : top)
+    for (int i = 0; i < APART; i++) top = largest[i] > top ? largest[i] : top;
+    return sign * top;
+}
+
+// s (n): scores in, f out. Returns sum |f|.
+NORMALIZER_INLINE real phi_values(int phi, real *restrict s, int n, const Row *row) {
+    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real f, slope;
+        phi_both(phi, c * (s[j] - anchor) + rest, number, &f, &slope);
+        s[j] = f;
+        sum += phi_signed(phi) && f < 0 ? -f : f;
+    }
+    return sum;
+}
+
+static real row_values(const Normalizer *normalizer, real *s, int n, const Row *row) {
+#define CASE(kind_, ...) case kind_: return phi_values(kind_, s, n, row);
+    switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
+#undef CASE
+    return 0;
+}
+
+NORMALIZER_INLINE PostSums post_sums(int post, const real *restrict f, int n) {
+    PostSums sums = {0, f[0], f[0]};
+    if (post_needs(post) & POST_SUMS) {
+        real sum = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (int j = 0; j < n; j++) sum += f[j];
+        sums.sum = sum;
+    }
+    if (post_needs(post) & POST_RANGE) {
+        real least = f[0], largest = f[0];
+        #pragma omp simd reduction(min : least) reduction(max : largest)
+        for (int j = 0; j < n; j++) {
+            least = f[j] < least ? f[j] : least;
+            largest = f[j] > largest ? f[j] : largest;
+        }
+        sums.least = least;
+        sums.largest = largest;
+    }
+    return sums;
+}
+
+// f (n) in, w out. Sets all of `row`. Returns sum |w|.   of_all: sum |A|
+NORMALIZER_INLINE real post_weights(int post, real *restrict f, PostRow *row, real of_all) {
+    int n = row->n, needs = post_needs(post);
+    real sum = 0;
+    post_begin(post, row, post_sums(post, f, n));
+    const PostRow numbers = *row;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real w = post_weight(post, &numbers, f[j]);
+        f[j] = w;
+        sum += w < 0 ? -w : w;
+    }
+    if (needs & POST_CENTERS && needs & POST_DIVIDES) sum = post_settle(f, n, of_all);
+    if (needs & POST_DIVIDES) row->divide = inverse_or_zero(sum);
+    return sum;
+}
+
+bool row_in_parts(const Normalizer *normalizer) {
+    return !post_needs(NORMALIZER_POST(normalizer));
+}
+
+// Takes new scores (n) into account: the row's anchor, and what that changes in the sums.
+static void row_move(const Normalizer *normalizer, RowSoFar *so_far, const real *s, int n, real *sums, size_t width) {
+    Row *row = &so_far->row;
+    bool relative = is_relative(normalizer);
+    real top = relative ? row_top(s, n, row) : 0, before = row->shift;
+    if (so_far->started && !(relative && (row->c < 0 ? top < row->anchor : top > row->anchor))) return;
+    row_anchor(normalizer, row, top);
+    if (so_far->started && row->shift > before) {
+        real by = real_exp(before - row->shift);
+        so_far->sum *= by;
+        #pragma omp simd
+        for (size_t c = 0; c < width; c++) sums[c] *= by;
+    }
+    so_far->started = true;
+}
+
+void row_take(const Normalizer *normalizer, RowSoFar *so_far, real *s, int n, real *sums, size_t width) {
+    row_move(normalizer, so_far, s, n, sums, width);
+    so_far->sum += row_values(normalizer, s, n, &so_far->row);
+}
+
+real row_finish(const Normalizer *normalizer, RowSoFar *so_far, real *f, bool *weight) {
+    Row *row = &so_far->row;
+    int post = NORMALIZER_POST(normalizer);
+    real sum = so_far->sum, left = sum;
+    row_divide(normalizer, row, row_inverse(normalizer->norm, row->at, sum, row->shift));
+    if (post_acts(post, row->at.n)) {
+#define CASE(kind_, ...) case kind_: left = post_weights(kind_, f, &row->post, sum * row->inverse); break;
+        switch (post) { POSTS(CASE) }
+#undef CASE
+    }
+    *weight = sum != 0 && (left != 0 || !(post_needs(post) & POST_VANISHES)) && row->inverse != 0;
+    return row->post.divide;
+}
+
+real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *weight) {
+    RowSoFar so_far = {.row = *row};
+    row_take(normalizer, &so_far, s, row->at.n, NULL, 0);
+    real factor = row_finish(normalizer, &so_far, s, weight);
+    *row = so_far.row;
+    return factor;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward
+
+// Where post does not change the row; D as norm sees it. `sign` is -1 if post negates it.
+NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dW, Row *row, real D, real sign) {
+    int n = row->at.n;
+    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, inverse = row->inverse, sum = 0,
+         by_number = 0;
+    #pragma omp simd reduction(+ : sum, by_number)
+    for (int j = 0; j < n; j++) {
+        real f, slope;
+        real z = c * (s[j] - anchor) + rest;
+        phi_both(phi, z, number, &f, &slope);
+        real signed_D = phi_signed(phi) ? with_sign_of(f, D) : D;
+        real df = (sign * dW[j] - signed_D) * inverse, dz = df * slope;
+        sum += dz * s[j];
+        if (phi_learns(phi)) by_number += df * phi_slope_by_number(phi, z, number, f, slope);
+        dW[j] = c * dz;
+        s[j] = sign * f * inverse;
+    }
+    row->by_number = by_number;
+    return sum;
+}
+
+static real backward_plain(const Normalizer *normalizer, real *s, real *dW, Row *row, real sign) {
+#define CASE(kind_, ...) case kind_: return row_backward_plain(kind_, s, dW, row, row->D, sign);
+    switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
+#undef CASE
+    return 0;
+}
+
+// Computes f and its slope (n) from the scores s (n).
+NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s,
+                                  const Row *row) {
+    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number;
+    #pragma omp simd
+    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, number, &f[j], &slope[j]);
+}
+
+static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, const real *s, const Row *row) {
+#define CASE(kind_, ...) case kind_: row_slopes(kind_, f, slope, s, row); break;
+    switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
+#undef CASE
+}
+
+// w (n): f in, W out. d (n): dW in, dA out.
+NORMALIZER_INLINE void post_gradients(int post, real *restrict w, real *restrict d, PostRow *row, real D) {
+    int n = row->n;
+    real sum = 0;
+    post_again(post, row, post_sums(post, w, n));
+    const PostRow numbers = *row;
+    #pragma omp simd
+    for (int j = 0; j < n; j++) {
+        real W;
+        d[j] = post_back(post, &numbers, w[j], d[j], D, &W);
+        w[j] = W;
+    }
+    if (!(post_needs(post) & POST_CENTERS)) return;
+    if (post_needs(post) & POST_DIVIDES) {
+        #pragma omp simd reduction(+ : sum)
+        for (int j = 0; j < n; j++) sum += d[j];
+    } else {    // in order, so that runs of earlier versions continue with the same bits
+        for (int j = 0; j < n; j++) sum += d[j];
+    }
+    sum /= (real)n;
+    #pragma omp simd
+    for (int j = 0; j < n; j++) d[j] -= sum;
+}
+
+// sum_j df df/dnumber, from f and its slope at the scores s, and dA.
+static real by_number(int phi, const Row *row, const real *s, const real *dA, const real *f, const real *slope) {
+    real sum = 0;
+    for (int j = 0; j < row->at.n; j++) {
+        real signed_D = phi_signed(phi) ? with_sign_of(f[j], row->D) : row->D;
+        real z = row->c * (s[j] - row->anchor) + row->rest;
+        sum += (dA[j] - signed_D) * row->inverse * phi_slope_by_number(phi, z, row->number, f[j], slope[j]);
+    }
+    return sum;
+}
+
+// Where post changes the row.   f, slope, w (n): scratch
+static real backward_post(const Normalizer *normalizer, real *restrict s, real *restrict d, Row *row, real D,
+                          real *restrict f, real *restrict slope, real *restrict w) {
+    int n = row->at.n, phi = NORMALIZER_PHI(normalizer);
+    bool is_signed = phi_signed(phi);
+    real inverse = row->inverse, c = row->c, sum = 0, D_norm = 0;
+    backward_slopes(normalizer, f, slope, s, row);
+    memcpy(w, f, (size_t)n * sizeof *w);
+#define CASE(kind_, ...) case kind_: post_gradients(kind_, w, d, &row->post, D); break;
+    switch (NORMALIZER_POST(normalizer)) { POSTS(CASE) }
+#undef CASE
+    if (norm_is_sum(normalizer->norm)) {
+        #pragma omp simd reduction(+ : D_norm)
+        for (int j = 0; j < n; j++) D_norm += f[j] * d[j];
+        D_norm *= inverse;
+    }
+    row->D = D_norm;
+    row->by_number = phi_learns(phi) ? by_number(phi, row, s, d, f, slope) : 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) {
+        real signed_D = is_signed ? with_sign_of(f[j], D_norm) : D_norm;
+        real dz = (d[j] - signed_D) * inverse * slope[j];
+        sum += dz * s[j];
+        d[j] = c * dz;
+        s[j] = w[j];
+    }
+    return sum;
+}
+
+real row_backward(const Normalizer *normalizer, real *s, real *dW, Row *row, real D, real *buffers, size_t step) {
+    int post = NORMALIZER_POST(normalizer);
+    if (post_acts(post, row->at.n)) {
+        real by_post = post_needs(post) & POST_DIVIDES ? D : 0;
+        return backward_post(normalizer, s, dW, row, by_post, buffers, buffers + step, buffers + 2 * step);
+    }
+    row->D = norm_is_sum(normalizer->norm) ? D : 0;
+    return backward_plain(normalizer, s, dW, row, post_sign(post));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One query
+
+static real dot(const real *restrict x, const real *restrict y, size_t n) {
+    real sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+static void add_scaled(real *restrict sum, real by, const real *restrict x, size_t n) {
+    #pragma omp simd
+    for (size_t i = 0; i < n; i++) sum[i] += by * x[i];
+}
+
+void query_scores(real *scores, Query query, size_t n) {
+    for (size_t j = 0; j < n; j++) {
+        const real *key = query.k + j * query.k_step;
+        scores[j] = dot(query.q, key, query.HS);
+        if (query.unit_keys) scores[j] *= l2_inverse(key, query.HS);
+    }
+}
+
+bool query_forward(real *out, Query query, const Normalizer *normalizer, Row *row, real *weights) {
+    size_t n = (size_t)row->at.n;
+    bool weight;
+    query_scores(weights, query, n);
+    real factor = row_forward(normalizer, weights, row, &weight);
+    memset(out, 0, query.VS * sizeof *out);
+    for (size_t j = 0; j < n; j++) add_scaled(out, weights[j] * factor, query.v + j * query.v_step, query.VS);
+    return weight;
+}
+
+real query_backward(real *dq, real *dk, real *dv, const real *dout, const real *out, Query query,
+                    const Normalizer *normalizer, Row *row, real *buffers) {
+    size_t n = (size_t)row->at.n;
+    real *scores = buffers, *d = scores + n;
+    query_scores(scores, query, n);
+    for (size_t j = 0; j < n; j++) d[j] = dot(dout, query.v + j * query.v_step, query.VS);
+    real g = row_backward(normalizer, scores, d, row, dot(dout, out, query.VS), d + n, n);
+    memset(dq, 0, query.HS * sizeof *dq);
+    for (size_t j = 0; j < n; j++) {
+        add_scaled(dq, d[j], query.k + j * query.k_step, query.HS);
+        add_scaled(dk + j * query.k_step, d[j], query.q, query.HS);
+        add_scaled(dv + j * query.v_step, scores[j], dout, query.VS);
+    }
+    return g;
+}
