@@ -15,7 +15,7 @@
 // What a post requires of an engine.
 enum {
     POST_SUMS = 1,         // begin() reads the sum of f
-    POST_RANGE = 2,        // begin() reads the least and the largest f
+    POST_LARGEST = 2,      // begin() reads the largest f
     POST_DIVIDES = 4,      // the weights are divided by the sum of their absolute values
     POST_CENTERS = 8,      // the mean of dA is subtracted from it
     POST_VANISHES = 16,    // all w may be 0 although not all f are: the row is then all-zero
@@ -26,12 +26,13 @@ enum {
 #define POSTS(X) \
     X(POST_RECTIFY,     rectify,     POST_VANISHES) \
     X(POST_RECENTER,    recenter,    POST_LATE | POST_SUMS | POST_CENTERS) \
-    X(POST_RECENTER_L1, recenter, POST_LATE | POST_SUMS | POST_CENTERS | POST_DIVIDES | POST_VANISHES) \
-    X(POST_REWEIGHT,    reweight,    POST_RANGE | POST_DIVIDES | POST_VANISHES)
+    X(POST_RECENTER_L1, recenter,    POST_LATE | POST_SUMS | POST_CENTERS | POST_DIVIDES | POST_VANISHES) \
+    X(POST_REWEIGHT,    reweight,    POST_LARGEST | POST_DIVIDES | POST_VANISHES)
 
-// Sums over the visible keys of a row, as far as its post requires them.
+// The f (n) of a row, and what its post requires of them.
 typedef struct {
-    real sum, least, largest;    // of f
+    const real *f;
+    real sum, largest;
 } PostSums;
 
 // A row's numbers. The forward pass keeps `by` and `divide` for the backward pass, and again() computes the others.
@@ -104,7 +105,7 @@ NORMALIZER_INLINE real post_settle(real *w, int n, real of_all) {
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         w[j] -= rest;
-        sum += w[j] < 0 ? -w[j] : w[j];
+        sum += real_abs(w[j]);
     }
     return sum < 32 * REAL_EPSILON * of_all ? 0 : sum;
 }
@@ -118,12 +119,18 @@ NORMALIZER_INLINE void reweight_again(PostRow *row, PostSums sums) {
     row->shift = row->n > POST_FROM ? 1 : 0;
 }
 
+NORMALIZER_INLINE bool all_equal(const real *f, int n, real largest) {
+    real least = largest;
+    for (int j = 0; j < n; j++) least = f[j] < least ? f[j] : least;
+    return largest - least <= 32 * REAL_EPSILON * largest;
+}
+
 // In a row of equal weights, A n - 1 is 0 up to the rounding of their sum, which must not be mistaken for weight.
 NORMALIZER_INLINE void reweight_begin(PostRow *row, PostSums sums) {
     reweight_again(row, sums);
     real top = sums.largest * row->factor - row->shift;
-    bool equal = sums.largest - sums.least <= 32 * REAL_EPSILON * sums.largest;
-    if (row->shift > 0 && top < REAL_EPSILON * (real)(row->n > 32 ? row->n : 32) && equal) top = 0;
+    bool small = row->shift > 0 && top < REAL_EPSILON * (real)(row->n > 32 ? row->n : 32);
+    if (small && all_equal(sums.f, row->n, sums.largest)) top = 0;
     row->by = inverse_or_zero(top);
 }
 

@@ -95,27 +95,23 @@ static real row_values(const Normalizer *normalizer, real *s, int n, const Row *
 }
 
 NORMALIZER_INLINE PostSums post_sums(int post, const real *restrict f, int n) {
-    PostSums sums = {0, f[0], f[0]};
+    PostSums sums = {.f = f};
     if (post_needs(post) & POST_SUMS) {
         real sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (int j = 0; j < n; j++) sum += f[j];
         sums.sum = sum;
     }
-    if (post_needs(post) & POST_RANGE) {
-        real least = f[0], largest = f[0];
-        #pragma omp simd reduction(min : least) reduction(max : largest)
-        for (int j = 0; j < n; j++) {
-            least = f[j] < least ? f[j] : least;
-            largest = f[j] > largest ? f[j] : largest;
-        }
-        sums.least = least;
+    if (post_needs(post) & POST_LARGEST) {
+        real largest = f[0];
+        #pragma omp simd reduction(max : largest)
+        for (int j = 0; j < n; j++) largest = f[j] > largest ? f[j] : largest;
         sums.largest = largest;
     }
     return sums;
 }
 
-// f (n) in, w out. Sets all of `row`. Returns sum |w|.   of_all: sum |A|
+// f (n) in, w out. Sets all of `row`. Returns sum |w| if all w may be 0.   of_all: sum |A|
 NORMALIZER_INLINE real post_weights(int post, real *restrict f, PostRow *row, real of_all) {
     int n = row->n, needs = post_needs(post);
     real sum = 0;
@@ -125,7 +121,7 @@ NORMALIZER_INLINE real post_weights(int post, real *restrict f, PostRow *row, re
     for (int j = 0; j < n; j++) {
         real w = post_weight(post, &numbers, f[j]);
         f[j] = w;
-        sum += w < 0 ? -w : w;
+        if (needs & POST_VANISHES) sum += real_abs(w);
     }
     if (needs & POST_CENTERS && needs & POST_DIVIDES) sum = post_settle(f, n, of_all);
     if (needs & POST_DIVIDES) row->divide = inverse_or_zero(sum);
@@ -224,25 +220,27 @@ static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, 
 #undef CASE
 }
 
-// w (n): f in, W out. d (n): dW in, dA out.
+// w: f in, W out. d: dW in, dA out, which is also returned.
+NORMALIZER_INLINE real post_gradient(int post, real *w, real *d, const PostRow *row, real D) {
+    real W;
+    *d = post_back(post, row, *w, *d, D, &W);
+    *w = W;
+    return *d;
+}
+
+// The same for a row, w (n) and d (n).
 NORMALIZER_INLINE void post_gradients(int post, real *restrict w, real *restrict d, PostRow *row, real D) {
-    int n = row->n;
+    int n = row->n, needs = post_needs(post);
     real sum = 0;
     post_again(post, row, post_sums(post, w, n));
     const PostRow numbers = *row;
-    #pragma omp simd
-    for (int j = 0; j < n; j++) {
-        real W;
-        d[j] = post_back(post, &numbers, w[j], d[j], D, &W);
-        w[j] = W;
-    }
-    if (!(post_needs(post) & POST_CENTERS)) return;
-    if (post_needs(post) & POST_DIVIDES) {
+    if (needs & POST_CENTERS && !(needs & POST_DIVIDES)) {    // in order: runs of earlier versions keep their bits
+        for (int j = 0; j < n; j++) sum += post_gradient(post, &w[j], &d[j], &numbers, D);
+    } else {
         #pragma omp simd reduction(+ : sum)
-        for (int j = 0; j < n; j++) sum += d[j];
-    } else {    // in order, so that runs of earlier versions continue with the same bits
-        for (int j = 0; j < n; j++) sum += d[j];
+        for (int j = 0; j < n; j++) sum += post_gradient(post, &w[j], &d[j], &numbers, D);
     }
+    if (!(needs & POST_CENTERS)) return;
     sum /= (real)n;
     #pragma omp simd
     for (int j = 0; j < n; j++) d[j] -= sum;

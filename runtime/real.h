@@ -20,6 +20,7 @@ typedef REAL real;
 #define real_sqrt sqrtf
 #define real_rsqrt rsqrtf
 #define real_floor floorf
+#define real_abs fabsf
 #define real_sigmoid(x) (1 / (1 + expf(-(x))))
 #define real_tanh tanhf
 #define real_pow01 powf
@@ -36,6 +37,7 @@ typedef REAL real;
 #define real_sqrt(x)   BY_TYPE(x, sqrtf, sqrt)(x)
 #define real_rsqrt(x)  (1 / real_sqrt(x))
 #define real_floor(x)  BY_TYPE(x, floorf, floor)(x)
+#define real_abs(x)    BY_TYPE(x, fabsf, fabs)(x)
 #define real_pow01(x, p) BY_TYPE(x, vec_pow01, pow)(x, p)           // only for x in [0, 1]
 #define real_sigmoid(x) BY_TYPE(x, vec_sigmoid, double_sigmoid)(x)
 #define real_tanh(x)   BY_TYPE(x, vec_tanh, tanh)(x)
