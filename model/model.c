@@ -273,25 +273,25 @@ typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR
 // One row per tensor. `joined`: follows the previous tensor without a gap, so that one matmul serves both. START_SCALAR
 // stands for the rows of SCALARS for this part of the model: each with its own shape and offset, under a name that
 // starts with this one.
-typedef struct TensorRow {
+typedef struct TensorSpec {
     const char *name;
     Dimension rows, cols;
     Start start;
     UpdateRule update;
     bool joined;
     size_t field;    // where its offset is stored; with START_SCALAR, where the first scalar's is
-} TensorRow;
+} TensorSpec;
 
 #define IN_LAYER(field) offsetof(LayerOffsets, field)
 #define IN_LIST(field) offsetof(TensorList, field)
 
 // clang-format off
-static const TensorRow FIRST_ROWS[] = {
+static const TensorSpec FIRST_ROWS[] = {
     {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(embedding)},
     {"model.",                          NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LIST(scalar)},
 };
 // Names after "model.layers.N."
-static const TensorRow LLAMA_ROWS[] = {
+static const TensorSpec LLAMA_ROWS[] = {
     {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
     {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(q)},
     {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(k)},
@@ -308,7 +308,7 @@ static const TensorRow LLAMA_ROWS[] = {
     {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(up)},
     {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(down)},
 };
-static const TensorRow GAU_ROWS[] = {
+static const TensorSpec GAU_ROWS[] = {
     {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
     {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(u)},
     {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(gau_v)},
@@ -320,7 +320,7 @@ static const TensorRow GAU_ROWS[] = {
     {"gau.",                            NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LAYER(scalar)},
     {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(o)},
 };
-static const TensorRow LAST_ROWS[] = {
+static const TensorSpec LAST_ROWS[] = {
     {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LIST(norm)},
     {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(head)},
 };
@@ -450,7 +450,7 @@ typedef struct {
     size_t count;
 } Listing;
 
-static void add(const Listing *to, const TensorRow *row, Scalar scalar, const char *prefix, void *offsets) {
+static void add(const Listing *to, const TensorSpec *row, Scalar scalar, const char *prefix, void *offsets) {
     TensorList *list = to->list;
     Tensor *t = &list->tensors[list->count++];
     *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2,
@@ -473,13 +473,13 @@ static bool any_has(const Listing *to, Scalar scalar) {
     return any;
 }
 
-static void add_rows(const Listing *to, const TensorRow *rows, size_t count, ScalarReach reach, const char *prefix,
+static void add_rows(const Listing *to, const TensorSpec *rows, size_t count, ScalarReach reach, const char *prefix,
                      void *offsets) {
     for (size_t i = 0; i < count; i++) {
         bool there = rows[i].start != START_SCALAR && dimension(to->config, rows[i].rows) > 0;
         if (there) add(to, &rows[i], SCALAR_NONE, prefix, offsets);
         for (Scalar x = 0; rows[i].start == START_SCALAR && x < SCALAR_COUNT; x++) {
-            TensorRow row = rows[i];
+            TensorSpec row = rows[i];
             row.rows = scalar_width(x) == PER_HEAD ? HEADS : LENGTH;
             row.field += (size_t)x * sizeof(size_t);
             if (scalar_reach[x] == reach && any_has(to, x)) add(to, &row, x, prefix, offsets);

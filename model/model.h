@@ -59,14 +59,14 @@ typedef struct {
 // One row per block: its sizes and tensors, and how --model, config.json and the log describe it. Its memory and its
 // passes are rows of the trainers.
 typedef struct {
-    const char *name;                   // block=NAME in --model, and "block" in config.json
-    bool plain;                         // transformers' Llama has this block, and config.json does not name it
-    int replaces;                       // how many layers of this block stand for one of --model's
-    void (*fix)(ModelConfig *c);        // sets the sizes that --model cannot choose; NULL if it chooses all
-    const char *fixed;                  // those sizes in words
-    const char *attention;              // the part of a layer's tensor names that holds attention's learned scalars
-    int residual_writes;                // per layer: the matmuls that add to the residual stream
-    const struct TensorRow *tensors;    // of a layer
+    const char *name;                    // block=NAME in --model, and "block" in config.json
+    bool plain;                          // transformers' Llama has this block, and config.json does not name it
+    int replaces;                        // how many layers of this block stand for one of --model's
+    void (*fix)(ModelConfig *c);         // sets the sizes that --model cannot choose; NULL if it chooses all
+    const char *fixed;                   // those sizes in words
+    const char *attention;               // the part of a layer's tensor names that holds attention's learned scalars
+    int residual_writes;                 // per layer: the matmuls that add to the residual stream
+    const struct TensorSpec *tensors;    // of a layer
     size_t tensor_count;
     size_t (*value_size)(const ModelConfig *c);      // of a head
     size_t (*joined_width)(const ModelConfig *c);    // the columns that the layer's first matmul computes
