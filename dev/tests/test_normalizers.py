@@ -156,6 +156,19 @@ def test_a_resumed_run_has_the_same_bits(data, runs, tmp_path, block, name):
     assert_same_run(runs[block, name], tmp_path / "parts", 6)
 
 
+def test_metrics_describe_the_learned_scalars(data, tmp_path):
+    """The mean, the least and the largest of each layer's heads are those of the checkpoint of the same step."""
+    train(data, "--model", f"layers=2,heads=4,channels=16,ffn=24,vocab={VOCAB}", "--attn", "ssmax-bias", "--steps", 4,
+          *validation(data), "--val-every", 2, "--ckpt-every", 2, "--out", tmp_path)
+    for step in (2, 4):
+        (found,) = (line for line in metrics(tmp_path, ["step", "attn_scale", "attn_bias"]) if line[0] == step)
+        saved = tensors(checkpoint(tmp_path, step))
+        for name, layers in zip(("attn_scale", "attn_bias"), found[1:]):
+            heads = [saved[f"model.layers.{i}.self_attn.{name}"] for i in range(2)]
+            assert all(x.min() < x.mean() < x.max() for x in heads)
+            np.testing.assert_allclose(layers, [(x.mean(), x.min(), x.max()) for x in heads], rtol=1e-5)
+
+
 def test_exp_says_why_it_diverged(data):
     wild = ["--warmup", 0, "--grad-clip", 0, "--steps", 60]
     for attn, phi in (("exp", "exp"), ("relu2-n+phi=expm1", "expm1")):
