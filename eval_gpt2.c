@@ -6,6 +6,8 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
 #include "train_gpt2.c"
+
+#include "model/decode.h"
 #pragma GCC diagnostic pop
 
 #include "eval/eval.h"

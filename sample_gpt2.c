@@ -1,5 +1,6 @@
-// Generates text from a checkpoint and prints it token by token, or holds a conversation. The layers and the key-value
-// cache are the trainer's (train_gpt2.c). This file adds prompts, batches of texts, turns, and the output to stdout.
+// Generates text from a checkpoint and prints it token by token, or holds a conversation. The layers are the
+// trainer's (train_gpt2.c), the key-value cache is that of model/decode.h. This file adds prompts, batches of texts,
+// turns, and the output to stdout.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
@@ -10,6 +11,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "model/decode.h"
 #include "run/checkpoint.h"
 #include "runtime/chat.h"
 #include "runtime/file.h"

@@ -8,6 +8,7 @@
 #include "train_gpt2.c"
 
 #include "dev/reference/cases.h"
+#include "model/decode.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer under test

@@ -5,8 +5,7 @@
 //   2. Model        the parameters, the activations, and the device memory for both
 //   3. Passes       forward, loss, backward
 //   4. Update       the gradients summed over ranks, their norm, AdamW
-//   5. Decoding     not here: a sample recomputes the whole sequence for each token; sample_gpt2.c decodes on the CPU
-//   6. Training     main(), which contains the training loop
+//   5. Training     main(), which contains the training loop
 //
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
 // statistics, parameter gradients, the optimizer's state and master weights are float32. Everything runs on one stream,
@@ -1032,7 +1031,7 @@ static void model_update(Model *m, AdamW a) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef WITHOUT_MAIN
-// 6. Training
+// 5. Training
 
 static const RunProgram PROGRAM = {
     "train_gpt2cu",

@@ -66,7 +66,7 @@ TESTS = (
     (("eval/", "eval_gpt2.c"), ["test_eval_runs.py", "test_eval.py", "test_needle.py", "test_observe.py",
                                 "test_choice.py"]),
     ("train_gpt2.c", ["test_gpt2", "test_gradients", "test_training.py", "test_sample.py"]),
-    ("sample_gpt2.c", ["test_sample.py", "test_chat.py", "test_families.py -k begins"]),
+    (("sample_gpt2.c", "model/decode.h"), ["test_sample.py", "test_chat.py", "test_families.py -k begins"]),
     ("model/", ["test_gpt2", "test_families.py", "test_sample.py -k stored", "test_resume.py -k switch",
                 "test_config.py", "test_huggingface.py"]),
     ("run/", ["test_order.py", "test_errors.py", "test_training.py", "test_resume.py", "test_normalizers.py",

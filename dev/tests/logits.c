@@ -6,6 +6,8 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
+
+#include "model/decode.h"
 #pragma GCC diagnostic pop
 
 enum { BESIDE = 5, MAX_IDS = 4096 };    // sequences decoded together; ids read
