@@ -108,14 +108,15 @@ static const float *batch_losses(Computer *c, const int32_t *inputs, const int32
     }
     model_final_norm(m, B * T);
     model_loss(m, targets, mask, B * T, 0, false);
-    return m->losses;
+    return m->activations.losses;
 }
 
 // The weights of all heads of a layer, whose q and k the forward pass has just computed.
 static void observe_heads(Computer *c, Observer *o, size_t l, size_t T) {
     Model *m = &c->model;
     AttentionShape shape = attention_shape(&m->config, 1, T);
-    AttentionInput in = attention_input(m, layer_of(m, l, T).projected);
+    Activations of = layer_of(m, l);
+    AttentionInput in = attention_input(m, projected_of(&of));
     #pragma omp parallel for schedule(dynamic)
     for (size_t h = 0; h < shape.NH; h++)
         observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, layer_scalars(m, l), shape,
@@ -131,12 +132,12 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
     for (size_t l = 0; l < layers; l++) {
         block_of(m)->forward(m, l, 1, T);
         observe_heads(c, o, l, T);
-        observe_layer(o, l, residual(m, l + 1, T), T, (size_t)m->config.channels);
+        observe_layer(o, l, residual(m, l + 1), T, (size_t)m->config.channels);
         bar_within(c->bar, l + 1, layers);
     }
     model_final_norm(m, T);
     model_loss(m, tokens + 1, NULL, T - 1, 0, false);
-    return m->losses;
+    return m->activations.losses;
 }
 
 _Static_assert(SHARED_BLOCK % PREFILL_ROWS == 0, "prompts share whole blocks of the decoder");

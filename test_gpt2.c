@@ -51,7 +51,7 @@ static const float *subject_grads(void) {
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T) {
     size_t C = (size_t)subject.config.channels, V = (size_t)subject.config.vocab;
     model_forward(&subject, inputs, B, T);
-    matmul_forward(logits, subject.h, weight(&subject, subject.list.head), B * T, C, V, false);
+    matmul_forward(logits, subject.activations.h, weight(&subject, subject.list.head), B * T, C, V, false);
 }
 
 static void subject_end(void) {

@@ -6,9 +6,9 @@
 //   4. Update       the gradient norm and AdamW
 //   5. Training     main(), which contains the training loop
 //
-// attention/ contains the normalizers, model/ the tensors, their files and decoding, run/ everything around the model in
-// a run (flags, data, checkpoints), and runtime/ utilities that know neither models nor runs. train_gpt2.cu does the same
-// on GPUs, in the same order.
+// attention/ contains the normalizers, model/ the tensors, their files and decoding, run/ everything around the model
+// in a run (flags, data, checkpoints), and runtime/ utilities that know neither models nor runs. train_gpt2.cu does the
+// same on GPUs, in the same order.
 // Shapes: B sequences of T tokens, N = B·T rows, C channels, NH heads of size HS, feed-forward width F, and a
 // vocabulary of V tokens (VP when padded).
 
@@ -20,6 +20,7 @@
 
 #include "attention/attention_cpu.h"
 #include "attention/l2.h"
+#include "model/activations.h"
 #include "model/model.h"
 #include "model/rope.h"
 #include "model/weights.h"
@@ -586,6 +587,16 @@ typedef struct {
     real *gram, *step;    // (S,S)
 } MuonScratch;
 
+// model/activations.h describes the arrays. layer_of() returns those of one layer, in the same struct.
+typedef real *Numbers, *Statistics;
+#define FIELD(name, type, ...) type name;
+typedef struct {
+    ACTIVATIONS(FIELD)
+    real *stats;     // (kept, N·NH, ROW_STATS) statistics of each attention row
+    real *x_next;    // of a layer: x of the next
+} Activations;
+#undef FIELD
+
 typedef struct {
     ModelConfig config;
     TensorList list;
@@ -606,28 +617,9 @@ typedef struct {
     size_t B, T;
     // The number of layers whose activations are kept: all layers for a backward pass, otherwise 1 is enough.
     size_t kept;
-    // One matmul computes q, k and v, or a gated unit's u, v and z, from a layer's normalized input; W is the width of
-    // its output. E is the width of attention's output, K the width of a gated unit's q and k.
-    real *x;                // (kept + 1, N, C)     the residual stream, before each layer and at the end
-    real *joined;           // (kept, N, W)         qkv with q and k after RoPE; or uvz
-    real *q, *k, *v;        // (kept, N, K or E)    only in gated units; q and k after RoPE
-    real *inverse_norms;    // (kept, N, NH + NKV)  of the heads of q and k, with qk=l2
-    real *qk_inputs;        // (kept, N, NH + NKV, HS)  q and k before their QK norms, if the model has them
-    real *qk_inverse;       // (kept, N, NH + NKV)  1/RMS of each head in qk_inputs
-    real *stats;            // (kept, N·NH, ROW_STATS) statistics of each attention row
-    real *att;              // (kept, N, E)         attention's output
-    real *x_mid;            // (kept, N, C)         the residual stream between attention and feed-forward
-    real *gate_up;          // (kept, N, 2F)        only in Llama layers, like x_mid
-
-    MatmulInput h;                   // (N, C)               a normalized input
-    MatmulInput act;                 // (N, F)
-    real *logits;                    // (LOSS_ROWS, VP)
-    real *losses;                    // (N)
-    real *dx, *dh, *datt, *dact;     // gradients of x, h, att, act
-    MatmulInput dgate_up;            // (N, 2F)              only in Llama layers
-    real *djoined, *dq, *dk, *dv;    // of joined, and of gated units' q, k, v
-    real *rms;                       // (N)
-    real *attention;                 // scratch for attention_cpu.c
+    ActivationWidths widths;
+    Activations activations;
+    real *attention;    // scratch for attention_cpu.c
     size_t attention_bytes;
     void *matmul_scratch;     // with bf16
     real *cosines, *sines;    // (T, HS/2)
@@ -639,13 +631,9 @@ typedef struct {
     MemoryPlan plan;
 } Model;
 
-typedef struct Layer Layer;
-
-// One row per block: the arrays that it keeps beyond those of every block, where attention finds q, k and v, and the
-// passes. The block's tensors and sizes are in model/model.c, its decoding in model/decode.h.
+// One row per block: where attention finds q, k and v, and the passes. The block's tensors and sizes are in
+// model/model.c, its activations in model/activations.h, its decoding in model/decode.h.
 typedef struct {
-    void (*plan)(Model *m, size_t kept_layers, size_t N);
-    void (*arrays)(const Model *m, Layer *of, size_t rows);    // those that plan() added, from row `rows` on
     AttentionInputGrads (*views)(const ModelConfig *c, Projected of);
     void (*forward)(Model *m, size_t l, size_t B, size_t T);
     void (*backward)(Model *m, size_t l, size_t B, size_t T, bool add);
@@ -767,28 +755,6 @@ static void round_parameters(Model *m) {
     for (size_t i = 0; i < m->list.floats; i++) m->params_bf16[i] = bf16_from_float(m->params[i]);
 }
 
-static void plan_input(Model *m, MatmulInput *x, size_t n) {
-    if (m->mm.bf16) memory_add(&m->plan, SCRATCH, (void **)&x->bf16, n * sizeof *x->bf16);
-    else memory_add(&m->plan, SCRATCH, (void **)&x->f32, FLOATS(n));
-}
-
-static void layer_plan(Model *m, size_t kept_layers, size_t N) {
-    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, L = kept_layers;
-    memory_add(&m->plan, KEPT, (void **)&m->x_mid, FLOATS(L * N * C));
-    memory_add(&m->plan, KEPT, (void **)&m->gate_up, FLOATS(L * N * 2 * F));
-    plan_input(m, &m->dgate_up, N * 2 * F);
-}
-
-static void unit_plan(Model *m, size_t kept_layers, size_t N) {
-    size_t K = query_width(&m->config), E = output_width(&m->config), L = kept_layers;
-    memory_add(&m->plan, KEPT, (void **)&m->q, FLOATS(L * N * K));
-    memory_add(&m->plan, KEPT, (void **)&m->k, FLOATS(L * N * K));
-    memory_add(&m->plan, KEPT, (void **)&m->v, FLOATS(L * N * E));
-    memory_add(&m->plan, SCRATCH, (void **)&m->dq, FLOATS(N * K));
-    memory_add(&m->plan, SCRATCH, (void **)&m->dk, FLOATS(N * K));
-    memory_add(&m->plan, SCRATCH, (void **)&m->dv, FLOATS(N * E));
-}
-
 // Makes attention's scratch large enough for batches of B sequences of T tokens, too. Shorter sequences can need more:
 // if there are as many groups of heads as threads, each thread copies the keys of one.
 static void plan_shape(Model *m, size_t B, size_t T) {
@@ -796,36 +762,47 @@ static void plan_shape(Model *m, size_t B, size_t T) {
     if (bytes > m->attention_bytes) memory_resize(&m->plan, (void **)&m->attention, m->attention_bytes = bytes);
 }
 
+// The row of an array at which layer l begins. Layers stay in place, whatever the batch. The backward pass recomputes
+// every KEPT_INPUT.
+static size_t row_of(const Model *m, ActivationMemory memory, size_t l) {
+    return (l % activation_layers(memory, m->kept, 1)) * m->B * m->T;
+}
+
+static size_t rows_of(const Model *m, ActivationMemory memory) {
+    size_t N = m->B * m->T;
+    if (memory == SCRATCH_LOGITS) return N < LOSS_ROWS ? N : LOSS_ROWS;
+    return activation_layers(memory, m->kept, 1) * N;
+}
+
+static const char *kind_of(ActivationMemory memory) {
+    if (memory == SCRATCH_LOGITS) return "logits of one block of rows";
+    return memory < KEPT_INPUT ? KEPT : SCRATCH;
+}
+
+static void plan_numbers(Model *m, real **x, ActivationMemory memory, size_t width) {
+    if (width) memory_add(&m->plan, kind_of(memory), (void **)x, FLOATS(rows_of(m, memory) * width));
+}
+
+static void plan_input(Model *m, MatmulInput *x, ActivationMemory memory, size_t width) {
+    size_t bytes = rows_of(m, memory) * width * sizeof *x->bf16;
+    if (!m->mm.bf16) plan_numbers(m, &x->f32, memory, width);
+    else if (width) memory_add(&m->plan, kind_of(memory), (void **)&x->bf16, bytes);
+}
+
 static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = kept_layers,
-           NH = (size_t)c->heads;
-    size_t HS = head_size(c), K = query_width(c), E = output_width(c), W = joined_width(c),
-           loss_rows = N < LOSS_ROWS ? N : LOSS_ROWS;
+    Activations *a = &m->activations;
+    size_t HS = head_size(c), N = B * T;
     m->kept = kept_layers;
     m->B = B;
     m->T = T;
-    memory_add(&m->plan, KEPT, (void **)&m->x, FLOATS((L + 1) * N * C));
-    memory_add(&m->plan, KEPT, (void **)&m->joined, FLOATS(L * N * W));
-    memory_add(&m->plan, KEPT, (void **)&m->inverse_norms, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
-    if (c->qk_norm) {
-        memory_add(&m->plan, KEPT, (void **)&m->qk_inputs, FLOATS(L * N * (K + key_width(c))));
-        memory_add(&m->plan, KEPT, (void **)&m->qk_inverse, FLOATS(L * N * (NH + (size_t)c->kv_heads)));
-    }
-    memory_add(&m->plan, KEPT, (void **)&m->stats, FLOATS(L * N * NH * ROW_STATS));
-    memory_add(&m->plan, KEPT, (void **)&m->att, FLOATS(L * N * E));
-    block_of(m)->plan(m, L, N);
-    plan_input(m, &m->h, N * C);
-    memory_add(&m->plan, SCRATCH, (void **)&m->djoined, FLOATS(N * W));
-    plan_input(m, &m->act, N * F);
-    memory_add(&m->plan, "logits of one block of rows", (void **)&m->logits, FLOATS(loss_rows * VP));
-    memory_add(&m->plan, SCRATCH, (void **)&m->losses, FLOATS(N));
+    m->widths = activation_widths(c, true);    // rope_forward() expects inverse_norms under every normalizer
+#define PLAN(name, type, width, memory, exists) \
+    _Generic(a->name, real *: plan_numbers, MatmulInput: plan_input)(m, &a->name, memory, m->widths.name);
+    ACTIVATIONS(PLAN)
+#undef PLAN
+    memory_add(&m->plan, KEPT, (void **)&a->stats, FLOATS(kept_layers * N * (size_t)c->heads * ROW_STATS));
     if (m->doc_mask) memory_add(&m->plan, SCRATCH, (void **)&m->first, N * sizeof *m->first);
-    memory_add(&m->plan, SCRATCH, (void **)&m->dx, FLOATS(N * C));
-    memory_add(&m->plan, SCRATCH, (void **)&m->dh, FLOATS(N * C));
-    memory_add(&m->plan, SCRATCH, (void **)&m->datt, FLOATS(N * E));
-    memory_add(&m->plan, SCRATCH, (void **)&m->dact, FLOATS(N * F));
-    memory_add(&m->plan, SCRATCH, (void **)&m->rms, FLOATS(N));
     m->attention_bytes = 0;
     memory_add(&m->plan, SCRATCH, (void **)&m->attention, 0);
     plan_shape(m, B, T);
@@ -845,42 +822,33 @@ static void model_ready(Model *m) {
 // 3. Passes
 
 // The residual stream (N,C) before layer l.
-static real *residual(const Model *m, size_t l, size_t N) {
-    return m->x + (l % (m->kept + 1)) * N * (size_t)m->config.channels;
+static real *residual(const Model *m, size_t l) {
+    return m->activations.x + row_of(m, KEPT_STREAM, l) * m->widths.x;
 }
 
-// The activations of layer l for N rows.
-struct Layer {
-    real *x, *x_mid, *x_next, *qk_inputs, *qk_inverse, *stats, *att, *gate_up;
-    Projected projected;
-};
-
-static void layer_arrays(const Model *m, Layer *of, size_t rows) {
-    of->x_mid = m->x_mid + rows * (size_t)m->config.channels;
-    of->gate_up = m->gate_up + rows * 2 * (size_t)m->config.ffn;
+static real *numbers_from(real *x, size_t at) {
+    return x ? x + at : NULL;
 }
 
-static void unit_arrays(const Model *m, Layer *of, size_t rows) {
-    of->projected.q = m->q + rows * query_width(&m->config);
-    of->projected.k = m->k + rows * query_width(&m->config);
-    of->projected.v = m->v + rows * output_width(&m->config);
-}
-
-static Layer layer_of(const Model *m, size_t l, size_t N) {
-    const ModelConfig *c = &m->config;
-    size_t NH = (size_t)c->heads, NKV = (size_t)c->kv_heads, rows = (l % m->kept) * N;
-    Layer of = {.x = residual(m, l, N),
-                .x_next = residual(m, l + 1, N),
-                .projected = {.joined = m->joined + rows * joined_width(c),
-                              .inverse_norms = m->inverse_norms + rows * (NH + NKV)},
-                .stats = m->stats + rows * NH * ROW_STATS,
-                .att = m->att + rows * output_width(c)};
-    block_of(m)->arrays(m, &of, rows);
-    if (c->qk_norm) {
-        of.qk_inputs = m->qk_inputs + rows * (query_width(c) + key_width(c));
-        of.qk_inverse = m->qk_inverse + rows * (NH + NKV);
-    }
+// The activations of layer l.
+static Activations layer_of(const Model *m, size_t l) {
+    Activations of = m->activations;
+#define VIEW(name, type, width, memory, exists)                                   \
+    of.name = _Generic(of.name, real *: numbers_from, MatmulInput: from_element)( \
+        of.name, row_of(m, memory, l) * m->widths.name);
+    ACTIVATIONS(VIEW)
+#undef VIEW
+    of.stats += row_of(m, KEPT_STATISTICS, l) * (size_t)m->config.heads * ROW_STATS;
+    of.x_next = residual(m, l + 1);
     return of;
+}
+
+static Projected projected_of(const Activations *a) {
+    return (Projected){a->joined, a->q, a->k, a->v, a->inverse_norms};
+}
+
+static Projected gradients_of(const Activations *a) {
+    return (Projected){a->djoined, a->dq, a->dk, a->dv, NULL};
 }
 
 static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
@@ -917,138 +885,136 @@ static AttentionInput attention_input(const Model *m, Projected of) {
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
-static void attention_layer_forward(Model *m, size_t l, size_t B, size_t T) {
+static void attention_layer_forward(Model *m, const Activations *of, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
-    Layer of = layer_of(m, l, B * T);
+    AttentionInput in = attention_input(m, projected_of(of));
     phase(PHASE_ATTENTION);
-    m->all_zero_rows +=
-        attention_forward(of.att, of.stats, attention_input(m, of.projected), layer_scalars(m, l), shape, m->attention);
+    m->all_zero_rows += attention_forward(of->att, of->stats, in, layer_scalars(m, l), shape, m->attention);
     m->rows += B * T * shape.NH;
 }
 
-// Computes the gradients of q, k and v (in m->djoined, or in m->dq, m->dk, m->dv) and of the learned scalars from
-// m->datt.
-static void attention_layer_backward(Model *m, Layer of, size_t l, size_t B, size_t T) {
+// Computes the gradients of q, k and v (in djoined, or in dq, dk, dv) and of the learned scalars from datt.
+static void attention_layer_backward(Model *m, const Activations *of, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, B, T);
-    AttentionInputGrads d = block_of(m)->views(&m->config, (Projected){m->djoined, m->dq, m->dk, m->dv, NULL});
+    AttentionInputGrads d = block_of(m)->views(&m->config, gradients_of(of));
     phase(PHASE_ATTENTION);
     ScalarGrads grads = scalar_grads_of(&m->list, m->grads, l, &m->config.attn);
-    attention_backward(d, grads, m->datt, of.att, of.stats, attention_input(m, of.projected), layer_scalars(m, l),
-                       shape, m->attention);
+    AttentionInput in = attention_input(m, projected_of(of));
+    attention_backward(d, grads, of->datt, of->att, of->stats, in, layer_scalars(m, l), shape, m->attention);
 }
 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
-    Layer of = layer_of(m, l, N);
+    Activations of = layer_of(m, l);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
+    rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.projected.joined, m->h, weight(m, at->q), N, C, W, false);
-    if (c->qkv_bias) bias_forward(of.projected.joined, m->params + at->q_bias, N, W);
+    matmul_forward(of.joined, of.h, weight(m, at->q), N, C, W, false);
+    if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W);
     phase(PHASE_NORM);
-    if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N));
+    if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N));
     phase(PHASE_ROPE);
-    rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
-    attention_layer_forward(m, l, B, T);
+    rope_forward(of.joined, of.inverse_norms, rope_of(m, B, T));
+    attention_layer_forward(m, &of, l, B, T);
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_mid, of.x, FLOATS(N * C));
     matmul_forward(of.x_mid, in_f32(of.att), weight(m, at->o), N, E, C, true);
 
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
+    rmsnorm_forward(of.h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
     phase(PHASE_FEED_FORWARD);
-    matmul_forward(of.gate_up, m->h, weight(m, at->gate), N, C, 2 * F, false);
+    matmul_forward(of.gate_up, of.h, weight(m, at->gate), N, C, 2 * F, false);
     phase(PHASE_SWIGLU);
-    swiglu_forward(m->act, of.gate_up, N, F);
+    swiglu_forward(of.act, of.gate_up, N, F);
     phase(PHASE_FEED_FORWARD);
     memcpy(of.x_next, of.x_mid, FLOATS(N * C));
-    matmul_forward(of.x_next, m->act, weight(m, at->down), N, F, C, true);
+    matmul_forward(of.x_next, of.act, weight(m, at->down), N, F, C, true);
 }
 
-// m->dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
+// of.dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
-    Layer of = layer_of(m, l, N);
+    Activations of = layer_of(m, l);
     real *grads = m->grads;
     phase(PHASE_SWIGLU);
-    swiglu_forward(m->act, of.gate_up, N, F);
+    swiglu_forward(of.act, of.gate_up, N, F);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(m->dact, grads + at->down, in_f32(m->dx), m->act, weight(m, at->down), N, F, C, add);
+    matmul_backward(of.dact, grads + at->down, in_f32(of.dx), of.act, weight(m, at->down), N, F, C, add);
     phase(PHASE_SWIGLU);
-    swiglu_backward(m->dgate_up, m->dact, of.gate_up, N, F);
+    swiglu_backward(of.dgate_up, of.dact, of.gate_up, N, F);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
+    rmsnorm_forward(of.h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(m->dh, grads + at->gate, m->dgate_up, m->h, weight(m, at->gate), N, C, 2 * F, add);
+    matmul_backward(of.dh, grads + at->gate, of.dgate_up, of.h, weight(m, at->gate), N, C, 2 * F, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm2, m->dh, of.x_mid, m->params + at->norm2, m->rms, N, C, norm_eps(m));
+    rmsnorm_backward(of.dx, grads + at->norm2, of.dh, of.x_mid, m->params + at->norm2, of.r, N, C, norm_eps(m));
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->datt, grads + at->o, in_f32(m->dx), in_f32(of.att), weight(m, at->o), N, E, C, add);
-    attention_layer_backward(m, of, l, B, T);
+    matmul_backward(of.datt, grads + at->o, in_f32(of.dx), in_f32(of.att), weight(m, at->o), N, E, C, add);
+    attention_layer_backward(m, &of, l, B, T);
     phase(PHASE_ROPE);
-    rope_backward(m->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T));
+    rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, B, T));
     phase(PHASE_NORM);
     if (c->qk_norm)
-        qk_norm_backward(m->djoined, grads + at->q_norm, grads + at->k_norm, of.qk_inputs, of.qk_inverse,
+        qk_norm_backward(of.djoined, grads + at->q_norm, grads + at->k_norm, of.qk_inputs, of.qk_inverse,
                          qk_norm_of(m, l, N));
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
+    rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    if (c->qkv_bias) bias_backward(grads + at->q_bias, m->djoined, N, W);
-    matmul_backward(m->dh, grads + at->q, in_f32(m->djoined), m->h, weight(m, at->q), N, C, W, add);
+    if (c->qkv_bias) bias_backward(grads + at->q_bias, of.djoined, N, W);
+    matmul_backward(of.dh, grads + at->q, in_f32(of.djoined), of.h, weight(m, at->q), N, C, W, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
+    rmsnorm_backward(of.dx, grads + at->norm1, of.dh, of.x, m->params + at->norm1, of.r, N, C, norm_eps(m));
 }
 
 static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    Layer of = layer_of(m, l, N);
+    Activations of = layer_of(m, l);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
+    rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_forward(of.projected.joined, m->h, weight(m, at->u), N, C, W, false);
+    matmul_forward(of.joined, of.h, weight(m, at->u), N, C, W, false);
     phase(PHASE_ROPE);
-    gau_forward(of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E);
-    attention_layer_forward(m, l, B, T);
+    gau_forward(projected_of(&of), gains_in(m, m->params, l), rope_of(m, B, T), E);
+    attention_layer_forward(m, &of, l, B, T);
     phase(PHASE_GATE);
-    gau_gate_forward(m->act, of.projected.joined, of.att, N, E, W);
+    gau_gate_forward(of.act, of.joined, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_next, of.x, FLOATS(N * C));
-    matmul_forward(of.x_next, m->act, weight(m, at->o), N, E, C, true);
+    matmul_forward(of.x_next, of.act, weight(m, at->o), N, E, C, true);
 }
 
 static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    Layer of = layer_of(m, l, N);
+    Activations of = layer_of(m, l);
     real *grads = m->grads;
-    Projected d = {m->djoined, m->dq, m->dk, m->dv, NULL};
     phase(PHASE_GATE);
-    gau_gate_forward(m->act, of.projected.joined, of.att, N, E, W);
+    gau_gate_forward(of.act, of.joined, of.att, N, E, W);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dact, grads + at->o, in_f32(m->dx), m->act, weight(m, at->o), N, E, C, add);
+    matmul_backward(of.dact, grads + at->o, in_f32(of.dx), of.act, weight(m, at->o), N, E, C, add);
     phase(PHASE_GATE);
-    gau_gate_backward(m->datt, d.joined, m->dact, of.projected.joined, of.att, N, E, W);
-    attention_layer_backward(m, of, l, B, T);
+    gau_gate_backward(of.datt, of.djoined, of.dact, of.joined, of.att, N, E, W);
+    attention_layer_backward(m, &of, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward(d, gains_in(m, grads, l), of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E);
+    gau_backward(gradients_of(&of), gains_in(m, grads, l), projected_of(&of), gains_in(m, m->params, l),
+                 rope_of(m, B, T), E);
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, of.x, m->params + at->norm1, N, C, norm_eps(m));
+    rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
-    matmul_backward(m->dh, grads + at->u, in_f32(d.joined), m->h, weight(m, at->u), N, C, W, add);
+    matmul_backward(of.dh, grads + at->u, in_f32(of.djoined), of.h, weight(m, at->u), N, C, W, add);
     phase(PHASE_NORM);
-    rmsnorm_backward(m->dx, grads + at->norm1, m->dh, of.x, m->params + at->norm1, m->rms, N, C, norm_eps(m));
+    rmsnorm_backward(of.dx, grads + at->norm1, of.dh, of.x, m->params + at->norm1, of.r, N, C, norm_eps(m));
 }
 
 static const BlockRow *block_of(const Model *m) {
     static const BlockRow BLOCKS[] = {
-        [BLOCK_LLAMA] = {layer_plan, layer_arrays, layer_views, layer_forward, layer_backward},
-        [BLOCK_GAU] = {unit_plan, unit_arrays, unit_views, unit_forward, unit_backward},
+        [BLOCK_LLAMA] = {layer_views, layer_forward, layer_backward},
+        [BLOCK_GAU] = {unit_views, unit_forward, unit_backward},
     };
     return &BLOCKS[m->config.block];
 }
@@ -1056,13 +1022,14 @@ static const BlockRow *block_of(const Model *m) {
 static void model_embed(Model *m, const int32_t *tokens, size_t B, size_t T) {
     if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
     phase(PHASE_EMBEDDING);
-    embedding_forward(m->x, m->params + m->list.embedding, tokens, B * T, (size_t)m->config.channels);
+    embedding_forward(m->activations.x, m->params + m->list.embedding, tokens, B * T, (size_t)m->config.channels);
 }
 
 static void model_final_norm(Model *m, size_t N) {
     size_t layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
-    rmsnorm_forward(m->h, residual(m, layers, N), m->params + m->list.norm, N, (size_t)m->config.channels, norm_eps(m));
+    rmsnorm_forward(m->activations.h, residual(m, layers), m->params + m->list.norm, N, (size_t)m->config.channels,
+                    norm_eps(m));
     phase(PHASE_OTHER);
 }
 
@@ -1074,40 +1041,42 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
 }
 
 // The sum of the losses of N rows, computed in blocks of LOSS_ROWS so that memory does not grow with N. Unless scale is
-// 0, also computes the gradients of scale times the sum: writes m->dh (N,C), and writes the output projection's
+// 0, also computes the gradients of scale times the sum: writes dh (N,C), and writes the output projection's
 // gradient, or adds to it if `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
     size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
     CrossEntropy ce = {(size_t)m->config.vocab, VP, (real)m->config.logit_softcap, m->z_loss, scale};
+    const Activations *a = &m->activations;
     WeightMatrix head = weight(m, m->list.head);
     double sum = 0;
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
-        MatmulInput h = from_element(m->h, from * C);
-        matmul_forward(m->logits, h, head, rows, C, VP, false);
-        crossentropy(m->losses + from, m->logits, targets + from, mask ? mask + from : NULL, rows, ce);
+        MatmulInput h = from_element(a->h, from * C);
+        matmul_forward(a->logits, h, head, rows, C, VP, false);
+        crossentropy(a->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce);
         if (scale != 0)
-            matmul_backward(m->dh + from * C, m->grads + m->list.head, in_f32(m->logits), h, head, rows, C, VP,
+            matmul_backward(a->dh + from * C, m->grads + m->list.head, in_f32(a->logits), h, head, rows, C, VP,
                             add || from > 0);
     }
-    for (size_t n = 0; n < N; n++) sum += m->losses[n];
+    for (size_t n = 0; n < N; n++) sum += a->losses[n];
     phase(PHASE_OTHER);
     return sum;
 }
 
-// Computes the gradients of all parameters except the output projection from m->dh and the activations. Writes the
+// Computes the gradients of all parameters except the output projection from dh and the other activations. Writes the
 // gradients of weight matrices, or adds to them if `add`; always adds to the others. Recomputes what the forward pass
 // did not keep (normalized inputs, swiglu's output).
 static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, bool add) {
     size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    const Activations *a = &m->activations;
     phase(PHASE_NORM);
-    memset(m->dx, 0, FLOATS(N * C));
-    rmsnorm_backward(m->dx, m->grads + m->list.norm, m->dh, residual(m, layers, N), m->params + m->list.norm, m->rms, N,
-                     C, norm_eps(m));
+    memset(a->dx, 0, FLOATS(N * C));
+    rmsnorm_backward(a->dx, m->grads + m->list.norm, a->dh, residual(m, layers), m->params + m->list.norm, a->r, N, C,
+                     norm_eps(m));
     for (size_t l = layers; l-- > 0;) block_of(m)->backward(m, l, B, T, add);
     phase(PHASE_EMBEDDING);
-    embedding_backward(m->grads + m->list.embedding, m->dx, tokens, N, C);
+    embedding_backward(m->grads + m->list.embedding, a->dx, tokens, N, C);
     phase(PHASE_OTHER);
 }
 

@@ -59,7 +59,7 @@ static double difference(const float *a, const float *b, size_t V) {
 static void one_pass(float *logits, const int32_t *ids, size_t T) {
     size_t V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
     model_forward(&model, ids, 1, T);
-    matmul_forward(logits, model.h, weight(&model, model.list.head), T, C, V, false);
+    matmul_forward(logits, model.activations.h, weight(&model, model.list.head), T, C, V, false);
     if (model.config.logit_softcap != 0) softcap(logits, T * V, (real)model.config.logit_softcap);
 }
 
