@@ -200,8 +200,8 @@ static void rows_to_host(Computer *c, float *out, const X *there, size_t rows, s
 }
 
 // The losses of the N rows that have just been computed, on the host.
-static const float *losses_to_host(Computer *c, size_t N) {
-    CUDA_CHECK(cudaMemcpyAsync(c->losses, model.losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
+static const float *losses_to_host(Computer *c, const float *losses, size_t N) {
+    CUDA_CHECK(cudaMemcpyAsync(c->losses, losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
     return c->losses;
 }
@@ -214,11 +214,11 @@ static const float *batch_losses(Computer *c, const int32_t *inputs, const int32
     size_t N = B * T;
     upload_tokens(c, inputs, targets, B, T);
     if (mask) CUDA_CHECK(cudaMemcpyAsync(m->mask, mask, N, cudaMemcpyHostToDevice, stream));
-    by_type([&](auto *a) {
+    return by_type([&](auto *a) {
         model_forward(m, a, m->batch, B, T, 1);
         model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + N, mask ? m->mask : NULL, N, 0.0f, false);
+        return losses_to_host(c, a->losses, N);
     });
-    return losses_to_host(c, N);
 }
 
 // Attention's input on the host: q and k of layer l, which has just been computed.
@@ -227,7 +227,7 @@ static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l,
     Model *m = &model;
     const ModelConfig *config = &m->config;
     size_t HS = head_size(config), K = query_width(config), KV = key_width(config);
-    FlashInput<X> in = attention_input(m, layer_of(m, a, l, 0).projected, l);
+    FlashInput<X> in = attention_input(m, projected_of(layer_of(m, a, l, 0)), l);
     rows_to_host(c, c->q, in.q.p, T, K, in.q.row);
     rows_to_host(c, c->k, in.k.p, T, KV, in.k.row);
     AttentionInput host = {};
@@ -265,7 +265,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
     Model *m = &model;
     size_t C = (size_t)m->config.channels;
     upload_tokens(c, tokens, NULL, 1, T);
-    by_type([&](auto *a) {
+    return by_type([&](auto *a) {
         model_embed(m, a, m->batch, T);
         for (size_t l = 0; l < (size_t)m->config.layers; l++) {
             block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
@@ -283,8 +283,8 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
         }
         model_final_norm(m, a, T);
         model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + 1, NULL, T - 1, 0.0f, false);
+        return losses_to_host(c, a->losses, T - 1);
     });
-    return losses_to_host(c, T - 1);
 }
 
 // The logits after the last of T tokens, whose normalized outputs the forward pass has computed.
@@ -322,7 +322,7 @@ struct ByRow {
 template <class X>
 static void last_scores(Computer *c, const Activations<X> *a, size_t l, size_t T) {
     Model *m = &model;
-    FlashInput<X> in = attention_input(m, layer_of(m, a, l, 0).projected, l);
+    FlashInput<X> in = attention_input(m, projected_of(layer_of(m, a, l, 0)), l);
     size_t NH = (size_t)m->config.heads, NKV = (size_t)m->config.kv_heads;
     query_scores<X>(c->scores + l * NH * T,
                     {in.q.p + (T - 1) * in.q.row, in.k.p, in.k.row, T, NH, NKV, head_size(&m->config)}, stream);

@@ -762,16 +762,15 @@ static void plan_shape(Model *m, size_t B, size_t T) {
     if (bytes > m->attention_bytes) memory_resize(&m->plan, (void **)&m->attention, m->attention_bytes = bytes);
 }
 
-// The row of an array at which layer l begins. Layers stay in place, whatever the batch. The backward pass recomputes
-// every KEPT_INPUT.
-static size_t row_of(const Model *m, ActivationMemory memory, size_t l) {
-    return (l % activation_layers(memory, m->kept, 1)) * m->B * m->T;
+// The backward pass recomputes every KEPT_INPUT.
+static size_t layers_in(const Model *m, ActivationMemory memory) {
+    return activation_layers(memory, m->kept, 1);
 }
 
-static size_t rows_of(const Model *m, ActivationMemory memory) {
+static size_t rows_in(const Model *m, ActivationMemory memory) {
     size_t N = m->B * m->T;
     if (memory == SCRATCH_LOGITS) return N < LOSS_ROWS ? N : LOSS_ROWS;
-    return activation_layers(memory, m->kept, 1) * N;
+    return layers_in(m, memory) * N;
 }
 
 static const char *kind_of(ActivationMemory memory) {
@@ -780,11 +779,11 @@ static const char *kind_of(ActivationMemory memory) {
 }
 
 static void plan_numbers(Model *m, real **x, ActivationMemory memory, size_t width) {
-    if (width) memory_add(&m->plan, kind_of(memory), (void **)x, FLOATS(rows_of(m, memory) * width));
+    if (width) memory_add(&m->plan, kind_of(memory), (void **)x, FLOATS(rows_in(m, memory) * width));
 }
 
 static void plan_input(Model *m, MatmulInput *x, ActivationMemory memory, size_t width) {
-    size_t bytes = rows_of(m, memory) * width * sizeof *x->bf16;
+    size_t bytes = rows_in(m, memory) * width * sizeof *x->bf16;
     if (!m->mm.bf16) plan_numbers(m, &x->f32, memory, width);
     else if (width) memory_add(&m->plan, kind_of(memory), (void **)&x->bf16, bytes);
 }
@@ -820,6 +819,11 @@ static void model_ready(Model *m) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Passes
+
+// The row of an array at which layer l begins. A layer stays in place, whatever the batch.
+static size_t row_of(const Model *m, ActivationMemory memory, size_t l) {
+    return (l % layers_in(m, memory)) * m->B * m->T;
+}
 
 // The residual stream (N,C) before layer l.
 static real *residual(const Model *m, size_t l) {

@@ -42,6 +42,7 @@
 #include "cuda/rmsnorm.cuh"
 #include "cuda/rope.cuh"
 #include "cuda/swiglu.cuh"
+#include "model/activations.h"
 #include "model/model.h"
 #include "model/rope.h"
 #include "model/weights.h"
@@ -98,24 +99,19 @@ static void phase(Phase next) {
 #define LOSS_ROWS ((size_t)8192)    // rows whose logits are in memory at a time, or more: plan_more_logits()
 #endif
 
-// With --recompute, the matmul inputs h1, h2 and act, which the backward pass can recompute, have room for one layer
-// instead of all layers.
+// model/activations.h describes the arrays. layer_of() returns those of one layer, in the same struct.
+#define FIELD(name, type, ...) type name;
 template <class X>
 struct Activations {
-    X *x;            // (layers + 1, N, C)        the residual stream, before each layer and at the end
-    X *joined;       // (layers, N, W)            qkv in Llama layers, with q and k after RoPE; uvz in gated units
-    X *q, *k, *v;    // (layers, N, K or E)       only in gated units
-    X *qk_inputs;    // (layers, N, NH + NKV, HS) q and k before their QK norms, if the model has them
-    X *att;          // (layers, N, E)            attention's output
-    X *x_mid;        // (layers, N, C)            the residual stream between attention and feed-forward
-    X *gate_up;      // (layers, N, 2F)
-    // (layers or 1, N, C or F)  matmul inputs: normalized, normalized, the output of swiglu or the gate
-    X *h1, *h2, *act;
-    X *h;                                   // (N, C)                    the normalized output
-    X *logits;                              // (loss_rows, VP)
-    X *dx, *dh, *datt, *dact, *dgate_up;    // gradients of x, h, att, act, gate_up
-    X *djoined, *dq, *dk, *dv;              // of joined, and of gated units' q, k, v
+    using Numbers = X *;
+    using MatmulInput = X *;
+    using Statistics = float *;
+    ACTIVATIONS(FIELD)
+    GPU_ACTIVATIONS(FIELD)
+    float *stats;    // (layers, layer_stats) statistics of the attention rows
+    X *x_next;       // of a layer: x of the next
 };
+#undef FIELD
 
 // The losses of this step so far; the squared gradients (next to them, because both are summed over the ranks at once);
 // the losses of a validation.
@@ -156,15 +152,11 @@ struct Model {
     Matmul sample_matmul;    // for samples, whose shapes are too many to measure and store
 
     size_t B, T, layer_stats;
+    ActivationWidths widths;
     // The first row that a forward pass computes, of its only sequence. The rows before it keep what an earlier pass
     // computed, as in a key-value cache (eval_gpt2.cu). 0 in training.
     size_t from;
     size_t loss_rows;                     // rows whose logits are in memory at a time
-    float *stats;                         // (layers, layer_stats) statistics of the attention rows
-    float *inverse_norms;                 // (layers, N, NH + NKV) 1/|q| and 1/|k|, if the normalizer divides by them
-    float *r1, *r2, *r;                   // (layers, N), (layers, N), (N)   of rmsnorm
-    float *qk_inverse;                    // (layers, N, NH + NKV) 1/RMS of each head of q and k, with QK norms
-    float *losses;                        // (N)
     float *cosines, *sines;               // (T, HS/2)
     float *partials;                      // (partials_size) partial sums over rows, for parameter gradients
     size_t partials_size;                 // the most that a kernel needs
@@ -244,32 +236,32 @@ static float norm_eps(const Model *m) {
     return (float)m->config.norm_eps;
 }
 
-// One row per block: the arrays that it keeps beyond those of every block, where attention finds q, k and v (`views`,
-// which leaves the scalars out), and the passes. The block's tensors are in model/model.c.
+// One row per block: how many partial sums its backward pass needs, where attention finds q, k and v (`views`, which
+// leaves the scalars out), and the passes. The block's tensors are in model/model.c, its activations in
+// model/activations.h.
 template <class X>
 struct BlockRow {
-    void (*plan)(Model *m, Activations<X> *a, size_t N, size_t input_layers);
+    size_t (*partials)(const ModelConfig *c, size_t N);
     FlashInputGrads<X> (*views)(const ModelConfig *c, Projected<X> of);
     void (*forward)(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter);
     void (*backward)(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add);
 };
 
-#define BLOCK_FUNCTIONS(name)                                                                          \
-    template <class X>                                                                                 \
-    static void name##_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers);               \
-    template <class X>                                                                                 \
-    static FlashInputGrads<X> name##_views(const ModelConfig *c, Projected<X> of);                     \
-    template <class X>                                                                                 \
+#define BLOCK_FUNCTIONS(name)                                                                           \
+    static size_t name##_partials(const ModelConfig *c, size_t N);                                      \
+    template <class X>                                                                                  \
+    static FlashInputGrads<X> name##_views(const ModelConfig *c, Projected<X> of);                      \
+    template <class X>                                                                                  \
     static void name##_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter); \
-    template <class X>                                                                                 \
+    template <class X>                                                                                  \
     static void name##_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add);
 BLOCK_FUNCTIONS(layer)
 BLOCK_FUNCTIONS(unit)
 
 template <class X>
 static const BlockRow<X> *block_of(const Model *m) {
-    static const BlockRow<X> LLAMA = {layer_plan<X>, layer_views<X>, layer_forward<X>, layer_backward<X>};
-    static const BlockRow<X> GAU = {unit_plan<X>, unit_views<X>, unit_forward<X>, unit_backward<X>};
+    static const BlockRow<X> LLAMA = {layer_partials, layer_views<X>, layer_forward<X>, layer_backward<X>};
+    static const BlockRow<X> GAU = {unit_partials, unit_views<X>, unit_forward<X>, unit_backward<X>};
     static const BlockRow<X> *const BLOCKS[BLOCK_COUNT] = {&LLAMA, &GAU};    // in the order of Block
     return BLOCKS[m->config.block];
 }
@@ -399,109 +391,92 @@ static void plan_parameters(Model *m) {
 
 // Plans attention's memory for the most demanding combination of normalizer (the model's own and `others`) and length
 // (`lengths`, which divide T). Ends the program if there is no kernel for one of these shapes.
-static void plan_attention(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
-                           size_t T) {
-    size_t scratch = 0, element = m->in_bf16 ? sizeof(bf16) : sizeof(float);
+template <class X>
+static void plan_attention(Model *m, Activations<X> *a, const Normalizer *const *others, size_t count,
+                           const IntList *lengths, size_t B, size_t T) {
+    size_t scratch = 0;
     bool l2 = false;
     m->layer_stats = 0;
     for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
         size_t length = (size_t)lengths->values[i / (count + 1)], which = i % (count + 1);
         FlashShape shape = flash_shape(m, (B * T) / length, length);
         if (which < count) shape.normalizer = others[which];
-        flash_check(shape, element);
+        flash_check(shape, sizeof(X));
         l2 = l2 || shape.normalizer->qk.kind == QK_L2;
-        if (flash_stats(shape, element) > m->layer_stats) m->layer_stats = flash_stats(shape, element);
-        if (flash_scratch(shape, element) > scratch) scratch = flash_scratch(shape, element);
+        m->layer_stats = std::max(m->layer_stats, flash_stats(shape, sizeof(X)));
+        scratch = std::max(scratch, flash_scratch(shape, sizeof(X)));
     }
-    memory_add(&m->plan, STATS, (void **)&m->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
+    m->widths = activation_widths(&m->config, l2);
+    memory_add(&m->plan, STATS, (void **)&a->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
     memory_add(&m->plan, SCRATCH, &m->scratch, scratch);
-    if (l2)
-        memory_add(&m->plan, STATS, (void **)&m->inverse_norms,
-                   (size_t)m->config.layers * B * T * (size_t)(m->config.heads + m->config.kv_heads) * sizeof(float));
 }
 
 static void need_partials(Model *m, size_t floats) {
     if (floats > m->partials_size) m->partials_size = floats;
 }
 
-// Float32 statistics and scratch, whatever X is.
-static void plan_floats(Model *m, size_t B, size_t T) {
-    const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, L = (size_t)c->layers, NH = (size_t)c->heads, HS = head_size(c);
-    need_partials(m, rmsnorm_partials(N, C));
-    need_partials(m, embedding_partials(N) * C);
-    if (c->qk_norm) need_partials(m, qk_norm_partials(HS));
-    if (c->qkv_bias) need_partials(m, bias_partials(N, joined_width(c)));
-    if (c->qk_norm)
-        memory_add(&m->plan, STATS, (void **)&m->qk_inverse, L * N * (NH + (size_t)c->kv_heads) * sizeof(float));
-    memory_add(&m->plan, STATS, (void **)&m->r1, L * N * sizeof(float));
-    memory_add(&m->plan, STATS, (void **)&m->r2, L * N * sizeof(float));
-    memory_add(&m->plan, SCRATCH, (void **)&m->r, N * sizeof(float));
-    memory_add(&m->plan, SCRATCH, (void **)&m->losses, N * sizeof(float));
-    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, T * (HS / 2) * sizeof(float));
-    memory_add(&m->plan, SCRATCH, (void **)&m->sines, T * (HS / 2) * sizeof(float));
+static size_t layer_partials(const ModelConfig *c, size_t N) {
+    size_t floats = 0;
+    if (c->qk_norm) floats = qk_norm_partials(head_size(c));
+    if (c->qkv_bias) floats = std::max(floats, bias_partials(N, joined_width(c)));
+    return floats;
+}
+
+static size_t unit_partials(const ModelConfig *c, size_t N) {
+    return gau_partials(N, head_size(c));
+}
+
+// What has the same size whatever the element type
+static void plan_scratch(Model *m, size_t B, size_t T) {
+    size_t N = B * T, angles = T * (head_size(&m->config) / 2);
+    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, angles * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sines, angles * sizeof(float));
     memory_add(&m->plan, SCRATCH, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
     memory_add(&m->plan, "batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "batch", (void **)&m->mask, N);
 }
 
-template <class X>
-static void add_activations(Model *m, const char *kind, X **where, size_t elements) {
-    memory_add(&m->plan, kind, (void **)where, elements * sizeof(X));
+static size_t layers_in(const Model *m, ActivationMemory memory) {
+    size_t layers = (size_t)m->config.layers;
+    return activation_layers(memory, layers, m->recompute ? 1 : layers);
 }
 
-template <class X>
-static void add_gradients(Model *m, X **where, size_t elements) {
-    if (!m->forward_only) add_activations(m, SCRATCH, where, elements);
+static size_t rows_in(const Model *m, ActivationMemory memory) {
+    if (memory == SCRATCH_LOGITS) return m->loss_rows;
+    if (memory == SCRATCH_GRADIENT && m->forward_only) return 0;
+    return layers_in(m, memory) * m->B * m->T;
 }
 
-template <class X>
-static void layer_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers) {
-    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, L = (size_t)m->config.layers;
-    add_activations(m, KEPT, &a->x_mid, L * N * C);
-    add_activations(m, KEPT, &a->gate_up, L * N * 2 * F);
-    add_activations(m, m->recompute ? SCRATCH : INPUTS, &a->h2, input_layers * N * C);
-    add_gradients(m, &a->dgate_up, N * 2 * F);
-}
-
-template <class X>
-static void unit_plan(Model *m, Activations<X> *a, size_t N, size_t input_layers) {
-    size_t K = query_width(&m->config), E = output_width(&m->config), L = (size_t)m->config.layers;
-    (void)input_layers;
-    need_partials(m, gau_partials(N, K));
-    add_activations(m, KEPT, &a->q, L * N * K);
-    add_activations(m, KEPT, &a->k, L * N * K);
-    add_activations(m, KEPT, &a->v, L * N * E);
-    add_gradients(m, &a->dq, N * K);
-    add_gradients(m, &a->dk, N * K);
-    add_gradients(m, &a->dv, N * E);
-}
-
-template <class X>
-static void plan_activations(Model *m, Activations<X> *a, size_t B, size_t T) {
-    const ModelConfig *c = &m->config;
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), L = (size_t)c->layers;
-    size_t K = query_width(c), E = output_width(c), W = joined_width(c), kept_layers = m->recompute ? 1 : L;
-    auto add = [m](const char *kind, X **where, size_t elements) { add_activations(m, kind, where, elements); };
-    const char *inputs = m->recompute ? SCRATCH : INPUTS;
-    rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
-    add(KEPT, &a->x, (L + 1) * N * C);
-    add(KEPT, &a->joined, L * N * W);
-    if (c->qk_norm) {
-        qk_norm_group(head_size(c), 1);    // ends the program if there is no kernel for this head size
-        add(KEPT, &a->qk_inputs, L * N * (K + key_width(c)));
+static const char *kind_of(const Model *m, ActivationMemory memory) {
+    switch (memory) {
+    case KEPT_STREAM:
+    case KEPT_NUMBERS: return KEPT;
+    case KEPT_STATISTICS: return STATS;
+    case KEPT_INPUT: return m->recompute ? SCRATCH : INPUTS;
+    case SCRATCH_LOGITS: return "logits of one block of rows";
+    default: return SCRATCH;
     }
-    add(KEPT, &a->att, L * N * E);
-    add_gradients(m, &a->djoined, N * W);
-    add(inputs, &a->h1, kept_layers * N * C);
-    add(inputs, &a->act, kept_layers * N * F);
-    block_of<X>(m)->plan(m, a, N, kept_layers);
-    add("logits of one block of rows", &a->logits, m->loss_rows * VP);
-    add(SCRATCH, &a->h, N * C);
-    add_gradients(m, &a->dx, N * C);
-    add_gradients(m, &a->dh, N * C);
-    add_gradients(m, &a->datt, N * E);
-    add_gradients(m, &a->dact, N * F);
+}
+
+template <class T>
+static void plan_array(Model *m, T **x, ActivationMemory memory, size_t width) {
+    size_t numbers = rows_in(m, memory) * width;
+    if (numbers) memory_add(&m->plan, kind_of(m, memory), (void **)x, numbers * sizeof **x);
+}
+
+template <class X>
+static void plan_activations(Model *m, Activations<X> *a) {
+    const ModelConfig *c = &m->config;
+    size_t N = m->B * m->T, C = (size_t)c->channels;
+    rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
+    if (c->qk_norm) qk_norm_group(head_size(c), 1);    // or for this head size
+    need_partials(m, rmsnorm_partials(N, C));
+    need_partials(m, embedding_partials(N) * C);
+    need_partials(m, block_of<X>(m)->partials(c, N));
+#define PLAN(name, type, width, memory, exists) plan_array(m, &a->name, memory, m->widths.name);
+    ACTIVATIONS(PLAN)
+    GPU_ACTIVATIONS(PLAN)
+#undef PLAN
 }
 
 static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
@@ -520,10 +495,12 @@ static void plan_model(Model *m, const Normalizer *const *others, size_t count, 
     m->B = B;
     m->T = T;
     m->loss_rows = smaller(B * T, LOSS_ROWS);
-    plan_attention(m, others, count, lengths, B, T);
-    plan_parameters(m);
-    plan_floats(m, B, T);
-    by_type([=](auto *a) { plan_activations(m, a, B, T); });
+    by_type([=](auto *a) {
+        plan_attention(m, a, others, count, lengths, B, T);
+        plan_parameters(m);
+        plan_scratch(m, B, T);
+        plan_activations(m, a);
+    });
     memory_add(&m->plan, SCRATCH, (void **)&m->partials, m->partials_size * sizeof(float));
     memory_add(&m->plan, "matmul scratch", &m->workspace, MATMUL_WORKSPACE);
     size_t largest = 0;
@@ -553,41 +530,33 @@ static void take_model(Model *m) {
 // 3. Passes
 // `counter` selects which count all-zero attention rows go to: 0 for steps, 1 for validations.
 
-// The activations of one layer or unit, from one of its rows on; x_next is the next layer's x.
+// The row of an array at which row `from` of layer l is. A layer stays in place, whatever the batch.
+static size_t row_of(const Model *m, ActivationMemory memory, size_t l, size_t from) {
+    return memory == SCRATCH_LOGITS ? 0 : (l % layers_in(m, memory)) * m->B * m->T + from;
+}
+
+// The activations of layer l, from its row `from` on.
 template <class X>
-struct Layer {
-    X *x, *x_next, *h1, *att, *act, *x_mid, *h2, *gate_up;
-    Projected<X> projected;
-    X *qk_inputs;
-    float *stats, *qk_inverse, *r1, *r2;
-};
+static Activations<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t from) {
+    Activations<X> of = *a;
+#define VIEW(name, type, width, memory, exists) \
+    if (of.name) of.name += row_of(m, memory, l, from) * m->widths.name;
+    ACTIVATIONS(VIEW)
+    GPU_ACTIVATIONS(VIEW)
+#undef VIEW
+    of.stats += l * m->layer_stats;
+    of.x_next = a->x + row_of(m, KEPT_STREAM, l + 1, from) * m->widths.x;
+    return of;
+}
 
 template <class X>
-static Layer<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t from) {
-    const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, K = query_width(c), E = output_width(c),
-           heads = (size_t)(c->heads + c->kv_heads);
-    size_t N = m->B * m->T, row = l * N + from;    // a layer stays in place, whatever the batch
-    size_t again = m->recompute ? 0 : l;           // of arrays that have room for one layer only
-    // Arrays of the other block are NULL.
-    auto in = [=](X *first, size_t layer, size_t width) { return first ? first + (layer * N + from) * width : NULL; };
-    Layer<X> of;
-    of.x = in(a->x, l, C);
-    of.x_next = in(a->x, l + 1, C);
-    of.h1 = in(a->h1, again, C);
-    of.att = in(a->att, l, E);
-    of.act = in(a->act, again, F);
-    of.x_mid = in(a->x_mid, l, C);
-    of.h2 = in(a->h2, again, C);
-    of.gate_up = in(a->gate_up, l, 2 * F);
-    of.projected = {in(a->joined, l, joined_width(c)), in(a->q, l, K), in(a->k, l, K), in(a->v, l, E),
-                    m->inverse_norms ? m->inverse_norms + row * heads : NULL};
-    of.qk_inputs = in(a->qk_inputs, l, K + key_width(c));
-    of.qk_inverse = c->qk_norm ? m->qk_inverse + row * heads : NULL;
-    of.stats = m->stats + l * m->layer_stats;
-    of.r1 = m->r1 + row;
-    of.r2 = m->r2 + row;
-    return of;
+static Projected<X> projected_of(const Activations<X> &a) {
+    return {a.joined, a.q, a.k, a.v, a.inverse_norms};
+}
+
+template <class X>
+static Projected<X> gradients_of(const Activations<X> &a) {
+    return {a.djoined, a.dq, a.dk, a.dv, NULL};
 }
 
 static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
@@ -640,28 +609,26 @@ static bool undoes_rope(const Model *m, FlashShape shape) {
     return m->config.block == BLOCK_LLAMA && m->config.attn.qk.kind != QK_L2 && flash_undoes_rope(shape, sizeof(X));
 }
 
-// Attention itself, which both blocks share. Expects the layer's q, k and v.
+// Attention itself, which both blocks share. Expects the layer's q, k and v, of all rows.
 template <class X>
-static void attention_layer_forward(Model *m, const Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
-    Layer<X> of = layer_of(m, a, l, 0);
+static void attention_layer_forward(Model *m, const Activations<X> &of, size_t l, size_t B, size_t T, int counter) {
     FlashShape shape = flash_shape(m, B, T);
     shape.from = m->from;
     phase(PHASE_ATTENTION);
     flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
-                     attention_input(m, of.projected, l), shape, m->scratch, stream);
+                     attention_input(m, projected_of(of), l), shape, m->scratch, stream);
 }
 
-// Computes the gradients of q, k and v (in a->djoined, or in a->dq, a->dk, a->dv) and of the learned scalars from
-// a->datt.
+// Computes the gradients of q, k and v (in djoined, or in dq, dk, dv) and of the learned scalars from datt.
 template <class X>
-static void attention_layer_backward(Model *m, Activations<X> *a, const Layer<X> &of, size_t l, size_t B, size_t T) {
+static void attention_layer_backward(Model *m, const Activations<X> &of, size_t l, size_t B, size_t T) {
     FlashShape shape = flash_shape(m, B, T);
     phase(PHASE_ATTENTION);
-    FlashInputGrads<X> d = block_of<X>(m)->views(&m->config, {a->djoined, a->dq, a->dk, a->dv, NULL});
+    FlashInputGrads<X> d = block_of<X>(m)->views(&m->config, gradients_of(of));
     d.scalars = layer_scalar_grads(m, m->grads, l);
     if (undoes_rope<X>(m, shape)) d.rope = {rope_of(m, B, T).cosines, rope_of(m, B, T).sines};
-    flash_backward<X>(d, a->datt, {of.att, output_width(&m->config), shape.VS}, of.stats,
-                      attention_input(m, of.projected, l), shape, m->scratch, stream);
+    flash_backward<X>(d, of.datt, {of.att, output_width(&m->config), shape.VS}, of.stats,
+                      attention_input(m, projected_of(of), l), shape, m->scratch, stream);
 }
 
 template <class X>
@@ -669,17 +636,17 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T - m->from, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
-    Layer<X> of = layer_of(m, a, l, m->from);
+    Activations<X> of = layer_of(m, a, l, m->from);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, {N, C, W}, stream);
-    if (c->qkv_bias) bias_forward(of.projected.joined, m->params + at->q_bias, N, W, stream);
+    matmul_forward(&m->matmul, of.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, {N, C, W}, stream);
+    if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W, stream);
     phase(PHASE_NORM);
-    if (c->qk_norm) qk_norm_forward(of.projected.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
+    if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
     phase(PHASE_ROPE);
-    rope_forward(of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
-    attention_layer_forward(m, a, l, B, T, counter);
+    rope_forward(of.joined, of.inverse_norms, rope_of(m, B, T), stream);
+    attention_layer_forward(m, layer_of(m, a, l, 0), l, B, T, counter);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, {N, E, C}, stream);
 
@@ -693,46 +660,46 @@ static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_
     matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, {N, F, C}, stream);
 }
 
-// a->dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
+// of.dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
 template <class X>
 static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
-    Layer<X> of = layer_of(m, a, l, 0);
+    Activations<X> of = layer_of(m, a, l, 0);
     float *grads = m->grads;
     phase(PHASE_SWIGLU);
     if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(&m->matmul, a->dact, grads + at->down, a->dx, of.act, weight<X>(m, at->down), {N, F, C}, add,
+    matmul_backward(&m->matmul, of.dact, grads + at->down, of.dx, of.act, weight<X>(m, at->down), {N, F, C}, add,
                     stream);
     phase(PHASE_SWIGLU);
-    swiglu_backward(a->dgate_up, a->dact, of.gate_up, N, F, stream);
+    swiglu_backward(of.dgate_up, of.dact, of.gate_up, N, F, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
     phase(PHASE_FEED_FORWARD);
-    matmul_backward(&m->matmul, a->dh, grads + at->gate, a->dgate_up, of.h2, weight<X>(m, at->gate), {N, C, 2 * F}, add,
+    matmul_backward(&m->matmul, of.dh, grads + at->gate, of.dgate_up, of.h2, weight<X>(m, at->gate), {N, C, 2 * F}, add,
                     stream);
     phase(PHASE_NORM);
-    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm2, add}, m->partials, a->dh,
+    rmsnorm_backward<X>({of.dx, true}, {grads + at->norm2, add}, m->partials, of.dh,
                         {of.x_mid, m->params + at->norm2, of.r2, N, C}, stream);
 
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->datt, grads + at->o, a->dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
-    attention_layer_backward(m, a, of, l, B, T);
+    matmul_backward(&m->matmul, of.datt, grads + at->o, of.dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
+    attention_layer_backward(m, of, l, B, T);
     phase(PHASE_ROPE);
     if (!undoes_rope<X>(m, flash_shape(m, B, T)))
-        rope_backward(a->djoined, of.projected.joined, of.projected.inverse_norms, rope_of(m, B, T), stream);
+        rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, B, T), stream);
     phase(PHASE_NORM);
     if (c->qk_norm)
-        qk_norm_backward(a->djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
+        qk_norm_backward(of.djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
                          of.qk_inverse, qk_norm_of(m, l, N), stream);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, a->djoined, N, W, stream);
-    matmul_backward(&m->matmul, a->dh, grads + at->q, a->djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
+    if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, of.djoined, N, W, stream);
+    matmul_backward(&m->matmul, of.dh, grads + at->q, of.djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
+    rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
                         {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
@@ -740,16 +707,16 @@ template <class X>
 static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T - m->from, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    Layer<X> of = layer_of(m, a, l, m->from);
+    Activations<X> of = layer_of(m, a, l, m->from);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.projected.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, {N, C, W}, stream);
+    matmul_forward(&m->matmul, of.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, {N, C, W}, stream);
     phase(PHASE_ROPE);
-    gau_forward(of.projected, gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
-    attention_layer_forward(m, a, l, B, T, counter);
+    gau_forward(projected_of(of), gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
+    attention_layer_forward(m, layer_of(m, a, l, 0), l, B, T, counter);
     phase(PHASE_GATE);
-    gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
+    gau_gate_forward(of.act, of.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->o), of.x, {N, E, C}, stream);
 }
@@ -758,24 +725,24 @@ template <class X>
 static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
-    Layer<X> of = layer_of(m, a, l, 0);
+    Activations<X> of = layer_of(m, a, l, 0);
     float *grads = m->grads;
     phase(PHASE_GATE);
-    if (m->recompute) gau_gate_forward(of.act, of.projected.joined, of.att, N, E, W, stream);
+    if (m->recompute) gau_gate_forward(of.act, of.joined, of.att, N, E, W, stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dact, grads + at->o, a->dx, of.act, weight<X>(m, at->o), {N, E, C}, add, stream);
+    matmul_backward(&m->matmul, of.dact, grads + at->o, of.dx, of.act, weight<X>(m, at->o), {N, E, C}, add, stream);
     phase(PHASE_GATE);
-    gau_gate_backward(a->datt, a->djoined, a->dact, of.projected.joined, of.att, N, E, W, stream);
-    attention_layer_backward(m, a, of, l, B, T);
+    gau_gate_backward(of.datt, of.djoined, of.dact, of.joined, of.att, N, E, W, stream);
+    attention_layer_backward(m, of, l, B, T);
     phase(PHASE_ROPE);
-    gau_backward<X>({a->djoined, a->dq, a->dk, a->dv, NULL}, gains_in(m, grads, l), add, m->partials, of.projected,
-                    gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
+    gau_backward(gradients_of(of), gains_in(m, grads, l), add, m->partials, projected_of(of), gains_in(m, m->params, l),
+                 rope_of(m, B, T), E, stream);
     phase(PHASE_NORM);
     if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
     phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, a->dh, grads + at->u, a->djoined, of.h1, weight<X>(m, at->u), {N, C, W}, add, stream);
+    matmul_backward(&m->matmul, of.dh, grads + at->u, of.djoined, of.h1, weight<X>(m, at->u), {N, C, W}, add, stream);
     phase(PHASE_NORM);
-    rmsnorm_backward<X>({a->dx, true}, {grads + at->norm1, add}, m->partials, a->dh,
+    rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
                         {of.x, m->params + at->norm1, of.r1, N, C}, stream);
 }
 
@@ -788,10 +755,10 @@ static void model_embed(Model *m, Activations<X> *a, const int32_t *tokens, size
 
 template <class X>
 static void model_final_norm(Model *m, Activations<X> *a, size_t N) {
-    size_t C = (size_t)m->config.channels, last = (size_t)m->config.layers - 1;
+    Activations<X> of = layer_of(m, a, (size_t)m->config.layers - 1, m->from);
+    size_t C = (size_t)m->config.channels;
     phase(PHASE_NORM);
-    rmsnorm_forward(a->h + m->from * C, m->r + m->from, layer_of(m, a, last, m->from).x_next, m->params + m->list.norm,
-                    N - m->from, C, norm_eps(m), stream);
+    rmsnorm_forward(of.h, of.r, of.x_next, m->params + m->list.norm, N - m->from, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
 }
 
@@ -823,12 +790,12 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
         size_t rows = smaller(N - from, m->loss_rows);
         const X *h = a->h + from * C;
         matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, stream);
-        classifier(m->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce, stream);
+        classifier(a->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce, stream);
         if (scale != 0)
             matmul_backward(&m->matmul, a->dh + from * C, m->grads + m->list.head, a->logits, h, head, {rows, C, VP},
                             add || from > 0, stream);
     }
-    losses_sum(sum, m->losses, N, stream);
+    losses_sum(sum, a->losses, N, stream);
     phase(PHASE_OTHER);
 }
 
@@ -871,7 +838,7 @@ static void final_norm_backward(Model *m, Activations<X> *a, size_t N, bool add)
     size_t C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
     phase(PHASE_NORM);
     rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
-                        {layer_of(m, a, layers - 1, 0).x_next, m->params + m->list.norm, m->r, N, C}, stream);
+                        {layer_of(m, a, layers - 1, 0).x_next, m->params + m->list.norm, a->r, N, C}, stream);
 }
 
 template <class X>
