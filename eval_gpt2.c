@@ -31,7 +31,7 @@ static ModelConfig *computer_config(Computer *c) {
 // Plans the memory for B sequences of at most T tokens.
 static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     Model *m = &c->model;
-    size_t heads = (size_t)m->config.layers * (size_t)m->config.heads, threads = (size_t)omp_get_max_threads();
+    size_t heads = m->config.layers * m->config.heads, threads = (size_t)omp_get_max_threads();
     m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
     m->doc_mask = e->o.doc_mask;
     bool decodes = e->o.task == TASK_NEEDLE;
@@ -100,7 +100,7 @@ static double all_zero_share(Computer *c) {
 static const float *batch_losses(Computer *c, const int32_t *inputs, const int32_t *targets, const uint8_t *mask,
                                  size_t B, size_t T) {
     Model *m = &c->model;
-    size_t layers = (size_t)m->config.layers;
+    size_t layers = m->config.layers;
     model_embed(m, inputs, B, T);
     for (size_t l = 0; l < layers; l++) {
         block_of(m)->forward(m, l, B, T);
@@ -127,12 +127,12 @@ static void observe_heads(Computer *c, Observer *o, size_t l, size_t T) {
 // (T - 1), valid until the next call.
 static const float *observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
     Model *m = &c->model;
-    size_t layers = (size_t)m->config.layers;
+    size_t layers = m->config.layers;
     model_embed(m, tokens, 1, T);
     for (size_t l = 0; l < layers; l++) {
         block_of(m)->forward(m, l, 1, T);
         observe_heads(c, o, l, T);
-        observe_layer(o, l, residual(m, l + 1), T, (size_t)m->config.channels);
+        observe_layer(o, l, residual(m, l + 1), T, m->config.channels);
         bar_within(c->bar, l + 1, layers);
     }
     model_final_norm(m, T);

@@ -56,7 +56,7 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     Model *m = &model;
     const ModelConfig *config = &m->config;
     const Normalizer *others[] = {&e->given};
-    size_t N = B * T, heads = (size_t)config->layers * (size_t)config->heads, VP = padded_vocab(config);
+    size_t N = B * T, heads = config->layers * config->heads, VP = padded_vocab(config);
     if (!stream) {
         device_start();
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -80,9 +80,9 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     memory_add(plan, "p_n", (void **)&c->p_n, T * sizeof(float));
     memory_add(plan, "activations", (void **)&c->q, T * query_width(config) * sizeof(float));
     memory_add(plan, "activations", (void **)&c->k, T * key_width(config) * sizeof(float));
-    memory_add(plan, "activations", (void **)&c->x, T * (size_t)config->channels * sizeof(float));
+    memory_add(plan, "activations", (void **)&c->x, T * config->channels * sizeof(float));
     memory_add(plan, "activations", &c->raw,
-               largest(VP, T * largest(query_width(config), (size_t)config->channels)) * sizeof(float));
+               largest(VP, T * largest(query_width(config), config->channels)) * sizeof(float));
     // Needles: of one query, (layers,NH,T). Attention: a block of rows for each thread.
     size_t blocks = (size_t)omp_get_max_threads() * OBSERVED_ROWS;
     memory_add(plan, "attention weights", (void **)&c->weights, largest(heads, blocks) * T * sizeof(float));
@@ -170,7 +170,7 @@ static void upload_tokens(Computer *c, const int32_t *inputs, const int32_t *tar
     if (m->doc_mask) document_starts(c->ints + 2 * N, inputs, B, T, m->config.end_of_text);
     m->first = m->doc_mask ? m->batch + 2 * N : NULL;
     CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, 3 * N * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
-    c->rows += (size_t)m->config.layers * N * (size_t)m->config.heads;
+    c->rows += m->config.layers * N * m->config.heads;
 }
 
 static float host_float(float x) {
@@ -247,31 +247,23 @@ static Scalars host_scalars(const Computer *c, size_t l) {
 
 static AttentionShape host_shape(size_t T) {
     const ModelConfig *config = &model.config;
-    return {&config->attn,
-            1,
-            T,
-            (size_t)config->heads,
-            (size_t)config->kv_heads,
-            head_size(config),
-            value_size(config),
-            config->seq_len,
-            false,
-            0};
+    return {&config->attn,        1,     T, config->heads, config->kv_heads, head_size(config), value_size(config),
+            (int)config->seq_len, false, 0};
 }
 
 // Runs a sequence through the model and shows the observer every layer. Returns the losses of its tokens but the first
 // (T - 1), valid until the next call.
 static const float *observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
     Model *m = &model;
-    size_t C = (size_t)m->config.channels;
+    size_t C = m->config.channels;
     upload_tokens(c, tokens, NULL, 1, T);
     return by_type([&](auto *a) {
         model_embed(m, a, m->batch, T);
-        for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+        for (size_t l = 0; l < m->config.layers; l++) {
             block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
             AttentionInput in = host_input(c, a, l, T);
             #pragma omp parallel for schedule(dynamic)
-            for (size_t h = 0; h < (size_t)m->config.heads; h++) {
+            for (size_t h = 0; h < m->config.heads; h++) {
                 AttentionRows at = {};
                 at.h = h;
                 observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, host_scalars(c, l),
@@ -279,7 +271,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
             }
             rows_to_host(c, c->x, layer_of(m, a, l, 0).x_next, T, C, C);
             observe_layer(o, l, c->x, T, C);
-            bar_within(c->bar, l + 1, (size_t)m->config.layers);
+            bar_within(c->bar, l + 1, m->config.layers);
         }
         model_final_norm(m, a, T);
         model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + 1, NULL, T - 1, 0.0f, false);
@@ -323,7 +315,7 @@ template <class X>
 static void last_scores(Computer *c, const Activations<X> *a, size_t l, size_t T) {
     Model *m = &model;
     FlashInput<X> in = attention_input(m, projected_of(layer_of(m, a, l, 0)), l);
-    size_t NH = (size_t)m->config.heads, NKV = (size_t)m->config.kv_heads;
+    size_t NH = m->config.heads, NKV = m->config.kv_heads;
     query_scores<X>(c->scores + l * NH * T,
                     {in.q.p + (T - 1) * in.q.row, in.k.p, in.k.row, T, NH, NKV, head_size(&m->config)}, stream);
 }
@@ -331,7 +323,7 @@ static void last_scores(Computer *c, const Activations<X> *a, size_t l, size_t T
 // The weights of a prompt's last token in c->weights (layers,NH,T), from its scores.
 static void last_weights(Computer *c, size_t T) {
     Model *m = &model;
-    size_t NH = (size_t)m->config.heads, heads = (size_t)m->config.layers * NH;
+    size_t NH = m->config.heads, heads = m->config.layers * NH;
     AttentionShape shape = host_shape(1);
     shape.cached = true;
     shape.past = T - 1;
@@ -353,7 +345,7 @@ static const float *prompt_logits(Computer *c, Needle *n) {
     m->from = cached_tokens(c, t);
     by_type([&](auto *a) {
         model_embed(m, a, m->batch, T);
-        for (size_t l = 0; l < (size_t)m->config.layers; l++) {
+        for (size_t l = 0; l < m->config.layers; l++) {
             block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
             last_scores(c, a, l, T);
         }

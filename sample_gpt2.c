@@ -197,12 +197,12 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
 // ---- prompts
 
 // Parses token ids "1,2,3". Returns false if there is anything else.
-static bool read_ids(Prompt *p, int vocab) {
+static bool read_ids(Prompt *p, size_t vocab) {
     const char *at = p->text, *end = p->text + p->length;
     while (at < end) {
         char *after;
         long id = strtol(at, &after, 10);
-        if (after == at || after > end || id < 0 || id >= vocab) return false;
+        if (after == at || after > end || id < 0 || (size_t)id >= vocab) return false;
         p->ids[p->count++] = (int32_t)id;
         at = after + strspn(after, " ");
         if (at < end && *at++ != ',') return false;
@@ -232,7 +232,7 @@ static void add_prompt(Sampler *s, const char *text, size_t length, const char *
     if (s->tokenizer) encode_prompt(s, p, where, code);
     else if (!read_ids(p, s->model.config.vocab))
         fail(code,
-             "%s: expected comma-separated token ids below %d, such as 1,2,3, found \"%.*s\".\n"
+             "%s: expected comma-separated token ids below %zu, such as 1,2,3, found \"%.*s\".\n"
              "  The model's folder has no tokenizer.json that this program supports.",
              where, s->model.config.vocab, (int)(length < 40 ? length : 40), text);
     if (!p->count) p->ids[p->count++] = s->model.config.end_of_text;
@@ -304,7 +304,7 @@ static void settle_conversation(Sampler *s, const char *folder) {
     if (!tokenizer_fits(s->tokenizer, ids, count, s->model.config.vocab, "the chat template", &error))
         fail_with(&error);
     free(ids);
-    size_t most = (size_t)s->model.config.seq_len;
+    size_t most = s->model.config.seq_len;
     if (o->context) s->context = (size_t)o->context;
     else s->context = most < DEFAULT_CONTEXT ? most : DEFAULT_CONTEXT;
     if (s->context <= (size_t)o->max_new_tokens)
@@ -331,18 +331,18 @@ static bool load(Sampler *s, const char *folder, Error *error) {
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     model_check_length(&m->config, longest + new_tokens);
     size_t read = s->o.interactive ? s->context : longest + new_tokens - 1;    // a conversation reads its last token
-    if (normalizer_has(&m->config.attn, SCALAR_P) && read > (size_t)m->config.seq_len)
+    if (normalizer_has(&m->config.attn, SCALAR_P) && read > m->config.seq_len)
         fail(
             EXIT_USAGE,
-            "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %d.\n  Reduce --max-new-tokens, or shorten the prompt.",
+            "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %zu.\n  Reduce --max-new-tokens, or shorten the prompt.",
             longest, new_tokens, m->config.attn.text, m->config.seq_len);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, s->o.dtype == SAMPLE_BF16 || weights_are_bf16(&m->config, folder));
     gemm_start(&m->mm, s->o.dtype == SAMPLE_BF16);
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
-    memory_add(&m->plan, "scratch", (void **)&s->candidates, (size_t)m->config.vocab * sizeof *s->candidates);
-    memory_add(&m->plan, "scratch", (void **)&s->after_prompt, FLOATS((size_t)m->config.vocab));
+    memory_add(&m->plan, "scratch", (void **)&s->candidates, m->config.vocab * sizeof *s->candidates);
+    memory_add(&m->plan, "scratch", (void **)&s->after_prompt, FLOATS(m->config.vocab));
     m->plan.remedy = s->o.interactive ? "Use a smaller --context." : "Use a smaller --max-new-tokens.";
     memory_check(&m->plan, 1);
     memory_take(&m->plan);
@@ -452,8 +452,8 @@ static void show(Sampler *s, size_t count) {
 static int32_t draw_token(Sampler *s, float *logits, uint64_t stream, size_t count, size_t position) {
     const SampleOptions *o = &s->o;
     double u = random_uniform((uint64_t)o->seed, stream, count);
-    int32_t token = sample_token(logits, s->candidates, (size_t)s->model.config.vocab, o->temperature, (size_t)o->top_k,
-                                 o->top_p, u);
+    int32_t token =
+        sample_token(logits, s->candidates, s->model.config.vocab, o->temperature, (size_t)o->top_k, o->top_p, u);
     if (token >= 0) return token;
     if (s->begun) printf("\n");
     fail(EXIT_DIVERGED,
@@ -491,15 +491,15 @@ static bool advance(Sampler *s, size_t count) {
     if (!going) return false;
     decode(&s->decoder, rows, going);
     float *logits = decode_logits(&s->decoder, 0, going, 0);
-    for (size_t i = 0; i < going; i++) sample(s, texts[i], logits + i * (size_t)s->model.config.vocab);
+    for (size_t i = 0; i < going; i++) sample(s, texts[i], logits + i * s->model.config.vocab);
     return true;
 }
 
 // Copies the cache of sequence `from`, up to `count` positions, to sequence `to`.
 static void copy_sequence(Decoder *d, size_t from, size_t to, size_t count) {
     const ModelConfig *c = &d->m->config;
-    size_t heads = (size_t)c->kv_heads, HS = head_size(c), VS = value_size(c);
-    for (size_t l = 0; l < (size_t)c->layers; l++)
+    size_t heads = c->kv_heads, HS = head_size(c), VS = value_size(c);
+    for (size_t l = 0; l < c->layers; l++)
         for (size_t h = 0; h < heads; h++) {
             size_t old = ((l * d->sequences + from) * heads + h) * d->length;
             size_t new = ((l * d->sequences + to) * heads + h) * d->length;
@@ -514,8 +514,8 @@ static void copy_sequence(Decoder *d, size_t from, size_t to, size_t count) {
 static float *read_prompt(Sampler *s, size_t i) {
     const Text *t = &s->texts[i];
     const Prompt *p = &s->prompts[t->prompt];
-    float *logits = s->decoder.logits + i * (size_t)s->model.config.vocab;
-    size_t bytes = FLOATS((size_t)s->model.config.vocab);
+    float *logits = s->decoder.logits + i * s->model.config.vocab;
+    size_t bytes = FLOATS(s->model.config.vocab);
     if (t->sample) {
         copy_sequence(&s->decoder, i ? i - 1 : FEW_ROWS - 1, i, p->count);
         return memcpy(logits, s->after_prompt, bytes);
@@ -679,8 +679,8 @@ int main(int argc, char **argv) {
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
         write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
     flush_stdout("the text");
-    if (s.longest > (size_t)s.model.config.seq_len)
-        warn("a text of %zu tokens exceeds the length of %d with which the model was trained.", s.longest,
+    if (s.longest > s.model.config.seq_len)
+        warn("a text of %zu tokens exceeds the length of %zu with which the model was trained.", s.longest,
              s.model.config.seq_len);
     if (!s.o.interactive) report_speed(&s);
     return EXIT_DONE;

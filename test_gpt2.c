@@ -19,7 +19,7 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
     subject = (Model){.config = *config, .list = *list};
     gemm_start(&subject.mm, false);
     plan_parameters(&subject, true, false);
-    plan_activations(&subject, (size_t)subject.config.layers, B, T);
+    plan_activations(&subject, subject.config.layers, B, T);
     memory_take(&subject.plan);
     model_ready(&subject);
 }
@@ -49,7 +49,7 @@ static const float *subject_grads(void) {
 }
 
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T) {
-    size_t C = (size_t)subject.config.channels, V = (size_t)subject.config.vocab;
+    size_t C = subject.config.channels, V = subject.config.vocab;
     model_forward(&subject, inputs, B, T);
     matmul_forward(logits, subject.activations.h, weight(&subject, subject.list.head), B * T, C, V, false);
 }
@@ -241,7 +241,7 @@ static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, si
         fixture_weight_rule(scalar_names[x], n, &mean, &scale);
         if (normalizer_trains(normalizer, x)) grads->of[x] = floats(n);
         else {
-            mean = (float)normalizer_start(normalizer, x, (int)L);
+            mean = (float)normalizer_start(normalizer, x, L);
             scale = 0.0f;
         }
         scalars.of[x] = values = floats(n);

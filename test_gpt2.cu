@@ -57,7 +57,7 @@ static double from_device(const double *there) {
 // A batch in the form in which the trainer has it on the device; the copies have finished on return.
 static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, size_t N) {
     int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints),
-            *starts = (int32_t *)malloc(((size_t)model.config.vocab + 1) * sizeof *starts);
+            *starts = (int32_t *)malloc((model.config.vocab + 1) * sizeof *starts);
     BatchTokens there = {};
     there.inputs = model.batch;
     there.targets = model.batch + N;
@@ -65,8 +65,7 @@ static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, 
     there.pieces = (const EmbeddingPiece *)(model.batch + 3 * N);
     memcpy(ints, inputs, N * sizeof *ints);
     memcpy(ints + N, targets, N * sizeof *ints);
-    there.plan =
-        embedding_plan(ints + 2 * N, (EmbeddingPiece *)(ints + 3 * N), inputs, N, starts, (size_t)model.config.vocab);
+    there.plan = embedding_plan(ints + 2 * N, (EmbeddingPiece *)(ints + 3 * N), inputs, N, starts, model.config.vocab);
     CUDA_CHECK(cudaMemcpy(model.batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints,
                           cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -108,8 +107,7 @@ static const float *subject_grads(void) {
 }
 
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T) {
-    size_t N = B * T, C = (size_t)model.config.channels, V = (size_t)model.config.vocab,
-           VP = padded_vocab(&model.config);
+    size_t N = B * T, C = model.config.channels, V = model.config.vocab, VP = padded_vocab(&model.config);
     Activations<float> *a = &activations<float>;
     subject_batch(inputs, inputs, N);
     model_forward(&model, a, model.batch, B, T, 1);
@@ -354,7 +352,7 @@ static void test_steps(void) {
     c.B = size_of("B");
     c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
-    c.config.seq_len = (int)size_of("L");
+    c.config.seq_len = size_of("L");
     if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
     read_answer("losses", losses, 64);

@@ -671,11 +671,11 @@ static AttentionShape attention_shape(const ModelConfig *c, size_t B, size_t T) 
     return (AttentionShape){.normalizer = &c->attn,
                             .B = B,
                             .T = T,
-                            .NH = (size_t)c->heads,
-                            .NKV = (size_t)c->kv_heads,
+                            .NH = c->heads,
+                            .NKV = c->kv_heads,
                             .HS = head_size(c),
                             .VS = value_size(c),
-                            .L = c->seq_len};
+                            .L = (int)c->seq_len};
 }
 
 // Sums over a tensor's elements are added up from those over pieces of a fixed size, so that they do not depend on the
@@ -701,11 +701,11 @@ static size_t larger(size_t a, size_t b) {
 // The widest rows that matmuls read: as the first operand (a gradient or an activation), and as the second operand in
 // dweight.
 static size_t widest_first(const ModelConfig *c) {
-    return larger(joined_width(c), 2 * (size_t)c->ffn);
+    return larger(joined_width(c), 2 * c->ffn);
 }
 
 static size_t widest_second(const ModelConfig *c) {
-    return larger(larger((size_t)c->channels, (size_t)c->ffn), output_width(c));
+    return larger(larger(c->channels, c->ffn), output_width(c));
 }
 
 // The most elements of a matmul's first and second operand.
@@ -800,7 +800,7 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     _Generic(a->name, real *: plan_numbers, MatmulInput: plan_input)(m, &a->name, memory, m->widths.name);
     ACTIVATIONS(PLAN)
 #undef PLAN
-    memory_add(&m->plan, KEPT, (void **)&a->stats, FLOATS(kept_layers * N * (size_t)c->heads * ROW_STATS));
+    memory_add(&m->plan, KEPT, (void **)&a->stats, FLOATS(kept_layers * N * c->heads * ROW_STATS));
     if (m->doc_mask) memory_add(&m->plan, SCRATCH, (void **)&m->first, N * sizeof *m->first);
     m->attention_bytes = 0;
     memory_add(&m->plan, SCRATCH, (void **)&m->attention, 0);
@@ -842,7 +842,7 @@ static Activations layer_of(const Model *m, size_t l) {
         of.name, row_of(m, memory, l) * m->widths.name);
     ACTIVATIONS(VIEW)
 #undef VIEW
-    of.stats += row_of(m, KEPT_STATISTICS, l) * (size_t)m->config.heads * ROW_STATS;
+    of.stats += row_of(m, KEPT_STATISTICS, l) * m->config.heads * ROW_STATS;
     of.x_next = residual(m, l + 1);
     return of;
 }
@@ -858,14 +858,13 @@ static Projected gradients_of(const Activations *a) {
 static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[layer];
-    return (QkNorm){N,           (size_t)c->heads,       (size_t)c->kv_heads,   head_size(c),
-                    norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
+    return (QkNorm){
+        N, c->heads, c->kv_heads, head_size(c), norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return (Rope){B,          T,        (size_t)c->heads,        (size_t)c->kv_heads, head_size(c),
-                  m->cosines, m->sines, c->attn.qk.kind == QK_L2};
+    return (Rope){B, T, c->heads, c->kv_heads, head_size(c), m->cosines, m->sines, c->attn.qk.kind == QK_L2};
 }
 
 // q, k and v as attention reads them; with gradients, where attention writes them.
@@ -910,7 +909,7 @@ static void attention_layer_backward(Model *m, const Activations *of, size_t l, 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
     Activations of = layer_of(m, l);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
@@ -941,7 +940,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
     Activations of = layer_of(m, l);
     real *grads = m->grads;
     phase(PHASE_SWIGLU);
@@ -976,7 +975,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
 
 static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
+    size_t N = B * T, C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
     Activations of = layer_of(m, l);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
@@ -994,7 +993,7 @@ static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
 
 static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
+    size_t N = B * T, C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
     Activations of = layer_of(m, l);
     real *grads = m->grads;
     phase(PHASE_GATE);
@@ -1026,13 +1025,13 @@ static const BlockRow *block_of(const Model *m) {
 static void model_embed(Model *m, const int32_t *tokens, size_t B, size_t T) {
     if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
     phase(PHASE_EMBEDDING);
-    embedding_forward(m->activations.x, m->params + m->list.embedding, tokens, B * T, (size_t)m->config.channels);
+    embedding_forward(m->activations.x, m->params + m->list.embedding, tokens, B * T, m->config.channels);
 }
 
 static void model_final_norm(Model *m, size_t N) {
-    size_t layers = (size_t)m->config.layers;
+    size_t layers = m->config.layers;
     phase(PHASE_NORM);
-    rmsnorm_forward(m->activations.h, residual(m, layers), m->params + m->list.norm, N, (size_t)m->config.channels,
+    rmsnorm_forward(m->activations.h, residual(m, layers), m->params + m->list.norm, N, m->config.channels,
                     norm_eps(m));
     phase(PHASE_OTHER);
 }
@@ -1040,7 +1039,7 @@ static void model_final_norm(Model *m, size_t N) {
 // Fills the activations, up to and including h (N,C), the normalized output of the last layer.
 static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
     model_embed(m, tokens, B, T);
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) block_of(m)->forward(m, l, B, T);
+    for (size_t l = 0; l < m->config.layers; l++) block_of(m)->forward(m, l, B, T);
     model_final_norm(m, B * T);
 }
 
@@ -1048,8 +1047,8 @@ static void model_forward(Model *m, const int32_t *tokens, size_t B, size_t T) {
 // 0, also computes the gradients of scale times the sum: writes dh (N,C), and writes the output projection's
 // gradient, or adds to it if `add`.
 static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, size_t N, real scale, bool add) {
-    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
-    CrossEntropy ce = {(size_t)m->config.vocab, VP, (real)m->config.logit_softcap, m->z_loss, scale};
+    size_t C = m->config.channels, VP = padded_vocab(&m->config);
+    CrossEntropy ce = {m->config.vocab, VP, (real)m->config.logit_softcap, m->z_loss, scale};
     const Activations *a = &m->activations;
     WeightMatrix head = weight(m, m->list.head);
     double sum = 0;
@@ -1072,7 +1071,7 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
 // gradients of weight matrices, or adds to them if `add`; always adds to the others. Recomputes what the forward pass
 // did not keep (normalized inputs, swiglu's output).
 static void model_backward(Model *m, const int32_t *tokens, size_t B, size_t T, bool add) {
-    size_t N = B * T, C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    size_t N = B * T, C = m->config.channels, layers = m->config.layers;
     const Activations *a = &m->activations;
     phase(PHASE_NORM);
     memset(a->dx, 0, FLOATS(N * C));
@@ -1280,7 +1279,7 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     m->z_loss = (real)run->o.z_loss;
     gemm_start(&m->mm, bf16);
     plan_parameters(m, true, bf16);
-    plan_activations(m, (size_t)m->config.layers, (size_t)run->o.batch, run->T);
+    plan_activations(m, m->config.layers, (size_t)run->o.batch, run->T);
     for (size_t i = 0; i < run->o.seq_len.count; i++) {
         size_t T = (size_t)run->o.seq_len.values[i];
         plan_shape(m, (size_t)run->o.batch * (run->T / T), T);

@@ -268,8 +268,7 @@ static const BlockRow<X> *block_of(const Model *m) {
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return {&c->attn,      B,          T, (size_t)c->heads, (size_t)c->kv_heads, head_size(c),
-            value_size(c), c->seq_len, 0, !m->deterministic};
+    return {&c->attn, B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0, !m->deterministic};
 }
 
 // A batch on the device: one int32 array, so that one copy suffices, and the mask.
@@ -292,11 +291,11 @@ static size_t batch_ints(size_t N) {
 // bucket 0 is everything before the layers, then one bucket per layer, then the rest. bucket_start(bucket_count()) is
 // the end of the last.
 static size_t bucket_count(const Model *m) {
-    return (size_t)m->config.layers + 2;
+    return m->config.layers + 2;
 }
 
 static size_t bucket_start(const Model *m, size_t i) {
-    size_t layers = (size_t)m->config.layers;
+    size_t layers = m->config.layers;
     if (i == 0) return 0;
     if (i <= layers) return m->list.layers[i - 1].norm1;
     return i == layers + 1 ? m->list.norm : m->list.floats;
@@ -407,7 +406,7 @@ static void plan_attention(Model *m, Activations<X> *a, const Normalizer *const 
         scratch = std::max(scratch, flash_scratch(shape, sizeof(X)));
     }
     m->widths = activation_widths(&m->config, l2);
-    memory_add(&m->plan, STATS, (void **)&a->stats, (size_t)m->config.layers * m->layer_stats * sizeof(float));
+    memory_add(&m->plan, STATS, (void **)&a->stats, m->config.layers * m->layer_stats * sizeof(float));
     memory_add(&m->plan, SCRATCH, &m->scratch, scratch);
 }
 
@@ -437,7 +436,7 @@ static void plan_scratch(Model *m, size_t B, size_t T) {
 }
 
 static size_t layers_in(const Model *m, ActivationMemory memory) {
-    size_t layers = (size_t)m->config.layers;
+    size_t layers = m->config.layers;
     return activation_layers(memory, layers, m->recompute ? 1 : layers);
 }
 
@@ -467,7 +466,7 @@ static void plan_array(Model *m, T **x, ActivationMemory memory, size_t width) {
 template <class X>
 static void plan_activations(Model *m, Activations<X> *a) {
     const ModelConfig *c = &m->config;
-    size_t N = m->B * m->T, C = (size_t)c->channels;
+    size_t N = m->B * m->T, C = c->channels;
     rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
     if (c->qk_norm) qk_norm_group(head_size(c), 1);    // or for this head size
     need_partials(m, rmsnorm_partials(N, C));
@@ -562,8 +561,7 @@ static Projected<X> gradients_of(const Activations<X> &a) {
 static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[layer];
-    return {N,           (size_t)c->heads,       (size_t)c->kv_heads,   head_size(c),
-            norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
+    return {N, c->heads, c->kv_heads, head_size(c), norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
@@ -571,8 +569,8 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
     size_t angles = m->from * (head_size(c) / 2);
     return {B,
             T - m->from,
-            (size_t)c->heads,
-            (size_t)c->kv_heads,
+            c->heads,
+            c->kv_heads,
             head_size(c),
             m->cosines + angles,
             m->sines + angles,
@@ -635,7 +633,7 @@ template <class X>
 static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T - m->from, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T - m->from, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
     Activations<X> of = layer_of(m, a, l, m->from);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
@@ -665,7 +663,7 @@ template <class X>
 static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)c->channels, F = (size_t)c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
     Activations<X> of = layer_of(m, a, l, 0);
     float *grads = m->grads;
     phase(PHASE_SWIGLU);
@@ -706,7 +704,7 @@ static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size
 template <class X>
 static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T - m->from, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
+    size_t N = B * T - m->from, C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
     Activations<X> of = layer_of(m, a, l, m->from);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
@@ -724,7 +722,7 @@ static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t
 template <class X>
 static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
+    size_t N = B * T, C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
     Activations<X> of = layer_of(m, a, l, 0);
     float *grads = m->grads;
     phase(PHASE_GATE);
@@ -748,15 +746,15 @@ static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_
 
 template <class X>
 static void model_embed(Model *m, Activations<X> *a, const int32_t *tokens, size_t N) {
-    size_t C = (size_t)m->config.channels;
+    size_t C = m->config.channels;
     phase(PHASE_EMBEDDING);
     embedding_forward(a->x + m->from * C, weight<X>(m, m->list.embedding), tokens + m->from, N - m->from, C, stream);
 }
 
 template <class X>
 static void model_final_norm(Model *m, Activations<X> *a, size_t N) {
-    Activations<X> of = layer_of(m, a, (size_t)m->config.layers - 1, m->from);
-    size_t C = (size_t)m->config.channels;
+    Activations<X> of = layer_of(m, a, m->config.layers - 1, m->from);
+    size_t C = m->config.channels;
     phase(PHASE_NORM);
     rmsnorm_forward(of.h, of.r, of.x_next, m->params + m->list.norm, N - m->from, C, norm_eps(m), stream);
     phase(PHASE_OTHER);
@@ -765,14 +763,14 @@ static void model_final_norm(Model *m, Activations<X> *a, size_t N) {
 template <class X>
 static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, size_t B, size_t T, int counter) {
     model_embed(m, a, tokens, B * T);
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) block_of<X>(m)->forward(m, a, l, B, T, counter);
+    for (size_t l = 0; l < m->config.layers; l++) block_of<X>(m)->forward(m, a, l, B, T, counter);
     model_final_norm(m, a, B * T);
 }
 
 // Writes the logits (VP) after the last of N tokens to a->logits. Expects their normalized outputs in a->h.
 template <class X>
 static void model_last_logits(Model *m, Activations<X> *a, size_t N) {
-    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
+    size_t C = m->config.channels, VP = padded_vocab(&m->config);
     const X *last = a->h + (N - 1) * C, *head = weight<X>(m, m->list.head);
     matmul_forward(&m->matmul, a->logits, last, head, (const X *)NULL, {1, C, VP}, stream);
 }
@@ -782,8 +780,8 @@ static void model_last_logits(Model *m, Activations<X> *a, size_t N) {
 template <class X>
 static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N,
                        float scale, bool add) {
-    size_t C = (size_t)m->config.channels, VP = padded_vocab(&m->config);
-    CrossEntropy ce = {(size_t)m->config.vocab, VP, (float)m->config.logit_softcap, m->z_loss, scale};
+    size_t C = m->config.channels, VP = padded_vocab(&m->config);
+    CrossEntropy ce = {m->config.vocab, VP, (float)m->config.logit_softcap, m->z_loss, scale};
     const X *head = weight<X>(m, m->list.head);
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += m->loss_rows) {
@@ -802,7 +800,7 @@ static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *
 // Caps a row of logits on the host.
 static void cap_logits(const Model *m, float *logits) {
     float c = (float)m->config.logit_softcap;
-    for (size_t v = 0; v < (size_t)m->config.vocab && c != 0; v++) logits[v] = c * tanhf(logits[v] / c);
+    for (size_t v = 0; v < m->config.vocab && c != 0; v++) logits[v] = c * tanhf(logits[v] / c);
 }
 
 // Refreshes the copy that the matmuls read, of the parameters from <= i < to, after anything but this rank's adamw()
@@ -835,7 +833,7 @@ static void reduce_bucket(const Model *m, size_t i) {
 // parameters, or adds to them if `add`; the embedding's always adds to those of clear_gradients().
 template <class X>
 static void final_norm_backward(Model *m, Activations<X> *a, size_t N, bool add) {
-    size_t C = (size_t)m->config.channels, layers = (size_t)m->config.layers;
+    size_t C = m->config.channels, layers = m->config.layers;
     phase(PHASE_NORM);
     rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
                         {layer_of(m, a, layers - 1, 0).x_next, m->params + m->list.norm, a->r, N, C}, stream);
@@ -845,7 +843,7 @@ template <class X>
 static void model_embed_backward(Model *m, Activations<X> *a, const BatchTokens &tokens) {
     phase(PHASE_EMBEDDING);
     embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan,
-                       (size_t)m->config.channels, stream);
+                       m->config.channels, stream);
     phase(PHASE_OTHER);
 }
 
@@ -879,7 +877,7 @@ template <class X>
 static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
                        bool first, bool last) {
     const BlockRow<X> *block = block_of<X>(m);
-    size_t layers = (size_t)m->config.layers;
+    size_t layers = m->config.layers;
     bool arriving = m->arriving > 0, sums = last && m->collective;
     GraphKey key = {0, B, T, batch.mask != NULL, first, arriving, sums, scale};
     auto part = [&](auto work) {
@@ -1076,7 +1074,7 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
     memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.mean, bytes);
     memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.square, bytes);
-    memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, ((size_t)m->config.vocab + 1) * sizeof(int32_t));
+    memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, (m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
                padded_vocab(&m->config) * sizeof(float));
     if (o->norms_every) memory_add(&m->host_plan, SCRATCH, (void **)&m->host_sums, sums_bytes(m));
@@ -1196,7 +1194,7 @@ static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
     memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
     if (trains)
         there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N,
-                                    m->starts, (size_t)m->config.vocab);
+                                    m->starts, m->config.vocab);
     if (m->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config.end_of_text);
     size_t ints = 4 * N + 4 * (there.plan.pieces + there.plan.sums);
     CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
@@ -1212,7 +1210,7 @@ static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
 static void micro_batch(Model *m, const Batch *batch) {
     BatchTokens there = upload_batch(m, batch, true);
     by_type([&](auto *a) { model_step(m, a, there, batch->B, batch->T, batch->scale, batch->first, batch->last); });
-    m->rows += (size_t)m->config.layers * batch->B * batch->T * (size_t)m->config.heads;
+    m->rows += m->config.layers * batch->B * batch->T * m->config.heads;
 }
 
 // Reads one of m->sums. The host waits for the stream.

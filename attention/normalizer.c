@@ -123,16 +123,16 @@ bool normalizer_trains(const Normalizer *a, Scalar scalar) {
 
 // 1/mean(ln n over n = 1..L), so that the mean temperature equals softmax's ([SSMax], models (e) and (f)); 1 with p_n.
 // lgamma() would round differently, so it only replaces sums that would take long.
-static double start_of_s(const Normalizer *a, int L) {
+static double start_of_s(const Normalizer *a, size_t L) {
     enum { LONGEST_SUM = 1 << 20 };
     if (!isnan(a->s_start)) return a->s_start;
     if (a->scale.kind == SCALE_PN) return 1;
-    double sum = L > LONGEST_SUM ? lgamma(L + 1.0) : 0;
-    for (int n = 1; n <= L && L <= LONGEST_SUM; n++) sum += log(n);
-    return sum > 0 ? L / sum : 1;
+    double sum = L > LONGEST_SUM ? lgamma((double)L + 1.0) : 0;
+    for (size_t n = 1; n <= L && L <= LONGEST_SUM; n++) sum += log((double)n);
+    return sum > 0 ? (double)L / sum : 1;
 }
 
-double normalizer_start(const Normalizer *a, Scalar scalar, int L) {
+double normalizer_start(const Normalizer *a, Scalar scalar, size_t L) {
 #define SCALAR_START(kind_, name, width, reach, start, ...) case kind_: return start;
     switch ((int)scalar) { SCALARS(SCALAR_START) }
     return 0;
@@ -265,7 +265,7 @@ static bool check(const Normalizer *n, char *message, size_t size) {
     return !reason;
 }
 
-bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t size) {
+bool normalizer_fits(const Normalizer *normalizer, size_t L, char *message, size_t size) {
     if (normalizer->scale.kind != SCALE_LOG_L || L > 1) return true;
     snprintf(message, size, "%s: scale=log:L divides by ln L, which is 0 for L = 1", normalizer->text);
     return false;

@@ -428,7 +428,7 @@ extern const ScalarReach scalar_reach[SCALAR_COUNT];
 // Does the normalizer have this scalar, does it train it, and what is its initial value for training length L?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
 bool normalizer_trains(const Normalizer *normalizer, Scalar scalar);
-double normalizer_start(const Normalizer *normalizer, Scalar scalar, int L);
+double normalizer_start(const Normalizer *normalizer, Scalar scalar, size_t L);
 
 // The same normalizer with each row's own length so far, n, in place of T: that of a generated text.
 Normalizer normalizer_by_row(const Normalizer *normalizer);
@@ -443,7 +443,7 @@ void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, cons
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size);
 
 // Is the normalizer valid for this training length? If not, `message` says why.
-bool normalizer_fits(const Normalizer *normalizer, int L, char *message, size_t size);
+bool normalizer_fits(const Normalizer *normalizer, size_t L, char *message, size_t size);
 
 enum { STAGE_COUNT = 6 };
 extern const char *const stage_names[STAGE_COUNT];    // qk, scale, offset, phi, norm, post

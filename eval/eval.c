@@ -338,7 +338,7 @@ bool eval_find(Eval *e, Error *error) {
 size_t eval_lengths(const Eval *e, size_t *lengths) {
     const IntList *given = &e->o.seq_lens;
     for (size_t i = 0; i < given->count; i++) {
-        lengths[i] = given->values[i] ? (size_t)given->values[i] : (size_t)e->config->seq_len;
+        lengths[i] = given->values[i] ? (size_t)given->values[i] : e->config->seq_len;
         if (lengths[i] > MAX_SEQ_LEN)
             fail(EXIT_USAGE, "%s was trained for %zu tokens, but at most %d are supported. Set --seq-lens.", e->folder,
                  lengths[i], MAX_SEQ_LEN);
@@ -359,17 +359,16 @@ size_t eval_length(const Eval *e, size_t least) {
 // the mean is lower, so attention is flatter, and the loss says little about the normalizer itself.
 static void note_temperature(const Eval *e) {
     const Normalizer *to = &e->given;
-    int L = e->config->seq_len;
-    size_t T = e->longest;
+    size_t L = e->config->seq_len, T = e->longest;
     for (size_t i = 0; i < e->count; i++)
         if (e->lengths[i].T < T) T = e->lengths[i].T;
     bool starts = normalizer_has(to, SCALAR_S) && !normalizer_keeps(&e->own, to, SCALAR_S) && isnan(to->s_start) &&
                   to->scale.kind != SCALE_PN;
-    if (!starts || !T || T >= (size_t)L) return;
-    double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, (int)T);
+    if (!starts || !T || T >= L) return;
+    double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, T);
     if (!(start / here < 0.9)) return;
     printf(
-        "note      s starts at %.4f for L = %d, but at T = %zu its mean temperature is only %.2f of softmax's, which "
+        "note      s starts at %.4f for L = %zu, but at T = %zu its mean temperature is only %.2f of softmax's, which "
         "usually increases the loss:\n"
         "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n",
         start, L, T, start / here, to->text, here);
@@ -378,17 +377,17 @@ static void note_temperature(const Eval *e) {
 static void print_start(const Eval *e) {
     const ModelConfig *c = e->config;
     char scaling[ROPE_TEXT], ratio[32];
-    printf("%smodel     %s, %s parameters, trained with %s at L = %d\n", e->model_at ? "\n" : "",
+    printf("%smodel     %s, %s parameters, trained with %s at L = %zu\n", e->model_at ? "\n" : "",
            utf8_printed(e->folder).text, human_count((double)model_parameters(c)).text, e->own.text, c->seq_len);
     if (e->data)
         printf("data      %s tokens in %zu shard%s\n", human_grouped(shards_tokens(e->data)).text,
                shards_count(e->data), shards_count(e->data) == 1 ? "" : "s");
     if (c->rope_scaling.kind != ROPE_NONE)
         printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
-    double times = (double)e->longest / c->seq_len;
+    double times = (double)e->longest / (double)c->seq_len;
     snprintf(ratio, sizeof ratio, times < 100 ? "%.3g" : "%.0f", times);
     if (times > 1) {
-        printf("note      lengths of up to %s L; L stays %d in the normalizer, and RoPE's theta ", ratio, c->seq_len);
+        printf("note      lengths of up to %s L; L stays %zu in the normalizer, and RoPE's theta ", ratio, c->seq_len);
         if (c->rope_scaling.kind == ROPE_NTK) printf("grows with the length\n");
         else printf("is %s at every length\n", human_count(c->rope_theta).text);
     }
@@ -402,12 +401,12 @@ static const Normalizer *normalizer_with_p(const Eval *e) {
 }
 
 void eval_check(const Eval *e) {
-    int L = e->config->seq_len;
+    size_t L = e->config->seq_len;
     const Normalizer *with_p = normalizer_with_p(e);
     model_check_length(e->config, e->longest);
-    if (!with_p || e->longest <= (size_t)L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
+    if (!with_p || e->longest <= L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
-         "%s: %s has p_n for n up to L = %d, but this evaluation asks for %zu.\n"
+         "%s: %s has p_n for n up to L = %zu, but this evaluation asks for %zu.\n"
          "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
          e->folder, with_p->text, L, e->longest);
 }

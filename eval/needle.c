@@ -41,7 +41,7 @@ enum {
 static int32_t special(const Eval *e, const char *text) {
     if (!text) return e->config->end_of_text;
     int32_t id = tokenizer_special(e->tokenizer, text);
-    if (id >= 0 && id < e->config->vocab) return id;
+    if (id >= 0 && (size_t)id < e->config->vocab) return id;
     fail(EXIT_USAGE, "--chat chatml: %s: the model has no special token %s. Use --chat raw or squad.", e->folder, text);
 }
 
@@ -174,7 +174,7 @@ static bool can_write(const Needle *n, const char *text) {
     size_t count = encode(n, ids, "%s", text), length = 0, at = 0;
     for (size_t i = 0; i < count; i++) {
         const char *bytes = tokenizer_token(n->e->tokenizer, ids[i], &length);
-        if (ids[i] >= n->e->config->vocab) return false;
+        if ((size_t)ids[i] >= n->e->config->vocab) return false;
         if (strlen(text + at) < length || memcmp(bytes, text + at, length) != 0) return false;
         at += length;
     }
@@ -307,7 +307,7 @@ static size_t positions_of(const Needle *n, size_t length) {
 
 void needle_settle(Needle *n, Eval *e) {
     const EvalOptions *o = &e->o;
-    size_t needle, heads = (size_t)e->config->layers * (size_t)e->config->heads;
+    size_t needle, heads = e->config->layers * e->config->heads;
     *n = (Needle){.e = e, .depth_count = o->random_depth ? 1 : o->depths.count};
     check_words(o);
     n->opening = special(e, CHATS[o->chat].opening);
@@ -342,7 +342,7 @@ static void begin_length(Needle *n) {
     memset(n->right, 0, sizeof n->right);
     memset(n->first_digit, 0, sizeof n->first_digit);
     memset(n->not_finite, 0, sizeof n->not_finite);
-    memset(n->mean_scores, 0, (size_t)e->config->layers * (size_t)e->config->heads * sizeof *n->mean_scores);
+    memset(n->mean_scores, 0, e->config->layers * e->config->heads * sizeof *n->mean_scores);
     n->row = eval_row(e);
     cJSON_AddNumberToObject(n->row, "seq_len", (double)T);
     cJSON_AddNumberToObject(n->row, "rope_theta", n->theta);
@@ -351,8 +351,8 @@ static void begin_length(Needle *n) {
 
 static cJSON *score_rows(const Needle *n, const double *scores, double divisor) {
     cJSON *rows = cJSON_CreateArray();
-    size_t heads = (size_t)n->e->config->heads;
-    for (size_t l = 0; l < (size_t)n->e->config->layers; l++) {
+    size_t heads = n->e->config->heads;
+    for (size_t l = 0; l < n->e->config->layers; l++) {
         cJSON *row = cJSON_CreateArray();
         for (size_t h = 0; h < heads; h++)
             cJSON_AddItemToArray(row, cJSON_CreateNumber(scores[l * heads + h] / divisor));
@@ -363,7 +363,7 @@ static cJSON *score_rows(const Needle *n, const double *scores, double divisor) 
 
 // The head with the highest mean needle score, if all are finite.
 static void print_best_head(const Needle *n, bool finite) {
-    size_t heads = (size_t)n->e->config->heads, all = heads * (size_t)n->e->config->layers, best = 0;
+    size_t heads = n->e->config->heads, all = heads * n->e->config->layers, best = 0;
     double trials = (double)n->e->o.samples * (double)n->depth_count;
     for (size_t i = 1; i < all; i++)
         if (n->mean_scores[i] > n->mean_scores[best]) best = i;
@@ -433,7 +433,7 @@ static void save_prompt(const Needle *n) {
 static void end_trial(Needle *n) {
     static const char *const NAMES[] = {"wrong", "first digit right", "right", "not finite"};
     const NeedleTrial *t = &n->trial;
-    size_t heads = (size_t)n->e->config->heads, all = heads * (size_t)n->e->config->layers, best = 0;
+    size_t heads = n->e->config->heads, all = heads * n->e->config->layers, best = 0;
     NeedleVerdict result = verdict(n);
     n->right[t->depth_at] += result == NEEDLE_RIGHT;
     n->first_digit[t->depth_at] += result == NEEDLE_FIRST_DIGIT;
@@ -523,7 +523,7 @@ bool needle_next(Needle *n) {
 }
 
 void needle_weights(Needle *n, const float *weights, size_t stride) {
-    size_t heads = (size_t)n->e->config->layers * (size_t)n->e->config->heads;
+    size_t heads = n->e->config->layers * n->e->config->heads;
     for (size_t i = 0; i < heads; i++) {
         n->scores[i] = 0;
         for (size_t j = n->trial.number_at; j < n->trial.number_end; j++) n->scores[i] += weights[i * stride + j];
@@ -541,7 +541,7 @@ bool needle_answer(Needle *n, const float *logits) {
     if (n->answered == n->answer_tokens || number_ended(n->answer)) return false;
     int32_t best = -1;
     size_t length = 0;
-    for (int32_t id = 0; id < e->config->vocab; id++) {
+    for (int32_t id = 0; (size_t)id < e->config->vocab; id++) {
         n->finite = n->finite && isfinite(logits[id]);
         if (model_ends_text(e->config, id) && id != n->closing) continue;
         if (best < 0 || logits[id] > logits[best]) best = id;

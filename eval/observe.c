@@ -88,7 +88,7 @@ static void read_data(Observer *o) {
 }
 
 void observe_settle(Observer *o, Eval *e) {
-    *o = (Observer){.e = e, .layers = (size_t)e->config->layers, .heads = (size_t)e->config->heads};
+    *o = (Observer){.e = e, .layers = e->config->layers, .heads = e->config->heads};
     if (e->o.prompt_file) read_prompt_file(o);
     else read_data(o);
     if (o->longest > MAX_SEQ_LEN)

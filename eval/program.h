@@ -142,7 +142,7 @@ static void close_attention(Evaluator *v) {
 // ---- scores
 
 static void settle_scores(Evaluator *v) {
-    v->e.longest = (size_t)v->e.config->seq_len;
+    v->e.longest = v->e.config->seq_len;
     v->e.work = 0;
 }
 

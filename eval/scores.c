@@ -25,8 +25,8 @@ static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
     const cJSON *fit_of_pn = normalizer_has(&e->config->attn, SCALAR_P) ? e->pn_fit : NULL;
     const cJSON *p1 = cJSON_GetObjectItem(fit_of_pn, "a1"), *p2 = cJSON_GetObjectItem(fit_of_pn, "a2");
     cJSON *fits = cJSON_AddArrayToObject(layer, "fits");
-    double sums[2] = {0, 0}, heads = e->config->heads;
-    for (int h = 0; h < e->config->heads; h++) {
+    double sums[2] = {0, 0}, heads = (double)e->config->heads;
+    for (size_t h = 0; h < e->config->heads; h++) {
         double offset = b ? (double)b[h] : 0;
         double a1 = p1 ? s[h] * p1->valuedouble : (double)s[h], a2 = p2 ? s[h] * p2->valuedouble + offset : offset;
         cJSON *fit = cJSON_CreateObject();
@@ -41,7 +41,7 @@ static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
 
 void scores_report(Eval *e, const TensorList *list, const float *params) {
     const Normalizer *attn = &e->config->attn;
-    size_t heads = (size_t)e->config->heads, L = (size_t)e->config->seq_len;
+    size_t heads = e->config->heads, L = e->config->seq_len;
     cJSON *row = eval_row(e), *layers = cJSON_AddArrayToObject(row, "layers");
     bool any = false;
     for (int x = 0; x < SCALAR_COUNT; x++) any = any || normalizer_has(attn, (Scalar)x);
@@ -49,7 +49,7 @@ void scores_report(Eval *e, const TensorList *list, const float *params) {
     for (int x = 0; x < SCALAR_COUNT; x++)
         if (normalizer_has(attn, (Scalar)x) && scalar_reach[x] == WHOLE_MODEL)
             add_values(row, scalar_names[x], params + list->scalar[x], scalar_size(x, heads, L));
-    for (size_t l = 0; any && l < (size_t)e->config->layers; l++) {
+    for (size_t l = 0; any && l < e->config->layers; l++) {
         Scalars scalars = scalars_of(list, params, l, attn);
         cJSON *layer = cJSON_CreateObject();
         printf("layer %2zu:", l);

@@ -73,9 +73,9 @@ typedef struct {
 // l2: whether a normalizer of the run divides q and k by their norms
 static inline ActivationWidths activation_widths(const ModelConfig *c, bool l2) {
     bool llama = c->block == BLOCK_LLAMA, gau = c->block == BLOCK_GAU;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, VP = padded_vocab(c), W = joined_width(c);
+    size_t C = c->channels, F = c->ffn, VP = padded_vocab(c), W = joined_width(c);
     size_t K = query_width(c), KV = key_width(c), E = output_width(c);
-    size_t NH = (size_t)c->heads, NKV = (size_t)c->kv_heads;
+    size_t NH = c->heads, NKV = c->kv_heads;
     ActivationWidths widths;
 #define ACTIVATION_WIDTH(name, type, width, memory, exists) widths.name = (exists) ? (width) : 0;
     ACTIVATIONS(ACTIVATION_WIDTH)

@@ -20,7 +20,7 @@ typedef struct {
     bool qk_norm, qkv_bias, mistral;    // what every model of the family has
     // Keys without which transformers assumes a number that does not follow from the others.
     bool needs_kv_heads, needs_head_dim;
-    int seq_len;    // what transformers assumes without the key max_position_embeddings
+    size_t seq_len;    // what transformers assumes without the key max_position_embeddings
 } Family;
 
 enum { LLAMA, MISTRAL, QWEN2, QWEN3, OUR_OWN };
@@ -68,7 +68,7 @@ bool model_is_plain(const ModelConfig *config) {
 
 // Does a Mistral have this window? Not one that was trained on longer sequences under another normalizer, because its
 // attention was full.
-static bool has_window(int window, int seq_len) {
+static bool has_window(size_t window, size_t seq_len) {
     return window && window >= seq_len;
 }
 
@@ -188,8 +188,7 @@ static const char *const HARMLESS[] = {
 // Integers. All but LENGTH must be there.
 static const struct {
     const char *key;
-    size_t offset;
-    int min, max;
+    size_t offset, min, max;
 } SIZES[] = {
     // clang-format off
     {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB},
@@ -287,16 +286,17 @@ static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
     add_ignorable(r, name);
 }
 
-// Reads an integer within bounds. Otherwise returns false and records the reason.
-static bool read_int(Reader *r, const cJSON *object, const char *prefix, const char *key, int min, int max, int *out) {
+// Reads a size within bounds. Otherwise returns false and records the reason.
+static bool read_size(Reader *r, const cJSON *object, const char *prefix, const char *key, size_t min, size_t max,
+                      size_t *out) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
     uint64_t value;
-    if (json_u64(item, &value) && value >= (uint64_t)min && value <= (uint64_t)max) {
-        *out = (int)value;
+    if (json_u64(item, &value) && value >= min && value <= max) {
+        *out = value;
         return true;
     }
-    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %d to %d", prefix, key, value_of(item).text,
-                min, max);
+    reasons_add(&r->reasons, "\"%s%s\" is %s; expected a whole number from %zu to %zu", prefix, key,
+                value_of(item).text, min, max);
     return false;
 }
 
@@ -331,12 +331,12 @@ static void read_type(Reader *r) {
 // Reads the sizes. Missing or invalid ones stay 0.
 static void read_sizes(Reader *r) {
     for (size_t i = 0; i < COUNT(SIZES); i++) {
-        int *size = (int *)((char *)r->config + SIZES[i].offset);
+        size_t *size = (size_t *)((char *)r->config + SIZES[i].offset);
         *size = 0;
-        if (get(r, SIZES[i].key)) read_int(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, size);
+        if (get(r, SIZES[i].key)) read_size(r, r->json, "", SIZES[i].key, SIZES[i].min, SIZES[i].max, size);
         else if (!strcmp(SIZES[i].key, LENGTH)) *size = r->family->seq_len;
         else if (!r->foreign)
-            reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %d to %d", SIZES[i].key,
+            reasons_add(&r->reasons, "\"%s\" is missing; expected a whole number from %zu to %zu", SIZES[i].key,
                         SIZES[i].min, SIZES[i].max);
     }
 }
@@ -348,12 +348,12 @@ static void read_ends(Reader *r) {
     bool valid = true;
     uint64_t id;
     while (one && valid) {
-        valid = c->end_count < MAX_ENDS && json_u64(one, &id) && id < (uint64_t)c->vocab;
+        valid = c->end_count < MAX_ENDS && json_u64(one, &id) && id < c->vocab;
         if (valid) c->ends[c->end_count++] = (int)id;
         one = cJSON_IsArray(item) ? one->next : NULL;
     }
     if (!valid)
-        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %d, or a list of at most %d",
+        reasons_add(&r->reasons, "\"eos_token_id\" is %s; expected an id from 0 to %zu, or a list of at most %d",
                     value_of(item).text, c->vocab - 1, MAX_ENDS);
 }
 
@@ -362,7 +362,7 @@ static int read_id(const Reader *r, const char *key) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, key);
     uint64_t id;
     if (cJSON_IsNull(item)) return NULL_ID;
-    return json_u64(item, &id) && id < (uint64_t)r->config->vocab ? (int)id : NO_ID;
+    return json_u64(item, &id) && id < r->config->vocab ? (int)id : NO_ID;
 }
 
 // The ids of special tokens. If the tokenizer in the folder has another token between the documents of shards than
@@ -373,7 +373,7 @@ static void read_special(Reader *r, const char *folder) {
     if (!c->vocab) return;
     read_ends(r);
     c->end_of_text = c->end_count ? c->ends[0] : default_end_of_text(c->vocab);
-    if (tokenizer_ids(folder, &tokens, &end_of_text) && end_of_text >= 0 && end_of_text < c->vocab)
+    if (tokenizer_ids(folder, &tokens, &end_of_text) && end_of_text >= 0 && (size_t)end_of_text < c->vocab)
         c->end_of_text = end_of_text;
     c->bos = read_id(r, "bos_token_id");
     c->pad = read_id(r, "pad_token_id");
@@ -406,10 +406,10 @@ static void read_fixed(Reader *r) {
     if (!block->fix || !fixed.channels) return;
     block->fix(&fixed);
     for (size_t i = 0; i < COUNT(FIXABLE); i++) {
-        const int *is = (const int *)((const char *)r->config + FIXABLE[i].offset);
-        const int *must_be = (const int *)((const char *)&fixed + FIXABLE[i].offset);
+        const size_t *is = (const size_t *)((const char *)r->config + FIXABLE[i].offset);
+        const size_t *must_be = (const size_t *)((const char *)&fixed + FIXABLE[i].offset);
         if (*is && *is != *must_be)
-            reasons_add(&r->reasons, "\"%s\" is %d; expected %d with block \"%s\"", FIXABLE[i].key, *is, *must_be,
+            reasons_add(&r->reasons, "\"%s\" is %zu; expected %zu with block \"%s\"", FIXABLE[i].key, *is, *must_be,
                         block->name);
     }
     if (r->config->qk_norm && !fixed.qk_norm)
@@ -424,8 +424,8 @@ static void read_heads(Reader *r) {
     char message[256];
     if (!c->heads || !c->channels) return;
     if (get(r, "num_key_value_heads") || r->family->needs_kv_heads)
-        read_int(r, r->json, "", "num_key_value_heads", 1, 1024, &c->kv_heads);
-    if (get(r, "head_dim") || r->family->needs_head_dim) read_int(r, r->json, "", "head_dim", 1, 65536, &c->head_dim);
+        read_size(r, r->json, "", "num_key_value_heads", 1, 1024, &c->kv_heads);
+    if (get(r, "head_dim") || r->family->needs_head_dim) read_size(r, r->json, "", "head_dim", 1, 65536, &c->head_dim);
     read_fixed(r);
     if (!model_shape_complete(c, message, sizeof message)) reasons_add(&r->reasons, "%s", message);
 }
@@ -454,14 +454,14 @@ static void read_family(Reader *r) {
 static void read_window(Reader *r) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, "sliding_window");
     const cJSON *used = get(r, "use_sliding_window");
-    int window = MISTRAL_WINDOW;
+    size_t window = MISTRAL_WINDOW;
     if (is_qwen(r) && used && !cJSON_IsFalse(used))
         reasons_add(&r->reasons, "\"use_sliding_window\" is %s; only full attention is supported", value_of(used).text);
     if (is_own(r) && r->config->mistral && get(r, SOFTMAX_WINDOW) &&
-        read_int(r, r->json, "", SOFTMAX_WINDOW, 1, INT_MAX, &window))
+        read_size(r, r->json, "", SOFTMAX_WINDOW, 1, INT_MAX, &window))
         r->config->window = has_window(window, r->config->seq_len) ? window : 0;
     if (r->family != &FAMILIES[MISTRAL] || cJSON_IsNull(item)) return;
-    if (item && !read_int(r, r->json, "", "sliding_window", 1, INT_MAX, &window)) return;
+    if (item && !read_size(r, r->json, "", "sliding_window", 1, INT_MAX, &window)) return;
     r->config->window = window;
     if (window >= r->config->seq_len) return;
     if (is_among("sliding_window", r->ignored)) {    // up to this length, attention is full
@@ -469,7 +469,7 @@ static void read_window(Reader *r) {
         return;
     }
     reasons_add(&r->reasons,
-                "\"sliding_window\" is %d%s, but \"max_position_embeddings\" is %d; only full attention is "
+                "\"sliding_window\" is %zu%s, but \"max_position_embeddings\" is %zu; only full attention is "
                 "supported",
                 window, item ? "" : " by default", r->config->seq_len);
     add_ignorable(r, "sliding_window");
@@ -719,7 +719,7 @@ static void read_normalizer(Reader *r) {
         read_stages(r, attn, name->valuestring);
     else reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
     if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))
-        read_int(r, attn, "attention_normalizer.", "seq_len", 1, INT_MAX, &r->config->seq_len);
+        read_size(r, attn, "attention_normalizer.", "seq_len", 1, INT_MAX, &r->config->seq_len);
     static const char *const keys[] = {"name", "seq_len", "fixed", "block"};
     cJSON_ArrayForEach(item, attn) if (!is_listed(item->string, keys, COUNT(keys)) &&
                                        !is_listed(item->string, stage_names, STAGE_COUNT))

@@ -45,7 +45,7 @@ static const DecodeBlock *decode_block(const Decoder *d);
 static const char *const DECODING = "key-value cache and decoding";
 
 static void layer_plan_decoder(Decoder *d, MemoryPlan *plan) {
-    memory_add(plan, DECODING, (void **)&d->gate_up, FLOATS(d->rows * 2 * (size_t)d->m->config.ffn));
+    memory_add(plan, DECODING, (void **)&d->gate_up, FLOATS(d->rows * 2 * d->m->config.ffn));
 }
 
 static void unit_plan_decoder(Decoder *d, MemoryPlan *plan) {
@@ -63,8 +63,8 @@ static AttentionShape span_shape(const Decoder *d, size_t past, size_t count) {
 // Call after plan_activations(), if at all: the matmuls' scratch is for both.
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
-    size_t C = (size_t)c->channels, F = (size_t)c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
-    size_t cached = (size_t)c->layers * sequences * length, heads = (size_t)(c->heads + c->kv_heads);
+    size_t C = c->channels, F = c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
+    size_t cached = c->layers * sequences * length, heads = c->heads + c->kv_heads;
     const char *kind = DECODING;
     *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
     memory_add(plan, kind, (void **)&d->k, FLOATS(cached * key_width(c)));
@@ -76,11 +76,11 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->att, FLOATS(rows * output_width(c)));
     decode_block(d)->plan(d, plan);
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
-    memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * (size_t)c->vocab));
+    memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
     memory_add(plan, kind, (void **)&d->attention,
                FLOATS(attention_scratch(span_shape(d, length, rows), omp_get_max_threads())));
-    memory_add(plan, kind, (void **)&d->stats, FLOATS(rows * (size_t)c->heads * ROW_STATS));
+    memory_add(plan, kind, (void **)&d->stats, FLOATS(rows * c->heads * ROW_STATS));
     memory_add(plan, kind, (void **)&d->starts, sequences * sizeof *d->starts);
     memory_add(plan, kind, (void **)&d->first, rows * sizeof *d->first);
     memory_add(plan, kind, (void **)&d->cosines, FLOATS(length * head_size(c) / 2));
@@ -100,14 +100,7 @@ static void decoder_ready(Decoder *d) {
 static Rope rope_at(const Decoder *d, size_t position) {
     const ModelConfig *c = &d->m->config;
     size_t HS = head_size(c), angles = position * (HS / 2);
-    return (Rope){1,
-                  1,
-                  (size_t)c->heads,
-                  (size_t)c->kv_heads,
-                  HS,
-                  d->cosines + angles,
-                  d->sines + angles,
-                  c->attn.qk.kind == QK_L2};
+    return (Rope){1, 1, c->heads, c->kv_heads, HS, d->cosines + angles, d->sines + angles, c->attn.qk.kind == QK_L2};
 }
 
 // q stays in place.
@@ -117,7 +110,7 @@ static void layer_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, 
     if (c->qk_norm) qk_norm_forward(q, NULL, NULL, qk_norm_of(d->m, layer, 1));
     rope_forward(q, inverse_norms, rope);
     size_t HS = head_size(c), VS = value_size(c);
-    for (size_t h = 0; h < (size_t)c->kv_heads; h++) {
+    for (size_t h = 0; h < c->kv_heads; h++) {
         memcpy(k + h * d->length * HS, q + query_width(c) + h * HS, FLOATS(HS));
         memcpy(v + h * d->length * VS, q + query_width(c) + key_width(c) + h * VS, FLOATS(VS));
     }
@@ -128,7 +121,7 @@ static void unit_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, f
     const ModelConfig *c = &d->m->config;
     Projected x = {.joined = d->joined + r * joined_width(c), .q = d->q + r * query_width(c), .k = k, .v = v};
     x.inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
-    gau_forward(x, gains_in(d->m, d->m->params, layer), rope, (size_t)c->ffn);
+    gau_forward(x, gains_in(d->m, d->m->params, layer), rope, c->ffn);
 }
 
 // The queries from row r on, and the cached keys and values of their sequence.
@@ -175,11 +168,11 @@ static void keep_weights(Decoder *d, const DecodeRow *row, size_t r, size_t laye
 // same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
-    size_t NH = (size_t)c->heads, work = count * (rows[0].position + 1) * (query_width(c) + output_width(c));
+    size_t NH = c->heads, work = count * (rows[0].position + 1) * (query_width(c) + output_width(c));
     #pragma omp parallel for schedule(static) if (count > 1)
     for (size_t r = 0; r < count; r++) {
         size_t sequence = layer * d->sequences + rows[r].sequence, position = rows[r].position;
-        size_t at = sequence * (size_t)c->kv_heads * d->length + position;
+        size_t at = sequence * c->kv_heads * d->length + position;
         decode_block(d)->keys(d, rope_at(d, position), r, layer, d->k + at * head_size(c), d->v + at * value_size(c));
     }
     if (is_span(rows, count)) {
@@ -205,7 +198,7 @@ static void decode_matmul(float *out, const float *inp, const Model *m, size_t o
 static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t C = (size_t)m->config.channels, F = (size_t)m->config.ffn, W = joined_width(&m->config);
+    size_t C = m->config.channels, F = m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_matmul(d->joined, d->h, m, at->q, count, C, W, false);
     if (m->config.qkv_bias) bias_forward(d->joined, m->params + at->q_bias, count, W);
@@ -220,7 +213,7 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
 static void decode_unit(Decoder *d, const DecodeRow *rows, size_t count, size_t l) {
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t C = (size_t)m->config.channels, E = (size_t)m->config.ffn, W = joined_width(&m->config);
+    size_t C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_matmul(d->joined, d->h, m, at->u, count, C, W, false);
     decode_attention(d, rows, count, l);
@@ -239,7 +232,7 @@ static const DecodeBlock *decode_block(const Decoder *d) {
 // Runs at most d->rows rows through the layers. On return d->x (count,C) is the final residual stream.
 static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     Model *m = d->m;
-    size_t C = (size_t)m->config.channels;
+    size_t C = m->config.channels;
     for (size_t r = 0; r < count; r++) {
         int32_t *start = &d->starts[rows[r].sequence];
         size_t t = rows[r].position;
@@ -248,14 +241,14 @@ static void decode(Decoder *d, const DecodeRow *rows, size_t count) {
     }
     for (size_t r = 0; r < count; r++)
         memcpy(d->x + r * C, m->params + m->list.embedding + (size_t)rows[r].token * C, FLOATS(C));
-    for (size_t l = 0; l < (size_t)m->config.layers; l++) decode_block(d)->decode(d, rows, count, l);
+    for (size_t l = 0; l < m->config.layers; l++) decode_block(d)->decode(d, rows, count, l);
 }
 
 // Computes the logits (count,V) of `count` rows of the last decode(), from row `row` on, and stores them for
 // consecutive sequences from `sequence` on.
 static float *decode_logits(Decoder *d, size_t row, size_t count, size_t sequence) {
     Model *m = d->m;
-    size_t C = (size_t)m->config.channels, V = (size_t)m->config.vocab;
+    size_t C = m->config.channels, V = m->config.vocab;
     float *logits = d->logits + sequence * V;
     rmsnorm_forward(in_f32(d->h), d->x + row * C, m->params + m->list.norm, count, C, norm_eps(m));
     decode_matmul(logits, d->h, m, m->list.head, count, C, V, false);

@@ -13,7 +13,7 @@
 
 static const struct {
     const char *name;
-    int layers, heads, channels, ffn, vocab;
+    size_t layers, heads, channels, ffn, vocab;
     bool tied;
 } PRESETS[] = {
     // clang-format off
@@ -25,8 +25,7 @@ static const struct {
 
 static const struct {
     const char *name;
-    size_t offset;
-    int min, max;
+    size_t offset, min, max;
     bool needed;    // has no default
 } KEYS[] = {
     // clang-format off
@@ -42,12 +41,12 @@ static const struct {
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
-int default_end_of_text(int vocab) {
-    return vocab > 50256 ? 50256 : vocab - 1;
+int default_end_of_text(size_t vocab) {
+    return vocab > 50256 ? 50256 : (int)vocab - 1;
 }
 
-static int *size_at(ModelConfig *config, size_t offset) {
-    return (int *)((char *)config + offset);
+static size_t *size_at(ModelConfig *config, size_t offset) {
+    return (size_t *)((char *)config + offset);
 }
 
 static bool parse_switch(bool *out, const char *name, const char *value, Error *error) {
@@ -89,10 +88,10 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
     }
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         if (strcmp(word, KEYS[i].name) != 0) continue;
-        if (!whole || value < KEYS[i].min || value > KEYS[i].max)
-            return error_set(error, EXIT_USAGE, "--model: %s must be a whole number from %d to %d, not '%s'.", word,
+        if (!whole || value < (double)KEYS[i].min || value > (double)KEYS[i].max)
+            return error_set(error, EXIT_USAGE, "--model: %s must be a whole number from %zu to %zu, not '%s'.", word,
                              KEYS[i].min, KEYS[i].max, equals ? equals : "");
-        *size_at(config, KEYS[i].offset) = (int)value;
+        *size_at(config, KEYS[i].offset) = (size_t)value;
         given[i] = true;
         return true;
     }
@@ -110,9 +109,9 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
 // Does the block determine this size?
 static bool is_fixed(const BlockShape *block, size_t offset) {
     ModelConfig probe = {.channels = 2};
-    *size_at(&probe, offset) = -1;
+    *size_at(&probe, offset) = SIZE_MAX;
     if (block->fix) block->fix(&probe);
-    return *size_at(&probe, offset) != -1;
+    return *size_at(&probe, offset) != SIZE_MAX;
 }
 
 // Checks which keys --model gave, sets the sizes that the block determines, and counts its layers.
@@ -138,11 +137,11 @@ static bool make_block(ModelConfig *config, const char *text, bool preset, const
 }
 
 size_t head_size(const ModelConfig *config) {
-    return (size_t)config->head_dim;
+    return config->head_dim;
 }
 
 RopeAngles model_rope(const ModelConfig *config) {
-    return (RopeAngles){config->rope_theta, config->rope_scaling, head_size(config), (size_t)config->seq_len};
+    return (RopeAngles){config->rope_theta, config->rope_scaling, head_size(config), config->seq_len};
 }
 
 size_t value_size(const ModelConfig *config) {
@@ -150,19 +149,19 @@ size_t value_size(const ModelConfig *config) {
 }
 
 size_t query_width(const ModelConfig *config) {
-    return (size_t)config->heads * head_size(config);
+    return config->heads * head_size(config);
 }
 
 size_t key_width(const ModelConfig *config) {
-    return (size_t)config->kv_heads * head_size(config);
+    return config->kv_heads * head_size(config);
 }
 
 size_t value_width(const ModelConfig *config) {
-    return (size_t)config->kv_heads * value_size(config);
+    return config->kv_heads * value_size(config);
 }
 
 size_t output_width(const ModelConfig *config) {
-    return (size_t)config->heads * value_size(config);
+    return config->heads * value_size(config);
 }
 
 size_t joined_width(const ModelConfig *config) {
@@ -180,7 +179,7 @@ bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
 const char *model_text(const ModelConfig *c, char *out, size_t size) {
     char shared[96], norm_eps[48] = "";
     if (c->norm_eps != DEFAULT_NORM_EPS) snprintf(norm_eps, sizeof norm_eps, ",norm_eps=%.15g", c->norm_eps);
-    snprintf(shared, sizeof shared, ",tied=%d,vocab=%d%s", c->tied, c->vocab, norm_eps);
+    snprintf(shared, sizeof shared, ",tied=%d,vocab=%zu%s", c->tied, c->vocab, norm_eps);
     block_shapes[c->block].text(c, shared, out, size);
     return out;
 }
@@ -192,28 +191,28 @@ const char *model_description(const ModelConfig *c, char *out, size_t size) {
 
 bool model_shape_complete(ModelConfig *config, char *message, size_t size) {
     if (block_shapes[config->block].fix) block_shapes[config->block].fix(config);
-    int channels = config->channels, heads = config->heads;
+    size_t channels = config->channels, heads = config->heads;
     bool by_channels = !config->head_dim;
     if (!config->kv_heads) config->kv_heads = heads;
     if (by_channels) config->head_dim = channels / heads;
     if (by_channels && channels % heads)
-        snprintf(message, size, "%d channels are not divisible by %d heads", channels, heads);
+        snprintf(message, size, "%zu channels are not divisible by %zu heads", channels, heads);
     else if (by_channels && config->head_dim % 2)
-        snprintf(message, size, "the head size is %d channels / %d heads = %d; RoPE needs an even size", channels,
+        snprintf(message, size, "the head size is %zu channels / %zu heads = %zu; RoPE needs an even size", channels,
                  heads, config->head_dim);
     else if (config->head_dim % 2)
-        snprintf(message, size, "the head size is %d; RoPE needs an even size", config->head_dim);
+        snprintf(message, size, "the head size is %zu; RoPE needs an even size", config->head_dim);
     else if (heads % config->kv_heads)
-        snprintf(message, size, "%d heads are not divisible by %d key-value heads", heads, config->kv_heads);
+        snprintf(message, size, "%zu heads are not divisible by %zu key-value heads", heads, config->kv_heads);
     else return true;
     return false;
 }
 
 void model_check_length(const ModelConfig *config, size_t T) {
-    if (!model_is_plain(config) || !config->window || T <= (size_t)config->window) return;
+    if (!model_is_plain(config) || !config->window || T <= config->window) return;
     fail(EXIT_USAGE,
-         "sequences of %zu tokens exceed this model's sliding window of %d; only full attention is supported.\n"
-         "  Use at most %d tokens.",
+         "sequences of %zu tokens exceed this model's sliding window of %zu; only full attention is supported.\n"
+         "  Use at most %zu tokens.",
          T, config->window, config->window);
 }
 
@@ -333,7 +332,7 @@ static size_t layer_value_size(const ModelConfig *c) {
 }
 
 static size_t unit_value_size(const ModelConfig *c) {
-    return (size_t)c->ffn;
+    return c->ffn;
 }
 
 // q, k and v
@@ -343,26 +342,26 @@ static size_t layer_joined_width(const ModelConfig *c) {
 
 // u and v, each of width ffn, and z
 static size_t unit_joined_width(const ModelConfig *c) {
-    return 2 * (size_t)c->ffn + GAU_HEAD;
+    return 2 * c->ffn + GAU_HEAD;
 }
 
 static void layer_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
     char heads[80] = "", head_dim[32] = "";
-    if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%d", c->kv_heads);
-    if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%d", c->head_dim);
-    snprintf(out, size, "layers=%d,heads=%d%s%s,channels=%d,ffn=%d%s%s%s", c->layers, c->heads, heads, head_dim,
+    if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%zu", c->kv_heads);
+    if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%zu", c->head_dim);
+    snprintf(out, size, "layers=%zu,heads=%zu%s%s,channels=%zu,ffn=%zu%s%s%s", c->layers, c->heads, heads, head_dim,
              c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "", c->qkv_bias ? ",bias=qkv" : "");
 }
 
-static const char *plural(int count) {
+static const char *plural(size_t count) {
     return count == 1 ? "" : "s";
 }
 
 static void layer_describe(const ModelConfig *c, char *out, size_t size) {
     char shared[48] = "";
     if (c->kv_heads != c->heads)
-        snprintf(shared, sizeof shared, " with %d key-value head%s", c->kv_heads, plural(c->kv_heads));
-    snprintf(out, size, "%d layer%s, %d head%s of %zu%s, %d channels, ffn %d%s%s", c->layers, plural(c->layers),
+        snprintf(shared, sizeof shared, " with %zu key-value head%s", c->kv_heads, plural(c->kv_heads));
+    snprintf(out, size, "%zu layer%s, %zu head%s of %zu%s, %zu channels, ffn %zu%s%s", c->layers, plural(c->layers),
              c->heads, plural(c->heads), head_size(c), shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "",
              c->qkv_bias ? ", biases of q, k and v" : "");
 }
@@ -375,11 +374,11 @@ static void unit_fix(ModelConfig *c) {
 }
 
 static void unit_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
-    snprintf(out, size, "layers=%d,block=gau,channels=%d%s", c->layers / 2, c->channels, shared);
+    snprintf(out, size, "layers=%zu,block=gau,channels=%zu%s", c->layers / 2, c->channels, shared);
 }
 
 static void unit_describe(const ModelConfig *c, char *out, size_t size) {
-    snprintf(out, size, "%d gated attention units (head %d, width %d), %d channels", c->layers, GAU_HEAD, c->ffn,
+    snprintf(out, size, "%zu gated attention units (head %d, width %zu), %zu channels", c->layers, GAU_HEAD, c->ffn,
              c->channels);
 }
 
@@ -411,29 +410,29 @@ const BlockShape block_shapes[BLOCK_COUNT] = {
 
 static size_t dimension(const ModelConfig *config, Dimension d) {
     switch (d) {
-    case CHANNELS: return (size_t)config->channels;
-    case FFN: return (size_t)config->ffn;
-    case VOCAB: return (size_t)config->vocab;
-    case HEADS: return (size_t)config->heads;
+    case CHANNELS: return config->channels;
+    case FFN: return config->ffn;
+    case VOCAB: return config->vocab;
+    case HEADS: return config->heads;
     case HEAD_DIM: return head_size(config);
     case QK_GAIN: return config->qk_norm ? head_size(config) : 0;
     case Q_BIAS: return config->qkv_bias ? query_width(config) : 0;
     case KV_BIAS: return config->qkv_bias ? key_width(config) : 0;
     case Q_WIDTH: return query_width(config);
     case KV_WIDTH: return key_width(config);
-    case LENGTH: return (size_t)config->seq_len;
+    case LENGTH: return config->seq_len;
     case NONE: break;
     }
     return 1;
 }
 
 size_t padded_vocab(const ModelConfig *config) {
-    return (((size_t)config->vocab + 127) / 128) * 128;
+    return ((config->vocab + 127) / 128) * 128;
 }
 
 // The mean and standard deviation of a tensor's initial values.
 static void set_start(Tensor *t, const ModelConfig *config, Start start) {
-    int writes = config->layers * block_shapes[config->block].residual_writes;
+    size_t writes = config->layers * block_shapes[config->block].residual_writes;
     t->mean = 0.0f;
     t->std = 0.0f;
     if (start == START_ONE) t->mean = 1.0f;
@@ -489,7 +488,7 @@ static void add_rows(const Listing *to, const TensorSpec *rows, size_t count, Sc
 
 TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count) {
     const BlockShape *block = &block_shapes[config->block];
-    size_t layers = (size_t)config->layers;
+    size_t layers = config->layers;
     TensorList list = {.layers = calloc(layers, sizeof *list.layers)};
     Listing to = {&list, config, others, count};
     size_t most = COUNT(FIRST_ROWS) + layers * block->tensor_count + COUNT(LAST_ROWS) + (layers + 1) * SCALAR_COUNT;
@@ -535,11 +534,10 @@ uint64_t model_parameters(const ModelConfig *config) {
 }
 
 uint64_t model_matmul_parameters(const ModelConfig *config) {
-    uint64_t embedding = (uint64_t)config->vocab * (uint64_t)config->channels;
-    return model_parameters(config) - (config->tied ? 0 : embedding);
+    return model_parameters(config) - (config->tied ? 0 : config->vocab * config->channels);
 }
 
 double model_flops_per_token(const ModelConfig *config, size_t T) {
     double width = (double)(query_width(config) + output_width(config));
-    return 6.0 * (double)model_matmul_parameters(config) + 6.0 * config->layers * width * (double)T;
+    return 6.0 * (double)model_matmul_parameters(config) + 6.0 * (double)config->layers * width * (double)T;
 }

@@ -37,19 +37,19 @@ enum { GAU_HEAD = 128 };    // the width of a unit's q and k
 // are 1, head_dim is GAU_HEAD, and ffn is 2·channels, the width of a unit's values.
 typedef struct {
     Block block;
-    int layers, heads, channels, ffn, vocab;
-    int kv_heads;            // each serves heads/kv_heads consecutive query heads
-    int head_dim;            // the size of a head's q, k and v; channels/heads by default
+    size_t layers, heads, channels, ffn, vocab;
+    size_t kv_heads;         // each serves heads/kv_heads consecutive query heads
+    size_t head_dim;         // the size of a head's q, k and v; channels/heads by default
     bool qk_norm;            // an RMSNorm with a gain over each head's q and k, before RoPE (as in Qwen3)
     bool qkv_bias;           // the projections to q, k and v have biases (as in Qwen2)
     bool tied;               // the output projection shares the embedding's weights
     bool mistral;            // a Mistral, which computes what a Llama computes, and is saved as one
-    int window;              // its sliding window, which no sequence may exceed under softmax; 0: none
+    size_t window;           // its sliding window, which no sequence may exceed under softmax; 0: none
     double logit_softcap;    // c in c·tanh(logits/c), as in Gemma 2; 0: the logits are not capped
     double norm_eps;         // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
     RopeScaling rope_scaling;
-    int seq_len;                      // L, the training length
+    size_t seq_len;                   // L, the training length
     int end_of_text;                  // the token between documents
     int ends[MAX_ENDS], end_count;    // eos_token_id of the file: what else ends a generated text, such as <|im_end|>
     int bos, pad;    // bos_token_id and pad_token_id of the file, NULL_ID if null, NO_ID if missing; for other programs
@@ -61,11 +61,11 @@ typedef struct {
 typedef struct {
     const char *name;                    // block=NAME in --model, and "block" in config.json
     bool plain;                          // transformers' Llama has this block, and config.json does not name it
-    int replaces;                        // how many layers of this block stand for one of --model's
+    size_t replaces;                     // how many layers of this block stand for one of --model's
     void (*fix)(ModelConfig *c);         // sets the sizes that --model cannot choose; NULL if it chooses all
     const char *fixed;                   // those sizes in words
     const char *attention;               // the part of a layer's tensor names that holds attention's learned scalars
-    int residual_writes;                 // per layer: the matmuls that add to the residual stream
+    size_t residual_writes;              // per layer: the matmuls that add to the residual stream
     const struct TensorSpec *tensors;    // of a layer
     size_t tensor_count;
     size_t (*value_size)(const ModelConfig *c);      // of a head
@@ -86,7 +86,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error);
 bool model_gives_vocab(const char *text);
 
 // GPT-2's end-of-text token, or the last token of the vocabulary, where data/vocabulary.py puts it.
-int default_end_of_text(int vocab);
+int default_end_of_text(size_t vocab);
 
 // Does this token end a generated text?
 static inline bool model_ends_text(const ModelConfig *config, int32_t token) {

@@ -15,7 +15,7 @@ static const char *const LAYER_NAMES[PER_LAYER] = {"attn", "mlp", "gains"};
 static const char *const KIND_NAMES[NORMS_KINDS] = {"grad_norms", "weight_norms"};
 
 size_t norm_groups(const Run *run) {
-    return OUTSIDE + PER_LAYER * (size_t)run->config->layers;
+    return OUTSIDE + PER_LAYER * run->config->layers;
 }
 
 size_t norms_room(const Run *run) {
@@ -34,7 +34,7 @@ static bool ends_with(const char *text, const char *end) {
 }
 
 static size_t group_of(const Run *run, const char *name) {
-    size_t layers = (size_t)run->config->layers, layer;
+    size_t layers = run->config->layers, layer;
     int at = 0;
     if (sscanf(name, "model.layers.%zu.%n", &layer, &at) == 1 && at) {
         int group = strncmp(name + at, "mlp.", 4) ? ATTN : MLP;
@@ -88,7 +88,7 @@ static size_t add_norm(char *out, size_t size, size_t at, double squares) {
 }
 
 size_t norms_text(const Run *run, char *out, size_t size, size_t at) {
-    size_t layers = (size_t)run->config->layers;
+    size_t layers = run->config->layers;
     for (int kind = 0; run->normed && kind < NORMS_KINDS; kind++) {
         const double *squares = run->norms + (size_t)kind * norm_groups(run);
         at += (size_t)snprintf(out + at, size - at, ", \"%s\": {", KIND_NAMES[kind]);

@@ -19,13 +19,13 @@ static void plan_memory(Run *run) {
     size_t N = (size_t)run->o.batch * run->T;
     plan->remedy = "Reduce --batch or --seq-len (fewer activations), or choose a smaller --model.";
     bool masked = mixture_masked(run->train) || (run->val && shards_masked(run->val));
-    run->more_size = 1024 + 3 * (64 + 64 * (size_t)run->config->layers) + norms_room(run);
+    run->more_size = 1024 + 3 * (64 + 64 * run->config->layers) + norms_room(run);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
     memory_add(plan, "batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->inputs, N * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->targets, N * sizeof(int32_t));
     if (run_sample_length(run))
-        memory_add(plan, "scratch", (void **)&run->candidates, (size_t)run->config->vocab * sizeof *run->candidates);
+        memory_add(plan, "scratch", (void **)&run->candidates, run->config->vocab * sizeof *run->candidates);
     if (masked) {
         memory_add(plan, "batch", (void **)&run->window_mask, run->T);
         memory_add(plan, "batch", (void **)&run->mask, N);
@@ -114,12 +114,12 @@ static void print_model(const Run *run) {
            human_count((double)model_parameters(c)).text);
     fputs(model_description(c, layers, sizeof layers), stdout);
     if (c->norm_eps != DEFAULT_NORM_EPS) printf(", norm_eps %.15g", c->norm_eps);
-    printf(", vocabulary %s%s, %s", human_grouped((uint64_t)c->vocab).text, run->vocab_from ? run->vocab_from : "",
+    printf(", vocabulary %s%s, %s", human_grouped(c->vocab).text, run->vocab_from ? run->vocab_from : "",
            c->tied ? "tied" : "untied");
     if (c->logit_softcap != 0) printf(", logit softcap %g", c->logit_softcap);
-    printf("\nattention %s%s%s, L = %d", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
+    printf("\nattention %s%s%s, L = %zu", c->attn.text, longer ? ", the same as " : "", longer ? shortest : "",
            c->seq_len);
-    if (run->T != (size_t)c->seq_len) print_other_length(run);
+    if (run->T != c->seq_len) print_other_length(run);
     printf("%s\n", run->o.doc_mask ? ", within documents" : "");
     if (c->rope_scaling.kind != ROPE_NONE)
         printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));

@@ -130,7 +130,7 @@ void run_sample_start(const Run *run, Sample *sample) {
 
 bool run_sample_add(const Run *run, Sample *sample, float *logits) {
     double u = random_uniform((uint64_t)run->o.seed, (uint64_t)run->step, sample->count - 1);
-    int32_t id = sample_token(logits, run->candidates, (size_t)run->config->vocab, 0.9, 50, 1.0, u);
+    int32_t id = sample_token(logits, run->candidates, run->config->vocab, 0.9, 50, 1.0, u);
     if (id < 0)
         warn(
             "the sample of step %lld ends after %zu tokens, because its logits are not finite or all equal. Training continues.",

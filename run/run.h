@@ -61,7 +61,7 @@ typedef struct {
     // True: from the normalizer of --init-from to that of --attn. False: --attn-switch.
     bool at_start;
     Normalizer from, to;
-    int from_L, to_L;        // the L of each, which differ if --norm-length sets another than that of --init-from
+    size_t from_L, to_L;     // the L of each, which differ if --norm-length sets another than that of --init-from
     double before, after;    // validation losses; NAN without validation data
     float *kept;             // a copy of the learned scalars and their moments from before the switch
 } Change;
@@ -127,7 +127,7 @@ typedef struct {
     // The normalizer of the weights from --init-from and its L, until it is switched to --attn; .text is "" if there is
     // none.
     Normalizer loaded;
-    int loaded_L;
+    size_t loaded_L;
 
     double opened;              // when the program started
     double mark;                // when the last step ended, plus the time during which the clock was paused

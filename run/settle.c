@@ -128,7 +128,7 @@ static void settle_lineage(Run *run) {
     if (run->step > 0 || !run->o.init_from || !attn || !strcmp(attn, config->attn.text)) return;
     run->loaded = config->attn;
     run->loaded_L = config->seq_len;
-    if (run->o.norm_length) config->seq_len = (int)run->o.norm_length;
+    if (run->o.norm_length) config->seq_len = (size_t)run->o.norm_length;
     if (!normalizer_parse(&config->attn, attn, message, sizeof message))
         fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
@@ -286,7 +286,8 @@ static void settle_vocabulary(Run *run) {
     if (model_gives_vocab(run->o.model)) return;
     open_tokenizer(run, "");
     run->vocab_from = run->tokenizer_vocab ? " (from the tokenizer)" : " (default; no tokenizer found)";
-    if (run->tokenizer_vocab >= 2 && run->tokenizer_vocab <= MAX_VOCAB) run->config->vocab = run->tokenizer_vocab;
+    if (run->tokenizer_vocab >= 2 && run->tokenizer_vocab <= MAX_VOCAB)
+        run->config->vocab = (size_t)run->tokenizer_vocab;
     run->config->end_of_text = default_end_of_text(run->config->vocab);
 }
 
@@ -316,7 +317,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         settle_vocabulary(run);
         config->rope_theta = o->rope_theta;
         config->logit_softcap = o->logit_softcap;
-        config->seq_len = (int)run->T;
+        config->seq_len = run->T;
     }
     if (o->rope_scaling) config->rope_scaling = asked_scaling(o);
     name_scaling(run, &config->rope_scaling);
@@ -324,7 +325,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
         !normalizer_parse(&config->attn, o->attn, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
     if (o->init_from) normalizer_warn_of_start(&run->loaded, &config->attn, "--attn", config->attn.text);
-    if (o->norm_length) config->seq_len = (int)o->norm_length;
+    if (o->norm_length) config->seq_len = (size_t)o->norm_length;
     if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
         fail(EXIT_USAGE, "--norm-length %lld: %s has p_n that were learned for its own L.\n  Omit this flag.",
              (long long)o->norm_length, o->init_from);
@@ -433,33 +434,33 @@ static void open_val(Run *run) {
 
 // Checks that the tokenizer's ids fit into the model's vocabulary.
 static void settle_tokenizer(Run *run, const char *weights) {
-    const ModelConfig *config = run->config;
+    int vocab = (int)run->config->vocab;
     open_tokenizer(run, weights);
-    if (run->tokenizer_vocab > config->vocab && weights[0] && run->end_of_text < config->vocab)
+    if (run->tokenizer_vocab > vocab && weights[0] && run->end_of_text < vocab)
         warn("%s: its tokenizer has %d tokens, but the vocabulary of the model in %s has %d and cannot grow.\n"
              "  Text with a token that the model lacks cannot be used. Shards are checked as they are read.",
-             run->tokenizer_folder, run->tokenizer_vocab, weights, config->vocab);
-    else if (run->tokenizer_vocab > config->vocab && weights[0])
+             run->tokenizer_folder, run->tokenizer_vocab, weights, vocab);
+    else if (run->tokenizer_vocab > vocab && weights[0])
         fail(EXIT_INPUT,
              "%s: its token between documents has the id %d, but the vocabulary of the model in %s has %d ids.\n"
              "  Encode the text with the model's own tokenizer: data/text.py --tokenizer FOLDER, or another script in "
              "data/.",
-             run->tokenizer_folder, run->end_of_text, weights, config->vocab);
-    else if (run->tokenizer_vocab > config->vocab)
+             run->tokenizer_folder, run->end_of_text, weights, vocab);
+    else if (run->tokenizer_vocab > vocab)
         fail(EXIT_INPUT,
              "%s: its tokenizer has %d tokens, but the model's vocabulary has %d.\n"
              "  Omit vocab= from --model, or set vocab=%d or more.",
-             run->tokenizer_folder, run->tokenizer_vocab, config->vocab, run->tokenizer_vocab);
+             run->tokenizer_folder, run->tokenizer_vocab, vocab, run->tokenizer_vocab);
     if (run->tokenizer_vocab && run->end_of_text >= 0) run->config->end_of_text = run->end_of_text;
 }
 
 // Checks the constraints that a normalizer places on sequence lengths.
 static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
     char message[1024];
-    int L = run->config->seq_len;
+    size_t L = run->config->seq_len;
     if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
-    if (normalizer_has(attn, SCALAR_P) && run->T > (size_t)L)
-        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %d, but --seq-len is %zu. Reduce --seq-len.", flag,
+    if (normalizer_has(attn, SCALAR_P) && run->T > L)
+        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %zu, but --seq-len is %zu. Reduce --seq-len.", flag,
              attn->text, L, run->T);
 }
 
@@ -474,10 +475,10 @@ static void check_rope(const Run *run) {
     const ModelConfig *config = run->config;
     const char *wrong = rope_scaling_wrong(&config->rope_scaling, head_size(config));
     if (wrong) fail(EXIT_USAGE, "--rope-scaling %s: %s.", run->o.rope_scaling, wrong);
-    if (config->rope_scaling.kind == ROPE_NTK && run->o.seq_len.count > 1 && run->T > (size_t)config->seq_len)
+    if (config->rope_scaling.kind == ROPE_NTK && run->o.seq_len.count > 1 && run->T > config->seq_len)
         fail(
             EXIT_USAGE,
-            "--rope-scaling ntk: beyond L = %d the angles depend on the length, so training there needs one --seq-len.",
+            "--rope-scaling ntk: beyond L = %zu the angles depend on the length, so training there needs one --seq-len.",
             config->seq_len);
 }
 
@@ -519,7 +520,7 @@ void settle(Run *run) {
     check_softcap(o->logit_softcap);
     if (model_is_plain(run->config) && run->config->window && run->config->seq_len > run->config->window)
         fail(EXIT_USAGE,
-             "--norm-length %d exceeds this model's sliding window of %d; only full attention is supported.",
+             "--norm-length %zu exceeds this model's sliding window of %zu; only full attention is supported.",
              run->config->seq_len, run->config->window);
     model_check_length(run->config, run->T);
     settle_batches(run);

@@ -112,13 +112,13 @@ void repeat_switches(Run *run, cJSON *lineage, const char *made) {
 // Lists the learned scalars that `to` adds to those of `from`.
 static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
     const char *where = block_shapes[config->block].attention;
-    char layers[16] = "0";
-    if (config->layers > 1) snprintf(layers, sizeof layers, "0..%d", config->layers - 1);
+    char layers[32] = "0";
+    if (config->layers > 1) snprintf(layers, sizeof layers, "0..%zu", config->layers - 1);
     for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
         if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
         double start = normalizer_start(to, scalar, config->seq_len);
         if (scalar_reach[scalar] == WHOLE_MODEL)
-            printf("new parameters: model.%s, %d of %.4f\n", scalar_names[scalar], config->seq_len, start);
+            printf("new parameters: model.%s, %zu of %.4f\n", scalar_names[scalar], config->seq_len, start);
         else
             printf("new parameters: model.layers.%s.%s.%s, %.4f%s\n", layers, where, scalar_names[scalar], start,
                    normalizer_trains(to, scalar) ? "" : ", not trained");

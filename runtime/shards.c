@@ -314,7 +314,7 @@ static bool bad_item(const Shards *s, const Shard *shard, Kind kind, uint32_t li
                          shard->path[MASK], human_grouped(offset).text, s->chunk[i]);
     return error_set(
         error, EXIT_INPUT,
-        "%s: at offset %s: found token id %u, expected ids below the vocabulary size, %d.\n"
+        "%s: at offset %s: found token id %u, expected ids below the vocabulary size, %zu.\n"
         "  The shard is damaged, or was made with a tokenizer other than the model's. Recreate it with the model's\n"
         "  tokenizer. To train a new model with a larger vocabulary: train_gpt2 --model vocab=N.",
         shard->path[TOKENS], human_grouped(offset).text, s->chunk[i], s->config.vocab);

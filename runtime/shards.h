@@ -25,7 +25,7 @@ typedef enum { PACK_STREAM, PACK_EXAMPLE } PackMode;    // in the order of "stre
 
 typedef struct {
     size_t T;           // inputs per window; a window has T + 1 tokens
-    int vocab;          // every id must be below it
+    size_t vocab;       // every id must be below it
     int end_of_text;    // 50256 with GPT-2's tokens; each document starts with it
     uint64_t seed;      // determines the order
     bool shuffle;       // false: sequential

@@ -313,15 +313,16 @@ int tokenizer_vocab(const Tokenizer *t) {
     return t->vocab;
 }
 
-bool tokenizer_fits(const Tokenizer *t, const int32_t *ids, size_t count, int vocab, const char *where, Error *error) {
+bool tokenizer_fits(const Tokenizer *t, const int32_t *ids, size_t count, size_t vocab, const char *where,
+                    Error *error) {
     size_t i = 0;
     char token[128];
-    while (i < count && ids[i] < vocab) { i++; }
+    while (i < count && (size_t)ids[i] < vocab) { i++; }
     if (i == count) { return true; }
     tokenizer_text(t, ids[i], token, sizeof(token));
     return error_set(
         error, EXIT_INPUT,
-        "%s: the token \"%s\" has the id %d in the tokenizer, but the model's vocabulary has only %d ids.\n"
+        "%s: the token \"%s\" has the id %d in the tokenizer, but the model's vocabulary has only %zu ids.\n"
         "  Leave this token out, or use a model that has it.",
         where, token, ids[i], vocab);
 }

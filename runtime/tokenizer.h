@@ -81,7 +81,7 @@ int tokenizer_vocab(const Tokenizer *tokenizer);    // the largest id plus one
 
 // Some tokenizers have more ids than their model. Returns false if one of these ids is not below `vocab`, the model's,
 // with an error that begins with `where` and names its token.
-bool tokenizer_fits(const Tokenizer *tokenizer, const int32_t *ids, size_t count, int vocab, const char *where,
+bool tokenizer_fits(const Tokenizer *tokenizer, const int32_t *ids, size_t count, size_t vocab, const char *where,
                     Error *error);
 
 // The id of the token that the library puts in front of every text, as post_processor in tokenizer.json says, such as

@@ -21,7 +21,7 @@ int main(int argc, char **argv) {
     model.list = tensors_of(&model.config, NULL, 0);
     gemm_start(&model.mm, bf16);
     plan_parameters(&model, false, bf16);
-    plan_activations(&model, (size_t)model.config.layers, 1, T);
+    plan_activations(&model, model.config.layers, 1, T);
     memory_take(&model.plan);
     Weights weights = weights_of(&model);
     if (!weights_load(&weights, argv[1], &model.config.attn, &error)) fail_with(&error);
@@ -29,7 +29,7 @@ int main(int argc, char **argv) {
     round_parameters(&model);
     int32_t *tokens = malloc((T + 1) * sizeof *tokens);
     if (!tokens) fail(EXIT_RESOURCE, "out of memory for %zu tokens.", T);
-    for (size_t t = 0; t <= T; t++) tokens[t] = (int32_t)(t * 7919 % (size_t)model.config.vocab);
+    for (size_t t = 0; t <= T; t++) tokens[t] = (int32_t)(t * 7919 % model.config.vocab);
     for (size_t i = 0; i < rounds; i++) {
         double start = now();
         model_forward(&model, tokens, 1, T);

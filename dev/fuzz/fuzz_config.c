@@ -22,8 +22,8 @@ static void check_rope(const ModelConfig *config) {
     rope_scaling_text(&config->rope_scaling, text, sizeof text);
     if (!rope_scaling_parse(&again, text, message, sizeof message)) abort();
     if (!rope_scaling_equal(&config->rope_scaling, &again)) abort();
-    double *frequency = rope_frequencies(&(RopeAngles){config->rope_theta, again, (size_t)config->head_dim, 64}, 65);
-    for (int i = 0; i < config->head_dim / 2; i++)
+    double *frequency = rope_frequencies(&(RopeAngles){config->rope_theta, again, config->head_dim, 64}, 65);
+    for (size_t i = 0; i < config->head_dim / 2; i++)
         if (!(frequency[i] >= 0 && frequency[i] <= 1)) abort();
     free(frequency);
 }
@@ -38,7 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         return 0;
     }
     if (config.heads % config.kv_heads || config.head_dim % 2 || !(config.norm_eps > 0) ||
-        config.end_of_text >= config.vocab || model_parameters(&config) == 0)
+        (size_t)config.end_of_text >= config.vocab || model_parameters(&config) == 0)
         abort();
     check_rope(&config);
     char *text = model_config_json(&config, false);

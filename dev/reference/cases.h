@@ -173,7 +173,7 @@ static double distance(const float *x, const float *y, size_t n) {
 
 // For each row, the logits of eight ids and logsumexp, in the form of the answers.
 static double check_logits(const ModelCase *c, const int32_t *inputs) {
-    size_t N = c->B * c->T, V = (size_t)c->config.vocab;
+    size_t N = c->B * c->T, V = c->config.vocab;
     float *stored = floats(N * 9), *ours = floats(N * 9), *zero = floats(N * 9), *logits = floats(N * V);
     read_answer("logits", stored, N * 9);
     subject_logits(logits, inputs, c->B, c->T);
@@ -258,7 +258,7 @@ static void test_model(void) {
     c.B = size_of("B");
     c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
-    c.config.seq_len = (int)size_of("L");
+    c.config.seq_len = size_of("L");
     if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
     c.list = tensors_of(&c.config, NULL, 0);

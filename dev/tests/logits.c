@@ -16,12 +16,12 @@ static Model model;
 static Decoder decoder;
 static float *full, *moved, *cached;    // (T,V) in one pass, and with nudged inputs; (V) after the last token, alone
 
-static size_t read_ids(int32_t *ids, const char *text, int vocab) {
+static size_t read_ids(int32_t *ids, const char *text, size_t vocab) {
     size_t count = 0;
     for (char *end; *text; text = *end == ',' ? end + 1 : end) {
         long id = strtol(text, &end, 10);
-        if (end == text || (*end && *end != ',') || id < 0 || id >= vocab || count == MAX_IDS)
-            fail(EXIT_USAGE, "%s: expected at most %d ids below %d, separated by commas.", text, MAX_IDS, vocab);
+        if (end == text || (*end && *end != ',') || id < 0 || (size_t)id >= vocab || count == MAX_IDS)
+            fail(EXIT_USAGE, "%s: expected at most %d ids below %zu, separated by commas.", text, MAX_IDS, vocab);
         ids[count++] = (int32_t)id;
     }
     if (!count) fail(EXIT_USAGE, "no ids.");
@@ -32,10 +32,10 @@ static void load(const char *folder, size_t T) {
     Error error;
     model.list = tensors_of(&model.config, NULL, 0);
     plan_parameters(&model, false, false);
-    plan_activations(&model, (size_t)model.config.layers, 1, T);
+    plan_activations(&model, model.config.layers, 1, T);
     plan_decoder(&decoder, &model, &model.plan, BESIDE, T);
-    memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * (size_t)model.config.vocab));
-    memory_add(&model.plan, "logits", (void **)&moved, FLOATS(T * (size_t)model.config.vocab));
+    memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * model.config.vocab));
+    memory_add(&model.plan, "logits", (void **)&moved, FLOATS(T * model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&cached, FLOATS(model.config.vocab));
     memory_take(&model.plan);
     model_ready(&model);
@@ -57,7 +57,7 @@ static double difference(const float *a, const float *b, size_t V) {
 
 // logits (T,V) written
 static void one_pass(float *logits, const int32_t *ids, size_t T) {
-    size_t V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
+    size_t V = model.config.vocab, C = model.config.channels;
     model_forward(&model, ids, 1, T);
     matmul_forward(logits, model.activations.h, weight(&model, model.list.head), T, C, V, false);
     if (model.config.logit_softcap != 0) softcap(logits, T * V, (real)model.config.logit_softcap);
@@ -71,7 +71,7 @@ static void nudge(float *x, size_t n, float up) {
 // What may lie between the cache and one pass. Both round, and the posts magnify that: lssar's power of 15 to 7e-6 of
 // the largest logit, of which one rounding of the embedding makes 4e-6. All other models stay far below the 1e-5.
 static double tolerance(const int32_t *ids, size_t T) {
-    size_t V = (size_t)model.config.vocab, C = (size_t)model.config.channels;
+    size_t V = model.config.vocab, C = model.config.channels;
     float *embedding = model.params + model.list.embedding;
     double rounding = 0;
     nudge(embedding, V * C, INFINITY);
@@ -83,7 +83,7 @@ static double tolerance(const int32_t *ids, size_t T) {
 
 // A prompt of `split` tokens, then one token after another.
 static bool check_cache(const int32_t *ids, size_t T, size_t split, double most) {
-    size_t V = (size_t)model.config.vocab;
+    size_t V = model.config.vocab;
     float *logits = decode_prompt(&decoder, ids, split, 0);
     for (size_t t = split - 1;; t++) {
         double apart = difference(logits, full + t * V, V);
@@ -104,7 +104,7 @@ static bool check_cache(const int32_t *ids, size_t T, size_t split, double most)
 
 // The last of several sequences, after others with different tokens, has the same bits as alone.
 static bool check_beside(const int32_t *ids, size_t T) {
-    size_t V = (size_t)model.config.vocab;
+    size_t V = model.config.vocab;
     for (size_t t = 0; t < T; t++) {
         DecodeRow rows[BESIDE];
         for (size_t i = 0; i < BESIDE; i++) rows[i] = (DecodeRow){ids[i + 1 == BESIDE ? t : (t + i) % T], i, t};
@@ -122,7 +122,7 @@ int main(int argc, char **argv) {
     model.doc_mask = argc == 4 && strcmp(argv[3], "documents") == 0;
     if (argc != (model.doc_mask ? 4 : 3)) fail(EXIT_USAGE, "logits FOLDER IDS [documents]");
     if (!model_config_read(&model.config, argv[1], NULL, &error)) fail_with(&error);
-    size_t T = read_ids(ids, argv[2], model.config.vocab), V = (size_t)model.config.vocab;
+    size_t T = read_ids(ids, argv[2], model.config.vocab), V = model.config.vocab;
     load(argv[1], T);
     one_pass(full, ids, T);
     double most = tolerance(ids, T);

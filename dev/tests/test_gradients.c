@@ -290,7 +290,7 @@ static void test_model(const char *text, const char *shape, bool documents) {
     m->config.end_of_text = fixture_token(4, V);
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, true, false);
-    plan_activations(m, (size_t)m->config.layers, B, T);
+    plan_activations(m, m->config.layers, B, T);
     memory_take(&m->plan);
     model_ready(m);
     for (size_t i = 0; i < m->list.count; i++) {
