@@ -600,8 +600,8 @@ typedef struct {
 typedef struct {
     ModelConfig config;
     TensorList list;
-    // list.floats each. The last three are NULL for inference.
-    real *params, *grads, *mean, *square;
+    // list.floats each. The gradients and the state of the update rules are NULL for inference.
+    real *params, *grads, *state[STATE_ARRAYS];
     // A rounded copy for the matmuls, with --dtype bf16. Also in float32 where every matrix of a checkpoint is
     // bfloat16: the numbers are the same, and decoding, which mostly waits for the weights, reads half as many bytes.
     uint16_t *params_bf16;
@@ -643,7 +643,8 @@ static const BlockRow *block_of(const Model *m);
 
 #ifndef LAYERS_ONLY
 static Weights weights_of(const Model *m) {
-    return (Weights){&m->config, &m->list, m->params, m->mean, m->square, m->params_bf16 != NULL};
+    return (Weights){
+        &m->config, &m->list, m->params, {m->state[STATE_MEAN], m->state[STATE_SQUARE]}, m->params_bf16 != NULL};
 }
 #endif
 
@@ -742,8 +743,8 @@ static void plan_parameters(Model *m, bool train, bool rounded) {
     if (rounded) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(uint16_t));
     if (!train) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, FLOATS(floats));
-    memory_add(&m->plan, "optimizer state", (void **)&m->mean, FLOATS(floats));
-    memory_add(&m->plan, "optimizer state", (void **)&m->square, FLOATS(floats));
+    for (size_t s = 0; s < STATE_ARRAYS; s++)
+        memory_add(&m->plan, "optimizer state", (void **)&m->state[s], FLOATS(floats));
     plan_muon(m);
     memory_add(&m->plan, SCRATCH, (void **)&m->sums, all_sum_pieces(&m->list) * sizeof(double));
 }
@@ -1167,6 +1168,13 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     }
 }
 
+static void adamw_update(Model *m, const Tensor *t, real scale, AdamW a) {
+    size_t at = t->offset;
+    if (!t->decay) a.weight_decay = 0;
+    adamw(m->params + at, m->state[STATE_MEAN] + at, m->state[STATE_SQUARE] + at,
+          m->params_bf16 ? m->params_bf16 + at : NULL, m->grads + at, t->elements, scale, a);
+}
+
 // Updates the momentum and writes u to x (n). Returns |u|, summed in double.
 //   x, momentum (n)   grad (n)   sums (sum_pieces(n)) scratch
 static double muon_momentum(real *x, real *momentum, const real *grad, size_t n, real scale, double *sums) {
@@ -1212,12 +1220,12 @@ static void muon_round(const Model *m, real *y, const real *x, size_t R, size_t 
     gemm_run(&m->mm, R, C, S, tall ? X : B, tall ? B : X, 1, y, C);
 }
 
-// One step of Muon (runtime/muon.h) for a matrix. The rounds alternate between two buffers, one of which is where AdamW
-// has its second moments.
-static void muon(Model *m, const Tensor *t, real scale, AdamW a) {
-    real *x = m->square + t->offset, *y = m->muon.x, *param = m->params + t->offset;
+// One step of Muon (runtime/muon.h) for a matrix. The rounds alternate between two buffers, one of which is the state
+// array that Muon does not keep.
+static void muon_update(Model *m, const Tensor *t, real scale, AdamW a) {
+    real *x = m->state[STATE_SQUARE] + t->offset, *y = m->muon.x, *param = m->params + t->offset;
     size_t R = t->shape[0], C = t->shape[1], n = t->elements;
-    double norm = muon_momentum(x, m->mean + t->offset, m->grads + t->offset, n, scale, m->sums);
+    double norm = muon_momentum(x, m->state[STATE_MEAN] + t->offset, m->grads + t->offset, n, scale, m->sums);
     combine(x, 1 / fmax(norm, MUON_EPS), x, 0, x, n);
     for (int i = 0; i < MUON_ROUNDS; i++) {
         real *from = x;
@@ -1233,20 +1241,10 @@ static void muon(Model *m, const Tensor *t, real scale, AdamW a) {
 
 // Every gradient is multiplied by `scale`.
 static void model_update(Model *m, double scale, AdamW a) {
-    AdamW no_decay = a;
-    no_decay.weight_decay = 0;
+    static void (*const UPDATES[])(Model *m, const Tensor *t, real scale, AdamW a) = {UPDATE_RULES(UPDATE_FUNCTION)};
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (!tensor_trained(t, &m->config.attn)) continue;
-        switch (t->update) {
-        case UPDATE_ADAM:
-        case UPDATE_ADAMW:
-            adamw(m->params + t->offset, m->mean + t->offset, m->square + t->offset,
-                  m->params_bf16 ? m->params_bf16 + t->offset : NULL, m->grads + t->offset, t->elements, (real)scale,
-                  t->update == UPDATE_ADAMW ? a : no_decay);
-            break;
-        case UPDATE_MUON: muon(m, t, (real)scale, a); break;
-        }
+        if (tensor_trained(t, &m->config.attn)) UPDATES[t->update](m, t, (real)scale, a);
     }
 }
 

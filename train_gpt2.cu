@@ -140,10 +140,10 @@ struct Model {
     size_t arriving;
     int64_t updated;          // that step
     CollectivePart *parts;    // (list.count) each tensor with the alignment gap after it, and the rank that updates it
-    // The optimizer's state of the tensors that this rank owns, without gaps: AdamW's moments in mean (state_floats)
-    // and square (square_floats), then Muon's momentum in the rest of mean. That of tensor i starts at states[i].
-    float *mean, *square;
-    size_t *states, state_floats, square_floats;
+    // The state of the tensors that this rank owns, without gaps, in the order of their update rules. That of tensor i
+    // starts at states[i].
+    float *state[STATE_ARRAYS];    // (state_floats)
+    size_t *states, state_floats[STATE_ARRAYS];
     AdamSegment *segments;    // the trained tensors that this rank owns
     size_t segment_count, segment_blocks;
     size_t adam_count, adam_blocks;    // the first of them, which AdamW updates
@@ -314,22 +314,24 @@ static bool owns(const Model *m, size_t tensor) {
     return m->parts[tensor].owner == process.rank;
 }
 
-static bool by_muon(const Model *m, size_t tensor) {
-    return m->list.tensors[tensor].update == UPDATE_MUON;
+// Does this rank update the tensor, by this rule?
+static bool has_rule(const Model *m, size_t tensor, int rule) {
+    return owns(m, tensor) && m->list.tensors[tensor].update == rule;
 }
 
-// Lays out the state of the tensors that this rank owns: first those of AdamW, then those of Muon.
+// Lays out the state of the tensors that this rank owns, by rule.
 static void find_states(Model *m) {
+    size_t floats = 0;
     m->states = (size_t *)calloc(m->list.count, sizeof *m->states);
     if (!m->states) fail(EXIT_RESOURCE, "out of memory for the state of %zu tensors.", m->list.count);
-    m->state_floats = 0;
-    for (int muon = 0; muon < 2; muon++) {
+    for (int rule = 0; rule < UPDATE_COUNT; rule++) {
         for (size_t i = 0; i < m->list.count; i++) {
-            if (!owns(m, i) || by_muon(m, i) != (bool)muon) continue;
-            m->states[i] = m->state_floats;
-            m->state_floats += m->parts[i].floats;
+            if (!has_rule(m, i, rule)) continue;
+            m->states[i] = floats;
+            floats += m->parts[i].floats;
         }
-        if (!muon) m->square_floats = m->state_floats;
+        for (size_t s = 0; s < STATE_ARRAYS; s++)
+            if (update_state[rule][s]) m->state_floats[s] = floats;
     }
 }
 
@@ -351,7 +353,7 @@ static void plan_muon(Model *m) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         size_t side = smaller(t->shape[0], t->shape[1]);
-        if (!by_muon(m, i)) continue;
+        if (t->update != UPDATE_MUON) continue;
         if (t->elements > elements) elements = t->elements;
         if (side * side > square) square = side * side;
     }
@@ -382,8 +384,8 @@ static void plan_parameters(Model *m) {
     if (m->forward_only) return;
     memory_add(&m->plan, "gradients", (void **)&m->grads, floats * sizeof(float));
     memory_add(&m->plan, SCRATCH, (void **)&m->numbers, sizeof *m->numbers);
-    memory_add(&m->plan, "optimizer state", (void **)&m->mean, m->state_floats * sizeof(float));
-    memory_add(&m->plan, "optimizer state", (void **)&m->square, m->square_floats * sizeof(float));
+    for (size_t s = 0; s < STATE_ARRAYS; s++)
+        memory_add(&m->plan, "optimizer state", (void **)&m->state[s], m->state_floats[s] * sizeof(float));
     plan_muon(m);
     memory_add(&m->plan, SCRATCH, (void **)&m->segments, m->list.count * sizeof(AdamSegment));
 }
@@ -920,17 +922,17 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Update
 
-// Is this a trained tensor that this rank owns and updates by Muon, or by AdamW?
-static bool updates(const Model *m, size_t tensor, bool muon) {
-    return owns(m, tensor) && by_muon(m, tensor) == muon && tensor_trained(&m->list.tensors[tensor], &m->config.attn);
+// Is this a trained tensor that this rank updates by this rule?
+static bool updates(const Model *m, size_t tensor, int rule) {
+    return has_rule(m, tensor, rule) && tensor_trained(&m->list.tensors[tensor], &m->config.attn);
 }
 
 // Adds these tensors to the table. Returns the new count.
-static size_t add_segments(const Model *m, AdamSegment *table, size_t count, bool muon) {
+static size_t add_segments(const Model *m, AdamSegment *table, size_t count, int rule) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (!updates(m, i, muon)) continue;
-        table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->update == UPDATE_ADAMW, 0};
+        if (!updates(m, i, rule)) continue;
+        table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->decay, 0};
     }
     return count;
 }
@@ -938,10 +940,14 @@ static size_t add_segments(const Model *m, AdamSegment *table, size_t count, boo
 static void upload_segments(Model *m) {
     AdamSegment *table = (AdamSegment *)calloc(m->list.count, sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for the table of tensors.");
-    m->adam_count = add_segments(m, table, 0, false);
-    m->adam_blocks = segments_ready(table, m->adam_count);
-    m->segment_count = add_segments(m, table, m->adam_count, true);
-    m->segment_blocks = segments_ready(table, m->segment_count);
+    m->segment_count = 0;
+    for (int rule = 0; rule < UPDATE_COUNT; rule++) {
+        m->segment_count = add_segments(m, table, m->segment_count, rule);
+        m->segment_blocks = segments_ready(table, m->segment_count);
+        if (rule != UPDATE_ADAMW) continue;
+        m->adam_count = m->segment_count;
+        m->adam_blocks = m->segment_blocks;
+    }
     CUDA_CHECK(cudaMemcpy(m->segments, table, m->segment_count * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
 }
@@ -979,17 +985,27 @@ static MuonMatrix muon_matrix(const Model *m, size_t tensor) {
             t->offset,
             m->params + t->offset,
             m->in_bf16 ? m->params_bf16 + t->offset : NULL,
-            m->mean + m->states[tensor],
+            m->state[STATE_MEAN] + m->states[tensor],
             m->grads + t->offset};
+}
+
+static void adamw_update(Model *m, AdamW a) {
+    AdamArrays arrays = {
+        m->params, m->in_bf16 ? m->params_bf16 : NULL, m->state[STATE_MEAN], m->state[STATE_SQUARE], m->grads,
+        m->numbers};
+    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->stochastic, m->seed, stream);
+}
+
+static void muon_update(Model *m, AdamW a) {
+    for (size_t i = 0; i < m->list.count; i++)
+        if (has_rule(m, i, UPDATE_MUON))
+            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->stochastic, m->seed, stream);
 }
 
 // If the step's numbers are not finite, the parameters stay as they are.
 static void model_update(Model *m, AdamW a) {
-    AdamArrays arrays = {m->params, m->in_bf16 ? m->params_bf16 : NULL, m->mean, m->square, m->grads, m->numbers};
-    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->stochastic, m->seed, stream);
-    for (size_t i = 0; i < m->list.count; i++)
-        if (owns(m, i) && by_muon(m, i))
-            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->stochastic, m->seed, stream);
+    static void (*const UPDATES[])(Model *m, AdamW a) = {UPDATE_RULES(UPDATE_FUNCTION)};
+    for (auto update : UPDATES) update(m, a);
     if (m->zero) gather_parameters(m, a.step);
     phase(PHASE_OTHER);
 }
@@ -1072,8 +1088,8 @@ static void plan_training(Model *m, const Run *run) {
 
     size_t bytes = m->list.floats * sizeof(float);
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
-    memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.mean, bytes);
-    memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.square, bytes);
+    for (size_t s = 0; s < STATE_ARRAYS; s++)
+        memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.state[s], bytes);
     memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, (m->config.vocab + 1) * sizeof(int32_t));
     memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
                padded_vocab(&m->config) * sizeof(float));
@@ -1129,11 +1145,12 @@ static void copy_state(const Model *m, bool to_host) {
     for (size_t i = 0; i < m->list.count; i++) {
         const CollectivePart part = m->parts[i];
         if (!owns(m, i)) continue;
-        float *pairs[2][2] = {{m->host.mean + part.from, m->mean + m->states[i]},
-                              {m->host.square + part.from, m->square + m->states[i]}};
-        for (int k = 0; k < (by_muon(m, i) ? 1 : 2); k++)
-            CUDA_CHECK(cudaMemcpy(pairs[k][to_host ? 0 : 1], pairs[k][to_host ? 1 : 0], part.floats * sizeof(float),
+        for (size_t s = 0; s < STATE_ARRAYS; s++) {
+            if (!update_state[m->list.tensors[i].update][s]) continue;
+            float *host = m->host.state[s] + part.from, *device = m->state[s] + m->states[i];
+            CUDA_CHECK(cudaMemcpy(to_host ? host : device, to_host ? device : host, part.floats * sizeof(float),
                                   cudaMemcpyDefault));
+        }
     }
 }
 
@@ -1154,14 +1171,10 @@ static void download(Model *m, bool everywhere) {
     collective_synchronize(m->collective, stream);
     if (!everywhere && !m->zero && process.rank > 0) return;
     CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
-    if (m->zero) {
-        memset(m->host.mean, 0, bytes);
-        memset(m->host.square, 0, bytes);
-    }
+    for (size_t s = 0; m->zero && s < STATE_ARRAYS; s++) memset(m->host.state[s], 0, bytes);
     copy_state(m, true);
-    if (!m->zero) return;
-    process_sum_float(m->host.mean, m->list.floats);    // each number belongs to one rank; the others add 0
-    process_sum_float(m->host.square, m->list.floats);
+    for (size_t s = 0; m->zero && s < STATE_ARRAYS; s++)    // each number belongs to one rank; the others add 0
+        process_sum_float(m->host.state[s], m->list.floats);
 }
 
 // Copies only the learned scalars to the host.
@@ -1369,12 +1382,12 @@ static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
     return m->host_logits;
 }
 
-// Adds the squares of the tensors that this rank updates by Muon, or by AdamW. Returns the sum of the next block.
-static const double *add_norms(Run *run, const Model *m, NormsOf kind, bool muon, const double *blocks) {
+// Adds the squares of the tensors that this rank updates by this rule. Returns the sum of the next block.
+static const double *add_norms(Run *run, const Model *m, NormsOf kind, int rule, const double *blocks) {
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         double sum = 0;
-        if (!updates(m, i, muon)) continue;
+        if (!updates(m, i, rule)) continue;
         for (size_t from = 0; from < t->elements; from += SEGMENT_PART) sum += *blocks++;
         run_norms_add(run, kind, t, sum);
     }
@@ -1391,8 +1404,8 @@ static void measure_norms(Run *run, Model *m) {
                          m->segment_count, m->segment_blocks, stream);
         collective_synchronize(m->collective, stream);
         CUDA_CHECK(cudaMemcpy(m->host_sums, partials, m->segment_blocks * sizeof(double), cudaMemcpyDeviceToHost));
-        const double *blocks = add_norms(run, m, (NormsOf)kind, false, m->host_sums);
-        add_norms(run, m, (NormsOf)kind, true, blocks);
+        const double *blocks = m->host_sums;
+        for (int rule = 0; rule < UPDATE_COUNT; rule++) blocks = add_norms(run, m, (NormsOf)kind, rule, blocks);
     }
     if (m->zero) process_sum_double(run->norms, NORMS_KINDS * norm_groups(run));
     unpause_step(run);

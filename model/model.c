@@ -269,15 +269,14 @@ typedef enum {
 // clang-format on
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
 
-// One row per tensor. `joined`: follows the previous tensor without a gap, so that one matmul serves both. START_SCALAR
-// stands for the rows of SCALARS for this part of the model: each with its own shape and offset, under a name that
-// starts with this one.
+// One row per tensor. `decay`: has weight decay. `joined`: follows the previous tensor without a gap, so that one
+// matmul serves both. START_SCALAR stands for the rows of SCALARS for this part of the model: each with its own shape
+// and offset, under a name that starts with this one.
 typedef struct TensorSpec {
     const char *name;
     Dimension rows, cols;
     Start start;
-    UpdateRule update;
-    bool joined;
+    bool decay, joined;
     size_t field;    // where its offset is stored; with START_SCALAR, where the first scalar's is
 } TensorSpec;
 
@@ -286,42 +285,43 @@ typedef struct TensorSpec {
 
 // clang-format off
 static const TensorSpec FIRST_ROWS[] = {
-    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(embedding)},
-    {"model.",                          NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LIST(scalar)},
+    // name                             rows      columns   start           decay  joined field
+    {"model.embed_tokens.weight",       VOCAB,    CHANNELS, START_NORMAL,   true,  false, IN_LIST(embedding)},
+    {"model.",                          NONE,     NONE,     START_SCALAR,   false, false, IN_LIST(scalar)},
 };
 // Names after "model.layers.N."
 static const TensorSpec LLAMA_ROWS[] = {
-    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
-    {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(q)},
-    {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(k)},
-    {"self_attn.v_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(v)},
-    {"self_attn.q_proj.bias",           Q_BIAS,   NONE,     START_ZERO,     UPDATE_ADAM,  false, IN_LAYER(q_bias)},
-    {"self_attn.k_proj.bias",           KV_BIAS,  NONE,     START_ZERO,     UPDATE_ADAM,  true,  IN_LAYER(k_bias)},
-    {"self_attn.v_proj.bias",           KV_BIAS,  NONE,     START_ZERO,     UPDATE_ADAM,  true,  IN_LAYER(v_bias)},
-    {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(q_norm)},
-    {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(k_norm)},
-    {"self_attn.",                      NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LAYER(scalar)},
-    {"self_attn.o_proj.weight",         CHANNELS, Q_WIDTH,  START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(o)},
-    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm2)},
-    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(gate)},
-    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(up)},
-    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(down)},
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, false, IN_LAYER(norm1)},
+    {"self_attn.q_proj.weight",         Q_WIDTH,  CHANNELS, START_NORMAL,   true,  false, IN_LAYER(q)},
+    {"self_attn.k_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   true,  true,  IN_LAYER(k)},
+    {"self_attn.v_proj.weight",         KV_WIDTH, CHANNELS, START_NORMAL,   true,  true,  IN_LAYER(v)},
+    {"self_attn.q_proj.bias",           Q_BIAS,   NONE,     START_ZERO,     false, false, IN_LAYER(q_bias)},
+    {"self_attn.k_proj.bias",           KV_BIAS,  NONE,     START_ZERO,     false, true,  IN_LAYER(k_bias)},
+    {"self_attn.v_proj.bias",           KV_BIAS,  NONE,     START_ZERO,     false, true,  IN_LAYER(v_bias)},
+    {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, false, IN_LAYER(q_norm)},
+    {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, false, IN_LAYER(k_norm)},
+    {"self_attn.",                      NONE,     NONE,     START_SCALAR,   false, false, IN_LAYER(scalar)},
+    {"self_attn.o_proj.weight",         CHANNELS, Q_WIDTH,  START_RESIDUAL, true,  false, IN_LAYER(o)},
+    {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, false, IN_LAYER(norm2)},
+    {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   true,  false, IN_LAYER(gate)},
+    {"mlp.up_proj.weight",              FFN,      CHANNELS, START_NORMAL,   true,  true,  IN_LAYER(up)},
+    {"mlp.down_proj.weight",            CHANNELS, FFN,      START_RESIDUAL, true,  false, IN_LAYER(down)},
 };
 static const TensorSpec GAU_ROWS[] = {
-    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(norm1)},
-    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LAYER(u)},
-    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(gau_v)},
-    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   UPDATE_ADAMW, true,  IN_LAYER(z)},
-    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(q_gain)},
-    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     UPDATE_ADAM,  false, IN_LAYER(q_offset)},
-    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LAYER(k_gain)},
-    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     UPDATE_ADAM,  false, IN_LAYER(k_offset)},
-    {"gau.",                            NONE,     NONE,     START_SCALAR,   UPDATE_ADAM,  false, IN_LAYER(scalar)},
-    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, UPDATE_ADAMW, false, IN_LAYER(o)},
+    {"input_layernorm.weight",          CHANNELS, NONE,     START_ONE,      false, false, IN_LAYER(norm1)},
+    {"gau.u_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  false, IN_LAYER(u)},
+    {"gau.v_proj.weight",               FFN,      CHANNELS, START_NORMAL,   true,  true,  IN_LAYER(gau_v)},
+    {"gau.z_proj.weight",               HEAD_DIM, CHANNELS, START_NORMAL,   true,  true,  IN_LAYER(z)},
+    {"gau.q_gain",                      HEAD_DIM, NONE,     START_ONE,      false, false, IN_LAYER(q_gain)},
+    {"gau.q_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, false, IN_LAYER(q_offset)},
+    {"gau.k_gain",                      HEAD_DIM, NONE,     START_ONE,      false, false, IN_LAYER(k_gain)},
+    {"gau.k_offset",                    HEAD_DIM, NONE,     START_ZERO,     false, false, IN_LAYER(k_offset)},
+    {"gau.",                            NONE,     NONE,     START_SCALAR,   false, false, IN_LAYER(scalar)},
+    {"gau.o_proj.weight",               CHANNELS, FFN,      START_RESIDUAL, true,  false, IN_LAYER(o)},
 };
 static const TensorSpec LAST_ROWS[] = {
-    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      UPDATE_ADAM,  false, IN_LIST(norm)},
-    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   UPDATE_ADAMW, false, IN_LIST(head)},
+    {"model.norm.weight",               CHANNELS, NONE,     START_ONE,      false, false, IN_LIST(norm)},
+    {"lm_head.weight",                  VOCAB,    CHANNELS, START_NORMAL,   true,  false, IN_LIST(head)},
 };
 // clang-format on
 
@@ -457,7 +457,8 @@ static void add(const Listing *to, const TensorSpec *row, Scalar scalar, const c
                   .scalar = scalar};
     snprintf(t->name, sizeof t->name, "%s%s%s", prefix, row->name, scalar == SCALAR_NONE ? "" : scalar_names[scalar]);
     t->elements = t->shape[0] * t->shape[1];
-    t->update = row->update;
+    t->decay = row->decay;
+    t->update = UPDATE_ADAMW;
     t->hidden = row->cols != NONE && row->rows != VOCAB;
     set_start(t, to->config, row->start);
     if (!row->joined) list->floats = ((list->floats + 15) / 16) * 16;    // 64 bytes
@@ -511,6 +512,10 @@ void tensors_free(TensorList *list) {
     free(list->layers);
     *list = (TensorList){0};
 }
+
+const char *const update_state[UPDATE_COUNT][STATE_ARRAYS] = {
+#define UPDATE_STATE(rule, function, mean, square) {mean, square},
+    UPDATE_RULES(UPDATE_STATE)};
 
 void tensors_use_muon(TensorList *list) {
     for (size_t i = 0; i < list->count; i++)

@@ -128,9 +128,23 @@ size_t output_width(const ModelConfig *config);    // attention's output, which 
 // The output width of the matmul on a layer's normalized input: q, k and v, or a gated unit's u, v and z.
 size_t joined_width(const ModelConfig *config);
 
-// The update rule of a tensor: Adam, AdamW (with decoupled weight decay), or Muon (runtime/muon.h). Muon needs the
-// whole tensor at once: not even ZeRO-1 divides one between ranks.
-typedef enum { UPDATE_ADAM, UPDATE_ADAMW, UPDATE_MUON } UpdateRule;
+// What a rule keeps for each parameter, in float32. The squares are at least 0.
+enum { STATE_MEAN, STATE_SQUARE, STATE_ARRAYS };
+
+// One row per update rule: its function in both trainers, and the suffixes of its state arrays in
+// optimizer.safetensors, or NULL for an array that it does not keep. A rule gets whole tensors: not even ZeRO-1 divides
+// one between ranks. Rules with squares come first.
+// clang-format off
+#define UPDATE_RULES(X) \
+    /* rule   function      mean        square */ \
+    X(ADAMW,  adamw_update, "exp_avg",  "exp_avg_sq") \
+    X(MUON,   muon_update,  "momentum", NULL)
+// clang-format on
+#define UPDATE_RULE(rule, ...) UPDATE_##rule,
+#define UPDATE_FUNCTION(rule, function, ...) function,
+typedef enum { UPDATE_RULES(UPDATE_RULE) UPDATE_COUNT } UpdateRule;
+
+extern const char *const update_state[UPDATE_COUNT][STATE_ARRAYS];
 
 // One tensor of the model. Only the list knows which tensors exist.
 typedef struct {
@@ -139,6 +153,7 @@ typedef struct {
     size_t shape[2], elements;
     size_t offset;      // of its first float in an array of all parameters (or gradients, or moments)
     float mean, std;    // of the initial values
+    bool decay;         // has weight decay
     UpdateRule update;
     bool hidden;      // a layer's matrix: with Muon, it takes the place of AdamW
     Scalar scalar;    // the learned scalar that this tensor is; SCALAR_NONE for all other tensors

@@ -24,25 +24,23 @@ void weights_start_scalars(const Weights *w, const Normalizer *from) {
             continue;
         float start = (float)normalizer_start(&w->config->attn, t->scalar, w->config->seq_len);
         for (size_t j = 0; j < t->elements; j++) w->params[t->offset + j] = start;
-        if (!w->mean) continue;
-        memset(w->mean + t->offset, 0, t->elements * sizeof(float));
-        memset(w->square + t->offset, 0, t->elements * sizeof(float));
+        for (size_t s = 0; s < STATE_ARRAYS && w->state[s]; s++)
+            memset(w->state[s] + t->offset, 0, t->elements * sizeof(float));
     }
 }
 
 size_t weights_scalar_floats(const TensorList *list) {
     size_t floats = 0;
     for (size_t i = 0; i < list->count; i++)
-        if (list->tensors[i].scalar != SCALAR_NONE) floats += 3 * list->tensors[i].elements;
+        if (list->tensors[i].scalar != SCALAR_NONE) floats += (1 + STATE_ARRAYS) * list->tensors[i].elements;
     return floats;
 }
 
 void weights_keep_scalars(const Weights *w, float *kept, bool restore) {
-    float *arrays[] = {w->params, w->mean, w->square};
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        for (size_t a = 0; t->scalar != SCALAR_NONE && a < 3; a++, kept += t->elements) {
-            float *values = arrays[a] + t->offset;
+        for (size_t a = 0; t->scalar != SCALAR_NONE && a < 1 + STATE_ARRAYS; a++, kept += t->elements) {
+            float *values = (a == 0 ? w->params : w->state[a - 1]) + t->offset;
             memcpy(restore ? values : kept, restore ? kept : values, t->elements * sizeof(float));
         }
     }
@@ -157,34 +155,23 @@ bool weights_load(const Weights *w, const char *folder, const Normalizer *saved,
     return done;
 }
 
-// One row per part of optimizer.safetensors: NAME.suffix of the tensors that have it, and where it is in memory.
+// NAME.suffix in optimizer.safetensors, and where it is in memory
 typedef struct {
     const char *suffix;
-    bool (*of)(const Weights *w, const Tensor *t);
-    float *const *data;
+    float *data;
 } OptimizerPart;
 
-enum { OPTIMIZER_PARTS = 4 };
+enum { OPTIMIZER_PARTS = STATE_ARRAYS + 1 };
 
-static bool by_muon(const Weights *w, const Tensor *t) {
-    (void)w;
-    return t->update == UPDATE_MUON;
-}
-
-static bool by_adam(const Weights *w, const Tensor *t) {
-    return !by_muon(w, t);
-}
-
-static bool has_master(const Weights *w, const Tensor *t) {
-    (void)t;
-    return w->bf16;
-}
-
-static void optimizer_parts(OptimizerPart parts[OPTIMIZER_PARTS], const Weights *w) {
-    parts[0] = (OptimizerPart){"exp_avg", by_adam, &w->mean};
-    parts[1] = (OptimizerPart){"exp_avg_sq", by_adam, &w->square};
-    parts[2] = (OptimizerPart){"momentum", by_muon, &w->mean};
-    parts[3] = (OptimizerPart){"master", has_master, &w->params};
+// What the file has of a tensor: the state of its update rule, and with bf16 the master weights. Returns the count.
+static size_t optimizer_parts(OptimizerPart parts[OPTIMIZER_PARTS], const Weights *w, const Tensor *t) {
+    size_t count = 0;
+    if (!tensor_exists(t, &w->config->attn)) return 0;
+    for (size_t s = 0; s < STATE_ARRAYS; s++)
+        if (update_state[t->update][s])
+            parts[count++] = (OptimizerPart){update_state[t->update][s], w->state[s] + t->offset};
+    if (w->bf16) parts[count++] = (OptimizerPart){"master", w->params + t->offset};
+    return count;
 }
 
 // A mean of squares is at least 0. The update takes its root.
@@ -205,15 +192,14 @@ bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) 
     Safetensors *file = safetensors_open(path, error);
     if (!file) return false;
     bool done = true;
-    optimizer_parts(parts, w);
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        for (size_t p = 0; p < OPTIMIZER_PARTS && tensor_exists(t, &w->config->attn); p++) {
-            if (!parts[p].of(w, t)) continue;
+        size_t count = optimizer_parts(parts, w, t);
+        for (size_t p = 0; done && p < count; p++) {
+            bool squares = parts[p].data == w->state[STATE_SQUARE] + t->offset;
             snprintf(name, sizeof name, "%s.%s", t->name, parts[p].suffix);
-            float *data = *parts[p].data + t->offset;
-            done = done && safetensors_read(file, name, t->ndim, t->shape, data, error) &&
-                   (strcmp(parts[p].suffix, "exp_avg_sq") != 0 || check_squares(path, name, t, data, error));
+            done = safetensors_read(file, name, t->ndim, t->shape, parts[p].data, error) &&
+                   (!squares || check_squares(path, name, t, parts[p].data, error));
         }
     }
     safetensors_close(file);
@@ -241,15 +227,12 @@ bool weights_save_optimizer(const Weights *w, int folder, const char *path, File
     TensorRow *rows = malloc(most * sizeof *rows);
     char (*names)[128] = malloc(most * sizeof *names);
     bool done = rows && names;
-    optimizer_parts(parts, w);
     for (size_t i = 0; done && i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        for (size_t p = 0; p < OPTIMIZER_PARTS && tensor_exists(t, &w->config->attn); p++) {
-            if (!parts[p].of(w, t)) continue;
+        size_t of_tensor = optimizer_parts(parts, w, t);
+        for (size_t p = 0; p < of_tensor; p++, count++) {
             snprintf(names[count], sizeof names[count], "%s.%s", t->name, parts[p].suffix);
-            rows[count] =
-                (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, *parts[p].data + t->offset};
-            count++;
+            rows[count] = (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data};
         }
     }
     done = done ? safetensors_write(folder, path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error)

@@ -13,9 +13,9 @@ typedef struct {
     const ModelConfig *config;
     const TensorList *list;
     float *params;    // list->floats parameters
-    // The optimizer's state, with the same layout; NULL for inference. AdamW: the moments. Muon: mean is the momentum,
-    // and square is scratch.
-    float *mean, *square;
+    // The optimizer's state, with the same layout; NULL for inference. What a tensor's update rule does not keep may be
+    // scratch.
+    float *state[STATE_ARRAYS];
     // model.safetensors stores bfloat16, and optimizer.safetensors the parameters as float32 master weights.
     bool bf16;
 } Weights;

@@ -32,13 +32,16 @@ static void plan_memory(Run *run) {
     }
 }
 
-// A checkpoint's size: weights, with bf16 the float32 master weights, and AdamW's two moments or Muon's momentum.
+// A checkpoint's size: weights, with bf16 the float32 master weights, and the optimizer's state.
 static double checkpoint_bytes(const ModelConfig *config, const TrainOptions *o) {
     TensorList list = tensors_of(config, NULL, 0);
     double bytes = 0;
+    if (o->optimizer == OPTIMIZER_MUON) tensors_use_muon(&list);
     for (size_t i = 0; i < list.count; i++) {
-        bool muon = o->optimizer == OPTIMIZER_MUON && list.tensors[i].hidden;
-        bytes += (double)list.tensors[i].elements * ((o->dtype == TRAIN_BF16 ? 2 + 4 : 4) + (muon ? 4 : 8));
+        const Tensor *t = &list.tensors[i];
+        int each = o->dtype == TRAIN_BF16 ? 2 + 4 : 4;
+        for (size_t s = 0; s < STATE_ARRAYS; s++) each += update_state[t->update][s] ? 4 : 0;
+        bytes += (double)t->elements * each;
     }
     tensors_free(&list);
     return bytes;

@@ -149,8 +149,7 @@ void run_load(Run *run, Weights weights) {
     if (normalizer_equal(&run->loaded, &attn)) run->loaded.text[0] = 0;
     process_broadcast(run->weights.params, bytes);
     if (!run->resumed) return;
-    process_broadcast(run->weights.mean, bytes);
-    process_broadcast(run->weights.square, bytes);
+    for (size_t s = 0; s < STATE_ARRAYS; s++) process_broadcast(run->weights.state[s], bytes);
 }
 
 void run_begin(Run *run, double flops) {
