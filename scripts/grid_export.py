@@ -1,5 +1,5 @@
 """The numbers of a grid's report as a CSV file, for spreadsheets and pandas, and as LaTeX tables: means and spreads
-over all seeds of each row, and how many seeds these are."""
+over all seeds of each row, how many seeds these are, and differences from the baseline with their intervals."""
 import csv
 import io
 import math
@@ -8,6 +8,7 @@ import statistics
 from dataclasses import dataclass
 
 import grid_report
+from grid_report import Difference
 
 TRAINING = ("val_loss", "grad_norm_max", "clipped", "zero_rows")     # in the CSV
 
@@ -18,7 +19,7 @@ class Numbers:
     title: str
     metric: str
     columns: dict         # {key: title}
-    rows: list            # (label, row, size, {key of a column: numbers})
+    rows: list            # (label, row, size, {key of a column: numbers, or a Difference})
 
 
 def tables(plan):
@@ -29,8 +30,7 @@ def tables(plan):
                 for label, row, size in grid_report.members(plan)]
         if base and metric == "val_loss":
             for (_, _, size, numbers), (_, row, _) in zip(rows, grid_report.members(plan)):
-                numbers[f"minus {base}"] = ([] if row.name == base else
-                                            grid_report.from_baseline(plan, row, size, "train.val_loss"))
+                numbers[f"minus {base}"] = grid_report.from_baseline(plan, row, size)
         yield Numbers("Training", metric, {key: key or metric for key in rows[0][3]}, rows)
     for title, evals in grid_report.eval_groups(plan).items():
         lines = [line for group in grid_report.lines_of(plan, evals, math.inf).values() for line in group]
@@ -42,23 +42,26 @@ def tables(plan):
                 yield Numbers(title, metric, columns, rows)
 
 
-def spread_of(numbers):
-    """(mean, standard deviation); infinite if a run diverged."""
-    return statistics.fmean(numbers), grid_report.deviation(numbers)
+def described(numbers):
+    """Mean, standard deviation, how many numbers, and of a Difference half of its interval, as texts."""
+    each, half = (numbers.each, numbers.half) if isinstance(numbers, Difference) else (numbers, math.nan)
+    mean, spread, half = (f"{x:.8g}" if not math.isnan(x) else ""
+                          for x in (statistics.fmean(each), grid_report.deviation(each), half))
+    return mean, spread, len(each), half
 
 
 def as_csv(plan):
     """A line for each number, in full precision: `spread` is the standard deviation over `seeds`; a run that diverged
-    makes it and the mean infinite."""
+    makes it and the mean infinite. `interval` is half of the 95% interval of a difference."""
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")
-    out.writerow(["table", "row", "size", "line", "metric", "column", "mean", "spread", "seeds"])
+    out.writerow(["table", "row", "size", "line", "metric", "column", "mean", "spread", "seeds",
+                  "interval"])
     for table in tables(plan):
         for label, row, size, numbers in table.rows:
             for key, values in numbers.items():
                 if values:
-                    mean, spread = (f"{x:.8g}" if not math.isnan(x) else "" for x in spread_of(values))
-                    out.writerow([table.title, row, size, label, table.metric, key, mean, spread, len(values)])
+                    out.writerow([table.title, row, size, label, table.metric, key, *described(values)])
     return file.getvalue()
 
 
@@ -90,7 +93,10 @@ def latex(text):
 
 def cell(numbers):
     """"3.5572 $\\pm$ 0.0067" """
-    text, _, more = grid_report.spread_text(numbers).partition(" ± ")
+    if isinstance(numbers, Difference):
+        text, _, more = numbers.text().partition(" ± ")
+    else:
+        text, _, more = grid_report.spread_text(numbers or []).partition(" ± ")
     spread = f" $\\pm$ {more.partition(' ')[0]}" if more else ""
     return ("$-$" + text[1:] if text.startswith("-") else latex(text)) + spread
 
@@ -106,12 +112,14 @@ def as_latex(plan):
         heads = [title if title != table.metric else name for title in table.columns.values()]
         lines = []
         for label, _, _, numbers in table.rows:
-            counts = sorted({len(values) for values in numbers.values() if values})
+            counts = sorted({described(values)[2] for values in numbers.values() if values})
             seeds = "--".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))
             lines.append(" & ".join([latex(label), *map(cell, numbers.values()), seeds]) + r" \\")
         caption = f"{table.title}: {name}" if table.title != name else name
-        several = any(len(values) > 1 for *_, numbers in table.rows for values in numbers.values())
-        spread = r", mean $\pm$ standard deviation over seeds" * several
+        known = [values for *_, numbers in table.rows for values in numbers.values() if values]
+        spread = r", mean $\pm$ standard deviation over seeds" * any(described(values)[2] > 1 for values in known)
+        if any(isinstance(values, Difference) for values in known):
+            spread += r"; differences $\pm$ half of their 95\% intervals"
         parts += [r"\begin{table}", r"\centering",
                   rf"\caption{{{latex(caption)}{spread}.}}",
                   rf"\begin{{tabular}}{{l{'r' * len(heads)}r}}", r"\toprule",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 import files
+import grid_statistics
 import plot
 from grid_file import LONGEST, Run, terms
 from grid_parts import from_root, slug
@@ -17,7 +18,6 @@ from grid_store import attn_of, eval_attn, eval_key, key_of
 
 # Metrics that are infinite where a run diverged; others are then unknown.
 INFINITE = ("val_loss", "loss", "last_eighth", "grad_norm_max")
-TIES = {"<": -1, ">": 1}
 
 
 # ---------------------------------------------------------------- numbers
@@ -83,28 +83,71 @@ def deviation(numbers):
     return statistics.stdev(numbers) if all(map(math.isfinite, numbers)) else math.inf
 
 
-# ---------------------------------------------------------------- claims
+# ---------------------------------------------------------------- differences and claims
+
+def is_loss_at_L(plan, of):
+    """Is this one loss at the training length, the training's or an evaluation's?"""
+    found = terms(of, [e.name for e in plan.grid.evals], plan.grid.scale.L)
+    _, name, metric, column = found[0]
+    return len(found) == 1 and (name == "train" and metric == "val_loss"
+                                or metric == "loss" and column == str(plan.grid.scale.L))
+
+
+def residual(plan, size, of):
+    """The pooled residual of all rows with several seeds: (standard deviation, degrees of freedom), or None."""
+    return grid_statistics.pooled([values_of(plan, name, size, of) for name, row in plan.grid.rows.items()
+                                   if size in row.sizes])
+
+
+@dataclass
+class Difference:
+    """Of two sides, left - right: the mean over the seeds that both have, and half of its 95% interval, which is NaN
+    without an interval, 0 if all seeds of one side diverged, and infinite if only some did."""
+    mean: float
+    half: float
+    each: tuple = ()      # the differences, seed by seed
+
+    @property
+    def seeds(self):
+        return len(self.each)
+
+    def text(self, seeds=True):
+        """With two digits of the interval."""
+        if not math.isfinite(self.mean + self.half):
+            return number(self.mean, sign=True)
+        digits = decimals(self.half)
+        return (f"{number(self.mean, True, digits)} ± {number(self.half, digits=digits)}"
+                + f" ({self.seeds})" * (seeds and self.seeds > 1))
+
+
+def difference(plan, size, left, right, seeds):
+    """The Difference of two sides, each (a row or a number, what is measured), over those of the seeds that both have;
+    None if they have none."""
+    a, b = (dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, size, of)
+            for x, of in (left, right))
+    both = [seed for seed in seeds if seed in a and seed in b]
+    if not both:
+        return None
+    each = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in both]
+    mean = statistics.fmean(each)
+    if not all(map(math.isfinite, each)):
+        return Difference(mean, deviation(each), each)
+    names = {left[0], right[0]}
+    if len(names) == 1 or not all(isinstance(name, str) for name in names):     # the same models, or a number
+        half = grid_statistics.half_of_paired(each)
+    elif left[1] == right[1] and is_loss_at_L(plan, left[1]) and (pool := residual(plan, size, left[1])):
+        half = grid_statistics.half_of_pooled(*pool, len(both))
+    else:
+        half = grid_statistics.half_of_welch([a[seed] for seed in both], [b[seed] for seed in both])
+    return Difference(mean, half, each)
+
 
 @dataclass
 class Verdict:
     ours: str
     difference: str
-    spread: str
     seeds: int
     verdict: str
-
-
-def judge(difference, spread, operator, within=0.0):
-    """The verdict on one difference, left - right, that a paper says is below, above or equal to 0."""
-    if math.isnan(difference) or math.isinf(spread):
-        return "undecided"      # nothing to compare, or only some of the seeds diverged
-    if operator == "=":
-        if abs(difference) + 2 * spread <= within:
-            return "agrees"
-        return "disagrees" if abs(difference) - 2 * spread > within else "undecided"
-    if difference == 0 or abs(difference) < 2 * spread:
-        return "undecided"
-    return "agrees" if difference * TIES[operator] > 0 else "disagrees"
 
 
 def diverged(plan, row, size):
@@ -114,41 +157,38 @@ def diverged(plan, row, size):
 
 
 def compare(plan, claim, left, operator, right):
-    """(difference, spread, seeds, verdict) of two rows, or of a row and a number, seed by seed; None if a side has no
-    number. There is no verdict before all seeds that both rows are to have are done."""
-    def side(x, of, seeds):
-        return dict.fromkeys(seeds, x) if isinstance(x, float) else values_of(plan, x, claim.size, of)
-    names = [x for x in (left, right) if isinstance(x, str)]
+    """(Difference, verdict) of two rows, or of a row and a number; None if a side has no number. There is no verdict
+    before all seeds that both rows are to have are done."""
+    sides = (left, claim.of), (right, claim.of_right)
+    names = [x for x, _ in sides if isinstance(x, str)]
     if not all(name in plan.grid.rows for name in names):
         return None     # --only left it out
-    rows = [plan.grid.rows[name] for name in names]
-    each = [planned_seeds(plan, x, claim.size, of) for x, of in ((left, claim.of), (right, claim.of_right))
-            if isinstance(x, str)]
+    each = [planned_seeds(plan, x, claim.size, of) for x, of in sides if isinstance(x, str)]
     planned = [seed for seed in each[0] if all(seed in seeds for seeds in each)]
-    a, b = side(left, claim.of, planned), side(right, claim.of_right, planned)
-    differences = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in planned if seed in a and seed in b]
-    lost = [row.name for row in rows if len(differences) < len(planned) and diverged(plan, row.name, claim.size)]
+    found = difference(plan, claim.size, *sides, planned)
+    done = found.seeds if found else 0
+    lost = [name for name in names if done < len(planned) and diverged(plan, name, claim.size)]
     if lost:
-        return math.nan, math.nan, len(differences), f"undecided: {lost[0]} diverged"
-    if not differences:
-        return None
-    difference, spread = statistics.fmean(differences), deviation(differences)
-    if len(differences) < len(planned):
-        verdict = f"{len(differences)} of {len(planned)} seeds"
-    else:
-        verdict = judge(difference, spread, operator, claim.within) if len(planned) > 1 else "one seed"
-    return difference, spread, len(differences), verdict
+        return Difference(math.nan, math.nan, found.each if found else ()), f"undecided: {lost[0]} diverged"
+    if done < len(planned):
+        return found and (found, f"{done} of {len(planned)} seeds")
+    return found, grid_statistics.judge(found.mean, found.half, operator, claim.within)
 
 
-def number(x, sign=False):
+def decimals(noise, most=3):
+    """How many decimals show two digits of the noise."""
+    return min(most, max(0, 1 - math.floor(math.log10(noise)))) if 0 < noise < math.inf else most
+
+
+def number(x, sign=False, digits=3):
     if x is None or math.isnan(x):
         return "unknown"
     if math.isinf(x):
         return "diverged"
-    x = 0.0 if abs(x) < 5e-5 else x     # no -0.0000
+    x = round(x, digits) + 0.0     # no -0.000
     if sign:
-        return f"{x:+.4f}"
-    return f"{x:.4f}" if abs(x) < 1e4 else f"{x:.5g}"
+        return f"{x:+.{digits}f}"
+    return f"{x:.{digits}f}" if abs(x) < 1e4 else f"{x:.5g}"
 
 
 def spread_text(numbers, every=None):
@@ -162,10 +202,12 @@ def spread_text(numbers, every=None):
     bad = sum(map(math.isinf, every))
     if bad:
         return "diverged" if len(every) == 1 else f"diverged ({bad} of {len(every)})"
-    text, spread = number(statistics.fmean(numbers)), f"{deviation(every):.4f}"
+    spread = deviation(every)
+    digits = decimals(spread)
+    text, mean = (number(statistics.fmean(x), digits=digits) for x in (numbers, every))
     if len(every) > len(numbers):
-        return f"{text} ({len(every)} seeds: {number(statistics.fmean(every))} ± {spread})"
-    return f"{text} ± {spread} ({len(every)})" if len(every) > 1 else text
+        return f"{text} ({len(every)} seeds: {mean} ± {number(spread, digits=digits)})"
+    return f"{text} ± {number(spread, digits=digits)} ({len(every)})" if len(every) > 1 else text
 
 
 def sides_of(plan, claim):
@@ -188,12 +230,12 @@ def verdict_on(plan, claim):
     shown = sides_of(plan, claim)
     found = [compare(plan, claim, *pair) for pair in zip(names, operators, names[1:])]
     if None in found:
-        return Verdict("; ".join(shown), "", "", 0, "not run")
-    verdicts = [pair[3] for pair in found]
-    verdict = next((word for kind in ("seed", "disagrees", "undecided") for word in verdicts if kind in word), "agrees")
-    spread = ", ".join("" if math.isnan(pair[1]) else f"{pair[1]:.4f}" for pair in found)
-    return Verdict("; ".join(shown), ", ".join(number(pair[0], sign=True) for pair in found), spread.strip(", "),
-                   min(pair[2] for pair in found), verdict)
+        return Verdict("; ".join(shown), "", 0, "not run")
+    verdicts = [verdict for _, verdict in found]
+    verdict = next((word for kind in ("seeds", "disagrees", "undecided") for word in verdicts if kind in word),
+                   "agrees")
+    return Verdict("; ".join(shown), ", ".join(pair.text(seeds=False) for pair, _ in found),
+                   min(pair.seeds for pair, _ in found), verdict)
 
 
 # ---------------------------------------------------------------- tables
@@ -259,21 +301,15 @@ def of_seeds(plan, row, size, seeds, name, metric, column=""):
     return [x for x in found if x is not None]
 
 
-def from_baseline(plan, row, size, of):
-    """The differences from the baseline, seed by seed, where neither diverged."""
-    base = plan.grid.baseline
-    if base not in plan.grid.rows or size not in plan.grid.rows[base].sizes:
-        return []
+def from_baseline(plan, row, size):
+    """The Difference of the validation losses from the baseline's, over the seeds with which neither diverged; None if
+    there are none."""
+    base, of = plan.grid.baseline, "train.val_loss"
+    if row.name == base or base not in plan.grid.rows or size not in plan.grid.rows[base].sizes:
+        return None
     a, b = values_of(plan, row.name, size, of), values_of(plan, base, size, of)
-    return [a[seed] - b[seed] for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
-
-
-def difference_text(differences):
-    if not differences:
-        return ""
-    text = number(statistics.fmean(differences), sign=True)
-    several = len(differences) > 1 and any(differences)     # not the baseline itself
-    return f"{text} ± {deviation(differences):.4f} ({len(differences)})" if several else text
+    seeds = [seed for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
+    return difference(plan, size, (row.name, of), (base, of), seeds)
 
 
 @dataclass
@@ -284,7 +320,7 @@ class Trained:
     size: str
     seeds: list
     loss: float           # infinite if it diverged; None without results
-    difference: float     # from the baseline, over the seeds that both have; infinite or None like loss
+    difference: Difference     # from the baseline, over the seeds that both have; None without results
 
 
 def trained_rows(plan):
@@ -294,22 +330,24 @@ def trained_rows(plan):
     for label, row, size in members(plan):
         losses = of_seeds(plan, row, size, seeds[label], "train", "val_loss")
         loss = statistics.fmean(losses) if losses else None
-        paired = from_baseline(plan, row, size, "train.val_loss")
-        found.append(Trained(label, row, size, seeds[label], loss, statistics.fmean(paired) if paired else None))
+        paired = from_baseline(plan, row, size)
+        found.append(Trained(label, row, size, seeds[label], loss, paired))
     finite = [x for x in found if x.loss is not None and math.isfinite(x.loss)]
     best = min(finite, key=lambda x: x.loss, default=None)
     base = next((x for x in finite if x.row.name == plan.grid.baseline), best)
     for x in found:
         if x.loss is not None and not math.isfinite(x.loss):
-            x.difference = math.inf
+            x.difference = Difference(math.inf, math.nan)
+        elif x is base and x.row.name == plan.grid.baseline:
+            x.difference = Difference(0.0, math.nan, (0.0,) * len(x.seeds))
         elif x.difference is None and x.loss is not None:     # no seed in common with the baseline, or no baseline
-            x.difference = x.loss - base.loss
+            x.difference = Difference(x.loss - base.loss, math.nan)
     return found
 
 
 def ranked(found):
     """The rows with results by their differences from the baseline, the best first."""
-    return sorted((x for x in found if x.loss is not None), key=lambda x: x.difference)
+    return sorted((x for x in found if x.loss is not None), key=lambda x: x.difference.mean)
 
 
 def percent(numbers):
@@ -329,7 +367,7 @@ def training_row(plan, x, label=""):
     outcomes = [entry["outcome"] for entry in entries if entry and entry["outcome"]]
     minutes = [entry["info"]["seconds"] / 60 for entry in entries if entry]
     return [label or x.label, spread_text(numbers("val_loss"), numbers("val_loss", x.row.seeds)),
-            difference_text(from_baseline(plan, x.row, x.size, "train.val_loss")),
+            x.difference.text() if x.difference and x.difference.seeds else "",
             f"{max(norms):.3g}" if norms else "", percent(numbers("clipped")),
             zero_rows_text(numbers("zero_rows"), numbers("zero_rows_max")),
             f"{statistics.fmean(minutes):.1f}" if minutes else "",
@@ -492,10 +530,10 @@ def positions_table(plan, evals):
 
 def claims_table(plan):
     """With what the papers say and the tolerances, if a claim of the grid has them."""
-    head, rows = ["claim", "paper", "ours", "difference", "spread", "tolerance", "seeds", "verdict"], []
+    head, rows = ["claim", "paper", "ours", "difference", "tolerance", "seeds", "verdict"], []
     for claim in plan.grid.claims:
         v, tolerance = verdict_on(plan, claim), f"{claim.within:g}" if "=" in claim.ours else ""
-        rows.append([claim.name, claim.paper, v.ours, v.difference, v.spread, tolerance, str(v.seeds or ""), v.verdict])
+        rows.append([claim.name, claim.paper, v.ours, v.difference, tolerance, str(v.seeds or ""), v.verdict])
     kept = [i for i, name in enumerate(head) if name not in ("paper", "tolerance") or any(row[i] for row in rows)]
     return Table("Claims", [head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
@@ -605,34 +643,37 @@ def curves_picture(plan):
 
 
 def final_picture(plan):
-    """Bars of the differences of final validation losses from the baseline, seed by seed, as in the table."""
+    """The differences of final validation losses from the baseline, seed by seed, with their intervals, as in the
+    table. The band is the interval of rows with the fewest seeds, which share it, around no difference."""
     plt = plot.pyplot()
     final = ranked(trained_rows(plan))
     if not final:
         return None
-    finite = [x for x in final if math.isfinite(x.difference)]
+    finite = [(place, x) for place, x in enumerate(final) if math.isfinite(x.difference.mean)]
     order, colors = list(groups(plan)), plt.get_cmap("Dark2").colors
     labels = [textwrap.fill(x.label, 60) for x in final]
     lines = max(label.count("\n") + 1 for label in labels)
     figure, axes = plt.subplots(figsize=(8, 1.2 + (0.1 + 0.14 * lines) * len(final)), layout="constrained")
-    axes.barh(labels, [x.difference if x in finite else 0 for x in final], height=0.75,
-              color=[colors[order.index(x.row.group) % len(colors)] for x in final])
-    spread = spreads([from_baseline(plan, x.row, x.size, "train.val_loss") if x in finite else [] for x in final])
-    draw_bars(axes, [x.difference for x in final], range(len(final)), "black", xerr=spread)
-    for place, (x, wide) in enumerate(zip(final, spread)):
-        said = f" {number(x.difference, sign=True)}" if x in finite else " diverged"
-        axes.text(max(x.difference + wide, 0) if x in finite else 0, place, said, va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.margins(x=0.12)
-    axes.tick_params(axis="y", labelsize=8)
+    band = max((x.difference.half for _, x in finite if not math.isnan(x.difference.half)), default=0)
+    axes.axvspan(-band, band, color="0.9", linewidth=0)
+    for place, x in finite:
+        wide = x.difference.half if x.difference.half < band else 0
+        axes.errorbar(x.difference.mean, place, fmt="o", markersize=5, xerr=wide or None, elinewidth=1.2, capsize=2.5,
+                      color=colors[order.index(x.row.group) % len(colors)], label=x.row.group)
+    for place, x in enumerate(final):
+        said = number(x.difference.mean, sign=True)
+        axes.annotate(said, (1, place), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+                      va="center", fontsize=8)
+    axes.set_yticks(range(len(final)), labels, fontsize=8)
+    axes.set_ylim(len(final) - 0.3, -0.7)
+    axes.margins(x=0.05)
     base = plan.grid.baseline if plan.grid.baseline in [x.row.name for x in final] else final[0].label
-    first = {x.row.group: bar for x, bar in reversed([*zip(final, axes.patches)])}
+    first = dict(reversed([*zip(*reversed(axes.get_legend_handles_labels()))]))
     if len(first) > 1:
         names = sorted(first, key=order.index)
         axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
     axes.set_title(textwrap.fill(f"Final validation loss, difference from {base}, seed by seed", 64)
-                   + f"\nlines: {SPREAD}" * any(spread))
+                   + "\nband: 95% interval around no difference; bars: that of rows with more seeds" * bool(band))
     axes.set_xlabel("nats per token")
     return figure
 
@@ -838,15 +879,14 @@ def sections(plan, failed):
         notes.append(f"Not run yet: {len(missing)} of {len(plan.parts)} parts.")
     yield f"Grid {grid.name} at scale {grid.scale.name}", [], [], [grid.paper, *notes]
     if grid.claims:
-        note = ("The difference is left minus right, the mean over seeds; the spread is its standard deviation over "
-                "seeds. If the difference is smaller than twice the spread, a claim that one side is below the other "
-                "is undecided. A claim that both are equal has a tolerance: it agrees if the difference, plus or minus "
-                "twice the spread, lies within the tolerance, disagrees if it lies outside, and is otherwise "
-                "undecided. With one seed, there is no verdict.")
+        note = ("The difference is left minus right, the mean over seeds, with its 95% interval. A claim agrees if the "
+                "interval lies on the claimed side of 0, disagrees if it lies on the other side, and is undecided if "
+                "it contains 0. A claim of equality agrees if the interval lies within the tolerance, and disagrees if "
+                "it lies outside. doc/grids.md says how the intervals are computed.")
         yield "Claims", [claims_table(plan)], [], [note]
     note = ("Numbers of rows are means over the seeds that all of them have. Where a row has more seeds, the mean and "
             "the standard deviation over all of these follow in parentheses. Differences and ranks compare rows seed "
-            "by seed.")
+            "by seed; a difference has its 95% interval.")
     several = any(len(row.seeds) > 1 for row in grid.rows.values())
     yield "Training", training_tables(plan), ["curves", "final", "scalars"], [note] * several
     for title, evals in eval_groups(plan).items():
