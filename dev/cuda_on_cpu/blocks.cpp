@@ -317,9 +317,16 @@ char *stack_top(const Worker &w, unsigned number) {
     return stack_of(w, (int)number) + w.stack_bytes;
 }
 
+// Loads what a fiber touches first when its turn comes. Mostly that is the one after the next by number.
+static void fetch_stack(const Fiber &fiber) {
+    enum { LINE = 64, LINES = 4 };
+    for (int i = 0; i < LINES; i++) __builtin_prefetch((const char *)fiber.stack + i * LINE);
+}
+
 static void switch_to(Worker &w, int next) {
     Fiber &from = self(), &to = w.fibers[next];
     if (next == w.current) return;
+    if (next + 1 < w.threads) fetch_stack(w.fibers[next + 1]);
     w.current = next;
     position = &to.position;
     switch_stack(w, &from.stack, to.stack, &from.fake_stack, stack_of(w, next), w.stack_bytes, to.context);
