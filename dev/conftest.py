@@ -1,4 +1,4 @@
-"""Selects the cases that CI runs of tests that have many.
+"""Orders the files, and selects the cases that CI runs of tests that have many.
 
 @pytest.mark.drawn(N): with DRAW=COMMIT in the environment, as scripts/test.sh sets it, only N of a test's cases run,
 drawn by that commit (dev/draw.py). Without it all of them run, and so does `scripts/test.sh --all`.
@@ -24,6 +24,13 @@ os.umask(0o022)
 os.environ["LC_ALL"] = "C.UTF-8"
 os.environ.pop("COLUMNS", None)
 
+# The files that take longest. They come first, so that none of them keeps one process of `pytest -n` busy after the
+# others.
+LONGEST = ["test_cuda", "test_machines", "test_cuda_build", "test_flash", "test_torch_models", "test_combinations",
+           "test_gpu_check", "test_torch", "test_restart", "test_readme", "test_cuda_on_cpu", "test_data",
+           "test_tokenizer", "test_vocabularies", "test_normalizers", "test_eval_cuda", "test_soak", "test_environment",
+           "test_eval", "test_reference", "test_hopper_on_cpu", "test_grid", "test_to_gguf", "test_descriptors"]
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "drawn(n, of=None): CI runs n of the cases, drawn by commit")
@@ -43,6 +50,8 @@ def draw_of(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     if not os.environ.get("DRAW"):
         return
     groups = {}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, builds with warnings as errors, and tests.
 #
-#   scripts/test.sh                  what CI runs: 16 to 26 minutes on two cores after downloads
+#   scripts/test.sh                  what CI runs: 10 to 25 minutes on two cores after downloads
 #   scripts/test.sh --all            all races, orders and shapes, mutations, and long fuzzing: hours
 #   scripts/test.sh [--all] GROUP... these groups of tests alone; `scripts/test.sh --groups` lists them
 #
@@ -92,11 +92,12 @@ each() { local words status=0; for words; do echo "== $words"; env $words || sta
 # ---------------------------------------------------------------- the groups
 
 group_build() {
-    local tests
-    tests=$(make -s list_tests)
-    make -j"$jobs" all $tests test_gpt2 build/tests/logits build/faults/train_gpt2 || return
-    [ -z "$cuda" ] ||
-        make -j"$jobs" {train,eval,test}_gpt2cu_on_cpu build/on_cpu/flash.so build/on_cpu/tests/test_{kernels,matmul,collective} || return
+    local targets
+    targets=(all $(make -s list_tests) test_gpt2 build/tests/logits build/faults/train_gpt2)
+    # What compiles longest comes first, so that no core is idle in the end.
+    [ -z "$cuda" ] || targets=(build/on_cpu/tests/test_{kernels,matmul,collective} {train,eval,test}_gpt2cu_on_cpu
+                               build/on_cpu/flash.so "${targets[@]}")
+    make -j"$jobs" "${targets[@]}" || return
     count build 1 0 0
 }
 
@@ -187,10 +188,12 @@ group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/m
 group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
 # The tests in Python, but those of the races. In the long run, the fused attention and the soak are groups of their own.
+# The third process has work while tests of the others wait. dev/conftest.py orders the files.
 group_pytest() {
     local apart=(--ignore=dev/tests/test_races.py)
     [ $all = 0 ] || apart+=(--ignore=dev/tests/test_{flash,soak}.py)
-    python_tests pytest --durations=15 -n 2 --dist loadfile dev/tests dev/cuda_on_cpu "${apart[@]}"
+    python_tests pytest --durations=15 -n 3 --dist loadfile --no-loadscope-reorder dev/tests dev/cuda_on_cpu \
+        "${apart[@]}"
 }
 group_flash() { [ $all = 0 ] && [ -z "$wanted" ] || python_tests flash dev/tests/test_flash.py -n 2 --dist worksteal; }
 group_soak() { [ $all = 0 ] && [ -z "$wanted" ] || python_tests soak -s dev/tests/test_soak.py; }
