@@ -16,6 +16,14 @@ static size_t rows_of(FlashShape shape) {
     return shape.B * shape.NH * shape.T;
 }
 
+static int post_of(FlashShape shape) {
+    return NORMALIZER_POST(shape.normalizer);
+}
+
+static bool recenters(FlashShape shape) {
+    return post_centers(post_of(shape));
+}
+
 bool flash90_is_denied(void) {
     const char *wanted = getenv("FLASH90");
     if (!wanted || !*wanted || !strcmp(wanted, "1")) return false;
@@ -48,12 +56,11 @@ static bool backward_is_90(FlashShape shape, size_t element) {
 // phi is signed, these errors add up over the row's keys to more than all other rounding.
 static bool keeps_rest(FlashShape shape, size_t element) {
     return element == 2 && phi_signed(NORMALIZER_PHI(shape.normalizer)) &&
-           (norm_is_sum(shape.normalizer->norm) || NORMALIZER_POST(shape.normalizer) == POST_RECENTER_L1);
+           (norm_is_sum(shape.normalizer->norm) || (recenters(shape) && post_sweeps_twice(post_of(shape))));
 }
 
 static bool keeps_along(FlashShape shape, size_t element) {
-    return backward_is_90(shape, element) && NORMALIZER_POST(shape.normalizer) == POST_REWEIGHT &&
-           norm_is_sum(shape.normalizer->norm);
+    return backward_is_90(shape, element) && post_is_power(post_of(shape)) && norm_is_sum(shape.normalizer->norm);
 }
 
 // Of the columns of v, which flash90_backward.cuh processes like heads.
@@ -78,11 +85,6 @@ size_t flash_stats(FlashShape shape, size_t element) {
 }
 
 // ---- scratch
-
-static bool recenters(FlashShape shape) {
-    int post = NORMALIZER_POST(shape.normalizer);
-    return post == POST_RECENTER || post == POST_RECENTER_L1;
-}
 
 static unsigned scalar_pieces(FlashShape shape) {
     return (unsigned)((shape.B * shape.T - 1) / SCALAR_ROWS + 1);
@@ -339,7 +341,7 @@ void flash_forward(FlashView<X> out, float *stats, unsigned long long *all_zero_
     FlashCall<X> call = call_of(shape, in, stats, scratch);
     call.out = out;
     call.all_zero_rows = all_zero_rows;
-    if (call.post == POST_RECENTER) prefix_sums(call, shape, scratch, stream);
+    if (!post_sweeps_twice(call.post)) prefix_sums(call, shape, scratch, stream);    // otherwise only for the gradients
     pass_of<X>(shape.normalizer).forward(call, stream);
 }
 

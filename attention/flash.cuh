@@ -11,7 +11,8 @@
 //               instead of a prior sweep over the keys (see below). (flash90_backward.cuh is such a single kernel.)
 //
 //   flash_tile.cuh        shared-memory tiles, register fragments and matmuls
-//   flash_row.cuh         what is computed for a row or an element: phi, powers, which keys a row sees
+//   flash_row.cuh         what is computed for a row or an element: phi, which keys a row sees
+//   flash_post.cuh        what depends on the post: a row's numbers, its weights and their gradients
 //   flash_forward_row.cuh what the forward pass computes for a row
 //   flash_forward.cuh     the forward kernel
 //   flash90*.cuh          the kernels for compute capability 9.0

@@ -12,7 +12,7 @@
 
 #include <type_traits>
 
-#include "attention/normalizer.h"
+#include "attention/post.h"
 
 // NH query heads share NKV key-value heads: query head h reads key-value head h / (NH/NKV).
 //   HS is a multiple of 8 and at most 128 (48, 64 and 128 need no padding), and VS = HS; or, for the gated unit, HS is
@@ -101,29 +101,9 @@ void flash_backward(FlashInputGrads<X> d, const X *dout, FlashView<const X> out,
 
 // ---- between flash.cu and the instances
 
-// What the backward kernels need to know about a row (flash.cuh has the formulas). For plain posts, by_d is factor
-// times scale, and by_D is that times D (in the dq kernel, both without scale).
-//
-// The kernel in flash90_backward.cuh reads only the first half where it can. For exp, bias includes ln |factor|, so
-// that f is the weight itself, and the mean takes the place of factor. With rows_scale_D(), D includes `less` under
-// recenter and is multiplied by scale and factor (exp: by scale), and `less` is D itself. For reweight, `less` is
-// divided by factor P, and by_dz is scale factor P.
+// What the backward kernels need to know about a row: Post<POST>::Row or Row90 of flash_post.cuh.
 struct alignas(16) FlashRow {
-    float scale, bias;
-    union {
-        float factor, mean90;
-    };
-    float D;
-    union {
-        float mean, by_d;
-    };
-    union {
-        float less, by_D;
-    };
-    float inverse_sum;
-    union {
-        float number, by_dz;    // number: phi's, see phi_number()
-    };
+    float scale, more[7];
 };
 
 template <class X>
@@ -134,7 +114,7 @@ struct FlashCall {
     float *stats;            // (B,NH,T,FLASH_STATS)
     X *rest;                 // (B,NH,T,VS): the rounding error of out, or NULL
     unsigned long long *all_zero_rows;
-    X *along;               // (B,NH,T,VS): sum_j r^(P-1) (1 - r) (v_j - out) under reweight, or NULL
+    X *along;               // (B,NH,T,VS): sum_j r^(P-1) (1 - r) (v_j - out) if the post is a power, or NULL
     const float *prefix;    // (B,NKV,T,VS): the sum of v_j over the visible j, for recenter and recenter-l1
     int parts;              // of v's columns, HS each, which flash90_backward.cuh processes like heads; elsewhere 1
     FlashRow *rows;         // (parts,B,NH,T)
@@ -150,18 +130,27 @@ struct FlashCall {
     Scalars scalars;
     Stage scale, offset, norm;
     int phi, post;
-    float power;    // the exponent of reweight
+    float power;    // the number of the post
     int B, T, NH, NKV, HS, VS, L, from;
 };
 
-// Posts, classified by what they require of the kernels.
-enum FlashPost {
-    FLASH_PLAIN,          // none, negate, rectify: one sweep
-    FLASH_RECENTER,       // one sweep, and prefix sums of v
-    FLASH_RECENTER_L1,    // two sweeps over the keys
-    FLASH_REWEIGHT,       // two sweeps
-    FLASH_TWO_SWEEPS      // either of the last two, decided at run time
-};
+// What a post requires of the kernels.
+//   plain      W is f times a factor of the row, or 0: none, negate, rectify
+//   centers    prefix sums of v
+//   twice      two sweeps over the keys, because W needs Z or the largest f
+//   power      W is a power of a function of f that is at most 1
+NORMALIZER_CONSTANT bool post_is_plain(int post) {
+    return !(post_needs(post) & (POST_SUMS | POST_LARGEST | POST_DIVIDES));
+}
+NORMALIZER_CONSTANT bool post_centers(int post) {
+    return post_needs(post) & POST_CENTERS;
+}
+NORMALIZER_CONSTANT bool post_sweeps_twice(int post) {
+    return post_needs(post) & POST_DIVIDES;
+}
+NORMALIZER_CONSTANT bool post_is_power(int post) {
+    return post_needs(post) & POST_LARGEST;
+}
 
 enum { FLASH_ANY_PHI = -1 };    // phi is selected at run time
 
@@ -190,20 +179,13 @@ constexpr bool flash_rectifies(int phi) {
     return phi == PHI_EXPM1 || phi == FLASH_ANY_PHI;
 }
 
-constexpr bool flash_post_fits(int have, int post) {
-    if (post == POST_RECENTER) return have == FLASH_RECENTER;
-    if (post == POST_RECENTER_L1) return have == FLASH_RECENTER_L1 || have == FLASH_TWO_SWEEPS;
-    if (post == POST_REWEIGHT) return have == FLASH_REWEIGHT || have == FLASH_TWO_SWEEPS;
-    return have == FLASH_PLAIN;
-}
-
-// The instance for these elements, phi and post, or -1. First match wins.
+// The instance for these elements, phi and post, or -1. First match wins. All plain posts have the same instances.
 constexpr int flash_find(size_t element, int phi, int post) {
+    const bool plain = post_is_plain(post), any = !(plain && post_needs(post) & POST_VANISHES) || flash_rectifies(phi);
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
-        bool phi_fits =
-            have.phi == FLASH_ANY_PHI || (have.phi == phi && (post != POST_RECTIFY || flash_rectifies(phi)));
-        if (have.element == element && phi_fits && flash_post_fits(have.post, post)) return i;
+        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && any);
+        if (have.element == element && phi_fits && have.post == (plain ? POST_NONE : post)) return i;
     }
     return -1;
 }
@@ -261,10 +243,11 @@ void flash90_instance_backward(const FlashCall<bf16> &call, cudaStream_t stream)
 // The two kernels for heads of up to HS = 64 or 128: where registers do not suffice, which would spill, flash.cuh's
 // kernels take over.
 constexpr bool flash90_forward_fits(int phi, int post, int HS) {
-    return HS <= 64 || ((phi != PHI_SOFTPLUS || post != FLASH_PLAIN) && post != FLASH_RECENTER_L1);
+    return HS <= 64 ||
+           ((phi != PHI_SOFTPLUS || !post_is_plain(post)) && !(post_centers(post) && post_sweeps_twice(post)));
 }
 constexpr bool flash90_backward_fits(int post, int HS) {
-    return HS <= 64 || post != FLASH_REWEIGHT;
+    return HS <= 64 || !post_is_power(post);
 }
 
 // Do the blocks of flash90_backward.cuh start with the last queries? With heads of at most 64, those of instances with
@@ -275,7 +258,7 @@ constexpr bool flash90_last_queries_first(int phi, int HS) {
 
 // Does flash90.cuh's forward pass keep `along`, which its backward pass needs?
 constexpr bool flash90_keeps_along(int post, int HS) {
-    return HS <= 64 && post == FLASH_REWEIGHT;
+    return HS <= 64 && post_is_power(post);
 }
 
 // Tiles of its backward kernel; and the warps that store a tile of keys, each of which waits for its turn with parts.

@@ -85,7 +85,7 @@ struct Backward90Plan {
         // Are S and dP of the next step computed while the other matmuls run?
         AHEAD = SMALL,
         // Are the rows of a step's first operand read a step ahead?
-        READS_AHEAD = SMALL && POST == FLASH_PLAIN,
+        READS_AHEAD = SMALL && Post<POST>::PLAIN,
         // Others see what a warp has stored only after a fence, which takes some hundred clocks. Does a step's dq wait
         // for the fence of a later step's dz? That takes several buffers of dq.
         SHARES_LATE = SMALL,
@@ -122,7 +122,7 @@ struct Backward90Tiles {
     char q[P::STAGES][tile_bytes<P::STREAM, P::HS>], dout[P::STAGES][tile_bytes<P::STREAM, P::HS>];
     char dz[P::DZ_STAGES][tile_bytes<P::OWN, P::STREAM>];
     float4 dq[P::DQ_STAGES][dq_pieces<P::HS>];    // in the order in which threads hold it
-    float4 rows[P::STAGES][2][P::STREAM];         // halves of FlashRow
+    float4 rows[P::STAGES][2][P::STREAM];         // halves of rows
 };
 
 template <class P>
@@ -287,7 +287,7 @@ DEVICE void backward90_load(const Backward90Shared<P> &shared, const Backward90M
     }
 }
 
-// By a warp: copies the FlashRows of a block's steps, zeros for rows past T. step: the number of steps before it
+// By a warp: copies the rows of a block's steps, zeros for rows past T. step: the number of steps before it
 template <class P>
 DEVICE void backward90_load_rows(const Backward90Shared<P> &shared, unsigned block, unsigned &step,
                                  const FlashCall<bf16> &call, int lane) {
@@ -358,7 +358,8 @@ DEVICE void backward90_add(const Backward90Shared<P> &shared, const Backward90Wo
 // The consumers
 
 // The rows of the lane's columns of an operand, 16 queries.
-typedef FlashRow OperandRows[2][2];
+template <class P>
+using OperandRows = typename Post<P::POST>::template Row90<P::PHI>[2][2];
 
 // A block's sequence, its first key, and the query after those of its first head that see its keys.
 struct Backward90Span {
@@ -374,7 +375,7 @@ struct Backward90Consumer {
     float s[P::NT][4], d[P::NT][4];                // scores; dO · v
     uint32_t w[P::NT / 2][4], dz[P::NT / 2][4];    // weights and dz as left operands
     uint32_t k[KEPT][4], v[KEPT][4];               // left operands
-    OperandRows first;                             // the rows of a step's first operand
+    OperandRows<P> first;                          // the rows of a step's first operand
     unsigned block, begin, end;                    // the block of keys, its first step, and the step after its last
     int row0;                                      // the step's first query
     Backward90Span kept;                           // a copy for span_of()
@@ -454,7 +455,7 @@ DEVICE void backward90_take_keys(Backward90Consumer<P> &c, const Backward90Share
 }
 
 template <class P>
-DEVICE void backward90_rows(OperandRows &rows, const Backward90Shared<P> &shared, unsigned step, int k) {
+DEVICE void backward90_rows(OperandRows<P> &rows, const Backward90Shared<P> &shared, unsigned step, int k) {
     UNROLL
     for (int nt = 0; nt < 2; nt++)
         rows_of_lane(rows[nt], shared.tiles.rows[step % P::STAGES][0], 16 * k + 8 * nt, P::STREAM);
@@ -516,12 +517,12 @@ DEVICE void backward90_weigh(Backward90Consumer<P> &c, const Backward90Shared<P>
                              const FlashCall<bf16> &call) {
     enum { PARTS = P::NT / 2 };
     typedef float Part[1][2][4];    // 16 queries, which are an operand's
-    OperandRows rows[2];
+    OperandRows<P> rows[2];
     if (!P::READS_AHEAD) backward90_rows(c.first, shared, step, 0);
     wgmma_wait<0>(c.s, c.d);
     UNROLL
     for (int k = 0; k < PARTS; k++) {
-        const OperandRows &now = k == 0 ? c.first : rows[k % 2];
+        const OperandRows<P> &now = k == 0 ? c.first : rows[k % 2];
         Part &s = *(Part *)(c.s + 2 * k), &d = *(Part *)(c.d + 2 * k);
         if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], shared, step, k + 1);
         auto rows_of = [&](int nt) { return now[nt]; };
@@ -628,8 +629,7 @@ DEVICE void add_parts(float (&dk)[1][P::HS / 8][4], const Backward90Work &work, 
 template <class P>
 DEVICE void backward90_end(Backward90Consumer<P> &c, const Backward90Shared<P> &shared, const FlashCall<bf16> &call) {
     const Backward90Work &work = shared.works[c.block % P::WORK_STAGES];
-    const float sign = sign_of_exp<P::PHI>(call),
-                in_unit = P::POST == FLASH_REWEIGHT ? 1 : sign * slope_unit<bf16, P::PHI>;
+    const float sign = sign_of_exp<P::PHI>(call), in_unit = Post<P::POST>::POWERS ? 1 : sign * slope_unit<bf16, P::PHI>;
     const float by[2] = {sign, sign};
     float by_dk[2] = {in_unit, in_unit};
     const int key = work.tile * P::OWN + warp_row(), rows = call.T - key;

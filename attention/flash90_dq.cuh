@@ -50,7 +50,7 @@ DEVICE void undo_rope(float (&d)[1][HS / 8][4], float by, int r, const LaneAngle
 // With exp, the sign of the weights: all of them are negated, or none.
 template <int PHI>
 DEVICE float sign_of_exp(const FlashCall<bf16> &call) {
-    return PHI == PHI_EXP && call.post == POST_NEGATE ? -1 : 1;
+    return PHI == PHI_EXP ? post_sign(call.post) : 1;
 }
 
 // The heads of a block, which share their positions' angles.
@@ -76,7 +76,7 @@ DEVICE void dq_of_head(const FlashCall<bf16> &call, int b, int h, const LaneAngl
         const int i = warp_row + 8 * r + lane_row(), row = i < call.T ? i : call.T - 1;
         const size_t index = (size_t)head * call.T + row;
         const bf16 *q = head_at(call, call.q, b, h) + row * call.q.row + lane_column();
-        by[r] = call.post == POST_REWEIGHT ? 1 : value_unit_of(call, in_unit) / in_unit;
+        by[r] = post_is_power(call.post) ? 1 : value_unit_of(call, in_unit) / in_unit;
         if (call.phi == PHI_EXP) by[r] *= sign_of_exp<PHI_EXP>(call);
         if (!call.g) continue;
         float g = 0;    // sum_j dz s = q · sum_j dz k_j

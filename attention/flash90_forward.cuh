@@ -34,17 +34,17 @@ struct Forward90Plan {
     };
     static constexpr bool
         // Are there two sweeps over the keys, of which the first needs no values?
-        TWICE = POST >= FLASH_RECENTER_L1,
+        TWICE = Post<POST>::TWICE,
         // Does the matmul with v also sum its weights? Only those that are never negative, and not those of exp: its
         // kernel issues so little else that the tensor cores' time counts, and summing them this way made it 5 to 8 %
         // slower (H200, T = 4,096 and 16,384).
-        SUMS = HS <= 64 && (TWICE ? POST == FLASH_REWEIGHT : !phi_signed(PHI) && PHI != PHI_EXP),
+        SUMS = HS <= 64 && (TWICE ? Post<POST>::POWERS : !phi_signed(PHI) && PHI != PHI_EXP),
         // Does a second matmul sum r^(P-1) (1 - r) times v, for the backward pass?
         ALONG = flash90_keeps_along(POST, HS),
         // Does a block of the grid compute several blocks of rows? Then the grid has at most one block for each SM, and
         // a block loads the next rows while it finishes those before. Otherwise, for lack of registers, it computes one
         // block of rows.
-        LOOPS = HS <= 64 && POST < FLASH_REWEIGHT,
+        LOOPS = HS <= 64 && !Post<POST>::POWERS,
         // Are a block's first scores issued before the previous block is stored? They are where registers suffice.
         AHEAD = LOOPS && !TWICE && PHI != PHI_EXPM1;
     static constexpr int ONES = SUMS ? 8 : 0;    // the columns of ones after those of v
@@ -248,7 +248,7 @@ DEVICE void forward90_wait_output(Forward90Consumer<P> &c) {
 template <class P>
 DEVICE void forward90_queries(Forward90Consumer<P> &c, const Forward90Shared<P> &shared, const FlashCall<bf16> &call,
                               const QueryBlock &at, unsigned step) {
-    const bool relative = forward_sweep<bf16, P::PHI, P::POST>(call, true).relative;
+    const bool relative = forward_sweep<bf16, P::PHI>(call, true).relative;
     char *q = shared.tiles.q[step % P::OWN_STAGES];
     c.q = q + c.warpgroup * panel_bytes<64>;
     ring_wait_full(shared.barriers.q, step);
@@ -331,7 +331,7 @@ DEVICE void forward90_take_sums(Forward90Consumer<P> &c) {
     }
 }
 
-// For the backward pass under reweight: sum_j r^(P-1) (1 - r) (v_j - out), which needs the rows' sums of w.
+// For the backward pass of powers: sum_j r^(P-1) (1 - r) (v_j - out), which needs the rows' sums of w.
 template <class P>
 DEVICE void forward90_store_along(Forward90Consumer<P> &c, const FlashCall<bf16> &call, QueryBlock at) {
     static_assert(P::SUMS, "the matmul has summed both");
@@ -355,7 +355,7 @@ DEVICE void forward90_store_along(Forward90Consumer<P> &c, const FlashCall<bf16>
 template <class P>
 DEVICE void forward90_compute(Forward90Consumer<P> &c, const Forward90Shared<P> &shared, const FlashCall<bf16> &call,
                               const QueryBlock &at, Forward90Passed &passed, const QueryBlock &next, bool more) {
-    const ForwardSweep last = forward_sweep<bf16, P::PHI, P::POST>(call, true);
+    const ForwardSweep last = forward_sweep<bf16, P::PHI>(call, true);
     const Forward90Keys keys = forward90_keys<P>(call, at);
     unsigned &k = passed.k, &v = passed.v;
     int tile = 0;
@@ -365,7 +365,7 @@ DEVICE void forward90_compute(Forward90Consumer<P> &c, const Forward90Shared<P> 
     if constexpr (!P::AHEAD) forward90_queries(c, shared, call, at, passed.q);
 
     if constexpr (P::TWICE) {
-        const ForwardSweep first = forward_sweep<bf16, P::PHI, P::POST>(call, false);
+        const ForwardSweep first = forward_sweep<bf16, P::PHI>(call, false);
         UNROLL_NOT
         for (; tile < keys.count; tile++, k++) {
             forward90_start_scores(c, shared, k);

@@ -4,18 +4,15 @@
 #ifndef ATTENTION_FLASH_BACKWARD_CUH
 #define ATTENTION_FLASH_BACKWARD_CUH
 
-#include "attention/flash_row.cuh"
+#include "attention/flash_post.cuh"
 
-template <int POST>
-constexpr bool may_reweight = POST == FLASH_REWEIGHT || POST == FLASH_TWO_SWEEPS;
-
-// With reweight, does dq have a second accumulator, which `less` multiplies at the end? Two float32 accumulators of 128
+// With powers, does dq have a second accumulator, which `less` multiplies at the end? Two float32 accumulators of 128
 // columns do not fit in registers; there, a separate sweep computes `less` first.
 template <class X, int HS, int POST>
-constexpr bool splits_dq = may_reweight<POST> && (is_bf16<X> || HS <= 64);
+constexpr bool splits_dq = Post<POST>::POWERS && (is_bf16<X> || HS <= 64);
 
 template <class X, int HS, int POST>
-constexpr bool less_first = may_reweight<POST> && !splits_dq<X, HS, POST>;
+constexpr bool less_first = Post<POST>::POWERS && !splits_dq<X, HS, POST>;
 
 // With a wide v, a chunk is a whole tile.
 template <class X, int HS, int POST, bool WIDE>
@@ -30,7 +27,7 @@ constexpr int rows_stream() {
 template <class X, int HS, int PHI, int POST, bool WIDE>
 struct RowsPlan
     : FlashPlan<HS <= 64 ? own_tiles<X, PHI> : 1, rows_stream<X, HS, POST, WIDE>(), rows_chunk<X, HS, POST, WIDE>,
-                is_bf16<X> && HS <= 64 && !may_reweight<POST> && PHI != PHI_MISH> {};
+                is_bf16<X> && HS <= 64 && !Post<POST>::POWERS && PHI != PHI_MISH> {};
 
 // Two accumulators stay in registers here. mish has the longest formulas and leaves no room for two tiles.
 template <class X, int HS, int PHI, bool WIDE>
@@ -40,100 +37,20 @@ struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1,
 // ---------------------------------------------------------------------------------------------------------------------
 // Elementwise
 
-// sgn D: of the weight under recenter-l1, of f where phi is signed.
-template <class X, int POST>
-DEVICE float signed_D(const FlashRow &at, float f, float w, bool is_signed) {
-    if (POST == FLASH_RECENTER_L1 || POST == FLASH_TWO_SWEEPS) return signed_as<X>(at.D, w);
-    return is_signed ? signed_as<X>(at.D, f) : at.D;
-}
-
-// For flash90_backward.cuh: is D multiplied by the factor of df (by_dz()), so that one FFMA gives the difference?
-template <int PHI, int POST>
-constexpr bool scales_D = slope_within_value(PHI) && POST < FLASH_RECENTER_L1;
-
-// For flash90_backward.cuh: the factor of df.
-template <int PHI, int POST>
-DEVICE float by_dz(const FlashRow &row) {
-    if (POST == FLASH_REWEIGHT) return row.by_dz;
-    return PHI == PHI_EXP ? row.scale : row.scale * row.factor;
-}
-
-// For flash90_backward.cuh: d and w of backward_values from f, in place of the formulas below. With exp, f is the
-// weight before its mean is subtracted. Unless scales_D, the caller multiplies df by by_dz().
-template <int PHI, int POST, bool BY_COLUMN, int N>
-DEVICE void backward90_values(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
-                              const FlashCall<bf16> &call) {
-    static_assert(PHI == PHI_EXP || POST == FLASH_PLAIN, "no other kernels");
-    UNROLL
-    for (int e = 0; e < N; e++) {
-        const FlashRow &at = row[row_of<BY_COLUMN>(e)];
-        if (PHI != PHI_EXP) w[e] *= at.factor;
-        else if (POST != FLASH_PLAIN) w[e] -= at.mean90;
-        if (rectifies<PHI> && phi_signed(PHI) && call.post == POST_RECTIFY && !(f[e] > 0)) w[e] = d[e] = 0;
-        if (scales_D<PHI, POST>) {
-            d[e] = d[e] * by_dz<PHI, POST>(at) - at.D;
-            continue;
-        }
-        if (POST == FLASH_RECENTER_L1) d[e] -= at.less;
-        d[e] -= signed_D<bf16, POST>(at, f[e], w[e], phi_signed(PHI));
-    }
-}
-
-// d and w of backward_values under reweight.
-template <class X, int PHI, bool BY_COLUMN, int KNOWN, bool FOR_90, int N>
-DEVICE void backward_reweight(float (&d)[N], float (&w)[N], const float (&f)[N], const FlashRow *row,
-                              const FlashCall<X> &call) {
-    const bool is_signed = phi_signed(phi_of<PHI>(call));
-    float r[N], q[N];
-    reweight_powers<X, KNOWN, BY_COLUMN>(r, q, f, row, call.power);
-    UNROLL
-    for (int e = 0; e < N; e++) {
-        const FlashRow &at = row[row_of<BY_COLUMN>(e)];
-        const float by_r = q[e] * at.inverse_sum, scale = at.scale * slope_unit<X, PHI>,
-                    less = FOR_90 ? at.less : at.less * scale;
-        w[e] = by_r * r[e];
-        d[e] = by_r * (d[e] - at.D);
-        if (!FOR_90) d[e] *= reweight_slope(at, call) * scale;
-        d[e] -= is_signed ? signed_as<X>(less, f[e]) : less;
-    }
-}
-
-// From the scores s (N) and d = dO · v, in place: d becomes df, times the row's scale under reweight and, BY_COLUMN,
-// under plain posts. Also writes f, its slope and the weights w. row: see phi_values. FOR_90: for flash90_backward.cuh,
-// where dz is multiplied by by_dz() instead, here or, unless scales_D, by dkv_values()
-template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool FOR_90 = false, int N>
+// From the scores s (N) and d = dO · v, in place: d becomes df as back() or, FOR_90, back90() of the post says. Also
+// writes f, its slope and the weights w. row: see phi_values
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool FOR_90 = false, int N, class Row>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
-                            const FlashRow *row, const FlashCall<X> &call) {
-    const int phi = phi_of<PHI>(call);
-    const bool is_signed = phi_signed(phi);
+                            const Row *row, const FlashCall<X> &call) {
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[row_of<BY_COLUMN>(e)].scale + row[row_of<BY_COLUMN>(e)].bias;
-    constexpr Wanted wanted = BY_COLUMN || POST >= FLASH_RECENTER_L1 ? BOTH : SLOPE;
-    phi_values<X, PHI, BY_COLUMN, wanted, FOR_90 ? ALWAYS : NEVER>(phi, f, slope, row);
-    if (is_reweight<X, POST>(call)) return backward_reweight<X, PHI, BY_COLUMN, KNOWN, FOR_90>(d, w, f, row, call);
-
+    constexpr Wanted wanted = BY_COLUMN || Post<POST>::TWICE ? BOTH : SLOPE;
+    phi_values<X, PHI, BY_COLUMN, wanted, FOR_90 ? ALWAYS : NEVER>(phi_of<PHI>(call), f, slope, row);
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
     if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
-    if constexpr (FOR_90 && POST != FLASH_REWEIGHT) return backward90_values<PHI, POST, BY_COLUMN>(d, w, f, row, call);
-
-    const bool rectify = POST == FLASH_PLAIN && rectifies<PHI> && is_signed && call.post == POST_RECTIFY;
-    UNROLL
-    for (int e = 0; e < N; e++) {
-        const FlashRow &at = row[row_of<BY_COLUMN>(e)];
-        w[e] *= at.factor;
-        if (rectify && !(f[e] > 0)) w[e] = d[e] = 0;
-        if (POST == FLASH_PLAIN) {
-            // A difference that should be 0 must be exactly 0, because it is divided by Z. Where the slope is as small
-            // as f, rounding is harmless.
-            if (slope_within_value(PHI)) d[e] = d[e] * at.by_d - at.by_D;
-            else d[e] = (d[e] - (is_signed ? signed_as<X>(at.D, f[e]) : at.D)) * at.by_d;
-            continue;
-        }
-        w[e] -= at.mean;
-        d[e] -= at.less;
-        d[e] = at.factor * (d[e] - signed_D<X, POST>(at, f[e], w[e], is_signed));
-    }
+    if constexpr (FOR_90) Post<POST>::template back90<PHI, BY_COLUMN, KNOWN>(d, w, f, row, call);
+    else Post<POST>::template back<X, PHI, BY_COLUMN, KNOWN>(d, w, f, row, call);
 }
 
 // d += dO · v over all columns of a wide v, HS at a time, for the rows that the block owns and a tile of the other
@@ -151,17 +68,10 @@ DEVICE void matmul_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false>
     }
 }
 
-// less of row n, from the four lanes' sums of t (1 - r).
-template <class X>
-DEVICE float reweight_less(float less_sum, const FlashRow &row, const FlashCall<X> &call, int n) {
-    float less = row_sum(less_sum) * reweight_factor(row, call) / (float)n;
-    return norm_is_sum(call.norm) && n > POST_FROM ? less : 0;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // dq, by row blocks
 
-// A row's sums for the gradient of phi's number: of df df/dnumber or, with reweight, the two with t and with sgn(f), as
+// A row's sums for the gradient of phi's number: of df df/dnumber or, with powers, the two with t and with sgn(f), as
 // for dq.
 struct NumberSum {
     float t, less;
@@ -171,8 +81,9 @@ struct NumberSum {
 template <class X, int HS, int PHI, int POST, bool WIDE>
 struct DqWarp {
     typedef RowsPlan<X, HS, PHI, POST, WIDE> P;
+    typedef typename Post<POST>::Row Row;
     enum { TILES = P::TILES, ROWS = 2 * TILES };
-    FlashRow row[ROWS];
+    Row row[ROWS];
     float g[ROWS], less[ROWS];    // of dz s; of t (1 - r)
     NumberSum number[ROWS];
     float dq[TILES][HS / 8][4];
@@ -180,18 +91,18 @@ struct DqWarp {
     Own<X, HS, TILES, P::KEEP> q, dout;
 };
 
-// For reweight: d becomes t phi'(z), along becomes sgn(f) phi'(z), and t (1 - r) is added to less_sum; see flash.cuh.
+// With powers: d becomes t phi'(z), along becomes sgn(f) phi'(z), and t (1 - r) is added to less_sum; see flash.cuh.
 // hidden: not visible
-template <class X, int PHI, int KNOWN, int N>
-DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, NumberSum *number_sum, const float (&s)[N],
-                        const bool (&hidden)[N], const FlashRow *row, const FlashCall<X> &call) {
+template <class X, int PHI, int POST, int KNOWN, int N>
+DEVICE void dq_powers(float (&d)[N], float (&along)[N], float *less_sum, NumberSum *number_sum, const float (&s)[N],
+                      const bool (&hidden)[N], const typename Post<POST>::Row *row, const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
     const bool is_signed = phi_signed(phi);
     float f[N], r[N], q[N];
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[e / 2].scale + row[e / 2].bias;
     phi_values<X, PHI, false, VALUE>(phi, f, along, row);
-    reweight_powers<X, KNOWN, false>(r, q, f, row, call.power);
+    Post<POST>::template powers<X, KNOWN, false>(r, q, f, row, call.power);
     UNROLL
     for (int e = 0; e < N; e++) {
         float t = hidden[e] ? 0 : q[e] * (d[e] - row[e / 2].D);
@@ -208,31 +119,32 @@ DEVICE void dq_reweight(float (&d)[N], float (&along)[N], float *less_sum, Numbe
     }
 }
 
-// dz of a chunk in place of d, except under reweight, where d and along become what dq_reweight says (with less_first:
-// dz in the second sweep).   first: the first of two sweeps, which only adds to own.less
+// d and along of a chunk become what dq_powers says, or, with less_first, d becomes dz in the second sweep.   first: the
+// first of two sweeps, which only adds to own.less
 template <bool MASKED, class X, int HS, int PHI, int POST, bool WIDE, int TILES, int NT, int ALONG>
-DEVICE void dq_values_reweight(float (&d)[TILES][NT][4], float (&along)[ALONG][NT][4],
-                               DqWarp<X, HS, PHI, POST, WIDE> &own, const float (&s)[TILES][NT][4],
-                               const Hidden<MASKED, 2 * TILES> &hidden, bool first, const FlashCall<X> &call) {
-    with_power<POST>(call.power, [&](auto power) {
+DEVICE void dq_values_powers(float (&d)[TILES][NT][4], float (&along)[ALONG][NT][4],
+                             DqWarp<X, HS, PHI, POST, WIDE> &own, const float (&s)[TILES][NT][4],
+                             const Hidden<MASKED, 2 * TILES> &hidden, bool first, const FlashCall<X> &call) {
+    with_power<POST, PHI>(call.power, [&](auto power) {
         UNROLL
         for (int i = 0; i < TILES * NT; i++) {
             const int m = i / NT, nt = i % NT;
             bool hides[4];
             UNROLL
             for (int e = 0; e < 4; e++) hides[e] = is_hidden(hidden, {m, nt, e});
-            dq_reweight<X, PHI, power.value>(d[m][nt], along[m][nt], own.less + 2 * m, own.number + 2 * m, s[m][nt],
-                                             hides, own.row + 2 * m, call);
+            dq_powers<X, PHI, POST, power.value>(d[m][nt], along[m][nt], own.less + 2 * m, own.number + 2 * m, s[m][nt],
+                                                 hides, own.row + 2 * m, call);
         }
     });
     if (!less_first<X, HS, POST> || first) return;
     for_each_element(d, [&](Element at) {
-        const FlashRow &row = own.row[own_row(at)];
+        const auto &row = own.row[own_row(at)];
         float &x = d[at.m][at.nt][at.e];
-        x = reweight_factor(row, call) * x - row.less * along[at.m][at.nt][at.e];
+        x = Post<POST>::factor(row, call) * x - row.less * along[at.m][at.nt][at.e];
     });
 }
 
+// d becomes dz, for posts without powers.
 template <bool MASKED, class X, int HS, int PHI, int POST, bool WIDE, int TILES, int NT>
 DEVICE void dq_values(float (&d)[TILES][NT][4], DqWarp<X, HS, PHI, POST, WIDE> &own, const float (&s)[TILES][NT][4],
                       const Hidden<MASKED, 2 * TILES> &hidden, const FlashCall<X> &call) {
@@ -255,11 +167,11 @@ DEVICE void dq_values(float (&d)[TILES][NT][4], DqWarp<X, HS, PHI, POST, WIDE> &
 }
 
 // Processes a chunk of keys, as forward_keys does. d: dO · v if WIDE, otherwise uninitialized   first: see
-// dq_values_reweight
+// dq_values_powers
 template <bool MASKED, class X, int HS, int PHI, int POST, bool WIDE, int TILES, int NT>
 DEVICE void dq_keys(DqWarp<X, HS, PHI, POST, WIDE> &own, float (&d)[TILES][NT][4], const X *k, const X *v, Chunk chunk,
                     bool first, const FlashCall<X> &call) {
-    float s[TILES][NT][4], along[may_reweight<POST> ? TILES : 1][NT][4];
+    float s[TILES][NT][4], along[Post<POST>::POWERS ? TILES : 1][NT][4];
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
     if (MASKED) first_keys(hidden.first, call, chunk);
     set_zero(s);
@@ -268,21 +180,21 @@ DEVICE void dq_keys(DqWarp<X, HS, PHI, POST, WIDE> &own, float (&d)[TILES][NT][4
         set_zero(d);
         matmul_by_rows(d, own.dout, v);
     }
-    const bool reweight = is_reweight<X, POST>(call);
-    if constexpr (may_reweight<POST>) {
-        if (reweight) dq_values_reweight<MASKED>(d, along, own, s, hidden, first, call);
-        if (less_first<X, HS, POST> && reweight && first) return;
+    if constexpr (Post<POST>::POWERS) {
+        dq_values_powers<MASKED>(d, along, own, s, hidden, first, call);
+        if (less_first<X, HS, POST> && first) return;
+    } else {
+        dq_values<MASKED>(d, own, s, hidden, call);
+        if (call.g)
+            for_each_element(d, [&](Element at) { own.g[own_row(at)] += d[at.m][at.nt][at.e] * s[at.m][at.nt][at.e]; });
     }
-    if (!reweight) dq_values<MASKED>(d, own, s, hidden, call);
-    if (call.g && !reweight)
-        for_each_element(d, [&](Element at) { own.g[own_row(at)] += d[at.m][at.nt][at.e] * s[at.m][at.nt][at.e]; });
     matmul_by_columns<X, HS>(own.dq, d, k);
     if constexpr (splits_dq<X, HS, POST>) {
-        if (reweight && norm_is_sum(call.norm)) matmul_by_columns<X, HS>(own.less_dq, along, k);
+        if (Post<POST>::has_less(call)) matmul_by_columns<X, HS>(own.less_dq, along, k);
     }
 }
 
-// Finishes a row under reweight, whose part of dq in this lane is at `half`: applies K and less.
+// Finishes a row with powers, whose part of dq in this lane is at `half`: applies K and less.
 template <int CT>
 DEVICE void dq_combine(float (&dq)[CT][4], const float (&less_dq)[CT][4], int half, float K, float less) {
     UNROLL
@@ -303,18 +215,16 @@ DEVICE float dot_q(const float (&dq)[CT][4], int half, const X *q) {
 }
 
 template <class X, int HS, int PHI, int POST, bool WIDE>
-DEVICE void dq_begin(DqWarp<X, HS, PHI, POST, WIDE> &own, const FlashRow *rows, const FlashCall<X> &call,
-                     QueryBlock at) {
+DEVICE void dq_begin(DqWarp<X, HS, PHI, POST, WIDE> &own, const typename Post<POST>::Row *rows,
+                     const FlashCall<X> &call, QueryBlock at) {
+    typedef typename Post<POST>::Row Row;
     UNROLL
     for (int r = 0; r < own.ROWS; r++) {
         const int i = at.warp_row + 8 * r + lane_row();
-        FlashRow &row = own.row[r];
-        row = i < call.T ? rows[i] : FlashRow();
+        own.row[r] = i < call.T ? rows[i] : Row();
         own.g[r] = own.less[r] = 0;
         own.number[r] = {};
-        if (POST != FLASH_PLAIN) continue;
-        row.by_d = row.factor;
-        row.by_D = row.factor * row.D;
+        Post<POST>::for_dq(own.row[r]);
     }
     set_zero(own.dq);
     set_zero(own.less_dq);
@@ -322,11 +232,12 @@ DEVICE void dq_begin(DqWarp<X, HS, PHI, POST, WIDE> &own, const FlashRow *rows, 
 
 // Between two sweeps: less of the warp's rows.
 template <class X, int HS, int PHI, int POST, bool WIDE>
-DEVICE void dq_between(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, const FlashCall<X> &call, QueryBlock at) {
+DEVICE void dq_between(DqWarp<X, HS, PHI, POST, WIDE> &own, typename Post<POST>::Row *rows, const FlashCall<X> &call,
+                       QueryBlock at) {
     UNROLL
     for (int r = 0; r < own.ROWS; r++) {
         const int i = at.warp_row + 8 * r + lane_row();
-        own.row[r].less = reweight_less(own.less[r], own.row[r], call, place_of(call, at.b, at.h, i).n);
+        own.row[r].less = Post<POST>::less_of(own.less[r], own.row[r], call, place_of(call, at.b, at.h, i).n);
         if (i < call.T && threadIdx.x % 4 == 0) rows[i].less = own.row[r].less;
         own.number[r] = {};    // only the second sweep counts
     }
@@ -334,8 +245,9 @@ DEVICE void dq_between(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, cons
 
 // Finishes the warp's rows and writes dq, and where they are needed less, g and by_number.
 template <class X, int HS, int PHI, int POST, bool WIDE>
-DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, const FlashCall<X> &call, QueryBlock at) {
-    const bool reweight = is_reweight<X, POST>(call);
+DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, typename Post<POST>::Row *rows, const FlashCall<X> &call,
+                   QueryBlock at) {
+    typedef typename Post<POST>::Row Row;
     float by[DqWarp<X, HS, PHI, POST, WIDE>::ROWS];
     UNROLL
     for (int r = 0; r < own.ROWS; r++) {
@@ -343,17 +255,16 @@ DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, const Fl
         const bool writes = i < call.T && threadIdx.x % 4 == 0;
         const size_t index = (size_t)blockIdx.y * call.T + i;
         by[r] = own.row[r].scale * slope_unit<X, PHI>;
-        float less = own.row[r].less;
+        float less = 0;
+        if constexpr (less_first<X, HS, POST>) less = own.row[r].less;
         if constexpr (splits_dq<X, HS, POST>) {
-            if (reweight) {
-                FlashRow end = i < call.T ? rows[i] : FlashRow();    // reloaded, to save registers
-                less = reweight_less(own.less[r], end, call, place_of(call, at.b, at.h, i).n);
-                dq_combine(own.dq[r / 2], own.less_dq[r / 2], r % 2, reweight_factor(end, call), less);
-                __syncwarp();
-                if (writes) rows[i].less = less;
-            }
+            Row end = i < call.T ? rows[i] : Row();    // reloaded, to save registers
+            less = Post<POST>::less_of(own.less[r], end, call, place_of(call, at.b, at.h, i).n);
+            dq_combine(own.dq[r / 2], own.less_dq[r / 2], r % 2, Post<POST>::factor(end, call), less);
+            __syncwarp();
+            if (writes) rows[i].less = less;
         }
-        if (reweight && call.g) {
+        if (Post<POST>::POWERS && call.g) {
             const X *q = own.q.tile + (8 * r + lane_row()) * tile_step<HS> + lane_column();
             own.g[r] = dot_q(own.dq[r / 2], r % 2, q);
         }
@@ -361,7 +272,8 @@ DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, FlashRow *rows, const Fl
         if (call.g && writes) call.g[index] = of_row;
         if (!phi_learns(phi_of<PHI>(call)) || !call.by_number) continue;
         of_row = row_sum(own.number[r].t);
-        if (reweight) of_row = reweight_factor(own.row[r], call) * of_row - less * row_sum(own.number[r].less);
+        if constexpr (Post<POST>::POWERS)
+            of_row = Post<POST>::factor(own.row[r], call) * of_row - less * row_sum(own.number[r].less);
         if (writes) call.by_number[index] = of_row;
     }
     X *dq = head_at(call, call.dq, at.b, at.h) + at.warp_row * call.dq.row;
@@ -375,8 +287,9 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
     enum { STEP = tile_step<HS>, TILE = P::OWN * STEP };
     DYNAMIC_SHARED(X, shared);
     const QueryBlock at = query_block<P>(call);
-    FlashRow *rows = call.rows + (size_t)blockIdx.y * call.T;
-    const bool two_sweeps = less_first<X, HS, POST> && is_reweight<X, POST>(call) && norm_is_sum(call.norm);
+    auto *rows = (typename Post<POST>::Row *)(call.rows + (size_t)blockIdx.y * call.T);
+    bool two_sweeps = false;
+    if constexpr (less_first<X, HS, POST>) two_sweeps = Post<POST>::has_less(call);
 
     X *q_tile = shared, *dout_tile = q_tile + TILE;
     const int warp = threadIdx.x / 32;
@@ -412,7 +325,8 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
             if (masked) dq_keys<true>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
             else dq_keys<false>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
         });
-        if (two_sweeps && step == keys.count - 1) dq_between(own, rows, call, at);
+        if constexpr (less_first<X, HS, POST>)
+            if (two_sweeps && step == keys.count - 1) dq_between(own, rows, call, at);
     }
     dq_end(own, rows, call, at);
 }
@@ -460,7 +374,7 @@ DEVICE TileSource<X> values_of(const FlashCall<X> &call, KeyBlock at) {
 template <class X, int HS, class Plan>
 struct QueryTiles {
     X *q_tiles, *dout_tiles;    // (2,STREAM,HS) each, in shared memory
-    float4 *row_tiles;          // (2,2,STREAM): halves of FlashRow
+    float4 *row_tiles;          // (2,2,STREAM): halves of rows
     TileSource<X> q, dout;      // of the whole sequence
     int group, member;          // how many heads share the keys; which of them this is
 };
@@ -501,24 +415,24 @@ DEVICE void keys_hide_before(float (&w)[TILES][NT][4], float (&d)[TILES][NT][4],
 }
 
 // The two rows that a lane has among the 8 queries from `from` on.
-DEVICE void rows_of_lane(FlashRow (&row)[2], const float4 *row_tile, int from, int ROWS) {
+template <class Row>
+DEVICE void rows_of_lane(Row (&row)[2], const float4 *row_tile, int from, int ROWS) {
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int at = from + lane_column() + i;
-        const float4 x = row_tile[at], y = row_tile[ROWS + at];
-        row[i] = {x.x, x.y, {x.z}, x.w, {y.x}, {y.y}, y.z, {y.w}};
+        row[i] = row_from<Row>(row_tile[at], row_tile[ROWS + at]);
     }
 }
 
 // Scores s become weights, and d = dO · v becomes dz times the row's scale. Both are 0 where hides(Element).
-// rows(nt): the lane's two rows, as by rows_of_lane   FOR_90: see backward_values
+// rows(nt): the lane's two rows, as by rows_of_lane
 template <int PHI, int POST, bool FOR_90, class X, int TILES, int NT, class Rows, class Hides>
 DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides,
                        const FlashCall<X> &call) {
-    with_power<POST>(call.power, [&](auto power) {
+    with_power<POST, PHI>(call.power, [&](auto power) {
         UNROLL
         for (int nt = 0; nt < NT; nt++) {
-            const FlashRow *row = rows(nt);
+            const auto *row = rows(nt);
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
@@ -527,9 +441,8 @@ DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows 
                 for (int e = 0; e < 4; e++) {
                     bool hidden = hides(Element{m, nt, e});
                     float dz = d[m][nt][e] * slope[e];
-                    if (!FOR_90 && POST != FLASH_PLAIN && !is_reweight<X, POST>(call))
-                        dz *= row[e % 2].scale * slope_unit<X, PHI>;
-                    if (FOR_90 && !scales_D<PHI, POST>) dz *= by_dz<PHI, POST>(row[e % 2]);
+                    if (!FOR_90 && Post<POST>::CENTERS) dz *= row[e % 2].scale * slope_unit<X, PHI>;
+                    if constexpr (FOR_90 && !scales_D<PHI, POST>) dz *= Post<POST>::template by_dz<PHI>(row[e % 2]);
                     s[m][nt][e] = hidden ? 0 : w[e];
                     d[m][nt][e] = hidden ? 0 : dz;
                 }
@@ -550,7 +463,7 @@ DEVICE void dkv_rows(DkvWarp<X, HS, PHI, POST, MODE> &own, float (&d)[TILES][NT]
     if (MODE != KEYS_DK_WIDE) set_zero(d);
     if (MODE == KEYS_BOTH) matmul_by_rows(d, own.v, dout);
     auto hides = [&](Element at) { return MASKED && !is_visible<true>(chunk, at); };
-    FlashRow row[2];
+    typename Post<POST>::Row row[2];
     auto rows = [&](int nt) {
         rows_of_lane(row, row_tile, 8 * nt, P::STREAM);
         return row;

@@ -11,10 +11,10 @@
 template <int HS, int PHI, int POST>
 constexpr int forward_chunk() {
     if (PHI < 0) return 16;
-    if ((POST == FLASH_REWEIGHT || PHI == PHI_MISH || PHI == PHI_EXPM1) && HS > 64) return 16;
-    if (POST == FLASH_REWEIGHT) return 32;
+    if ((Post<POST>::POWERS || PHI == PHI_MISH || PHI == PHI_EXPM1) && HS > 64) return 16;
+    if (Post<POST>::POWERS) return 32;
     const int chunk = PHI == PHI_EXP && HS <= 64 ? 64 : 32;
-    return POST == FLASH_PLAIN ? chunk : chunk / 2;
+    return Post<POST>::PLAIN ? chunk : chunk / 2;
 }
 
 // Chunks in which all scores are visible have separate code without masks. With 128 columns there are too few registers
@@ -25,7 +25,7 @@ constexpr bool splits_chunks = HS <= 64;
 // True if, in the forward pass, the operands of the rows that a warp owns stay in registers. mish, the longest phi,
 // leaves no room for them.
 template <class X, int HS, int PHI, int POST>
-constexpr bool forward_keeps = is_bf16<X> && HS <= 64 && (POST < FLASH_RECENTER_L1) && PHI != PHI_MISH;
+constexpr bool forward_keeps = is_bf16<X> && HS <= 64 && !Post<POST>::TWICE && PHI != PHI_MISH;
 
 template <class X, int HS, int PHI, int POST>
 struct ForwardPlan : FlashPlan<own_tiles<X, PHI>, is_bf16<X> ? 64 : 32, forward_chunk<HS, PHI, POST>(),
@@ -72,10 +72,10 @@ DEVICE void forward_keys(ForwardWarp<X, HS, PHI, POST> &own, const X *k, const X
 template <class X, int HS, int PHI, int POST>
 KERNEL void flash_forward_kernel(const FlashCall<X> call) {
     typedef ForwardPlan<X, HS, PHI, POST> P;
-    enum { STEP = tile_step<HS>, TWICE = POST >= FLASH_RECENTER_L1 };
+    enum { STEP = tile_step<HS>, TWICE = Post<POST>::TWICE };
     DYNAMIC_SHARED(X, shared);
     const QueryBlock at = query_block<P>(call, call.from);
-    const ForwardSweep first = forward_sweep<X, PHI, POST>(call, false), last = forward_sweep<X, PHI, POST>(call, true);
+    const ForwardSweep first = forward_sweep<X, PHI>(call, false), last = forward_sweep<X, PHI>(call, true);
 
     X *q_tile = shared, *warp_q = q_tile + (threadIdx.x / 32) * (16 * P::TILES * STEP);
     ForwardWarp<X, HS, PHI, POST> own;
@@ -100,14 +100,14 @@ KERNEL void flash_forward_kernel(const FlashCall<X> call) {
         const int key = key_of(keys, step);
         for_each_chunk<P>(call, at, key, [&](bool masked, int c) {
             // at.b, recomputed where it would otherwise cost spilled registers
-            const int b = POST < FLASH_REWEIGHT ? (int)(blockIdx.y / call.NH) : at.b;
+            const int b = !Post<POST>::POWERS ? (int)(blockIdx.y / call.NH) : at.b;
             const Chunk chunk = {at.warp_row, key + c, b};
             if (masked || !splits_chunks<HS>) forward_keys<true>(own, k + c * STEP, v + c * STEP, chunk, sweep, call);
             else forward_keys<false>(own, k + c * STEP, v + c * STEP, chunk, sweep, call);
         });
-        if (TWICE && step == keys.count - 1) {
+        if constexpr (TWICE) {
             UNROLL
-            for (int r = 0; r < 2 * P::TILES; r++) {
+            for (int r = 0; r < 2 * P::TILES && step == keys.count - 1; r++) {
                 const int row = at.warp_row + 8 * r + lane_row();
                 forward_between<X, PHI, POST>(own.row[r], call, place_of(call, at.b, at.h, row), sweep);
             }

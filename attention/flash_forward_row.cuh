@@ -6,17 +6,7 @@
 #ifndef ATTENTION_FLASH_FORWARD_ROW_CUH
 #define ATTENTION_FLASH_FORWARD_ROW_CUH
 
-#include "attention/flash_row.cuh"
-
-struct ForwardRow {
-    float scale, bias, offset;
-    float number;          // phi's, see phi_number()
-    float sum;             // of |f|
-    float sum_signed;      // of f
-    float largest;         // f; in the first sweep, if that is by_z: the largest z
-    float factor, mean;    // map f to w in the second sweep
-    float left, signs;     // the sum of |w|, the sum of the signs of w
-};
+#include "attention/flash_post.cuh"
 
 // The rows that a warp owns, and their sums of weights times v, which has MORE columns than HS if the matmul sums the
 // weights too.
@@ -28,21 +18,20 @@ struct ForwardRows {
 
 // What a sweep over the keys does with each chunk.
 struct ForwardSweep {
-    bool first, adds;                      // does another sweep follow? does this one add to the output?
-    bool relative, is_signed, reweight;    // of the normalizer
+    bool first, adds;            // does another sweep follow? does this one add to the output?
+    bool relative, is_signed;    // of the normalizer
 };
 
 // The sweep that a step belongs to; the output grows from step adds_from on.
-template <class X, int PHI, int POST>
+template <class X, int PHI>
 DEVICE ForwardSweep forward_sweep(const FlashCall<X> &call, bool adds) {
-    return {!adds, adds, subtracts_maximum(phi_of<PHI>(call), call.norm), phi_signed(phi_of<PHI>(call)),
-            is_reweight<X, POST>(call)};
+    return {!adds, adds, subtracts_maximum(phi_of<PHI>(call), call.norm), phi_signed(phi_of<PHI>(call))};
 }
 
 // Is the row's output so far to be rescaled when a chunk has a larger z?
 template <int POST>
 DEVICE bool rescales(const ForwardSweep &sweep) {
-    return sweep.relative && POST < FLASH_RECENTER_L1;
+    return sweep.relative && !Post<POST>::TWICE;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -156,7 +145,7 @@ DEVICE void forward_sums(ForwardRow (&row)[2 * TILES], const float (&f)[TILES][N
 
 // Is the first sweep forward_sums_by_z?
 template <class X, int PHI, int POST>
-constexpr bool by_z = is_bf16<X> && PHI == PHI_SOFTPLUS && POST == FLASH_REWEIGHT;
+constexpr bool by_z = is_bf16<X> && PHI == PHI_SOFTPLUS && Post<POST>::POWERS;
 
 // ln(1 + x) for x >= 0 by the fast logarithm; a small x is its own logarithm.
 DEVICE float log1p_fast(float x) {
@@ -186,7 +175,7 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
 }
 
 // Finishes that sweep: the largest f, in the unit of z like the sum. It uses the same logarithm as the sum, not
-// phi_at's polynomial: in a row of equal weights, it must equal their mean up to rounding (reweight_numbers).
+// phi_at's polynomial: in a row of equal weights, it must equal their mean up to rounding (rounding_of_row).
 template <class X, int PHI>
 DEVICE void forward_total_by_z(ForwardRow &row) {
     const float z = row.largest;
@@ -206,11 +195,11 @@ DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
 }
 
 // f (4) of a lane's columns nt in, w = r^P out, and along (2) = r^(P-1) (1 - r), which the matmul sums. TILES is 1.
-template <class X, int KNOWN, bool MASKED, int N>
-DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
-                             const Hidden<MASKED, N / 2> &hidden) {
+template <class X, int POST, int KNOWN, bool MASKED, int N>
+DEVICE void forward_along(float (&w)[N], uint32_t *along, ForwardRow (&row)[N / 2], int nt, float P,
+                          const Hidden<MASKED, N / 2> &hidden) {
     float r[N], q[N];
-    reweight_powers<X, KNOWN, false>(r, q, w, row, P);
+    Post<POST>::template powers<X, KNOWN, false>(r, q, w, row, P);
     UNROLL
     for (int e = 0; e < N; e++) {
         w[e] = q[e] * r[e];
@@ -220,24 +209,20 @@ DEVICE void forward_reweight(float (&w)[N], uint32_t *along, ForwardRow (&row)[N
     along[1] = pack_bf16(q[2], q[3]);
 }
 
-// f in, w out. SUMS: also adds to their sums. along: NULL, or for reweight receives r^(P-1) (1 - r) as left operands
-template <class X, int KNOWN, bool SUMS, bool MASKED, int TILES, int NT>
-DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], bool reweight, float P,
+// f in, w out. SUMS: also adds to their sums. along: NULL, or for powers receives r^(P-1) (1 - r) as left operands
+template <class X, int POST, int KNOWN, bool SUMS, bool MASKED, int TILES, int NT>
+DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float P,
                             const Hidden<MASKED, 2 * TILES> &hidden, uint32_t (*along)[4]) {
     UNROLL
     for (int nt = 0; nt < NT; nt++) {
         float w[4 * TILES];
         UNROLL
         for (int e = 0; e < 4 * TILES; e++) w[e] = f[e / 4][nt][e % 4];
-        if (TILES == 1 && reweight && along) {
-            forward_reweight<X, KNOWN>(w, along[nt / 2] + (nt % 2) * 2, row, nt, P, hidden);
-        } else if (reweight) {
-            UNROLL
-            for (int e = 0; e < 4 * TILES; e++) w[e] = reweight_base<X>(w[e], row[e / 2]);
-            power<X, KNOWN>(w, P);
+        if constexpr (TILES == 1 && Post<POST>::POWERS) {
+            if (along) forward_along<X, POST, KNOWN>(w, along[nt / 2] + (nt % 2) * 2, row, nt, P, hidden);
+            else Post<POST>::template weights<X, KNOWN>(w, row, P);
         } else {
-            UNROLL
-            for (int e = 0; e < 4 * TILES; e++) w[e] = w[e] * row[e / 2].factor - row[e / 2].mean;
+            Post<POST>::template weights<X, KNOWN>(w, row, P);
         }
         if (SUMS) round_to<X>(w);
         UNROLL
@@ -245,7 +230,7 @@ DEVICE void forward_weights(float (&f)[TILES][NT][4], ForwardRow (&row)[2 * TILE
             const Element at = {e / 4, nt, e % 4};
             w[e] = is_hidden(hidden, at) ? 0 : w[e];
             if (SUMS) row[e / 2].left += fabsf(w[e]);
-            if (SUMS && !reweight) row[e / 2].signs += signed_as<float>(1, w[e]);
+            if (SUMS && Post<POST>::CENTERS) row[e / 2].signs += signed_as<float>(1, w[e]);
             f[at.m][at.nt][at.e] = w[e];
         }
     }
@@ -258,11 +243,11 @@ template <bool MASKED, class X, int PHI, int POST, Divides DIVIDES, bool SUMS, i
 DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], Chunk chunk,
                           const ForwardSweep &sweep, const FlashCall<X> &call, uint32_t (*along)[4], Between between) {
     Hidden<MASKED, 2 * TILES> hidden = {chunk, {}};
-    if (MASKED && POST >= FLASH_RECENTER_L1) first_keys(hidden.first, call, chunk);
+    if (MASKED && Post<POST>::TWICE) first_keys(hidden.first, call, chunk);
     if constexpr (by_z<X, PHI, POST>) {
         if (sweep.first) return forward_sums_by_z<X, PHI>(row, s, hidden);
     }
-    if (sweep.relative && (sweep.first || POST < FLASH_RECENTER_L1)) {
+    if (sweep.relative && (sweep.first || !Post<POST>::TWICE)) {
         if (MASKED) forward_hide(s, chunk);
         if (MASKED && call.first) hide_before(s, -INFINITY, call, chunk);
         forward_shift<X, PHI>(row, by, s);
@@ -270,13 +255,15 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
     between();
     forward_values<X, PHI, MASKED, DIVIDES, (SUMS && rounds_values<PHI, POST>)>(phi_of<PHI>(call), s, row, chunk);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
-    constexpr bool both = POST != FLASH_PLAIN || rectifies<PHI>;
-    if (sweep.first || (SUMS && POST < FLASH_RECENTER_L1)) forward_sums<both>(row, s, sweep.is_signed, sweep.reweight);
-    if (POST == FLASH_PLAIN && rectifies<PHI> && sweep.is_signed && call.post == POST_RECTIFY) forward_rectify(s);
-    if (POST >= FLASH_RECENTER_L1 && sweep.adds)
-        with_power<POST>(call.power, [&](auto power) {
-            forward_weights<X, power.value, SUMS>(s, row, sweep.reweight, call.power, hidden, along);
+    constexpr bool both = !Post<POST>::PLAIN || rectifies<PHI>;
+    if (sweep.first || (SUMS && !Post<POST>::TWICE)) forward_sums<both>(row, s, sweep.is_signed, Post<POST>::POWERS);
+    if (sweep.is_signed && Post<POST>::template drops<PHI>(call)) forward_rectify(s);
+    if constexpr (Post<POST>::TWICE) {
+        if (!sweep.adds) return;
+        with_power<POST, PHI>(call.power, [&](auto power) {
+            forward_weights<X, POST, power.value, SUMS>(s, row, call.power, hidden, along);
         });
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -343,35 +330,16 @@ template <class X, int PHI, int POST>
 DEVICE void forward_between(ForwardRow &row, const FlashCall<X> &call, RowPlace at, const ForwardSweep &sweep) {
     forward_total(row, sweep.is_signed);
     if constexpr (by_z<X, PHI, POST>) forward_total_by_z<X, PHI>(row);
-    float inverse = forward_inverse<X, PHI>(row, call, at), n = (float)at.n;
-    row.factor = inverse;
-    row.mean = 0;
-    if (sweep.reweight) reweight_numbers<X>(&row.factor, &row.mean, inverse, row.largest, at.n);
-    else if (at.n > POST_FROM) row.mean = row.sum_signed * inverse / n;
+    Post<POST>::template between<X>(row, forward_inverse<X, PHI>(row, call, at), at.n);
 }
 
-// Finishes a row: returns its accumulator's factor and writes its statistics, from which the backward pass makes a
-// FlashRow:
-//   bias, factor, mean, the sum of the signs (recenter-l1); or bias, 1/Z, the largest f, 1/sum w (reweight)
+// Finishes a row: returns its accumulator's factor and writes its statistics, from which the backward pass makes its
+// row: bias, then 1/Z and what its post keeps.
 template <class X, int PHI, int POST>
 DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &call, RowPlace at, bool *weight) {
-    bool late = at.n > POST_FROM;
     float inverse = forward_inverse<X, PHI>(row, call, at), left = row.sum, by = inverse;
     *stats = make_float4(row.bias, inverse, 0, 0);
-    if (POST == FLASH_PLAIN) {
-        if (call.post == POST_NEGATE) stats->y = by = -inverse;
-        if (call.post == POST_RECTIFY) left = row.sum + row.sum_signed;
-    } else if (POST == FLASH_RECENTER) {
-        stats->z = row.mean = late ? row.sum_signed * inverse / (float)at.n : 0;
-    } else if (is_reweight<X, POST>(call)) {
-        left = row.left;
-        stats->z = row.largest;
-        stats->w = by = isnan(row.sum) ? row.sum : inverse_or_zero(left);
-    } else {
-        if (late) left = row.left < rounding_of_row(at.n) * row.sum * inverse ? 0 : row.left;
-        by = late ? inverse_or_zero(left) : 1;
-        *stats = make_float4(row.bias, inverse * by, row.mean * by, row.signs);
-    }
+    Post<POST>::end(stats, &left, &by, row, call, at.n);
     *weight = row.sum != 0 && left != 0 && inverse != 0;
     return by;
 }
@@ -403,7 +371,7 @@ DEVICE void forward_ends(float (&by)[ROWS], ForwardRow (&row)[ROWS], const Flash
                          bool is_signed) {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-        if (POST < FLASH_RECENTER_L1) {
+        if (!Post<POST>::TWICE) {
             forward_total(row[r], is_signed);
         } else {
             row[r].left = row_sum(row[r].left);
@@ -426,7 +394,7 @@ DEVICE void forward_ends(float (&by)[ROWS], ForwardRow (&row)[ROWS], const Flash
     for (int r = 0; r < ROWS; r++) {
         const int from = 4 * lane_row() + r;
         by[r] = __shfl_sync(0xFFFFFFFFu, factor, from);
-        if (POST == FLASH_RECENTER) row[r].mean = __shfl_sync(0xFFFFFFFFu, end.mean, from);
+        if (Post<POST>::PREFIX) row[r].mean = __shfl_sync(0xFFFFFFFFu, end.mean, from);
     }
 }
 
@@ -438,7 +406,7 @@ DEVICE void forward_store(ForwardRows<HS, TILES, MORE> &own, const FlashCall<X> 
     float (&sum)[TILES][HS / 8][4] = (float (&)[TILES][HS / 8][4]) own.sum;
     static_assert(TILES == 1 || MORE == 0, "otherwise the columns of a tile do not follow those of the one before");
     forward_ends<PHI, POST>(by, own.row, call, at, is_signed);
-    if (POST == FLASH_RECENTER) {
+    if (Post<POST>::PREFIX) {
         const float *prefix = call.prefix + (((size_t)at.b * call.NKV + at.kv) * call.T + at.warp_row) * call.VS;
         forward_recenter<HS>(sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
     }

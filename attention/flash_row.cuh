@@ -1,5 +1,5 @@
-// What flash.cuh's kernels compute for each row and element, whichever matmul instructions they use: phi, powers, and
-// which keys a row sees.
+// What flash.cuh's kernels compute for each row and element, whichever matmul instructions they use: phi, and which keys
+// a row sees. flash_post.cuh has what depends on the post.
 //
 // Tested by dev/tests/test_flash.py, through the kernels.
 #ifndef ATTENTION_FLASH_ROW_CUH
@@ -12,7 +12,7 @@
 #include <type_traits>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// phi and powers
+// phi
 
 // The row of element e of N: BY_COLUMN, e belongs to one of the two rows that a lane has among an mma's columns;
 // otherwise to one of those that it owns.
@@ -50,82 +50,10 @@ DEVICE void phi_values(int phi, float (&z)[N], float (&slope)[N], const Row *row
     }
 }
 
-// x^P
-template <int P>
-DEVICE float whole_power(float x) {
-    if constexpr (P == 1) {
-        return x;
-    } else if constexpr (P % 3 == 0) {
-        float root = whole_power<P / 3>(x);
-        return root * root * root;
-    } else {
-        float root = whole_power<P / 2>(x);
-        return P % 2 ? root * root * x : root * root;
-    }
-}
-
-// w (N), each in [0, 1], to the power P; by multiplications if P is an integer. KNOWN: P, or 0 if it is not a
-// compile-time constant
-template <class X, int KNOWN, int N>
-DEVICE void power(float (&w)[N], float P) {
-    int whole = (int)P;
-    if constexpr (KNOWN > 0) {
-        UNROLL
-        for (int e = 0; e < N; e++) w[e] = whole_power<KNOWN>(w[e]);
-    } else if ((float)whole == P && whole <= 64) {
-        float x[N];
-        UNROLL
-        for (int e = 0; e < N; e++) {
-            x[e] = w[e];
-            w[e] = 1;
-        }
-        for (; whole > 0; whole /= 2) {
-            if (whole % 2) {
-                UNROLL
-                for (int e = 0; e < N; e++) w[e] *= x[e];
-            }
-            UNROLL
-            for (int e = 0; e < N; e++) x[e] *= x[e];
-        }
-    } else {
-        UNROLL
-        for (int e = 0; e < N; e++) {
-            const float x = is_bf16<X> ? exp2_fast(P * log2_fast(w[e])) : powf(w[e], P);
-            w[e] = w[e] > 0 ? x : w[e];
-        }
-    }
-}
-
-// Calls function(P) with reweight's P as a compile-time constant if it is a common one, otherwise with 0.
-template <int POST, class Function>
-DEVICE void with_power(float P, Function function) {
-    if (POST == FLASH_REWEIGHT && P == 15) function(std::integral_constant<int, 15>());
-    else if (POST == FLASH_REWEIGHT && P == 3) function(std::integral_constant<int, 3>());
-    else function(std::integral_constant<int, 0>());
-}
-
-template <class X, int POST>
-DEVICE bool is_reweight(const FlashCall<X> &call) {
-    return POST == FLASH_REWEIGHT || (POST == FLASH_TWO_SWEEPS && call.post == POST_REWEIGHT);
-}
-
-// Does the bias of the backward pass's rows include ln |factor|? It does for exp in flash90_backward.cuh.
-template <class X>
-DEVICE bool weighs_by_bias(const FlashCall<X> &call) {
-    return call.dq_sums && call.phi == PHI_EXP;
-}
-
 // Is 0 <= phi' <= phi? (The FFMA that this allows overflows only where |dO · O| or |dO · v| times scale/Z does: if
 // every z of a row is below -80.)
 NORMALIZER_CONSTANT bool slope_within_value(int phi) {
     return phi == PHI_EXP || phi == PHI_SIGMOID || phi == PHI_SOFTPLUS;
-}
-
-// In the backward pass's rows, is D multiplied by the factor of df, while `less` holds D itself? scales_D is the same
-// at compile time.
-template <class X>
-DEVICE bool rows_scale_D(const FlashCall<X> &call) {
-    return call.dq_sums && slope_within_value(call.phi) && call.post != POST_RECENTER_L1 && call.post != POST_REWEIGHT;
 }
 
 // value_unit of an instance, from the unit of its z.
@@ -137,14 +65,6 @@ DEVICE float value_unit_of(const FlashCall<X> &call, float in_unit) {
 template <int PHI>
 constexpr bool rectifies = flash_rectifies(PHI);
 
-// Is f rounded to X before it is summed? The matmul with v rounds it, and summing the same rounded values makes a row's
-// weights add up to exactly 1 and, in a row with a single key, makes the output equal v. Otherwise d - D would not be 0
-// there, and dividing by a small Z would magnify the error. exp does not need it: its slope is as small as f, and f is
-// 1 in a row with one key. On compute capability 9.0, four of sigmoid's values share a division forward, and each has
-// its own backward; a few round to different neighbors.
-template <int PHI, int POST>
-constexpr bool rounds_values = PHI != PHI_EXP && POST < FLASH_RECENTER_L1;
-
 // x times the sign of f. In bf16 that is one instruction, which also takes the sign of a zero: at 0, any value from
 // -1 to 1 is a subgradient of |f|.
 template <class X>
@@ -152,51 +72,6 @@ DEVICE float signed_as(float x, float f) {
     if (is_bf16<X>) return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(f) & 0x80000000u));
     if (f < 0) return -x;
     return f > 0 ? x : 0;
-}
-
-// In a row of n equal weights, what remains of A after its mean is subtracted is 0 up to the rounding of the row's sum:
-// at most about this, relative to the sum of |A| or, for A n - 1, to 1. It must not be mistaken for weight.
-DEVICE float rounding_of_row(int n) {
-    return 32 * FLT_EPSILON * fmaxf(1, (float)n / 512);
-}
-
-// From 1/Z and the largest f, the factor and mean that turn f into r in reweight: r = 1 + (f - mean) factor, where mean
-// is the largest f. In bf16, f is not accurate enough for this form to matter, so r = f factor + mean, where mean = 1 -
-// (the largest f) factor. An all-zero row gets r = 0.
-template <class X>
-DEVICE void reweight_numbers(float *factor, float *mean, float inverse, float largest, int n) {
-    float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
-    bool weight = !(top < (from > 0 ? rounding_of_row(n) : FLT_MIN));
-    *factor = weight ? inverse * (float)n / top : 1;
-    if (is_bf16<X>) *mean = weight ? -from / top : -INFINITY;
-    else *mean = weight ? largest : INFINITY;
-}
-
-// r, or 0 for NaN; a NaN still shows in the row's other numbers.
-template <class X, class Row>
-DEVICE float reweight_base(float f, const Row &row) {
-    return __saturatef(is_bf16<X> ? f * row.factor + row.mean : (f - row.mean) * row.factor + 1);
-}
-
-// r and q = r^(P-1) from f; q is 0 where r is.   KNOWN: P, if known, see power()
-template <class X, int KNOWN, bool BY_COLUMN, int N, class Row>
-DEVICE void reweight_powers(float (&r)[N], float (&q)[N], const float (&f)[N], const Row *row, float P) {
-    UNROLL
-    for (int e = 0; e < N; e++) r[e] = q[e] = reweight_base<X>(f[e], row[row_of<BY_COLUMN>(e)]);
-    power<X, (KNOWN > 0 ? KNOWN - 1 : 0)>(q, P - 1);
-    UNROLL
-    for (int e = 0; KNOWN == 0 && e < N; e++) q[e] = r[e] > 0 ? q[e] : 0;
-}
-
-// factor P of a row, and K.
-template <class X>
-DEVICE float reweight_slope(const FlashRow &row, const FlashCall<X> &call) {
-    return row.factor * call.power;
-}
-
-template <class X>
-DEVICE float reweight_factor(const FlashRow &row, const FlashCall<X> &call) {
-    return reweight_slope(row, call) * row.inverse_sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 #ifndef ATTENTION_FLASH_SUMS_CUH
 #define ATTENTION_FLASH_SUMS_CUH
 
-#include "attention/flash_row.cuh"
+#include "attention/flash_post.cuh"
 #include "cuda/vector.cuh"
 
 // A block of the kernels that sum v covers SEGMENT positions of 4 SUM_LANES columns, and each of its SUM_GROUPS groups
@@ -119,47 +119,17 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const Flas
 }
 
 // What the backward pass needs to know about row n, from its statistics (forward_end), D = dO · O and `along`: for the
-// posts that recenter, dO · sum_{j <= i} v_j; for reweight, dO · call.along. in_unit: the unit of z in the instance.
+// posts that recenter, dO · sum_{j <= i} v_j; for powers, dO · call.along. in_unit: the unit of z in the instance.
 template <class X>
 DEVICE FlashRow backward_row(const FlashCall<X> &call, RowPlace at, float4 stats, float D, float along, float in_unit) {
-    const bool late = at.n > POST_FROM, is_sum = norm_is_sum(call.norm);
-    const float slope_unit = value_unit_of(call, in_unit) / in_unit;
-    float n = (float)at.n, shift = row_shift(call, at, stats.x / in_unit);
-    FlashRow row = {row_scale(call.scale, at) * in_unit, stats.x, {stats.y}, is_sum ? D : 0, {stats.z}, {0}, 0,
-                    {phi_number(call.phi, at, shift)}};
+    const float shift = row_shift(call, at, stats.x / in_unit);
+    RowNumbers x = {row_scale(call.scale, at) * in_unit,    stats.x, phi_number(call.phi, at, shift), stats, D, along,
+                    value_unit_of(call, in_unit) / in_unit, at.n,    norm_is_sum(call.norm)};
     // dq_of_head() divides by it, and sums of dq that small are still normal numbers. As a factor of anything else,
     // this is as good as 0, with one exception: where z would be 0, relu's slope is that of a z beside 0, on the side
     // of the score's sign.
-    if (call.dq_sums && call.g && fabsf(row.scale) < 0x1p-40f) row.scale = copysignf(0x1p-40f, row.scale);
-    if (call.post == POST_NEGATE) row.D = -row.D;
-    if (call.post == POST_NONE || call.post == POST_NEGATE || call.post == POST_RECTIFY) {
-        row.by_d = row.factor * (row.scale * slope_unit);
-        row.by_D = row.by_d * row.D;
-    }
-    if (call.post == POST_RECENTER && late) row.less = along / n;
-    if (call.post == POST_RECENTER_L1 && late) {
-        row.D = D;
-        row.less = (along - D * stats.w) / n;
-    }
-    if (call.post == POST_REWEIGHT) {
-        reweight_numbers<X>(&row.factor, &row.mean, stats.y, stats.z, at.n);
-        row.D = D;
-        row.inverse_sum = stats.w;
-        // Without call.along, flash_dq_kernel sets less.
-        if (call.along && late) row.less = row.inverse_sum / n * along;
-        if (call.dq_sums) row.by_dz = row.scale * slope_unit * reweight_slope(row, call);
-    }
-    if (rows_scale_D(call)) {
-        const float own = row.D;
-        if (call.post == POST_RECENTER) row.D += row.less;
-        row.D *= call.phi == PHI_EXP ? row.scale : row.scale * row.factor;
-        row.less = own;
-    }
-    if (weighs_by_bias(call)) {
-        row.bias += log2f(fabsf(row.factor));    // in the unit of z, which is ln 2
-        row.mean90 = row.mean;
-    }
-    return row;
+    if (call.dq_sums && call.g && fabsf(x.scale) < 0x1p-40f) x.scale = copysignf(0x1p-40f, x.scale);
+    return with_post(call.post, [&](auto post) { return Post<post.value>::row(x, call); });
 }
 
 // The rows of a part of v's columns.
@@ -266,18 +236,14 @@ template <class X>
 DEVICE float row_grad(const FlashCall<X> &call, int stage, RowPlace at, size_t i, float in_unit) {
     if (stage == IN_SCALE) return call.g[i];
     if (stage == IN_PHI) return call.by_number[i];
-    FlashRow row = call.rows[i];
     const float4 stats = *(const float4 *)(call.stats + i * FLASH_STATS);
+    float D = 0;
     UNROLL_NOT
-    for (int part = 1; part < call.parts; part++) {
-        const FlashRow &more = call.rows[part * rows_of_all(call) + i];
-        row.D += more.D;
-        row.less += more.less;
-    }
-    float D = row.D * stats.y;
-    if (rows_scale_D(call)) D = row.less * stats.y;
-    if (call.post == POST_REWEIGHT) D = call.dq_sums ? row.less * reweight_slope(row, call) : row.less;
-    if (call.post == POST_RECENTER_L1 && at.n > POST_FROM) D = 0;
+    for (int part = 0; part < call.parts; part++)
+        D += with_post(call.post, [&](auto post) {
+            return Post<post.value>::norm_D(call.rows[part * rows_of_all(call) + i], call);
+        });
+    D = with_post(call.post, [&](auto post) { return Post<post.value>::norm_sum(D, call.rows[i], stats, call, at.n); });
     return -D * norm_extra(call.norm, at, row_shift(call, at, stats.x / in_unit));
 }
 

@@ -6,6 +6,8 @@
 // and backward, from dW_j and D = sum_j W_j dW_j (0 without POST_DIVIDES),
 //   dA_j = back(f_j, dW_j, D), minus the mean of all dA with POST_CENTERS
 //
+// The kernels for GPUs start from other forms of the same numbers: attention/flash_post.cuh.
+//
 // Tested by dev/tests/test_gradients.c (finite differences), test_gpt2.c (reference), dev/tests/test_attention.c.
 #ifndef ATTENTION_POST_H
 #define ATTENTION_POST_H
@@ -152,7 +154,7 @@ NORMALIZER_INLINE real reweight_back(const PostRow *row, real f, real d, real D,
 
 // ---- the functions of a post that is a compile-time constant
 
-NORMALIZER_INLINE int post_needs(int post) {
+NORMALIZER_CONSTANT int post_needs(int post) {
 #define CASE(kind_, name, needs) case kind_: return needs;
     switch (post) { POSTS(CASE) }
 #undef CASE

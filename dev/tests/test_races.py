@@ -30,8 +30,8 @@ INSTANCES = {
     "ssmax-bias": "exp", "ssmax-pn": "exp", "softmax-sink": "exp", "softmax-recentered": "exp_recenter",
     "softmax-recentered-l1": "exp_recenter_l1", "softplus-l1": "softplus", "lssar": "softplus_reweight",
     "sigmoid": "sigmoid", "identity": "identity", "relu-l1": "relu", "relu2-n": "relu2", "gelu-l1": "gelu",
-    "relu6-l1": "relu6", "mish-l1": "mish", "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter",
-    "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_two_sweeps"}
+    "relu6-l1": "relu6", "mish-l1": "mish", "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter_l1",
+    "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_reweight"}
 # For attention/flash90.cuh: so many tiles that they reuse its buffers (CI draws one), and rows of q that it negates.
 REUSE = ["softmax_T257_d64", "softmax_T257_d128"]
 WITH_EXP = [*(draw.sample(REUSE, 1) if os.environ.get("DRAW") else REUSE), "softmax+qk=l2+scale=const:-7_T64_d64"]
@@ -39,8 +39,8 @@ WITH_EXP = [*(draw.sample(REUSE, 1) if os.environ.get("DRAW") else REUSE), "soft
 SETTINGS = {"CUDA_ON_CPU_THREADS": "2", "CUDA_ON_CPU_PROCESSORS": "2"}
 # CI runs two instances, drawn by commit, and builds only those and the general ones.
 NAMES = draw.sample(INSTANCES, 2) if os.environ.get("DRAW") else list(INSTANCES)
-BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "exp", "any", "any_recenter", "any_two_sweeps", "float",
-         "float_recenter", "float_two_sweeps"]
+BUILT = [*dict.fromkeys(INSTANCES[name] for name in NAMES), "exp", "any", "any_recenter", "any_recenter_l1",
+         "any_reweight", "float", "float_recenter", "float_recenter_l1", "float_reweight"]
 CASES = [*(f"{name}_T33_d48" for name in NAMES), *WITH_EXP]
 ATTENTION = ["attention"] if ALL else [f"attention_{case}" for case in CASES]
 
