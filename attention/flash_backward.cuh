@@ -42,15 +42,17 @@ struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1,
 template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool FOR_90 = false, int N, class Row>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
                             const Row *row, const FlashCall<X> &call) {
+    const int phi = phi_of<PHI>(call);
+    const bool is_signed = phi_signed(phi);
     UNROLL
     for (int e = 0; e < N; e++) f[e] = s[e] * row[row_of<BY_COLUMN>(e)].scale + row[row_of<BY_COLUMN>(e)].bias;
     constexpr Wanted wanted = BY_COLUMN || Post<POST>::TWICE ? BOTH : SLOPE;
-    phi_values<X, PHI, BY_COLUMN, wanted, FOR_90 ? ALWAYS : NEVER>(phi_of<PHI>(call), f, slope, row);
+    phi_values<X, PHI, BY_COLUMN, wanted, FOR_90 ? ALWAYS : NEVER>(phi, f, slope, row);
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
     if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
     if constexpr (FOR_90) Post<POST>::template back90<PHI, BY_COLUMN, KNOWN>(d, w, f, row, call);
-    else Post<POST>::template back<X, PHI, BY_COLUMN, KNOWN>(d, w, f, row, call);
+    else Post<POST>::template back<X, PHI, BY_COLUMN, KNOWN>(d, w, f, row, is_signed, call);
 }
 
 // d += dO · v over all columns of a wide v, HS at a time, for the rows that the block owns and a tile of the other

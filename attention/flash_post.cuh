@@ -120,7 +120,7 @@ DEVICE float rounding_of_row(int n) {
 //   row(), row90()    the row of the backward kernels
 //   for_dq()          what the dq kernel changes in it
 //   back()            d = dO · v (N) becomes df, times the row's scale for plain posts by columns and for powers;
-//                     w = f becomes W
+//                     w = f becomes W. is_signed: is phi?
 //   back90()          the same for flash90_backward.cuh; unless scales_D, the caller multiplies df by by_dz()
 //   norm_D()          of a row's parts, the terms that add up to D as norm sees it, once norm_sum() has their sum
 
@@ -195,8 +195,9 @@ struct Post<POST_NONE> : PostNeeds<POST_NONE> {
     }
 
     template <class X, int PHI, bool BY_COLUMN, int KNOWN, int N>
-    DEVICE void back(float (&d)[N], float (&w)[N], const float (&f)[N], const Row *row, const FlashCall<X> &call) {
-        const bool is_signed = phi_signed(phi_of<PHI>(call)), rectify = is_signed && drops<PHI>(call);
+    DEVICE void back(float (&d)[N], float (&w)[N], const float (&f)[N], const Row *row, bool is_signed,
+                     const FlashCall<X> &call) {
+        const bool rectify = is_signed && drops<PHI>(call);
         UNROLL
         for (int e = 0; e < N; e++) {
             const Row &at = row[row_of<BY_COLUMN>(e)];
@@ -250,8 +251,8 @@ struct Recenter : PostNeeds<POST> {
     }
 
     template <class X, int PHI, bool BY_COLUMN, int KNOWN, int N>
-    DEVICE void back(float (&d)[N], float (&w)[N], const float (&f)[N], const Row *row, const FlashCall<X> &call) {
-        const bool is_signed = phi_signed(phi_of<PHI>(call));
+    DEVICE void back(float (&d)[N], float (&w)[N], const float (&f)[N], const Row *row, bool is_signed,
+                     const FlashCall<X> &) {
         UNROLL
         for (int e = 0; e < N; e++) {
             const Row &at = row[row_of<BY_COLUMN>(e)];
@@ -476,8 +477,8 @@ struct Powers : PostNeeds<POST> {
     }
 
     template <class X, int PHI, bool BY_COLUMN, int KNOWN, int N>
-    DEVICE void back(float (&d)[N], float (&w)[N], const float (&f)[N], const Row *row, const FlashCall<X> &call) {
-        const bool is_signed = phi_signed(phi_of<PHI>(call));
+    DEVICE void back(float (&d)[N], float (&w)[N], const float (&f)[N], const Row *row, bool is_signed,
+                     const FlashCall<X> &call) {
         float r[N], q[N];
         powers<X, KNOWN, BY_COLUMN>(r, q, f, row, call.power);
         UNROLL
