@@ -165,15 +165,23 @@ def known_texts(grid, results, name):
             if (e["scale"], e["text"]) == (grid.scale.name, name) and e["identity"]["task"] == "train"]
 
 
+def only_evaluated(grid, results, name):
+    """The grid's evaluations with results on a text of their own of this name."""
+    named = {e.name for e in grid.evals if e.data == name}
+    return [e for e in results.entries.values()
+            if (e["grid"], e["scale"]) == (grid.name, grid.scale.name) and e.get("eval") in named]
+
+
 def texts_of(grid, results):
-    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results."""
+    """{name: [fingerprint to train on, to validate on]} of the texts at hand; else, those of the newest results. If
+    nothing was trained on a text, the first one is ""."""
     found = {}
     for data in grid.scale.data.values():
         pair = [fingerprint(data.train), fingerprint(data.val)]
         if None in pair:
-            known = known_texts(grid, results, data.name)
+            known = known_texts(grid, results, data.name) or only_evaluated(grid, results, data.name)
             pair = max(known, key=lambda e: e["info"]["date"])["identity"]["text"] if known else None
-        found[data.name] = pair
+        found[data.name] = ["", pair] if isinstance(pair, str) else pair
     return found
 
 

@@ -25,17 +25,21 @@ from grid_store import ROOT, Results
 MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n+(?P<table>(?:\|.*\n)*)\n*")
 
 
-@functools.cache
-def report(name):
-    """{name of a table: its Markdown} of a grid's report at the small scale."""
+def plan_of(name, results=ROOT / "grids/results.json"):
+    """A grid at the small scale with its results."""
     path = ROOT / f"grids/{name}.toml"
     if not path.exists():
         raise grid_file.Refused(f"{path}: no such grid. Correct the marker.")
-    results = Results(ROOT / "grids/results.json")
+    results = Results(results)
     grid = grid_file.read(path, "small", lambda: grid_parts.presets(grid_parts.find("TRAIN_GPT2", "train_gpt2")))
-    plan = grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), ROOT / "out/grids")
+    return grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), ROOT / "out/grids")
+
+
+@functools.cache
+def report(name):
+    """{name of a table: its Markdown} of a grid's report."""
     return {title if table.title in ("", title) else f"{title} / {table.title}": table.markdown()
-            for title, tables, *_ in grid_report.sections(plan, {}) for table in tables}
+            for title, tables, *_ in grid_report.sections(plan_of(name), {}) for table in tables}
 
 
 def main():

@@ -22,6 +22,7 @@ import byte_text
 import jobs
 from calls import call
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
+import draw_study
 import grid
 import grid_export
 import grid_file
@@ -1338,7 +1339,33 @@ def test_a_result_that_was_not_recorded_is_collected(whole, data, tmp_path):
     assert {key: entry["values"] for key, entry in old.items()} == {key: entry["values"] for key, entry in new.items()}
 
 
+def test_a_text_that_nothing_was_trained_on_is_known_by_its_evaluations(tmp_path):
+    grid = read(tmp_path, ROWS, LOSS + 'data = "other"\n[data.small.other]\ntrain = "nowhere"\nval = "nowhere"\n')
+    entry = {"grid": "tiny", "scale": "small", "text": "text", "eval": "lengths", "info": {"date": "2026-11-28"},
+             "identity": {"task": "loss", "text": "1234"}}
+    found = {"a": entry, "b": entry | {"grid": "another"}, "c": entry | {"eval": "x"}}
+    results = type("Results", (), {"entries": found})
+    assert grid_parts.texts_of(grid, results) == {"text": None, "other": ["", "1234"]}
+
+
 # ---------------------------------------------------------------- pages
+
+def test_the_studys_figure(tmp_path):
+    """A line with the best scaling has, at each length, the mean of the best evaluation, over all seeds."""
+    scaled = '[[eval]]\nname = "{name}"\nfor = { name = ["ntk", "yarn:4:8"] }\ngroup = "scaled"\ntask = "loss"\n' \
+             'lengths = ["4L"]\nflags = { rope-scaling = "{name}" }\n'
+    plan = reported(tmp_path, {"softmax": {1: 5.0, 2: 5.2}}, scaled)
+    set_values(plan, {"lengths": {"loss": {"4": 4.5, "8": 4.0, "32": 6.0}}, "ntk": {"loss": {"32": 5.0}},
+                      "yarn:4:8": {"loss": {"32": 5.5}}})
+    assert draw_study.points(plan, "softmax", ["lengths"]) == [(4, 4.5, 0), (8, 4.0, 0), (32, 6.0, 0)]
+    assert draw_study.points(plan, "softmax", ["lengths", "scaled"]) == [(4, 4.5, 0), (8, 4.0, 0), (32, 5.0, 0)]
+    moved = draw_study.apart([1.0, 5.0, 1.1, 1.2], 0.3)
+    assert moved[1] == 5 and np.diff(sorted(moved)).min() > 0.299 and np.argsort(moved).tolist() == [0, 2, 3, 1]
+    assert call("draw_study.py", "--out", tmp_path).returncode == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {"study.png", "study_dark.png"}
+    none = call("draw_study.py", "--out", tmp_path, "--results", tmp_path / "none.json")
+    assert none.returncode == 1 and "no row of the figure has results yet" in none.stderr
+
 
 def test_the_pages_tables_are_those_of_the_results(tmp_path):
     """The pages have the numbers of grids/results.json; a number that was changed is noticed."""
