@@ -261,6 +261,11 @@ def test_kept_grids(path):
     assert scales[0] == "small"
 
 
+def test_the_example_is_planned_without_its_text(tmp_path):
+    planned = run(ROOT / "grids/example.toml", tmp_path / "out", "--dry-run")
+    assert "4 rows, 8 runs, 16 evaluations" in planned and "400 steps of 2,048 tokens, to do" in planned
+
+
 def test_the_comparison_has_every_preset():
     text = (ROOT / "attention/normalizer.h").read_text()
     presets = re.findall(r"^ +X\(([a-z0-9A-Z-]+),", text, re.M)
