@@ -3,8 +3,8 @@
     .venv/bin/python scripts/draw_study.py            # doc/img/study.png and study_dark.png
     .venv/bin/python scripts/draw_study.py --out /tmp
 
-Rows without results are left out. "Best scaling" is, at each length, the RoPE scaling with the lowest mean loss, or none.
-Bands are the standard deviation over seeds.
+Rows without results are left out. "Best scaling" is, at each length, the RoPE scaling with the lowest mean loss, or
+none. Bands are the standard deviation over seeds.
 """
 import statistics
 import sys
