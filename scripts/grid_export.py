@@ -118,7 +118,7 @@ def as_latex(plan):
         caption = f"{table.title}: {name}" if table.title != name else name
         known = [values for *_, numbers in table.rows for values in numbers.values() if values]
         spread = r", mean $\pm$ standard deviation over seeds" * any(described(values)[2] > 1 for values in known)
-        if any(isinstance(values, Difference) for values in known):
+        if any(isinstance(values, Difference) and not math.isnan(values.half) for values in known):
             spread += r"; differences $\pm$ half of their 95\% intervals"
         parts += [r"\begin{table}", r"\centering",
                   rf"\caption{{{latex(caption)}{spread}.}}",
