@@ -379,7 +379,11 @@ static int next_thread_or_wait(Worker &w) {
 
 void take_turns() {
     Worker &w = *worker;
-    switch_to(w, next_thread_or_wait(w));
+    const int after = w.current + 1;
+    // The most frequent case, for speed.
+    if (w.settings.order == FORWARD && !w.async && after < w.threads && (w.ready[after / 64] >> after % 64 & 1))
+        switch_to(w, after);
+    else switch_to(w, next_thread_or_wait(w));
 }
 
 static void thread_exits() {
