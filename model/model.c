@@ -17,9 +17,13 @@ static const struct {
     bool tied;
 } PRESETS[] = {
     // clang-format off
-    {"15M",   6,  6, 288,  768, 32000, true},
-    {"124M", 12, 12, 768, 2048, 50257, true},
-    {"162M", 12, 12, 768, 2048, 50257, false},
+    // name layers heads channels ffn  vocab  tied
+    {"15M",   6,  6,  288,  768, 32000, true},
+    {"124M", 12, 12,  768, 2048, 50257, true},
+    {"162M", 12, 12,  768, 2048, 50257, false},
+    {"350M", 24, 16, 1024, 2816, 50257, true},
+    {"760M", 24, 12, 1536, 4096, 50257, true},
+    {"1.3B", 24, 16, 2048, 5632, 50257, true},
     // clang-format on
 };
 
@@ -95,14 +99,14 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         given[i] = true;
         return true;
     }
-    static const char *const words =
-        "124M|162M|15M|layers|heads|kv_heads|head_dim|channels|ffn|vocab|tied|qk_norm|bias|norm_eps|block";
+    static const char *const words = "124M|162M|15M|350M|760M|1.3B|layers|heads|kv_heads|head_dim|channels|ffn|vocab|"
+                                     "tied|qk_norm|bias|norm_eps|block";
     char near[96];
     nearest_word(words, word, near, sizeof near);
     return error_set(error, EXIT_USAGE,
-                     "--model: unknown model or key '%s'.%s Models: 15M, 124M, 162M. Keys: layers=, heads=, kv_heads=, "
-                     "head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, bias=none|qkv, norm_eps=, "
-                     "block=llama|gau.",
+                     "--model: unknown model or key '%s'.%s Models: 15M, 124M, 162M, 350M, 760M, 1.3B. "
+                     "Keys: layers=, heads=, kv_heads=, head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, "
+                     "bias=none|qkv, norm_eps=, block=llama|gau.",
                      word, near);
 }
 

@@ -44,7 +44,8 @@ ROWS = [        # of exit code 2, unless it is given
     ("train", ["--attn-switch", "3:ssmx"], ["--attn-switch 3:ssmx", "ssmax"]),
     *(("train", [f"--attn-switch={text}"], ["expected STEP:NAME with a step from 0 to 1000000000000"])
       for text in ("9223372036854775808:ssmax", "1000000000001:ssmax", "-1:ssmax", " 5:ssmax", "5.5:ssmax", ":ssmax")),
-    ("train", ["--model", "125M"], ["'125M'. Did you mean 124M? Models: 15M, 124M, 162M. Keys: layers="]),
+    ("train", ["--model", "125M"],
+     ["'125M'. Did you mean 124M? Models: 15M, 124M, 162M, 350M, 760M, 1.3B. Keys: layers="]),
     ("train", ["--model", "124M,kv_head=4"], ["'kv_head'. Did you mean kv_heads?"]),
     ("train", ["--model", "gpt2"], ["'gpt2'. Models: "]),
     ("train", ["--model", "layers=2"], ["heads= is required, unless a model such as 124M comes first"]),
