@@ -110,19 +110,20 @@ DEVICE float rounding_of_row(int n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The posts. In each struct:
+// The posts. A struct has
 //   Row, Row90<PHI>   the rows of flash_backward.cuh and of flash90_backward.cuh
 //   drops()           does it drop negative f?
-//   between()         TWICE: the row's factor and mean, from the first sweep and 1/Z
-//   weights()         TWICE: f (N) in, w out
-//   end()             the row's accumulator's factor `by` (1/Z), the sum `left` of what it adds (of |f|) and its
-//                     statistics (bias, 1/Z, 0, 0), where they differ from the values in parentheses
-//   row(), row90()    the row of the backward kernels
-//   for_dq()          what the dq kernel changes in it
-//   back()            d = dO · v (N) becomes df, times the row's scale for plain posts by columns and for powers;
-//                     w = f becomes W. is_signed: is phi?
-//   back90()          the same for flash90_backward.cuh; unless scales_D, the caller multiplies df by by_dz()
-//   norm_D()          of a row's parts, the terms that add up to D as norm sees it, once norm_sum() has their sum
+//   between()         if TWICE: computes the row's factor and mean, after the first sweep
+//   weights()         if TWICE: f (N) in, w out
+//   end()             changes, where they differ, a row's `by` (1/Z), which multiplies its output; `left` (the sum of
+//                     |f|), which is 0 for an all-zero row; and its statistics (bias, 1/Z, 0, 0)
+//   row()             the row for the backward kernels, from its statistics
+//   for_dq()          changes the row for the dq kernel
+//   back()            d = dO · v (N) becomes df, and w = f becomes W. df includes the row's scale for powers and, but
+//                     for the dq kernel, for plain posts. is_signed: can f be negative?
+//   back90()          the same for flash90_backward.cuh, which multiplies df by by_dz() unless scales_D
+//   norm_D()          the part of a row in D as norm sees it, of which there are call.parts; norm_sum() turns their sum
+//                     into that D
 
 template <int POST>
 struct PostNeeds {
