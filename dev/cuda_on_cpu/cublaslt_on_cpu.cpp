@@ -504,6 +504,10 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
         return CUBLAS_STATUS_INVALID_VALUE;
     *found = 0;
     if (!problem_is_supported(p)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (count > 1) {    // the library, too, lists algorithms that fail: their state says so
+        memset(results, 0, sizeof *results);
+        results[(*found)++].state = CUBLAS_STATUS_NOT_SUPPORTED;
+    }
     for (Algorithm algorithm : algorithms(p, *preference(wishes))) {
         if (*found == count) break;
         cublasLtMatmulHeuristicResult_t *result = &results[(*found)++];
