@@ -173,10 +173,21 @@ static PrintedName flag_text(const TrainOptions *o, const char *name) {
     return utf8_printed(text);
 }
 
+static void print_decay(const TrainOptions *o) {
+    const Schedule schedule = schedule_of(o, 0);
+    int64_t steps = schedule_decay_steps(&schedule);
+    if (schedule.kind != SCHEDULE_WSD) return;
+    if (steps == 0) printf(", no decay");
+    else
+        printf(", %s decay in the last %s step%s", flag_text(o, "decay-shape").text,
+               human_grouped((uint64_t)steps).text, steps == 1 ? "" : "s");
+}
+
 static void print_update(const TrainOptions *o) {
     printf("update    %s, learning rate %s, %s after %s step%s of warmup", flag_text(o, "optimizer").text,
            flag_text(o, "lr").text, flag_text(o, "schedule").text, human_grouped((uint64_t)o->warmup).text,
            o->warmup == 1 ? "" : "s");
+    print_decay(o);
     if (o->z_loss != 0) printf(", z-loss %s", flag_text(o, "z-loss").text);
     printf("\n");
 }

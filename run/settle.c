@@ -488,7 +488,9 @@ Schedule schedule_of(const TrainOptions *o, int64_t rewarm) {
                       .min_lr_frac = o->min_lr_frac,
                       .warmup = o->warmup,
                       .steps = o->steps,
-                      .rewarm = rewarm};
+                      .rewarm = rewarm,
+                      .decay_frac = o->decay_frac,
+                      .decay_shape = (DecayShape)o->decay_shape};
 }
 
 void settle(Run *run) {

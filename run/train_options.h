@@ -20,8 +20,8 @@ typedef struct {
     int64_t norm_length, batch, total_batch_tokens, steps, warmup, seed, val_every, val_tokens, sample_every,
         norms_every, ckpt_every, keep, threads, rank_timeout;
     IntList seq_len;
-    double lr, min_lr_frac, weight_decay, beta1, beta2, grad_clip, rope_theta, z_loss, logit_softcap;
-    int schedule, pack, dtype, optimizer;
+    double lr, min_lr_frac, decay_frac, weight_decay, beta1, beta2, grad_clip, rope_theta, z_loss, logit_softcap;
+    int schedule, decay_shape, pack, dtype, optimizer;
     bool shuffle, doc_mask, resume, keep_best, profile, dry_run, follow_links, foreign_folder;
     bool zero;    // this and the following flags are for GPU trainers
     int reduce_dtype;

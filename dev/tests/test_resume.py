@@ -430,6 +430,26 @@ def test_a_learning_rate_that_jumps(data, tmp_path, flags, jump):
     assert ("the learning rate jumps" in text) == bool(jump) and jump in text
 
 
+def test_the_decay_may_change(data, tmp_path):
+    """As if the run had started with the new values, because the old decay had not begun."""
+    begin = ["--steps", 10, "--schedule", "wsd", "--warmup", 0, "--ckpt-every", 4, "--keep", 0, "--out"]
+    sqrt = ["--decay-frac", 0.4, "--decay-shape", "sqrt"]
+    train(data, *begin, tmp_path / "old")
+    text = train(data, *begin, tmp_path / "whole", *sqrt)
+    assert "wsd after 0 steps of warmup, sqrt decay in the last 4 steps" in text
+    np.testing.assert_allclose([rate for rate, in metrics(tmp_path / "whole", ["lr"])],
+                               [0.01] * 7 + [0.001 + 0.009 * (1 - (i / 4) ** 0.5) for i in range(1, 4)], rtol=1e-6)
+    for name, steps, flags in (("old", (8, 10), sqrt), ("whole", (10,), [])):
+        resumed = tmp_path / f"{name} resumed"
+        shutil.copytree(tmp_path / name, resumed)
+        for step in steps:
+            shutil.rmtree(checkpoint(resumed, step))
+        train(data, *begin[:2], "--out", resumed, "--resume", *flags)
+        assert_same_run(tmp_path / "whole", resumed, 10)
+    arguments = json.loads((tmp_path / "old resumed/run.json").read_text())["arguments"]
+    assert (arguments["decay-frac"], arguments["decay-shape"]) == (0.4, "sqrt")
+
+
 # ---------------------------------------------------------------- the history in run.json
 
 def test_run_json_keeps_its_history(data, tmp_path):
