@@ -14,6 +14,7 @@ sys.path[:0] = [str(EMULATOR), str(ROOT / "data")]
 from shards import DataError
 from sources import package
 from test_cuda_on_cpu import CXX, cuda_headers
+from trainer import make
 
 
 def cutlass_headers(folder):
@@ -31,9 +32,11 @@ def test_descriptors_equal_cutlass(tmp_path):
     program = tmp_path / "cutlass_descriptors"
     include = ["-I", ROOT, "-I", EMULATOR, "-isystem", cutlass_headers(tmp_path), "-isystem", cuda_headers(),
                "-isystem", cuda_headers() / "cccl"]
-    sources = [ROOT / "dev/tests/cutlass_descriptors.cpp", *(EMULATOR / f"{name}.cpp"
-                                                             for name in ("blocks", "hopper", "runtime"))]
-    done = subprocess.run([CXX, "-std=c++17", "-O0", "-w", *include, *sources, "-o", program, "-ldl", "-lpthread"],
+    emulator = ROOT / "build/emulator/emulator.a"
+    make("-s", "-j2", emulator.relative_to(ROOT), check=True)
+    sources = [ROOT / "dev/tests/cutlass_descriptors.cpp", emulator]
+    libraries = ["-fopenmp", "-ldl", "-lpthread"]
+    done = subprocess.run([CXX, "-std=c++17", "-O0", "-w", *include, *sources, "-o", program, *libraries],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     run = subprocess.run([program], capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """The C tokenizer against `tokenizers` with the vocabularies of Llama 3, Qwen, SmolLM2 and Mistral, on mixed text: 1 MB
 each, or 10 MB with VOCABULARIES_LONG=1. SmolLM2's takes a large download, so that run gets it; by default it is tested
 only if data/smollm2 is there."""
+import functools
 import os
 import random
 import unicodedata
@@ -22,15 +23,23 @@ MORE = ["", " ", "  ", "▁", " ▁the", "the", " the", "1234567 12 1", "it's IT
         "<|im_start|>user<|im_end|>", "<0x41><unk>"]
 
 
-@pytest.fixture(scope="module", params=vocabularies.KINDS)
-def both(request, library, tmp_path_factory):      # noqa: F811
-    """The name, the tokenizer in C and in the library."""
-    path = vocabularies.write(request.param, tmp_path_factory.mktemp("vocabulary") / "tokenizer.json")
-    known = Tokenizer.from_file(str(path))
-    known.encode_special_tokens = True
-    found = CTokenizer(library, path)
-    found.path = path
-    return request.param, found, known
+@pytest.fixture(scope="module")
+def both_of(library, tmp_path_factory):      # noqa: F811
+    """A function of a name: the name, the tokenizer in C and in the library."""
+    @functools.cache
+    def read(name):
+        path = vocabularies.write(name, tmp_path_factory.mktemp("vocabulary") / "tokenizer.json")
+        known = Tokenizer.from_file(str(path))
+        known.encode_special_tokens = True
+        found = CTokenizer(library, path)
+        found.path = path
+        return name, found, known
+    return read
+
+
+@pytest.fixture(params=vocabularies.KINDS)
+def both(request, both_of):
+    return both_of(request.param)
 
 
 @pytest.fixture(scope="module")
