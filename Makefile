@@ -371,7 +371,8 @@ cuda_missing = echo 'make: the CUDA Toolkit or cuBLASLt is missing (make help); 
 # Runs a test program. `make -j2 -O -k` runs several at a time, and prints each one's output when it ends.
 run/%: %
 	@echo "== $<"
-	@$(if $(findstring /,$<),,./)$< $(WORD)
+	@$(run_program) || { echo "to repeat: $(run_program)"; exit 1; }
+run_program = $(if $(findstring /,$<),,./)$< $(WORD)
 
 # Several programs share the cores, so waiting threads sleep instead of spinning.
 check test test_c test_on_cpu: export OMP_WAIT_POLICY ?= passive

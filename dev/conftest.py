@@ -4,8 +4,11 @@
 drawn by that commit (dev/draw.py). Without it all of them run, and so does `scripts/test.sh --all`.
 @pytest.mark.drawn(N, of="NAME") draws N from the cases of all tests of the module that have this name in their mark.
 DRAW_ONE_IN=N draws one in N of all tests.
+
+In the end, the command that repeats it is printed for each failed test.
 """
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -64,3 +67,12 @@ def pytest_collection_modifyitems(config, items):
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def pytest_terminal_summary(terminalreporter):
+    names = ("DRAW", "TRAIN_GPT2", "TRAIN_GPT2CU")
+    words = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
+    command = " ".join([*words, ".venv/bin/python -m pytest"])
+    reports = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    for test in dict.fromkeys(report.nodeid for report in reports):
+        terminalreporter.write_line(f"to repeat: {command} {shlex.quote(test)}")

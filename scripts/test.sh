@@ -87,7 +87,14 @@ PY
 one_test() { local group=$1; shift; if "$@" </dev/null; then count "$group" 1 0 0; else count "$group" 0 1 0; fi; }
 
 # Runs each argument as a command line, and continues after a failure.
-each() { local words status=0; for words; do echo "== $words"; env $words || status=1; done; return $status; }
+each() {
+    local words status=0
+    for words; do
+        echo "== $words"
+        env $words || { status=1; echo "to repeat: $words"; }
+    done
+    return $status
+}
 
 # ---------------------------------------------------------------- the groups
 
