@@ -73,6 +73,7 @@ static void close_computer(Computer *c) {
     gemm_end(&c->model.mm);
     memory_release(&c->model.plan);
     tensors_free(&c->model.list);
+    *c = (Computer){0};
 }
 
 // Uses c->p_n from now on.

@@ -25,7 +25,13 @@
 
 static const char PROGRAM[] = "eval_gpt2cu";
 
-typedef struct {
+struct Computer {
+    ModelConfig config;
+    // The model is one of these. It has no config until plan_computer() has planned it.
+    ModelOf<float> in_float32;
+    ModelOf<bf16> in_bf16;
+    Model *model;
+    cudaStream_t stream;
     float *losses;       // (B,T)
     float *q, *k;        // (T,NH,HS), (T,NKV,HS) of a layer
     float *x;            // (T,C) the residual stream
@@ -38,11 +44,16 @@ typedef struct {
     void *raw;           // what is copied from the device, before it is widened
     uint64_t rows;       // attention rows since the last all_zero_share()
     Bar *bar;
-} Computer;
+};
+
+// Calls f with the model as what it is.
+template <class F>
+static auto by_type(Computer *c, F f) {
+    return c->model == &c->in_bf16 ? f(&c->in_bf16) : f(&c->in_float32);
+}
 
 static ModelConfig *computer_config(Computer *c) {
-    (void)c;
-    return &model.config;
+    return &c->config;
 }
 
 // ---- memory
@@ -53,22 +64,22 @@ static size_t largest(size_t a, size_t b) {
 
 // Plans the memory for B sequences of at most T tokens.
 static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
-    Model *m = &model;
-    const ModelConfig *config = &m->config;
+    Model *m = c->model = e->o.dtype == EVAL_BF16 ? (Model *)&c->in_bf16 : &c->in_float32;
+    const ModelConfig *config = m->config = &c->config;
     const Normalizer *others[] = {&e->given};
     size_t N = B * T, heads = config->layers * config->heads, VP = padded_vocab(config);
-    if (!stream) {
+    if (!c->stream) {
         device_start();
-        CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        CUDA_CHECK(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     }
+    m->stream = c->stream;
     m->list = tensors_of(config, others, 1);
-    m->in_bf16 = e->o.dtype == EVAL_BF16;
     m->doc_mask = e->o.doc_mask;
     m->forward_only = m->recompute = m->deterministic = true;
     IntList lengths = {{(int64_t)T}, 1};
     for (size_t i = 0; i < e->count; i++) lengths.values[i] = (int64_t)e->lengths[i].T;
     if (e->count) lengths.count = e->count;
-    plan_model(m, others, 1, &lengths, B, T);
+    by_type(c, [&](auto *typed) { plan_model(typed, others, 1, &lengths, B, T); });
     memory_add(&m->plan, "p_n", (void **)&c->p_n_there, T * sizeof(float));
     if (e->o.task == TASK_NEEDLE) memory_add(&m->plan, "scores", (void **)&c->scores, heads * T * sizeof(float));
 
@@ -90,9 +101,8 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
 
 // Allocates it. Ends the program if it does not fit.
 static void take_computer(Computer *c) {
-    Model *m = &model;
+    Model *m = c->model;
     size_t left, all;
-    (void)c;
     CUDA_CHECK(cudaMemGetInfo(&left, &all));
     m->host_plan.remedy = "Use smaller --seq-lens.";
     if (m->plan.total > left)
@@ -101,27 +111,24 @@ static void take_computer(Computer *c) {
     memory_check(&m->host_plan, 1);
     memory_take(&m->host_plan);
     take_model(m);
-    m->host.config = &m->config;
+    m->host.config = m->config;
     m->host.list = &m->list;
 }
 
 static Weights computer_weights(Computer *c) {
-    (void)c;
-    return model.host;
+    return c->model->host;
 }
 
 // Call it after changing the weights.
 static void computer_ready(Computer *c) {
-    Model *m = &model;
-    (void)c;
+    Model *m = c->model;
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());    // the copy does not run on our stream
     round_parameters(m, 0, m->list.floats, 0);
 }
 
 static void close_computer(Computer *c) {
-    Model *m = &model;
-    (void)c;
+    Model *m = c->model;
     CUDA_CHECK(cudaDeviceSynchronize());
     if (m->params) matmul_end(&m->matmul);
     for (size_t i = 0; i < m->plan.count; i++) {
@@ -131,30 +138,32 @@ static void close_computer(Computer *c) {
     memory_release(&m->host_plan);
     tensors_free(&m->list);
     free(m->parts);
-    *m = Model();
+    cudaStream_t stream = c->stream;
+    *c = Computer();
+    c->stream = stream;
 }
 
 // ---- what the tasks need of the model
 
 // Uses c->p_n from now on.
 static void replace_pn(Computer *c) {
-    CUDA_CHECK(cudaMemcpy(c->p_n_there, c->p_n, model.T * sizeof(float), cudaMemcpyHostToDevice));
-    model.p_n = c->p_n_there;
+    CUDA_CHECK(cudaMemcpy(c->p_n_there, c->p_n, c->model->T * sizeof(float), cudaMemcpyHostToDevice));
+    c->model->p_n = c->p_n_there;
 }
 
 // From now on, the first T positions turn by these angles.
 static void use_angles(Computer *c, RopeAngles angles, size_t T) {
-    (void)c;
-    upload_rope_table(&model, T, angles);
+    upload_rope_table(c->model, T, angles);
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 // The share of attention's rows that have been all-zero since the last call.
 static double all_zero_share(Computer *c) {
+    Model *m = c->model;
     unsigned long long count = 0;
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    CUDA_CHECK(cudaMemcpy(&count, model.all_zero_rows + 1, sizeof count, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemset(model.all_zero_rows, 0, 2 * sizeof count));
+    CUDA_CHECK(cudaStreamSynchronize(c->stream));
+    CUDA_CHECK(cudaMemcpy(&count, m->all_zero_rows + 1, sizeof count, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemset(m->all_zero_rows, 0, 2 * sizeof count));
     CUDA_CHECK(cudaDeviceSynchronize());
     double share = c->rows ? (double)count / (double)c->rows : 0;
     c->rows = 0;
@@ -163,14 +172,14 @@ static double all_zero_share(Computer *c) {
 
 // Copies tokens, targets and where documents begin to the device.
 static void upload_tokens(Computer *c, const int32_t *inputs, const int32_t *targets, size_t B, size_t T) {
-    Model *m = &model;
+    Model *m = c->model;
     size_t N = B * T;
     memcpy(c->ints, inputs, N * sizeof(int32_t));
     if (targets) memcpy(c->ints + N, targets, N * sizeof(int32_t));
-    if (m->doc_mask) document_starts(c->ints + 2 * N, inputs, B, T, m->config.end_of_text);
+    if (m->doc_mask) document_starts(c->ints + 2 * N, inputs, B, T, m->config->end_of_text);
     m->first = m->doc_mask ? m->batch + 2 * N : NULL;
-    CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, 3 * N * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
-    c->rows += m->config.layers * N * m->config.heads;
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, 3 * N * sizeof(int32_t), cudaMemcpyHostToDevice, c->stream));
+    c->rows += m->config->layers * N * m->config->heads;
 }
 
 static float host_float(float x) {
@@ -183,26 +192,20 @@ static float host_float(bf16 x) {
     return bf16_to_float(bits);
 }
 
-template <class X>
-static const BlockRow<X> *block_of_activations(const Model *m, const Activations<X> *a) {
-    (void)a;
-    return block_of<X>(m);
-}
-
 // Copies `rows` rows of `width` numbers, `stride` apart, from the device and widens them.
 template <class X>
 static void rows_to_host(Computer *c, float *out, const X *there, size_t rows, size_t width, size_t stride) {
     const X *raw = (const X *)c->raw;
     CUDA_CHECK(cudaMemcpy2DAsync(c->raw, width * sizeof(X), there, stride * sizeof(X), width * sizeof(X), rows,
-                                 cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream));
+                                 cudaMemcpyDeviceToHost, c->stream));
+    CUDA_CHECK(cudaStreamSynchronize(c->stream));
     for (size_t i = 0; i < rows * width; i++) out[i] = host_float(raw[i]);
 }
 
 // The losses of the N rows that have just been computed, on the host.
 static const float *losses_to_host(Computer *c, const float *losses, size_t N) {
-    CUDA_CHECK(cudaMemcpyAsync(c->losses, losses, N * sizeof(float), cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream));
+    CUDA_CHECK(cudaMemcpyAsync(c->losses, losses, N * sizeof(float), cudaMemcpyDeviceToHost, c->stream));
+    CUDA_CHECK(cudaStreamSynchronize(c->stream));
     return c->losses;
 }
 
@@ -210,24 +213,22 @@ static const float *losses_to_host(Computer *c, const float *losses, size_t N) {
 //   inputs, targets (B,T)   mask (B,T) or NULL   Returns (B,T), valid until the next call
 static const float *batch_losses(Computer *c, const int32_t *inputs, const int32_t *targets, const uint8_t *mask,
                                  size_t B, size_t T) {
-    Model *m = &model;
     size_t N = B * T;
     upload_tokens(c, inputs, targets, B, T);
-    if (mask) CUDA_CHECK(cudaMemcpyAsync(m->mask, mask, N, cudaMemcpyHostToDevice, stream));
-    return by_type([&](auto *a) {
-        model_forward(m, a, m->batch, B, T, 1);
-        model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + N, mask ? m->mask : NULL, N, 0.0f, false);
-        return losses_to_host(c, a->losses, N);
+    return by_type(c, [&](auto *m) {
+        if (mask) CUDA_CHECK(cudaMemcpyAsync(m->mask, mask, N, cudaMemcpyHostToDevice, m->stream));
+        model_forward(m, m->batch, B, T, 1);
+        model_loss(m, m->sums + SUM_VALIDATION, m->batch + N, mask ? m->mask : NULL, N, 0.0f, false);
+        return losses_to_host(c, m->activations.losses, N);
     });
 }
 
 // Attention's input on the host: q and k of layer l, which has just been computed.
 template <class X>
-static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l, size_t T) {
-    Model *m = &model;
-    const ModelConfig *config = &m->config;
+static AttentionInput host_input(Computer *c, const ModelOf<X> *m, size_t l, size_t T) {
+    const ModelConfig *config = m->config;
     size_t HS = head_size(config), K = query_width(config), KV = key_width(config);
-    FlashInput<X> in = attention_input(m, projected_of(layer_of(m, a, l, 0)), l);
+    FlashInput<X> in = attention_input(m, projected_of(layer_of(m, l, 0)), l);
     rows_to_host(c, c->q, in.q.p, T, K, in.q.row);
     rows_to_host(c, c->k, in.k.p, T, KV, in.k.row);
     AttentionInput host = {};
@@ -239,14 +240,13 @@ static AttentionInput host_input(Computer *c, const Activations<X> *a, size_t l,
 
 // The learned scalars of a layer on the host.
 static Scalars host_scalars(const Computer *c, size_t l) {
-    const Model *m = &model;
-    Scalars scalars = scalars_of(&m->list, m->host.params, l, &m->config.attn);
+    const Model *m = c->model;
+    Scalars scalars = scalars_of(&m->list, m->host.params, l, &m->config->attn);
     if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = c->p_n;
     return scalars;
 }
 
-static AttentionShape host_shape(size_t T) {
-    const ModelConfig *config = &model.config;
+static AttentionShape host_shape(const ModelConfig *config, size_t T) {
     return {&config->attn,        1,     T, config->heads, config->kv_heads, head_size(config), value_size(config),
             (int)config->seq_len, false, 0};
 }
@@ -254,41 +254,39 @@ static AttentionShape host_shape(size_t T) {
 // Runs a sequence through the model and shows the observer every layer. Returns the losses of its tokens but the first
 // (T - 1), valid until the next call.
 static const float *observe_sequence(Computer *c, Observer *o, const int32_t *tokens, size_t T) {
-    Model *m = &model;
-    size_t C = m->config.channels;
+    size_t C = c->config.channels, layers = c->config.layers;
     upload_tokens(c, tokens, NULL, 1, T);
-    return by_type([&](auto *a) {
-        model_embed(m, a, m->batch, T);
-        for (size_t l = 0; l < m->config.layers; l++) {
-            block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
-            AttentionInput in = host_input(c, a, l, T);
+    return by_type(c, [&](auto *m) {
+        model_embed(m, m->batch, T);
+        for (size_t l = 0; l < layers; l++) {
+            block_of(m)->forward(m, l, 1, T, 1);
+            AttentionInput in = host_input(c, m, l, T);
             #pragma omp parallel for schedule(dynamic)
-            for (size_t h = 0; h < m->config.heads; h++) {
+            for (size_t h = 0; h < c->config.heads; h++) {
                 AttentionRows at = {};
                 at.h = h;
                 observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, host_scalars(c, l),
-                             host_shape(T), at, l);
+                             host_shape(&c->config, T), at, l);
             }
-            rows_to_host(c, c->x, layer_of(m, a, l, 0).x_next, T, C, C);
+            rows_to_host(c, c->x, layer_of(m, l, 0).x_next, T, C, C);
             observe_layer(o, l, c->x, T, C);
-            bar_within(c->bar, l + 1, m->config.layers);
+            bar_within(c->bar, l + 1, layers);
         }
-        model_final_norm(m, a, T);
-        model_loss(m, a, m->sums + SUM_VALIDATION, m->batch + 1, NULL, T - 1, 0.0f, false);
-        return losses_to_host(c, a->losses, T - 1);
+        model_final_norm(m, T);
+        model_loss(m, m->sums + SUM_VALIDATION, m->batch + 1, NULL, T - 1, 0.0f, false);
+        return losses_to_host(c, m->activations.losses, T - 1);
     });
 }
 
 // The logits after the last of T tokens, whose normalized outputs the forward pass has computed.
 static const float *last_logits(Computer *c, size_t T) {
-    Model *m = &model;
-    size_t VP = padded_vocab(&m->config);
-    by_type([&](auto *a) {
-        model_final_norm(m, a, T);
-        model_last_logits(m, a, T);
-        rows_to_host(c, c->logits, a->logits, 1, VP, VP);
+    size_t VP = padded_vocab(&c->config);
+    by_type(c, [&](auto *m) {
+        model_final_norm(m, T);
+        model_last_logits(m, T);
+        rows_to_host(c, c->logits, m->activations.logits, 1, VP, VP);
     });
-    cap_logits(m, c->logits);
+    cap_logits(c->model, c->logits);
     return c->logits;
 }
 
@@ -300,35 +298,33 @@ static size_t cached_tokens(const Computer *c, const NeedleTrial *t) {
 
 // While one of these exists, T is each row's own length so far, as in the cached decoding of eval_gpt2.
 struct ByRow {
-    Normalizer own = model.config.attn;
-    ByRow() {
-        model.config.attn = normalizer_by_row(&own);
+    Normalizer *attn, own;
+    explicit ByRow(Normalizer *attn) : attn(attn), own(*attn) {
+        *attn = normalizer_by_row(&own);
     }
     ~ByRow() {
-        model.config.attn = own;
+        *attn = own;
     }
     ByRow(const ByRow &) = delete;
 };
 
 // Computes the scores of a prompt's last token in layer l, whose q and k have just been computed.
 template <class X>
-static void last_scores(Computer *c, const Activations<X> *a, size_t l, size_t T) {
-    Model *m = &model;
-    FlashInput<X> in = attention_input(m, projected_of(layer_of(m, a, l, 0)), l);
-    size_t NH = m->config.heads, NKV = m->config.kv_heads;
+static void last_scores(Computer *c, const ModelOf<X> *m, size_t l, size_t T) {
+    FlashInput<X> in = attention_input(m, projected_of(layer_of(m, l, 0)), l);
+    size_t NH = m->config->heads, NKV = m->config->kv_heads;
     query_scores<X>(c->scores + l * NH * T,
-                    {in.q.p + (T - 1) * in.q.row, in.k.p, in.k.row, T, NH, NKV, head_size(&m->config)}, stream);
+                    {in.q.p + (T - 1) * in.q.row, in.k.p, in.k.row, T, NH, NKV, head_size(m->config)}, m->stream);
 }
 
 // The weights of a prompt's last token in c->weights (layers,NH,T), from its scores.
 static void last_weights(Computer *c, size_t T) {
-    Model *m = &model;
-    size_t NH = m->config.heads, heads = m->config.layers * NH;
-    AttentionShape shape = host_shape(1);
+    size_t NH = c->config.heads, heads = c->config.layers * NH;
+    AttentionShape shape = host_shape(&c->config, 1);
     shape.cached = true;
     shape.past = T - 1;
-    CUDA_CHECK(cudaMemcpyAsync(c->weights, c->scores, heads * T * sizeof(float), cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream));
+    CUDA_CHECK(cudaMemcpyAsync(c->weights, c->scores, heads * T * sizeof(float), cudaMemcpyDeviceToHost, c->stream));
+    CUDA_CHECK(cudaStreamSynchronize(c->stream));
     #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < heads; i++)
         attention_weights_of_scores(c->weights + i * T, T, NULL, NULL, host_scalars(c, i / NH), shape,
@@ -337,37 +333,38 @@ static void last_weights(Computer *c, size_t T) {
 
 // Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.
 static const float *prompt_logits(Computer *c, Needle *n) {
-    Model *m = &model;
     const NeedleTrial *t = &n->trial;
     size_t T = t->count;
-    ByRow by_row;
+    ByRow by_row(&c->config.attn);
     upload_tokens(c, t->tokens, NULL, 1, T);
-    m->from = cached_tokens(c, t);
-    by_type([&](auto *a) {
-        model_embed(m, a, m->batch, T);
-        for (size_t l = 0; l < m->config.layers; l++) {
-            block_of_activations(m, a)->forward(m, a, l, 1, T, 1);
-            last_scores(c, a, l, T);
+    c->model->from = cached_tokens(c, t);
+    by_type(c, [&](auto *m) {
+        model_embed(m, m->batch, T);
+        for (size_t l = 0; l < c->config.layers; l++) {
+            block_of(m)->forward(m, l, 1, T, 1);
+            last_scores(c, m, l, T);
         }
     });
     const float *logits = last_logits(c, T);
     last_weights(c, T);
     needle_weights(n, c->weights, T);
-    m->from = 0;
+    c->model->from = 0;
     return logits;
 }
 
 // Feeds a token of the answer. Returns the logits after it.
 static const float *next_logits(Computer *c, int32_t token, size_t position) {
-    Model *m = &model;
     size_t T = position + 1;
-    ByRow by_row;
+    ByRow by_row(&c->config.attn);
     c->ints[position] = token;
-    CUDA_CHECK(cudaMemcpyAsync(m->batch + position, c->ints + position, sizeof token, cudaMemcpyHostToDevice, stream));
-    m->from = position;
-    by_type([&](auto *a) { model_forward(m, a, m->batch, 1, T, 1); });
+    c->model->from = position;
+    by_type(c, [&](auto *m) {
+        CUDA_CHECK(
+            cudaMemcpyAsync(m->batch + position, c->ints + position, sizeof token, cudaMemcpyHostToDevice, m->stream));
+        model_forward(m, m->batch, 1, T, 1);
+    });
     const float *logits = last_logits(c, T);
-    m->from = 0;
+    c->model->from = 0;
     return logits;
 }
 

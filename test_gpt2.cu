@@ -23,28 +23,42 @@ static double gradient_bound(const Normalizer *attn) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer under test
 
+static cudaStream_t stream;
+static bool in_bf16, recompute;    // what main() wants of the subject
+static ModelConfig subject_config;
+static ModelOf<float> subject_in_float32;
+static ModelOf<bf16> subject_in_bf16;
+static Model *subject;    // one of these
 static float *host_params, *host_grads;
 
+// Calls f with the subject as what it is.
+template <class F>
+static auto by_type(F f) {
+    return subject == &subject_in_bf16 ? f(&subject_in_bf16) : f(&subject_in_float32);
+}
+
 static void subject_start(const ModelConfig *config, const TensorList *list, size_t B, size_t T) {
-    bool in_bf16 = model.in_bf16, recompute = model.recompute;
-    model = Model();
-    model.config = *config;
-    model.list = *list;
-    model.in_bf16 = in_bf16;
-    model.recompute = recompute;
-    model.deterministic = true;
+    subject_config = *config;
+    subject_in_float32 = {};
+    subject_in_bf16 = {};
+    subject = in_bf16 ? (Model *)&subject_in_bf16 : &subject_in_float32;
+    subject->config = &subject_config;
+    subject->list = *list;
+    subject->stream = stream;
+    subject->recompute = recompute;
+    subject->deterministic = true;
     IntList lengths = {{(int64_t)T}, 1};
-    plan_model(&model, NULL, 0, &lengths, B, T);
-    take_model(&model);
-    upload_segments(&model);
+    by_type([&](auto *m) { plan_model(m, NULL, 0, &lengths, B, T); });
+    take_model(subject);
+    upload_segments(subject);
     host_params = floats(list->floats);
     host_grads = floats(list->floats);
 }
 
 static void subject_set(const float *params) {
-    CUDA_CHECK(cudaMemcpy(model.params, params, model.list.floats * sizeof(float), cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(subject->params, params, subject->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (model.in_bf16) parameters_round(model.params_bf16, model.params, 0, model.list.floats, false, 0, 0, stream);
+    round_parameters(subject, 0, subject->list.floats, 0);
 }
 
 static double from_device(const double *there) {
@@ -57,16 +71,17 @@ static double from_device(const double *there) {
 // A batch in the form in which the trainer has it on the device; the copies have finished on return.
 static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, size_t N) {
     int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints),
-            *starts = (int32_t *)malloc((model.config.vocab + 1) * sizeof *starts);
+            *starts = (int32_t *)malloc((subject->config->vocab + 1) * sizeof *starts);
     BatchTokens there = {};
-    there.inputs = model.batch;
-    there.targets = model.batch + N;
-    there.order = model.batch + 2 * N;
-    there.pieces = (const EmbeddingPiece *)(model.batch + 3 * N);
+    there.inputs = subject->batch;
+    there.targets = subject->batch + N;
+    there.order = subject->batch + 2 * N;
+    there.pieces = (const EmbeddingPiece *)(subject->batch + 3 * N);
     memcpy(ints, inputs, N * sizeof *ints);
     memcpy(ints + N, targets, N * sizeof *ints);
-    there.plan = embedding_plan(ints + 2 * N, (EmbeddingPiece *)(ints + 3 * N), inputs, N, starts, model.config.vocab);
-    CUDA_CHECK(cudaMemcpy(model.batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints,
+    there.plan =
+        embedding_plan(ints + 2 * N, (EmbeddingPiece *)(ints + 3 * N), inputs, N, starts, subject->config->vocab);
+    CUDA_CHECK(cudaMemcpy(subject->batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints,
                           cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
     free(ints);
@@ -76,45 +91,46 @@ static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, 
 
 static double subject_step(const int32_t *inputs, const int32_t *targets, size_t B, size_t T, float scale, bool first) {
     BatchTokens there = subject_batch(inputs, targets, B * T);
-    double before = first ? 0 : from_device(model.sums + SUM_STEP);
-    by_type([&](auto *a) { model_step(&model, a, there, B, T, scale, first, true); });
-    return from_device(model.sums + SUM_STEP) - before;
+    double before = first ? 0 : from_device(subject->sums + SUM_STEP);
+    by_type([&](auto *m) { model_step(m, there, B, T, scale, first, true); });
+    return from_device(subject->sums + SUM_STEP) - before;
 }
 
 static double subject_norm(void) {
-    gradient_squares(model.sums + SUM_SQUARES, model.sums + SUM_PARTIALS, model.grads, model.segments,
-                     model.segment_count, model.segment_blocks, stream);
-    return sqrt(from_device(model.sums + SUM_SQUARES));
+    gradient_squares(subject->sums + SUM_SQUARES, subject->sums + SUM_PARTIALS, subject->grads, subject->segments,
+                     subject->segment_count, subject->segment_blocks, stream);
+    return sqrt(from_device(subject->sums + SUM_SQUARES));
 }
 
 static void subject_update(double clip, AdamW a) {
-    gradients_end(&model, clip);
-    model_update(&model, a);
+    gradients_end(subject, clip);
+    model_update(subject, a);
 }
 
 static const float *to_host(float *host, const float *there) {
-    CUDA_CHECK(cudaMemcpyAsync(host, there, model.list.floats * sizeof *host, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpyAsync(host, there, subject->list.floats * sizeof *host, cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
     return host;
 }
 
 static const float *subject_params(void) {
-    return to_host(host_params, model.params);
+    return to_host(host_params, subject->params);
 }
 
 static const float *subject_grads(void) {
-    return to_host(host_grads, model.grads);
+    return to_host(host_grads, subject->grads);
 }
 
 static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_t T) {
-    size_t N = B * T, C = model.config.channels, V = model.config.vocab, VP = padded_vocab(&model.config);
-    Activations<float> *a = &activations<float>;
+    ModelOf<float> *m = &subject_in_float32;
+    const Activations<float> *a = &m->activations;
+    size_t N = B * T, C = m->config->channels, V = m->config->vocab, VP = padded_vocab(m->config);
     subject_batch(inputs, inputs, N);
-    model_forward(&model, a, model.batch, B, T, 1);
+    model_forward(m, m->batch, B, T, 1);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
         size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
-        matmul_forward(&model.matmul, a->logits, a->h + from * C, weight<float>(&model, model.list.head),
-                       (const float *)NULL, {rows, C, VP}, stream);
+        matmul_forward(&m->matmul, a->logits, a->h + from * C, weight(m, m->list.head), (const float *)NULL,
+                       {rows, C, VP}, stream);
         CUDA_CHECK(cudaMemcpy2DAsync(logits + from * V, V * sizeof(float), a->logits, VP * sizeof(float),
                                      V * sizeof(float), rows, cudaMemcpyDeviceToHost, stream));
         CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -122,9 +138,9 @@ static void subject_logits(float *logits, const int32_t *inputs, size_t B, size_
 }
 
 static void subject_end(void) {
-    matmul_end(&model.matmul);
-    for (size_t i = 0; i < model.plan.count; i++) CUDA_CHECK(cudaFree(*model.plan.rows[i].where));
-    free(model.parts);
+    matmul_end(&subject->matmul);
+    for (size_t i = 0; i < subject->plan.count; i++) CUDA_CHECK(cudaFree(*subject->plan.rows[i].where));
+    free(subject->parts);
     free(host_params);
     free(host_grads);
 }
@@ -357,7 +373,7 @@ static void test_steps(void) {
         fail(EXIT_INPUT, "%s: %s", case_name, message);
     read_answer("losses", losses, 64);
     read_answer("grad_norms", norms, 64);
-    snprintf(name, sizeof name, "%s, %s", case_name, model.in_bf16 ? "bfloat16" : "recomputed");
+    snprintf(name, sizeof name, "%s, %s", case_name, in_bf16 ? "bfloat16" : "recomputed");
     case_name = name;
     c.list = tensors_of(&c.config, NULL, 0);
     subject_start(&c.config, &c.list, c.B, c.T);
@@ -365,15 +381,15 @@ static void test_steps(void) {
     size_t N = c.B * c.T;
     double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
     bool steep = c.config.attn.post.kind == POST_REWEIGHT;    // a power of 15 magnifies rounding 15 times
-    double loss_bound = model.in_bf16 ? 1e-2 : 1e-5;
-    if (model.in_bf16 && steps > 4) steps = 4;    // after that, rounding has made it a different run
+    double loss_bound = in_bf16 ? 1e-2 : 1e-5;
+    if (in_bf16 && steps > 4) steps = 4;    // after that, rounding has made it a different run
     for (size_t s = 0; s < steps; s++) {
         int32_t *batch = take_batch(&c, s);
         double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N,
                size = subject_norm();
         worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), loss_bound);
-        check("a gradient norm", relative(size, norms[s]), model.in_bf16 ? (s || steep ? 0.3 : 8e-2) : 1e-4);
+        check("a gradient norm", relative(size, norms[s]), in_bf16 ? (s || steep ? 0.3 : 8e-2) : 1e-4);
         subject_update(clip, {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1});
         free(batch);
     }
@@ -391,10 +407,10 @@ int main(int argc, char **argv) {
     device_start();
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     run_cases(KINDS, 2, word, true);
-    model.recompute = true;
+    recompute = true;
     run_cases(STEPS, 1, word, true);
-    model.recompute = false;
-    model.in_bf16 = true;
+    recompute = false;
+    in_bf16 = true;
     run_cases(IN_BF16, 2, word, true);
     return cases_end();
 }

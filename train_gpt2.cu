@@ -5,7 +5,7 @@
 //   2. Model        the parameters, the activations, and the device memory for both
 //   3. Passes       forward, loss, backward
 //   4. Update       the gradients summed over ranks, their norm, AdamW
-//   5. Training     main(), which contains the training loop
+//   5. Training     main(), which chooses X, and train(), which contains the training loop
 //
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
 // statistics, parameter gradients, the optimizer's state and master weights are float32. Everything runs on one stream,
@@ -22,6 +22,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "attention/flash.h"
@@ -67,30 +68,17 @@ static void nvtxRangePushA(const char *name) {
 static void nvtxRangePop(void) {}
 #endif
 
-static cudaStream_t stream;
-static bool profiling;
-
 struct Mark {
     cudaEvent_t event;
     Phase phase;    // the phase that starts at this mark
 };
-static std::vector<Mark> marks;    // the first mark_count are in use
-static size_t mark_count;
 
-static bool aside;    // charge everything to PHASE_ASIDE
-
-static void phase(Phase next) {
-    if (!profiling || (aside && next != PHASE_ASIDE)) return;
-    if (mark_count) nvtxRangePop();
-    nvtxRangePushA(phase_names[next]);
-    if (mark_count == marks.size()) {
-        marks.push_back({});
-        CUDA_CHECK(cudaEventCreate(&marks.back().event));
-    }
-    Mark *mark = &marks[mark_count++];
-    mark->phase = next;
-    CUDA_CHECK(cudaEventRecord(mark->event, stream));
-}
+struct PhaseTimers {
+    bool on, aside;             // aside: charge everything to PHASE_ASIDE
+    std::vector<Mark> marks;    // the first mark_count are in use
+    size_t mark_count;
+    double seconds[PHASE_COUNT], first_step[PHASE_COUNT], reported[PHASE_COUNT];
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 2. Model
@@ -124,9 +112,12 @@ struct StepReport {
 };
 
 struct Model {
-    ModelConfig config;
+    const ModelConfig *config;
     TensorList list;
-    bool in_bf16, recompute, zero, deterministic, stochastic;
+    cudaStream_t stream;
+    PhaseTimers timers;
+    bool in_bf16;    // the element type is bf16
+    bool recompute, zero, deterministic, stochastic;
     bool forward_only;    // no backward pass: no memory for gradients and moments
     const float *p_n;     // if not NULL, replaces the learned p_n of the normalizer: (T) or longer
     float z_loss;         // see CrossEntropy
@@ -196,35 +187,42 @@ struct Model {
     size_t slot;
 };
 
-static Model model;
+// With the arrays of element type X
 template <class X>
-static Activations<X> activations;
+struct ModelOf : Model {
+    Activations<X> activations;
+};
 
-// Calls f with the activations of the run's type.
-template <class F>
-static auto by_type(F f) {
-    return model.in_bf16 ? f(&activations<bf16>) : f(&activations<float>);
+static void phase(Model *m, Phase next) {
+    PhaseTimers *t = &m->timers;
+    if (!t->on || (t->aside && next != PHASE_ASIDE)) return;
+    if (t->mark_count) nvtxRangePop();
+    nvtxRangePushA(phase_names[next]);
+    if (t->mark_count == t->marks.size()) {
+        t->marks.push_back({});
+        CUDA_CHECK(cudaEventCreate(&t->marks.back().event));
+    }
+    Mark *mark = &t->marks[t->mark_count++];
+    mark->phase = next;
+    CUDA_CHECK(cudaEventRecord(mark->event, m->stream));
 }
 
-template <class X>
-static const X *weight(const Model *m, size_t offset);
-template <>
-const float *weight<float>(const Model *m, size_t offset) {
+static const float *weight(const ModelOf<float> *m, size_t offset) {
     return m->params + offset;
 }
-template <>
-const bf16 *weight<bf16>(const Model *m, size_t offset) {
+
+static const bf16 *weight(const ModelOf<bf16> *m, size_t offset) {
     return m->params_bf16 + offset;
 }
 
 static Scalars layer_scalars(const Model *m, size_t layer) {
-    Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config.attn);
+    Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config->attn);
     if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = m->p_n;
     return scalars;
 }
 
 static ScalarGrads layer_scalar_grads(const Model *m, float *grads, size_t layer) {
-    return scalar_grads_of(&m->list, grads, layer, &m->config.attn);
+    return scalar_grads_of(&m->list, grads, layer, &m->config->attn);
 }
 
 static GauGains gains_in(const Model *m, float *array, size_t layer) {
@@ -233,7 +231,7 @@ static GauGains gains_in(const Model *m, float *array, size_t layer) {
 }
 
 static float norm_eps(const Model *m) {
-    return (float)m->config.norm_eps;
+    return (float)m->config->norm_eps;
 }
 
 // One row per block: how many partial sums its backward pass needs, where attention finds q, k and v (`views`, which
@@ -243,8 +241,8 @@ template <class X>
 struct BlockRow {
     size_t (*partials)(const ModelConfig *c, size_t N);
     FlashInputGrads<X> (*views)(const ModelConfig *c, Projected<X> of);
-    void (*forward)(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter);
-    void (*backward)(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add);
+    void (*forward)(ModelOf<X> *m, size_t l, size_t B, size_t T, int counter);
+    void (*backward)(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add);
 };
 
 #define BLOCK_FUNCTIONS(name)                                                                           \
@@ -252,22 +250,22 @@ struct BlockRow {
     template <class X>                                                                                  \
     static FlashInputGrads<X> name##_views(const ModelConfig *c, Projected<X> of);                      \
     template <class X>                                                                                  \
-    static void name##_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter); \
+    static void name##_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int counter); \
     template <class X>                                                                                  \
-    static void name##_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add);
+    static void name##_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add);
 BLOCK_FUNCTIONS(layer)
 BLOCK_FUNCTIONS(unit)
 
 template <class X>
-static const BlockRow<X> *block_of(const Model *m) {
+static const BlockRow<X> *block_of(const ModelOf<X> *m) {
     static const BlockRow<X> LLAMA = {layer_partials, layer_views<X>, layer_forward<X>, layer_backward<X>};
     static const BlockRow<X> GAU = {unit_partials, unit_views<X>, unit_forward<X>, unit_backward<X>};
     static const BlockRow<X> *const BLOCKS[BLOCK_COUNT] = {&LLAMA, &GAU};    // in the order of Block
-    return BLOCKS[m->config.block];
+    return BLOCKS[m->config->block];
 }
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
-    const ModelConfig *c = &m->config;
+    const ModelConfig *c = m->config;
     return {&c->attn, B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0, !m->deterministic};
 }
 
@@ -291,11 +289,11 @@ static size_t batch_ints(size_t N) {
 // bucket 0 is everything before the layers, then one bucket per layer, then the rest. bucket_start(bucket_count()) is
 // the end of the last.
 static size_t bucket_count(const Model *m) {
-    return m->config.layers + 2;
+    return m->config->layers + 2;
 }
 
 static size_t bucket_start(const Model *m, size_t i) {
-    size_t layers = m->config.layers;
+    size_t layers = m->config->layers;
     if (i == 0) return 0;
     if (i <= layers) return m->list.layers[i - 1].norm1;
     return i == layers + 1 ? m->list.norm : m->list.floats;
@@ -393,8 +391,8 @@ static void plan_parameters(Model *m) {
 // Plans attention's memory for the most demanding combination of normalizer (the model's own and `others`) and length
 // (`lengths`, which divide T). Ends the program if there is no kernel for one of these shapes.
 template <class X>
-static void plan_attention(Model *m, Activations<X> *a, const Normalizer *const *others, size_t count,
-                           const IntList *lengths, size_t B, size_t T) {
+static void plan_attention(ModelOf<X> *m, const Normalizer *const *others, size_t count, const IntList *lengths,
+                           size_t B, size_t T) {
     size_t scratch = 0;
     bool l2 = false;
     m->layer_stats = 0;
@@ -407,8 +405,8 @@ static void plan_attention(Model *m, Activations<X> *a, const Normalizer *const 
         m->layer_stats = std::max(m->layer_stats, flash_stats(shape, sizeof(X)));
         scratch = std::max(scratch, flash_scratch(shape, sizeof(X)));
     }
-    m->widths = activation_widths(&m->config, l2);
-    memory_add(&m->plan, STATS, (void **)&a->stats, m->config.layers * m->layer_stats * sizeof(float));
+    m->widths = activation_widths(m->config, l2);
+    memory_add(&m->plan, STATS, (void **)&m->activations.stats, m->config->layers * m->layer_stats * sizeof(float));
     memory_add(&m->plan, SCRATCH, &m->scratch, scratch);
 }
 
@@ -429,7 +427,7 @@ static size_t unit_partials(const ModelConfig *c, size_t N) {
 
 // What has the same size whatever the element type
 static void plan_scratch(Model *m, size_t B, size_t T) {
-    size_t N = B * T, angles = T * (head_size(&m->config) / 2);
+    size_t N = B * T, angles = T * (head_size(m->config) / 2);
     memory_add(&m->plan, SCRATCH, (void **)&m->cosines, angles * sizeof(float));
     memory_add(&m->plan, SCRATCH, (void **)&m->sines, angles * sizeof(float));
     memory_add(&m->plan, SCRATCH, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
@@ -438,7 +436,7 @@ static void plan_scratch(Model *m, size_t B, size_t T) {
 }
 
 static size_t layers_in(const Model *m, ActivationMemory memory) {
-    size_t layers = m->config.layers;
+    size_t layers = m->config->layers;
     return activation_layers(memory, layers, m->recompute ? 1 : layers);
 }
 
@@ -466,22 +464,22 @@ static void plan_array(Model *m, T **x, ActivationMemory memory, size_t width) {
 }
 
 template <class X>
-static void plan_activations(Model *m, Activations<X> *a) {
-    const ModelConfig *c = &m->config;
+static void plan_activations(ModelOf<X> *m) {
+    const ModelConfig *c = m->config;
     size_t N = m->B * m->T, C = c->channels;
     rmsnorm_warps<X>(C);    // ends the program if there is no kernel for this number of channels
     if (c->qk_norm) qk_norm_group(head_size(c), 1);    // or for this head size
     need_partials(m, rmsnorm_partials(N, C));
     need_partials(m, embedding_partials(N) * C);
-    need_partials(m, block_of<X>(m)->partials(c, N));
-#define PLAN(name, type, width, memory, exists) plan_array(m, &a->name, memory, m->widths.name);
+    need_partials(m, block_of(m)->partials(c, N));
+#define PLAN(name, type, width, memory, exists) plan_array(m, &m->activations.name, memory, m->widths.name);
     ACTIVATIONS(PLAN)
     GPU_ACTIVATIONS(PLAN)
 #undef PLAN
 }
 
 static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
-    size_t HS = head_size(&m->config), n = T * (HS / 2);
+    size_t HS = head_size(m->config), n = T * (HS / 2);
     float *table = (float *)malloc(2 * n * sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
     rope_table(table, table + n, T, angles);
@@ -491,17 +489,17 @@ static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
 }
 
 // Plans all device memory, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
-static void plan_model(Model *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
+template <class X>
+static void plan_model(ModelOf<X> *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
                        size_t T) {
+    m->in_bf16 = std::is_same<X, bf16>::value;
     m->B = B;
     m->T = T;
     m->loss_rows = smaller(B * T, LOSS_ROWS);
-    by_type([=](auto *a) {
-        plan_attention(m, a, others, count, lengths, B, T);
-        plan_parameters(m);
-        plan_scratch(m, B, T);
-        plan_activations(m, a);
-    });
+    plan_attention(m, others, count, lengths, B, T);
+    plan_parameters(m);
+    plan_scratch(m, B, T);
+    plan_activations(m);
     memory_add(&m->plan, SCRATCH, (void **)&m->partials, m->partials_size * sizeof(float));
     memory_add(&m->plan, "matmul scratch", &m->workspace, MATMUL_WORKSPACE);
     size_t largest = 0;
@@ -520,7 +518,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMalloc(m->plan.rows[i].where, bytes));
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
-    upload_rope_table(m, m->T, model_rope(&m->config));
+    upload_rope_table(m, m->T, model_rope(m->config));
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->deterministic);
     if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
@@ -538,15 +536,15 @@ static size_t row_of(const Model *m, ActivationMemory memory, size_t l, size_t f
 
 // The activations of layer l, from its row `from` on.
 template <class X>
-static Activations<X> layer_of(const Model *m, const Activations<X> *a, size_t l, size_t from) {
-    Activations<X> of = *a;
+static Activations<X> layer_of(const ModelOf<X> *m, size_t l, size_t from) {
+    Activations<X> of = m->activations;
 #define VIEW(name, type, width, memory, exists) \
     if (of.name) of.name += row_of(m, memory, l, from) * m->widths.name;
     ACTIVATIONS(VIEW)
     GPU_ACTIVATIONS(VIEW)
 #undef VIEW
     of.stats += l * m->layer_stats;
-    of.x_next = a->x + row_of(m, KEPT_STREAM, l + 1, from) * m->widths.x;
+    of.x_next = m->activations.x + row_of(m, KEPT_STREAM, l + 1, from) * m->widths.x;
     return of;
 }
 
@@ -561,13 +559,13 @@ static Projected<X> gradients_of(const Activations<X> &a) {
 }
 
 static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
-    const ModelConfig *c = &m->config;
+    const ModelConfig *c = m->config;
     const LayerOffsets *at = &m->list.layers[layer];
     return {N, c->heads, c->kv_heads, head_size(c), norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
 static Rope rope_of(const Model *m, size_t B, size_t T) {
-    const ModelConfig *c = &m->config;
+    const ModelConfig *c = m->config;
     size_t angles = m->from * (head_size(c) / 2);
     return {B,
             T - m->from,
@@ -594,8 +592,8 @@ static FlashInputGrads<X> unit_views(const ModelConfig *c, Projected<X> of) {
 }
 
 template <class X>
-static FlashInput<X> attention_input(const Model *m, Projected<X> of, size_t l) {
-    FlashInputGrads<X> at = block_of<X>(m)->views(&m->config, of);
+static FlashInput<X> attention_input(const ModelOf<X> *m, Projected<X> of, size_t l) {
+    FlashInputGrads<X> at = block_of(m)->views(m->config, of);
     return {{at.q.p, at.q.row, at.q.head},
             {at.k.p, at.k.row, at.k.head},
             {at.v.p, at.v.row, at.v.head},
@@ -605,220 +603,224 @@ static FlashInput<X> attention_input(const Model *m, Projected<X> of, size_t l) 
 
 // Does attention's backward pass undo RoPE, too?
 template <class X>
-static bool undoes_rope(const Model *m, FlashShape shape) {
-    return m->config.block == BLOCK_LLAMA && m->config.attn.qk.kind != QK_L2 && flash_undoes_rope(shape, sizeof(X));
+static bool undoes_rope(const ModelOf<X> *m, FlashShape shape) {
+    return m->config->block == BLOCK_LLAMA && m->config->attn.qk.kind != QK_L2 && flash_undoes_rope(shape, sizeof(X));
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v, of all rows.
 template <class X>
-static void attention_layer_forward(Model *m, const Activations<X> &of, size_t l, size_t B, size_t T, int counter) {
+static void attention_layer_forward(ModelOf<X> *m, const Activations<X> &of, size_t l, size_t B, size_t T,
+                                    int counter) {
     FlashShape shape = flash_shape(m, B, T);
     shape.from = m->from;
-    phase(PHASE_ATTENTION);
-    flash_forward<X>({of.att, output_width(&m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
-                     attention_input(m, projected_of(of), l), shape, m->scratch, stream);
+    phase(m, PHASE_ATTENTION);
+    flash_forward<X>({of.att, output_width(m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
+                     attention_input(m, projected_of(of), l), shape, m->scratch, m->stream);
 }
 
 // Computes the gradients of q, k and v (in djoined, or in dq, dk, dv) and of the learned scalars from datt.
 template <class X>
-static void attention_layer_backward(Model *m, const Activations<X> &of, size_t l, size_t B, size_t T) {
+static void attention_layer_backward(ModelOf<X> *m, const Activations<X> &of, size_t l, size_t B, size_t T) {
     FlashShape shape = flash_shape(m, B, T);
-    phase(PHASE_ATTENTION);
-    FlashInputGrads<X> d = block_of<X>(m)->views(&m->config, gradients_of(of));
+    phase(m, PHASE_ATTENTION);
+    FlashInputGrads<X> d = block_of(m)->views(m->config, gradients_of(of));
     d.scalars = layer_scalar_grads(m, m->grads, l);
-    if (undoes_rope<X>(m, shape)) d.rope = {rope_of(m, B, T).cosines, rope_of(m, B, T).sines};
-    flash_backward<X>(d, of.datt, {of.att, output_width(&m->config), shape.VS}, of.stats,
-                      attention_input(m, projected_of(of), l), shape, m->scratch, stream);
+    if (undoes_rope(m, shape)) d.rope = {rope_of(m, B, T).cosines, rope_of(m, B, T).sines};
+    flash_backward<X>(d, of.datt, {of.att, output_width(m->config), shape.VS}, of.stats,
+                      attention_input(m, projected_of(of), l), shape, m->scratch, m->stream);
 }
 
 template <class X>
-static void layer_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
-    const ModelConfig *c = &m->config;
+static void layer_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int counter) {
+    const ModelConfig *c = m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T - m->from, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
-    Activations<X> of = layer_of(m, a, l, m->from);
-    phase(PHASE_NORM);
-    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
-    phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.joined, of.h1, weight<X>(m, at->q), (const X *)NULL, {N, C, W}, stream);
-    if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W, stream);
-    phase(PHASE_NORM);
-    if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), stream);
-    phase(PHASE_ROPE);
-    rope_forward(of.joined, of.inverse_norms, rope_of(m, B, T), stream);
-    attention_layer_forward(m, layer_of(m, a, l, 0), l, B, T, counter);
-    phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.x_mid, of.att, weight<X>(m, at->o), of.x, {N, E, C}, stream);
+    Activations<X> of = layer_of(m, l, m->from);
+    phase(m, PHASE_NORM);
+    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_forward(&m->matmul, of.joined, of.h1, weight(m, at->q), (const X *)NULL, {N, C, W}, m->stream);
+    if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W, m->stream);
+    phase(m, PHASE_NORM);
+    if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), m->stream);
+    phase(m, PHASE_ROPE);
+    rope_forward(of.joined, of.inverse_norms, rope_of(m, B, T), m->stream);
+    attention_layer_forward(m, layer_of(m, l, 0), l, B, T, counter);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_forward(&m->matmul, of.x_mid, of.att, weight(m, at->o), of.x, {N, E, C}, m->stream);
 
-    phase(PHASE_NORM);
-    rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
-    phase(PHASE_FEED_FORWARD);
-    matmul_forward(&m->matmul, of.gate_up, of.h2, weight<X>(m, at->gate), (const X *)NULL, {N, C, 2 * F}, stream);
-    phase(PHASE_SWIGLU);
-    swiglu_forward(of.act, of.gate_up, N, F, stream);
-    phase(PHASE_FEED_FORWARD);
-    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->down), of.x_mid, {N, F, C}, stream);
+    phase(m, PHASE_NORM);
+    rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
+    phase(m, PHASE_FEED_FORWARD);
+    matmul_forward(&m->matmul, of.gate_up, of.h2, weight(m, at->gate), (const X *)NULL, {N, C, 2 * F}, m->stream);
+    phase(m, PHASE_SWIGLU);
+    swiglu_forward(of.act, of.gate_up, N, F, m->stream);
+    phase(m, PHASE_FEED_FORWARD);
+    matmul_forward(&m->matmul, of.x_next, of.act, weight(m, at->down), of.x_mid, {N, F, C}, m->stream);
 }
 
 // of.dx (N,C) is the gradient of the residual stream: after the layer on entry, before it on return.
 template <class X>
-static void layer_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
-    const ModelConfig *c = &m->config;
+static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add) {
+    const ModelConfig *c = m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
-    Activations<X> of = layer_of(m, a, l, 0);
+    Activations<X> of = layer_of(m, l, 0);
     float *grads = m->grads;
-    phase(PHASE_SWIGLU);
-    if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, stream);
-    phase(PHASE_FEED_FORWARD);
-    matmul_backward(&m->matmul, of.dact, grads + at->down, of.dx, of.act, weight<X>(m, at->down), {N, F, C}, add,
-                    stream);
-    phase(PHASE_SWIGLU);
-    swiglu_backward(of.dgate_up, of.dact, of.gate_up, N, F, stream);
-    phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), stream);
-    phase(PHASE_FEED_FORWARD);
-    matmul_backward(&m->matmul, of.dh, grads + at->gate, of.dgate_up, of.h2, weight<X>(m, at->gate), {N, C, 2 * F}, add,
-                    stream);
-    phase(PHASE_NORM);
+    phase(m, PHASE_SWIGLU);
+    if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, m->stream);
+    phase(m, PHASE_FEED_FORWARD);
+    matmul_backward(&m->matmul, of.dact, grads + at->down, of.dx, of.act, weight(m, at->down), {N, F, C}, add,
+                    m->stream);
+    phase(m, PHASE_SWIGLU);
+    swiglu_backward(of.dgate_up, of.dact, of.gate_up, N, F, m->stream);
+    phase(m, PHASE_NORM);
+    if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
+    phase(m, PHASE_FEED_FORWARD);
+    matmul_backward(&m->matmul, of.dh, grads + at->gate, of.dgate_up, of.h2, weight(m, at->gate), {N, C, 2 * F}, add,
+                    m->stream);
+    phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm2, add}, m->partials, of.dh,
-                        {of.x_mid, m->params + at->norm2, of.r2, N, C}, stream);
+                        {of.x_mid, m->params + at->norm2, of.r2, N, C}, m->stream);
 
-    phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, of.datt, grads + at->o, of.dx, of.att, weight<X>(m, at->o), {N, E, C}, add, stream);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_backward(&m->matmul, of.datt, grads + at->o, of.dx, of.att, weight(m, at->o), {N, E, C}, add, m->stream);
     attention_layer_backward(m, of, l, B, T);
-    phase(PHASE_ROPE);
-    if (!undoes_rope<X>(m, flash_shape(m, B, T)))
-        rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, B, T), stream);
-    phase(PHASE_NORM);
+    phase(m, PHASE_ROPE);
+    if (!undoes_rope(m, flash_shape(m, B, T)))
+        rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, B, T), m->stream);
+    phase(m, PHASE_NORM);
     if (c->qk_norm)
         qk_norm_backward(of.djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
-                         of.qk_inverse, qk_norm_of(m, l, N), stream);
-    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
-    phase(PHASE_PROJECTIONS);
-    if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, of.djoined, N, W, stream);
-    matmul_backward(&m->matmul, of.dh, grads + at->q, of.djoined, of.h1, weight<X>(m, at->q), {N, C, W}, add, stream);
-    phase(PHASE_NORM);
+                         of.qk_inverse, qk_norm_of(m, l, N), m->stream);
+    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    phase(m, PHASE_PROJECTIONS);
+    if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, of.djoined, N, W, m->stream);
+    matmul_backward(&m->matmul, of.dh, grads + at->q, of.djoined, of.h1, weight(m, at->q), {N, C, W}, add, m->stream);
+    phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
-                        {of.x, m->params + at->norm1, of.r1, N, C}, stream);
+                        {of.x, m->params + at->norm1, of.r1, N, C}, m->stream);
 }
 
 template <class X>
-static void unit_forward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, int counter) {
+static void unit_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int counter) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T - m->from, C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
-    Activations<X> of = layer_of(m, a, l, m->from);
-    phase(PHASE_NORM);
-    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
-    phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.joined, of.h1, weight<X>(m, at->u), (const X *)NULL, {N, C, W}, stream);
-    phase(PHASE_ROPE);
-    gau_forward(projected_of(of), gains_in(m, m->params, l), rope_of(m, B, T), E, stream);
-    attention_layer_forward(m, layer_of(m, a, l, 0), l, B, T, counter);
-    phase(PHASE_GATE);
-    gau_gate_forward(of.act, of.joined, of.att, N, E, W, stream);
-    phase(PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.x_next, of.act, weight<X>(m, at->o), of.x, {N, E, C}, stream);
+    size_t N = B * T - m->from, C = m->config->channels, E = m->config->ffn, W = joined_width(m->config);
+    Activations<X> of = layer_of(m, l, m->from);
+    phase(m, PHASE_NORM);
+    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_forward(&m->matmul, of.joined, of.h1, weight(m, at->u), (const X *)NULL, {N, C, W}, m->stream);
+    phase(m, PHASE_ROPE);
+    gau_forward(projected_of(of), gains_in(m, m->params, l), rope_of(m, B, T), E, m->stream);
+    attention_layer_forward(m, layer_of(m, l, 0), l, B, T, counter);
+    phase(m, PHASE_GATE);
+    gau_gate_forward(of.act, of.joined, of.att, N, E, W, m->stream);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_forward(&m->matmul, of.x_next, of.act, weight(m, at->o), of.x, {N, E, C}, m->stream);
 }
 
 template <class X>
-static void unit_backward(Model *m, Activations<X> *a, size_t l, size_t B, size_t T, bool add) {
+static void unit_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add) {
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = m->config.channels, E = m->config.ffn, W = joined_width(&m->config);
-    Activations<X> of = layer_of(m, a, l, 0);
+    size_t N = B * T, C = m->config->channels, E = m->config->ffn, W = joined_width(m->config);
+    Activations<X> of = layer_of(m, l, 0);
     float *grads = m->grads;
-    phase(PHASE_GATE);
-    if (m->recompute) gau_gate_forward(of.act, of.joined, of.att, N, E, W, stream);
-    phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, of.dact, grads + at->o, of.dx, of.act, weight<X>(m, at->o), {N, E, C}, add, stream);
-    phase(PHASE_GATE);
-    gau_gate_backward(of.datt, of.djoined, of.dact, of.joined, of.att, N, E, W, stream);
+    phase(m, PHASE_GATE);
+    if (m->recompute) gau_gate_forward(of.act, of.joined, of.att, N, E, W, m->stream);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_backward(&m->matmul, of.dact, grads + at->o, of.dx, of.act, weight(m, at->o), {N, E, C}, add, m->stream);
+    phase(m, PHASE_GATE);
+    gau_gate_backward(of.datt, of.djoined, of.dact, of.joined, of.att, N, E, W, m->stream);
     attention_layer_backward(m, of, l, B, T);
-    phase(PHASE_ROPE);
+    phase(m, PHASE_ROPE);
     gau_backward(gradients_of(of), gains_in(m, grads, l), add, m->partials, projected_of(of), gains_in(m, m->params, l),
-                 rope_of(m, B, T), E, stream);
-    phase(PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), stream);
-    phase(PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, of.dh, grads + at->u, of.djoined, of.h1, weight<X>(m, at->u), {N, C, W}, add, stream);
-    phase(PHASE_NORM);
+                 rope_of(m, B, T), E, m->stream);
+    phase(m, PHASE_NORM);
+    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    phase(m, PHASE_PROJECTIONS);
+    matmul_backward(&m->matmul, of.dh, grads + at->u, of.djoined, of.h1, weight(m, at->u), {N, C, W}, add, m->stream);
+    phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
-                        {of.x, m->params + at->norm1, of.r1, N, C}, stream);
+                        {of.x, m->params + at->norm1, of.r1, N, C}, m->stream);
 }
 
 template <class X>
-static void model_embed(Model *m, Activations<X> *a, const int32_t *tokens, size_t N) {
-    size_t C = m->config.channels;
-    phase(PHASE_EMBEDDING);
-    embedding_forward(a->x + m->from * C, weight<X>(m, m->list.embedding), tokens + m->from, N - m->from, C, stream);
+static void model_embed(ModelOf<X> *m, const int32_t *tokens, size_t N) {
+    size_t C = m->config->channels;
+    phase(m, PHASE_EMBEDDING);
+    embedding_forward(m->activations.x + m->from * C, weight(m, m->list.embedding), tokens + m->from, N - m->from, C,
+                      m->stream);
 }
 
 template <class X>
-static void model_final_norm(Model *m, Activations<X> *a, size_t N) {
-    Activations<X> of = layer_of(m, a, m->config.layers - 1, m->from);
-    size_t C = m->config.channels;
-    phase(PHASE_NORM);
-    rmsnorm_forward(of.h, of.r, of.x_next, m->params + m->list.norm, N - m->from, C, norm_eps(m), stream);
-    phase(PHASE_OTHER);
+static void model_final_norm(ModelOf<X> *m, size_t N) {
+    Activations<X> of = layer_of(m, m->config->layers - 1, m->from);
+    size_t C = m->config->channels;
+    phase(m, PHASE_NORM);
+    rmsnorm_forward(of.h, of.r, of.x_next, m->params + m->list.norm, N - m->from, C, norm_eps(m), m->stream);
+    phase(m, PHASE_OTHER);
 }
 
 template <class X>
-static void model_forward(Model *m, Activations<X> *a, const int32_t *tokens, size_t B, size_t T, int counter) {
-    model_embed(m, a, tokens, B * T);
-    for (size_t l = 0; l < m->config.layers; l++) block_of<X>(m)->forward(m, a, l, B, T, counter);
-    model_final_norm(m, a, B * T);
+static void model_forward(ModelOf<X> *m, const int32_t *tokens, size_t B, size_t T, int counter) {
+    model_embed(m, tokens, B * T);
+    for (size_t l = 0; l < m->config->layers; l++) block_of(m)->forward(m, l, B, T, counter);
+    model_final_norm(m, B * T);
 }
 
-// Writes the logits (VP) after the last of N tokens to a->logits. Expects their normalized outputs in a->h.
+// Writes the logits (VP) after the last of N tokens to the activations' logits. Expects their normalized outputs in h.
 template <class X>
-static void model_last_logits(Model *m, Activations<X> *a, size_t N) {
-    size_t C = m->config.channels, VP = padded_vocab(&m->config);
-    const X *last = a->h + (N - 1) * C, *head = weight<X>(m, m->list.head);
-    matmul_forward(&m->matmul, a->logits, last, head, (const X *)NULL, {1, C, VP}, stream);
+static void model_last_logits(ModelOf<X> *m, size_t N) {
+    size_t C = m->config->channels, VP = padded_vocab(m->config);
+    const Activations<X> *a = &m->activations;
+    const X *last = a->h + (N - 1) * C, *head = weight(m, m->list.head);
+    matmul_forward(&m->matmul, a->logits, last, head, (const X *)NULL, {1, C, VP}, m->stream);
 }
 
 // Adds the losses of N rows to *sum (on the device). Unless scale is 0, also computes the gradients of scale times
-// their sum: writes a->dh (N,C), and writes the output projection's gradient, or adds to it if `add`.
+// their sum: writes dh (N,C), and writes the output projection's gradient, or adds to it if `add`.
 template <class X>
-static void model_loss(Model *m, Activations<X> *a, double *sum, const int32_t *targets, const uint8_t *mask, size_t N,
-                       float scale, bool add) {
-    size_t C = m->config.channels, VP = padded_vocab(&m->config);
-    CrossEntropy ce = {m->config.vocab, VP, (float)m->config.logit_softcap, m->z_loss, scale};
-    const X *head = weight<X>(m, m->list.head);
-    phase(PHASE_CLASSIFIER);
+static void model_loss(ModelOf<X> *m, double *sum, const int32_t *targets, const uint8_t *mask, size_t N, float scale,
+                       bool add) {
+    size_t C = m->config->channels, VP = padded_vocab(m->config);
+    CrossEntropy ce = {m->config->vocab, VP, (float)m->config->logit_softcap, m->z_loss, scale};
+    const X *head = weight(m, m->list.head);
+    const Activations<X> *a = &m->activations;
+    phase(m, PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += m->loss_rows) {
         size_t rows = smaller(N - from, m->loss_rows);
         const X *h = a->h + from * C;
-        matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, stream);
-        classifier(a->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce, stream);
+        matmul_forward(&m->matmul, a->logits, h, head, (const X *)NULL, {rows, C, VP}, m->stream);
+        classifier(a->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce, m->stream);
         if (scale != 0)
             matmul_backward(&m->matmul, a->dh + from * C, m->grads + m->list.head, a->logits, h, head, {rows, C, VP},
-                            add || from > 0, stream);
+                            add || from > 0, m->stream);
     }
-    losses_sum(sum, a->losses, N, stream);
-    phase(PHASE_OTHER);
+    losses_sum(sum, a->losses, N, m->stream);
+    phase(m, PHASE_OTHER);
 }
 
 // Caps a row of logits on the host.
 static void cap_logits(const Model *m, float *logits) {
-    float c = (float)m->config.logit_softcap;
-    for (size_t v = 0; v < m->config.vocab && c != 0; v++) logits[v] = c * tanhf(logits[v] / c);
+    float c = (float)m->config->logit_softcap;
+    for (size_t v = 0; v < m->config->vocab && c != 0; v++) logits[v] = c * tanhf(logits[v] / c);
 }
 
 // Refreshes the copy that the matmuls read, of the parameters from <= i < to, after anything but this rank's adamw()
 // changed the master weights.
 static void round_parameters(const Model *m, size_t from, size_t to, int64_t step) {
-    if (m->in_bf16) parameters_round(m->params_bf16, m->params, from, to, m->stochastic, m->seed, step, stream);
+    if (m->in_bf16) parameters_round(m->params_bf16, m->params, from, to, m->stochastic, m->seed, step, m->stream);
 }
 
 // Makes the stream wait until the parameters of the first `buckets` buckets are there.
 static void await_parameters(Model *m, size_t buckets) {
     for (; m->arriving + buckets > bucket_count(m); m->arriving--) {
         size_t i = bucket_count(m) - m->arriving;
-        phase(PHASE_REDUCE);
-        CUDA_CHECK(cudaStreamWaitEvent(stream, m->gathered[i], 0));
-        if (i + 1 == bucket_count(m)) collective_join(m->collective, stream);
-        phase(PHASE_UPDATE);
+        phase(m, PHASE_REDUCE);
+        CUDA_CHECK(cudaStreamWaitEvent(m->stream, m->gathered[i], 0));
+        if (i + 1 == bucket_count(m)) collective_join(m->collective, m->stream);
+        phase(m, PHASE_UPDATE);
         round_parameters(m, bucket_start(m, i), bucket_start(m, i + 1), m->updated);
     }
 }
@@ -827,26 +829,27 @@ static void await_parameters(Model *m, size_t buckets) {
 static void reduce_bucket(const Model *m, size_t i) {
     size_t count, start = bucket_start(m, i), floats = bucket_start(m, i + 1) - start;
     const CollectivePart *parts = bucket_parts(m, i, &count);
-    if (m->zero) collective_reduce_parts(m->collective, m->grads, parts, count, stream);
-    else collective_all_reduce(m->collective, m->grads + start, floats, stream);
+    if (m->zero) collective_reduce_parts(m->collective, m->grads, parts, count, m->stream);
+    else collective_all_reduce(m->collective, m->grads + start, floats, m->stream);
 }
 
 // The rest of the forward and backward pass follows in this order. Each function writes the gradients of its
 // parameters, or adds to them if `add`; the embedding's always adds to those of clear_gradients().
 template <class X>
-static void final_norm_backward(Model *m, Activations<X> *a, size_t N, bool add) {
-    size_t C = m->config.channels, layers = m->config.layers;
-    phase(PHASE_NORM);
+static void final_norm_backward(ModelOf<X> *m, size_t N, bool add) {
+    size_t C = m->config->channels, layers = m->config->layers;
+    const Activations<X> *a = &m->activations;
+    phase(m, PHASE_NORM);
     rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
-                        {layer_of(m, a, layers - 1, 0).x_next, m->params + m->list.norm, a->r, N, C}, stream);
+                        {layer_of(m, layers - 1, 0).x_next, m->params + m->list.norm, a->r, N, C}, m->stream);
 }
 
 template <class X>
-static void model_embed_backward(Model *m, Activations<X> *a, const BatchTokens &tokens) {
-    phase(PHASE_EMBEDDING);
-    embedding_backward(m->grads + m->list.embedding, m->partials, a->dx, tokens.order, tokens.pieces, tokens.plan,
-                       m->config.channels, stream);
-    phase(PHASE_OTHER);
+static void model_embed_backward(ModelOf<X> *m, const BatchTokens &tokens) {
+    phase(m, PHASE_EMBEDDING);
+    embedding_backward(m->grads + m->list.embedding, m->partials, m->activations.dx, tokens.order, tokens.pieces,
+                       tokens.plan, m->config->channels, m->stream);
+    phase(m, PHASE_OTHER);
 }
 
 // Is this a gradient that kernels only add to? Attention adds to those of the learned scalars. The embedding's is that
@@ -863,7 +866,7 @@ static void clear_gradients(const Model *m) {
         size_t floats = 0;
         for (next = i; next < m->list.count && only_adds(m, next); next++) floats += m->parts[next].floats;
         if (next == i) next++;
-        else CUDA_CHECK(cudaMemsetAsync(m->grads + m->parts[i].from, 0, floats * sizeof(float), stream));
+        else CUDA_CHECK(cudaMemsetAsync(m->grads + m->parts[i].from, 0, floats * sizeof(float), m->stream));
     }
 }
 
@@ -876,46 +879,46 @@ static void clear_gradients(const Model *m) {
 // differs between two launches of a graph is in device memory: parameters, and the batch in m->batch and m->mask. Only
 // the embedding's gradient is never in a graph: the number of its blocks depends on the tokens.
 template <class X>
-static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, size_t B, size_t T, float scale,
-                       bool first, bool last) {
-    const BlockRow<X> *block = block_of<X>(m);
-    size_t layers = m->config.layers;
+static void model_step(ModelOf<X> *m, const BatchTokens &batch, size_t B, size_t T, float scale, bool first,
+                       bool last) {
+    const BlockRow<X> *block = block_of(m);
+    size_t layers = m->config->layers;
     bool arriving = m->arriving > 0, sums = last && m->collective;
     GraphKey key = {0, B, T, batch.mask != NULL, first, arriving, sums, scale};
     auto part = [&](auto work) {
-        graphs_run(&m->graphs, key, stream, work);
+        graphs_run(&m->graphs, key, m->stream, work);
         key.part++;
     };
     auto start = [&] {
         if (first) {
             clear_gradients(m);
-            CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), stream));
+            CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), m->stream));
         }
-        model_embed(m, a, batch.inputs, B * T);
+        model_embed(m, batch.inputs, B * T);
     };
     if (arriving) {
         await_parameters(m, 1);
         part(start);
         for (size_t l = 0; l < layers; l++) {
             await_parameters(m, l + 2);
-            part([&] { block->forward(m, a, l, B, T, 0); });
+            part([&] { block->forward(m, l, B, T, 0); });
         }
         await_parameters(m, layers + 2);
     }
     part([&] {
         if (!arriving) start();
-        for (size_t l = 0; l < layers && !arriving; l++) block->forward(m, a, l, B, T, 0);
-        model_final_norm(m, a, B * T);
-        model_loss(m, a, m->sums + SUM_STEP, batch.targets, batch.mask, B * T, scale, !first);
-        final_norm_backward(m, a, B * T, !first);
-        for (size_t l = layers; l-- > 0 && !sums;) block->backward(m, a, l, B, T, !first);
+        for (size_t l = 0; l < layers && !arriving; l++) block->forward(m, l, B, T, 0);
+        model_final_norm(m, B * T);
+        model_loss(m, m->sums + SUM_STEP, batch.targets, batch.mask, B * T, scale, !first);
+        final_norm_backward(m, B * T, !first);
+        for (size_t l = layers; l-- > 0 && !sums;) block->backward(m, l, B, T, !first);
     });
     if (sums) reduce_bucket(m, layers + 1);
     for (size_t l = layers; l-- > 0 && sums;) {
-        part([&] { block->backward(m, a, l, B, T, !first); });
+        part([&] { block->backward(m, l, B, T, !first); });
         reduce_bucket(m, l + 1);
     }
-    model_embed_backward(m, a, batch);
+    model_embed_backward(m, batch);
     if (sums) reduce_bucket(m, 0);
 }
 
@@ -924,7 +927,7 @@ static void model_step(Model *m, Activations<X> *a, const BatchTokens &batch, si
 
 // Is this a trained tensor that this rank updates by this rule?
 static bool updates(const Model *m, size_t tensor, int rule) {
-    return has_rule(m, tensor, rule) && tensor_trained(&m->list.tensors[tensor], &m->config.attn);
+    return has_rule(m, tensor, rule) && tensor_trained(&m->list.tensors[tensor], &m->config->attn);
 }
 
 // Adds these tensors to the table. Returns the new count.
@@ -955,14 +958,14 @@ static void upload_segments(Model *m) {
 // Computes the step's numbers, on the device: its loss, summed over all ranks, the norm of their summed gradients, and
 // the factor that clips it to `clip`.
 static void gradients_end(Model *m, double clip) {
-    phase(PHASE_REDUCE);
-    collective_join(m->collective, stream);
-    phase(PHASE_UPDATE);
+    phase(m, PHASE_REDUCE);
+    collective_join(m->collective, m->stream);
+    phase(m, PHASE_UPDATE);
     gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count,
-                     m->segment_blocks, stream);
-    collective_sum(m->collective, m->sums + SUM_STEP, m->zero ? 2 : 1, stream);    // with ZeRO also the squares
-    collective_join(m->collective, stream);
-    step_numbers(m->numbers, m->sums + SUM_STEP, m->sums + SUM_SQUARES, clip, stream);
+                     m->segment_blocks, m->stream);
+    collective_sum(m->collective, m->sums + SUM_STEP, m->zero ? 2 : 1, m->stream);    // with ZeRO also the squares
+    collective_join(m->collective, m->stream);
+    step_numbers(m->numbers, m->sums + SUM_STEP, m->sums + SUM_SQUARES, clip, m->stream);
 }
 
 // Starts to gather the parameters that other ranks have updated in this step, in the order in which the next forward
@@ -971,7 +974,7 @@ static void gather_parameters(Model *m, int64_t step) {
     for (size_t i = 0; i < bucket_count(m); i++) {
         size_t count;
         const CollectivePart *parts = bucket_parts(m, i, &count);
-        collective_gather_parts(m->collective, m->params, parts, count, stream);
+        collective_gather_parts(m->collective, m->params, parts, count, m->stream);
         collective_record(m->collective, m->gathered[i]);
     }
     m->arriving = bucket_count(m);
@@ -993,13 +996,13 @@ static void adamw_update(Model *m, AdamW a) {
     AdamArrays arrays = {
         m->params, m->in_bf16 ? m->params_bf16 : NULL, m->state[STATE_MEAN], m->state[STATE_SQUARE], m->grads,
         m->numbers};
-    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->stochastic, m->seed, stream);
+    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->stochastic, m->seed, m->stream);
 }
 
 static void muon_update(Model *m, AdamW a) {
     for (size_t i = 0; i < m->list.count; i++)
         if (has_rule(m, i, UPDATE_MUON))
-            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->stochastic, m->seed, stream);
+            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->stochastic, m->seed, m->stream);
 }
 
 // If the step's numbers are not finite, the parameters stay as they are.
@@ -1007,7 +1010,7 @@ static void model_update(Model *m, AdamW a) {
     static void (*const UPDATES[])(Model *m, AdamW a) = {UPDATE_RULES(UPDATE_FUNCTION)};
     for (auto update : UPDATES) update(m, a);
     if (m->zero) gather_parameters(m, a.step);
-    phase(PHASE_OTHER);
+    phase(m, PHASE_OTHER);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1023,9 +1026,9 @@ static const RunProgram PROGRAM = {
 
 static Device start_device(Model *m, const TrainOptions *o) {
     device_start();
-    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
     m->collective = collective_start(o->reduce_dtype == TRAIN_BF16);
-    profiling = o->profile;
+    m->timers.on = o->profile;
     Device device = device_read();
     if (o->matmuls) matmul_file_open(&m->matmul_file, o->matmuls, device.name, MATMUL_WORKSPACE, !o->deterministic);
     return device;
@@ -1060,21 +1063,21 @@ static DeviceMemory device_memory(void) {
 // projection once more: 309 MB for GPT-2's vocabulary and 768 channels. The logits may take a sixteenth of the GPU's
 // memory, and the whole plan nine tenths; otherwise the plan stays as it is. The amount of free memory plays no role,
 // so that a run resumed on the same GPU adds in the same order.
-static void plan_more_logits(Model *m, size_t memory) {
-    size_t N = m->B * m->T, row = padded_vocab(&m->config) * (m->in_bf16 ? sizeof(bf16) : sizeof(float));
+template <class X>
+static void plan_more_logits(ModelOf<X> *m, size_t memory) {
+    size_t N = m->B * m->T, row = padded_vocab(m->config) * sizeof(X);
     size_t fitting = (memory / 16) / row, most = (fitting / 128) * 128, blocks = most ? (N + most - 1) / most : 0;
     size_t rows = blocks ? smaller(N, (((N + blocks - 1) / blocks + 127) / 128) * 128) : 0;
-    void **logits = by_type([](auto *a) { return (void **)&a->logits; });
     if (rows <= m->loss_rows || m->plan.total + (rows - m->loss_rows) * row > (memory / 10) * 9) return;
-    memory_resize(&m->plan, logits, rows * row);
+    memory_resize(&m->plan, (void **)&m->activations.logits, rows * row);
     m->loss_rows = rows;
 }
 
-static void plan_training(Model *m, const Run *run) {
+template <class X>
+static void plan_training(ModelOf<X> *m, const Run *run) {
     const TrainOptions *o = &run->o;
-    m->list = tensors_of(&m->config, run->others, run->other_count);
+    m->list = tensors_of(m->config, run->others, run->other_count);
     if (o->optimizer == OPTIMIZER_MUON) tensors_use_muon(&m->list);
-    m->in_bf16 = o->dtype == TRAIN_BF16;
     m->doc_mask = o->doc_mask;
     m->z_loss = (float)o->z_loss;
     m->recompute = o->recompute;
@@ -1090,13 +1093,12 @@ static void plan_training(Model *m, const Run *run) {
     memory_add(&m->host_plan, "parameters, for files", (void **)&m->host.params, bytes);
     for (size_t s = 0; s < STATE_ARRAYS; s++)
         memory_add(&m->host_plan, "optimizer state, for files", (void **)&m->host.state[s], bytes);
-    memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, (m->config.vocab + 1) * sizeof(int32_t));
-    memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits,
-               padded_vocab(&m->config) * sizeof(float));
+    memory_add(&m->host_plan, SCRATCH, (void **)&m->starts, (m->config->vocab + 1) * sizeof(int32_t));
+    memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits, padded_vocab(m->config) * sizeof(float));
     if (o->norms_every) memory_add(&m->host_plan, SCRATCH, (void **)&m->host_sums, sums_bytes(m));
     if (m->in_bf16)
         memory_add(&m->host_plan, "logits of one token", (void **)&m->host_logits_bf16,
-                   padded_vocab(&m->config) * sizeof(uint16_t));
+                   padded_vocab(m->config) * sizeof(uint16_t));
 }
 
 static void check_device_memory(const Model *m, const Device *device) {
@@ -1124,7 +1126,7 @@ static Weights take_training(Model *m) {
     if (!m->gathered) fail(EXIT_RESOURCE, "out of memory for %zu events.", bucket_count(m));
     for (size_t i = 0; i < bucket_count(m); i++)
         CUDA_CHECK(cudaEventCreateWithFlags(&m->gathered[i], cudaEventDisableTiming));
-    m->host.config = &m->config;
+    m->host.config = m->config;
     m->host.list = &m->list;
     m->host.bf16 = m->in_bf16;
     return m->host;
@@ -1168,7 +1170,7 @@ static void upload(Model *m, int64_t step) {
 // which --zero 1 always does
 static void download(Model *m, bool everywhere) {
     size_t bytes = m->list.floats * sizeof(float);
-    collective_synchronize(m->collective, stream);
+    collective_synchronize(m->collective, m->stream);
     if (!everywhere && !m->zero && process.rank > 0) return;
     CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
     for (size_t s = 0; m->zero && s < STATE_ARRAYS; s++) memset(m->host.state[s], 0, bytes);
@@ -1179,7 +1181,7 @@ static void download(Model *m, bool everywhere) {
 
 // Copies only the learned scalars to the host.
 static void download_scalars(Model *m) {
-    collective_synchronize(m->collective, stream);
+    collective_synchronize(m->collective, m->stream);
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (t->scalar == SCALAR_NONE) continue;
@@ -1207,30 +1209,31 @@ static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
     memcpy(slot->ints + N, batch->targets, N * sizeof(int32_t));
     if (trains)
         there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N,
-                                    m->starts, m->config.vocab);
-    if (m->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config.end_of_text);
+                                    m->starts, m->config->vocab);
+    if (m->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config->end_of_text);
     size_t ints = 4 * N + 4 * (there.plan.pieces + there.plan.sums);
-    CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, m->stream));
     if (batch->mask) {
         memcpy(slot->mask, batch->mask, N);
-        CUDA_CHECK(cudaMemcpyAsync(m->mask, slot->mask, N, cudaMemcpyHostToDevice, stream));
+        CUDA_CHECK(cudaMemcpyAsync(m->mask, slot->mask, N, cudaMemcpyHostToDevice, m->stream));
     }
-    CUDA_CHECK(cudaEventRecord(slot->copied, stream));
+    CUDA_CHECK(cudaEventRecord(slot->copied, m->stream));
     m->first = there.first;
     return there;
 }
 
-static void micro_batch(Model *m, const Batch *batch) {
+template <class X>
+static void micro_batch(ModelOf<X> *m, const Batch *batch) {
     BatchTokens there = upload_batch(m, batch, true);
-    by_type([&](auto *a) { model_step(m, a, there, batch->B, batch->T, batch->scale, batch->first, batch->last); });
-    m->rows += m->config.layers * batch->B * batch->T * m->config.heads;
+    model_step(m, there, batch->B, batch->T, batch->scale, batch->first, batch->last);
+    m->rows += m->config->layers * batch->B * batch->T * m->config->heads;
 }
 
 // Reads one of m->sums. The host waits for the stream.
 static double read_sum(const Model *m, int which) {
     double value;
     // A copy would wait as well, but without noticing a dead rank.
-    collective_synchronize(m->collective, stream);
+    collective_synchronize(m->collective, m->stream);
     CUDA_CHECK(cudaMemcpy(&value, m->sums + which, sizeof value, cudaMemcpyDeviceToHost));
     return value;
 }
@@ -1238,12 +1241,12 @@ static double read_sum(const Model *m, int which) {
 // Queues the step's report. The host has read the one before.
 static void step_end(Model *m) {
     StepReport *to = m->report;
-    CUDA_CHECK(cudaMemcpyAsync(&to->numbers, m->numbers, sizeof to->numbers, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpyAsync(&to->numbers, m->numbers, sizeof to->numbers, cudaMemcpyDeviceToHost, m->stream));
     CUDA_CHECK(cudaMemcpyAsync(&to->all_zero_rows, m->all_zero_rows, sizeof to->all_zero_rows, cudaMemcpyDeviceToHost,
-                               stream));
-    CUDA_CHECK(cudaMemsetAsync(m->all_zero_rows, 0, sizeof *m->all_zero_rows, stream));
-    CUDA_CHECK(cudaEventRecord(m->reported, stream));
-    m->reported_marks = mark_count;
+                               m->stream));
+    CUDA_CHECK(cudaMemsetAsync(m->all_zero_rows, 0, sizeof *m->all_zero_rows, m->stream));
+    CUDA_CHECK(cudaEventRecord(m->reported, m->stream));
+    m->reported_marks = m->timers.mark_count;
     m->reported_rows = m->rows;
     m->rows = 0;
     m->unread = true;
@@ -1258,61 +1261,60 @@ static void read_step(Run *run, Model *m) {
     collective_wait(m->collective, m->reported);
     m->unread = false;
     if (!m->report->numbers.finite) {    // all ranks end here: no sum of the next step may wait for one that has ended
-        collective_join(m->collective, stream);
-        collective_synchronize(m->collective, stream);
+        collective_join(m->collective, m->stream);
+        collective_synchronize(m->collective, m->stream);
     }
     run_check_step(run, m->report->numbers.loss, m->report->numbers.norm);
-    if (arriving) collective_synchronize(m->collective, stream);
+    if (arriving) collective_synchronize(m->collective, m->stream);
     run_step_done(run, m->reported_rows, m->report->all_zero_rows);
 }
 
 // The time between pause_step() and its counterpart belongs to no step.
-static void pause_step(Run *run) {
+static void pause_step(Run *run, Model *m) {
     run_pause(run);
-    phase(PHASE_ASIDE);
-    aside = true;
+    phase(m, PHASE_ASIDE);
+    m->timers.aside = true;
 }
 
-static void unpause_step(Run *run) {
-    aside = false;
-    phase(PHASE_OTHER);
+static void unpause_step(Run *run, Model *m) {
+    m->timers.aside = false;
+    phase(m, PHASE_OTHER);
     run_unpause(run);
 }
 
 // ---- what follows a step
 
-static double phase_seconds[PHASE_COUNT], first_step_seconds[PHASE_COUNT];
-
 // Waits until the device has reached the first `count` marks, and adds up the times between them. The last of them
 // becomes the first mark.
-static void phase_collect(size_t count) {
+static void phase_collect(PhaseTimers *t, size_t count) {
     if (count == 0) return;
-    CUDA_CHECK(cudaEventSynchronize(marks[count - 1].event));
+    CUDA_CHECK(cudaEventSynchronize(t->marks[count - 1].event));
     for (size_t i = 0; i + 1 < count; i++) {
         float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, marks[i].event, marks[i + 1].event));
-        phase_seconds[marks[i].phase] += 1e-3 * ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, t->marks[i].event, t->marks[i + 1].event));
+        t->seconds[t->marks[i].phase] += 1e-3 * ms;
     }
-    std::rotate(marks.begin(), marks.begin() + (ptrdiff_t)(count - 1), marks.begin() + (ptrdiff_t)mark_count);
-    mark_count -= count - 1;
+    auto first = t->marks.begin();
+    std::rotate(first, first + (ptrdiff_t)(count - 1), first + (ptrdiff_t)t->mark_count);
+    t->mark_count -= count - 1;
 }
 
 // Reports the memory that this rank uses on its GPU; with --profile also this step's milliseconds by phase, without
 // PHASE_ASIDE.   ended: the number of marks up to the end of the step and of what followed it so far
-static void report(Run *run, const Model *m, size_t ended) {
-    static double before[PHASE_COUNT];
+static void report(Run *run, Model *m, size_t ended) {
+    PhaseTimers *t = &m->timers;
     char metrics[1024], line[64];
     size_t size = sizeof metrics,
            at = (size_t)snprintf(metrics, size, ", \"gpu_memory_gb\": %.3f", 1e-9 * (double)m->plan.total);
     snprintf(line, sizeof line, " | %s", human_bytes((double)m->plan.total).text);
-    if (profiling) phase_collect(ended);
-    if (run->step == run->first_step + 1) memcpy(first_step_seconds, phase_seconds, sizeof phase_seconds);
-    for (int i = 0; profiling && i < PHASE_ASIDE && at < size; i++) {    // PHASE_ASIDE is the last phase
+    if (t->on) phase_collect(t, ended);
+    if (run->step == run->first_step + 1) memcpy(t->first_step, t->seconds, sizeof t->seconds);
+    for (int i = 0; t->on && i < PHASE_ASIDE && at < size; i++) {    // PHASE_ASIDE is the last phase
         at += (size_t)snprintf(metrics + at, size - at, "%s\"%s\": %.3f", i ? ", " : ", \"ms_by_phase\": {",
-                               phase_names[i], 1000 * (phase_seconds[i] - before[i]));
-        before[i] = phase_seconds[i];
+                               phase_names[i], 1000 * (t->seconds[i] - t->reported[i]));
+        t->reported[i] = t->seconds[i];
     }
-    if (profiling && at < size) snprintf(metrics + at, size - at, "}");
+    if (t->on && at < size) snprintf(metrics + at, size - at, "}");
     run_report(run, metrics, line);
 }
 
@@ -1325,26 +1327,27 @@ static void finish_late(Run *run, Model *m) {
 }
 
 // Adds the losses of a batch to SUM_VALIDATION.
-static void model_evaluate(Model *m, const Batch *batch) {
+template <class X>
+static void model_evaluate(ModelOf<X> *m, const Batch *batch) {
     if (batch->B == 0) return;
     BatchTokens there = upload_batch(m, batch, false);
-    by_type([&](auto *a) {
-        model_forward(m, a, there.inputs, batch->B, batch->T, 1);
-        model_loss(m, a, m->sums + SUM_VALIDATION, there.targets, there.mask, batch->B * batch->T, 0.0f, false);
-    });
+    model_forward(m, there.inputs, batch->B, batch->T, 1);
+    model_loss(m, m->sums + SUM_VALIDATION, there.targets, there.mask, batch->B * batch->T, 0.0f, false);
 }
 
 // Returns false if a stop was requested during the validation.
-static bool validate(Run *run, Model *m, double *loss) {
+template <class X>
+static bool validate(Run *run, ModelOf<X> *m, double *loss) {
     Batch batch;
     run_validation_start(run);
-    CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_VALIDATION, 0, sizeof(double), stream));
+    CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_VALIDATION, 0, sizeof(double), m->stream));
     while (run_validation_batch(run, &batch)) model_evaluate(m, &batch);
     run_validation_add(run, read_sum(m, SUM_VALIDATION));
     return run_validation_end(run, loss);
 }
 
-static void change_normalizer(Run *run, Model *m, Change *change) {
+template <class X>
+static void change_normalizer(Run *run, ModelOf<X> *m, Change *change) {
     if (run->val && !validate(run, m, &change->before)) return;
     download(m, true);
     run_change_apply(run, change);
@@ -1357,26 +1360,26 @@ static void change_normalizer(Run *run, Model *m, Change *change) {
     }
 }
 
-static void change_normalizers(Run *run, Model *m) {
+template <class X>
+static void change_normalizers(Run *run, ModelOf<X> *m) {
     Change change;
-    pause_step(run);
+    pause_step(run, m);
     while (run_change_due(run, &change)) change_normalizer(run, m, &change);
-    unpause_step(run);
+    unpause_step(run, m);
 }
 
 // The logits (V) after the last of `count` tokens. Recomputes the whole sequence for each token, which needs no cache
 // and no code of its own.
-static float *logits_after(Model *m, const int32_t *tokens, size_t count) {
-    size_t VP = padded_vocab(&m->config);
+template <class X>
+static float *logits_after(ModelOf<X> *m, const int32_t *tokens, size_t count) {
+    size_t VP = padded_vocab(m->config);
     void *host = m->in_bf16 ? (void *)m->host_logits_bf16 : m->host_logits;
     m->first = NULL;    // a sample is a single document
-    CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream));
-    by_type([&](auto *a) {
-        model_forward(m, a, m->batch, 1, count, 1);
-        model_last_logits(m, a, count);
-        CUDA_CHECK(cudaMemcpyAsync(host, a->logits, VP * sizeof *a->logits, cudaMemcpyDeviceToHost, stream));
-    });
-    CUDA_CHECK(cudaStreamSynchronize(stream));
+    CUDA_CHECK(cudaMemcpyAsync(m->batch, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, m->stream));
+    model_forward(m, m->batch, 1, count, 1);
+    model_last_logits(m, count);
+    CUDA_CHECK(cudaMemcpyAsync(host, m->activations.logits, VP * sizeof(X), cudaMemcpyDeviceToHost, m->stream));
+    CUDA_CHECK(cudaStreamSynchronize(m->stream));
     for (size_t v = 0; m->in_bf16 && v < VP; v++) m->host_logits[v] = bf16_to_float(m->host_logits_bf16[v]);
     cap_logits(m, m->host_logits);
     return m->host_logits;
@@ -1397,21 +1400,22 @@ static const double *add_norms(Run *run, const Model *m, NormsOf kind, int rule,
 // For --norms-every
 static void measure_norms(Run *run, Model *m) {
     double *partials = m->sums + SUM_PARTIALS;
-    pause_step(run);
+    pause_step(run, m);
     run_norms_start(run);
     for (int kind = 0; kind < NORMS_KINDS; kind++) {
         gradient_squares(m->sums + SUM_SQUARES, partials, kind == NORMS_OF_GRADIENT ? m->grads : m->params, m->segments,
-                         m->segment_count, m->segment_blocks, stream);
-        collective_synchronize(m->collective, stream);
+                         m->segment_count, m->segment_blocks, m->stream);
+        collective_synchronize(m->collective, m->stream);
         CUDA_CHECK(cudaMemcpy(m->host_sums, partials, m->segment_blocks * sizeof(double), cudaMemcpyDeviceToHost));
         const double *blocks = m->host_sums;
         for (int rule = 0; rule < UPDATE_COUNT; rule++) blocks = add_norms(run, m, (NormsOf)kind, rule, blocks);
     }
     if (m->zero) process_sum_double(run->norms, NORMS_KINDS * norm_groups(run));
-    unpause_step(run);
+    unpause_step(run, m);
 }
 
-static void draw_sample(Run *run, Model *m) {
+template <class X>
+static void draw_sample(Run *run, ModelOf<X> *m) {
     Sample sample;
     run_sample_start(run, &sample);
     std::swap(m->matmul, m->sample_matmul);
@@ -1422,7 +1426,7 @@ static void draw_sample(Run *run, Model *m) {
 
 static int end(Run *run, Model *m) {
     graphs_drop(&m->graphs);
-    for (const Mark &mark : marks) CUDA_CHECK(cudaEventDestroy(mark.event));
+    for (const Mark &mark : m->timers.marks) CUDA_CHECK(cudaEventDestroy(mark.event));
     matmul_file_save(&m->matmul_file);    // what a validation at the end has measured
     if (m->params) matmul_end(&m->matmul);
     if (m->params) matmul_end(&m->sample_matmul);
@@ -1431,70 +1435,79 @@ static int end(Run *run, Model *m) {
     return run_end(run);
 }
 
-int main(int argc, char **argv) {
-    static Run run;
-    const TrainOptions *o = &run.o;
+template <class X>
+static int train(Run *run) {
+    const TrainOptions *o = &run->o;
+    ModelOf<X> model = {};
+    ModelOf<X> *m = &model;
     char matmuls[512];
     double loss;
     Batch batch;
 
-    // Parse and check the flags, then plan and check the memory. Nothing is written yet.
-    run_open(&run, &PROGRAM, &model.config, argc, argv);
-    Device device = start_device(&model, o);
-    plan_training(&model, &run);
-    describe_matmuls(matmuls, sizeof matmuls, &device, &model.matmul_file, o);
-    run_plan(&run, &model.host_plan, matmuls, &model.plan, device_memory().free);
-    check_device_memory(&model, &device);
-    if (!run_take(&run)) return end(&run, &model);
+    // Plan and check the memory. Nothing is written yet.
+    m->config = run->config;
+    Device device = start_device(m, o);
+    plan_training(m, run);
+    describe_matmuls(matmuls, sizeof matmuls, &device, &m->matmul_file, o);
+    run_plan(run, &m->host_plan, matmuls, &m->plan, device_memory().free);
+    check_device_memory(m, &device);
+    if (!run_take(run)) return end(run, m);
 
-    run_load(&run, take_training(&model));
-    upload(&model, run.step);
-    run_begin(&run, peak_of(&model, &device));
+    run_load(run, take_training(m));
+    upload(m, run->step);
+    run_begin(run, peak_of(m, &device));
 
     // Switch now if --attn differs from the normalizer of --init-from, or if --attn-switch names step 0.
-    change_normalizers(&run, &model);
-    while (run_continues(&run)) {
-        if (!run.owed) {    // otherwise the run stopped between a step and its validation
-            while (run_batch(&run, &batch)) {
-                micro_batch(&model, &batch);
-                finish_late(&run, &model);    // the step before, while the device works on this batch
+    change_normalizers(run, m);
+    while (run_continues(run)) {
+        if (!run->owed) {    // otherwise the run stopped between a step and its validation
+            while (run_batch(run, &batch)) {
+                micro_batch(m, &batch);
+                finish_late(run, m);    // the step before, while the device works on this batch
             }
-            if (run.stopped) break;
-            gradients_end(&model, o->grad_clip);
-            model_update(&model, run_update(&run));
-            step_end(&model);
-            matmul_file_save(&model.matmul_file);
-            if (!run_pauses(&run)) continue;
-            read_step(&run, &model);
-            if (run_norms_due(&run)) measure_norms(&run, &model);
+            if (run->stopped) break;
+            gradients_end(m, o->grad_clip);
+            model_update(m, run_update(run));
+            step_end(m);
+            matmul_file_save(&m->matmul_file);
+            if (!run_pauses(run)) continue;
+            read_step(run, m);
+            if (run_norms_due(run)) measure_norms(run, m);
         }
 
-        pause_step(&run);
-        if (run_validation_due(&run) && validate(&run, &model, &loss)) run_validated(&run, loss);
-        if (run_reports_scalars(&run)) download_scalars(&model);
-        unpause_step(&run);
-        if (run.stopped) break;
-        report(&run, &model, mark_count);
+        pause_step(run, m);
+        if (run_validation_due(run) && validate(run, m, &loss)) run_validated(run, loss);
+        if (run_reports_scalars(run)) download_scalars(m);
+        unpause_step(run, m);
+        if (run->stopped) break;
+        report(run, m, m->timers.mark_count);
 
-        pause_step(&run);
-        if (run_sample_due(&run)) draw_sample(&run, &model);
-        if (run_finish_step(&run)) {
-            download(&model, false);
-            run_save(&run);
+        pause_step(run, m);
+        if (run_sample_due(run)) draw_sample(run, m);
+        if (run_finish_step(run)) {
+            download(m, false);
+            run_save(run);
         }
-        unpause_step(&run);
-        change_normalizers(&run, &model);
+        unpause_step(run, m);
+        change_normalizers(run, m);
     }
 
-    finish_late(&run, &model);    // after a stop
-    if (run_save_due_at_end(&run)) {
-        download(&model, false);
-        run_save(&run);
+    finish_late(run, m);    // after a stop
+    if (run_save_due_at_end(run)) {
+        download(m, false);
+        run_save(run);
     }
-    if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
-    phase_collect(mark_count);
-    if (run_is_main() && o->profile && run.step > run.first_step)
-        profile_print(&run.progress, phase_seconds, first_step_seconds, run.step - run.first_step);
-    return end(&run, &model);
+    if (run_validation_due_at_end(run) && validate(run, m, &loss)) run_validated_at_end(run, loss);
+    phase_collect(&m->timers, m->timers.mark_count);
+    if (run_is_main() && o->profile && run->step > run->first_step)
+        profile_print(&run->progress, m->timers.seconds, m->timers.first_step, run->step - run->first_step);
+    return end(run, m);
+}
+
+int main(int argc, char **argv) {
+    static Run run;
+    static ModelConfig config;
+    run_open(&run, &PROGRAM, &config, argc, argv);
+    return run.o.dtype == TRAIN_BF16 ? train<bf16>(&run) : train<float>(&run);
 }
 #endif

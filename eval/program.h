@@ -245,7 +245,6 @@ static void close_model(Evaluator *v) {
     task_of(v)->close(v);
     close_computer(&v->c);
     free_arrays(v);
-    memset(&v->c, 0, sizeof v->c);
 }
 
 // Switches to the given normalizer and initializes its new learned scalars. The rest of the model stays unchanged.

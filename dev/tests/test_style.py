@@ -137,6 +137,8 @@ GLOBALS = {
     "runtime/process": {"process",
                         "holding", "catching", "stop_requested",    # signals belong to the whole process
                         "ending"},                                  # fail() ends the program from anywhere
+    # the CUDA trainer: what its main() owns, and NVTX's own
+    "train_gpt2": {"_ZZ4mainE3run", "_ZZ4mainE6config", "nvtxGlobals_v3", "InitializeInjectionNvtx2_fnptr"},
 }
 
 
@@ -157,7 +159,7 @@ def test_no_mutable_globals():
     for source in map(Path, SOURCES):
         built = ROOT / ("build" if source.suffix == ".c" else "build/on_cpu") / source.with_suffix(".o")
         library = source.parts[0] in ("attention", "cuda", "eval", "model", "run", "runtime")
-        if not library or source.suffix not in (".c", ".cu"):
+        if not (library or source.name == "train_gpt2.cu") or source.suffix not in (".c", ".cu"):
             continue
         if built.exists() and built.stat().st_mtime >= (ROOT / source).stat().st_mtime:
             checked += 1
