@@ -71,7 +71,7 @@ void flash_check(FlashShape shape, size_t element);
 bool flash90_is_denied(void);
 
 // The number of floats that a forward pass with elements of `element` bytes keeps for its backward pass: FLASH_STATS
-// per row and, where the gradient needs them, the rounding error of the output and, for reweight on compute capability
+// per row and, where the gradient needs them, the rounding error of the output and, for powers on compute capability
 // 9.0, another sum over v, both like the output.
 size_t flash_stats(FlashShape shape, size_t element);
 
@@ -137,7 +137,7 @@ struct FlashCall {
 // What a post requires of the kernels.
 //   plain      W is f times a factor of the row, or 0: none, negate, rectify
 //   centers    prefix sums of v
-//   twice      two sweeps over the keys, because W needs Z or the largest f
+//   twice      two sweeps over the keys: W is divided by a sum that only Z or the largest f makes known
 //   power      W is a power of a function of f that is at most 1
 NORMALIZER_CONSTANT bool post_is_plain(int post) {
     return !(post_needs(post) & (POST_SUMS | POST_LARGEST | POST_DIVIDES));
@@ -181,10 +181,10 @@ constexpr bool flash_rectifies(int phi) {
 
 // The instance for these elements, phi and post, or -1. First match wins. All plain posts have the same instances.
 constexpr int flash_find(size_t element, int phi, int post) {
-    const bool plain = post_is_plain(post), any = !(plain && post_needs(post) & POST_VANISHES) || flash_rectifies(phi);
+    const bool plain = post_is_plain(post), drops = plain && post_needs(post) & POST_VANISHES;
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
-        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && any);
+        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && (!drops || flash_rectifies(phi)));
         if (have.element == element && phi_fits && have.post == (plain ? POST_NONE : post)) return i;
     }
     return -1;

@@ -121,8 +121,8 @@ DEVICE void dq_powers(float (&d)[N], float (&along)[N], float *less_sum, NumberS
     }
 }
 
-// d and along of a chunk become what dq_powers says, or, with less_first, d becomes dz in the second sweep.   first: the
-// first of two sweeps, which only adds to own.less
+// d and along of a chunk become what dq_powers says, or, with less_first, d becomes dz in the second sweep.
+// first: the first of two sweeps, which only adds to own.less
 template <bool MASKED, class X, int HS, int PHI, int POST, bool WIDE, int TILES, int NT, int ALONG>
 DEVICE void dq_values_powers(float (&d)[TILES][NT][4], float (&along)[ALONG][NT][4],
                              DqWarp<X, HS, PHI, POST, WIDE> &own, const float (&s)[TILES][NT][4],

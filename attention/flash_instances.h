@@ -2,9 +2,9 @@
 // post_is_plain() in flash.h). Each row is a translation unit, flash_instance.cu with -DINSTANCE=FLASH_name, so that
 // they build in parallel.
 //
-// First match wins. The last four rows of each type handle everything else, because they select phi at run time. (Each
-// phi has a plain row in bf16; `any` is for a new phi and for post=rectify, see flash_rectifies.) Adding a row makes a
-// normalizer faster and the build longer.
+// First match wins. The last rows of each type, one for each post, handle everything else, because they select phi at
+// run time. (Each phi has a plain row in bf16; `any` is for a new phi and for post=rectify, see flash_rectifies.)
+// Adding a row makes a normalizer faster and the build longer.
 FLASH_INSTANCE(exp, bf16, PHI_EXP, POST_NONE)
 FLASH_INSTANCE(exp_recenter, bf16, PHI_EXP, POST_RECENTER)
 FLASH_INSTANCE(exp_recenter_l1, bf16, PHI_EXP, POST_RECENTER_L1)

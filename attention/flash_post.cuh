@@ -18,7 +18,7 @@ struct ForwardRow {
     float number;          // phi's, see phi_number()
     float sum;             // of |f|
     float sum_signed;      // of f
-    float largest;         // f; in the first sweep, if that is by_z: the largest z
+    float largest;         // the largest f (by_z: the largest z, during the first sweep)
     float factor, mean;    // map f to w in the second sweep
     float left, signs;     // the sum of |w|, the sum of the signs of w
 };
@@ -44,8 +44,8 @@ struct alignas(16) MeanRow {
     float scale, bias, factor, D, mean, less, inverse_sum, number;
 };
 
-// Those of flash90_backward.cuh, which reads only the first half where it can. by_D: D, with `less`, times the factor
-// of df. With exp, bias includes ln |factor|, so that f is the weight before its mean is subtracted.
+// Those of flash90_backward.cuh, which reads only the first half where it can. by_D: D plus less (0 for plain posts),
+// times the factor of df. With exp, bias includes ln |factor|, so that f is the weight before its mean is subtracted.
 struct alignas(16) ScaledRow90 {
     float scale, bias, factor, by_D, unused, D, unused_too, number;
 };
@@ -124,6 +124,7 @@ DEVICE float rounding_of_row(int n) {
 //   back90()          the same for flash90_backward.cuh, which multiplies df by by_dz() unless scales_D
 //   norm_D()          the part of a row in D as norm sees it, of which there are call.parts; norm_sum() turns their sum
 //                     into that D
+// and, where W is a power (POWERS), what the comments in Powers say.
 
 template <int POST>
 struct PostNeeds {
@@ -231,6 +232,7 @@ struct Post<POST_NONE> : PostNeeds<POST_NONE> {
 
     template <class X>
     DEVICE float norm_D(const FlashRow &row, const FlashCall<X> &call) {
+        // ExpRow90 has D in the same place.
         return rows_scale_D(call) ? row_in<ScaledRow90>(row).D : row_in<Row>(row).D;
     }
 };
@@ -472,7 +474,8 @@ struct Powers : PostNeeds<POST> {
     DEVICE FlashRow row(const RowNumbers &x, const FlashCall<X> &call) {
         MeanRow row = {x.scale, x.bias, 0, x.D, 0, 0, x.stats.w, x.number};
         Post<POST>::template numbers<X>(&row.factor, &row.mean, x.stats.y, x.stats.z, x.n);
-        if (call.along && x.n > POST_FROM) row.less = row.inverse_sum / (float)x.n * x.along;
+        if (call.along && Post<POST>::has_less(call) && x.n > POST_FROM)
+            row.less = row.inverse_sum / (float)x.n * x.along;
         if (call.dq_sums) row.number = row.scale * x.slope_unit * slope(row, call);    // PowersRow90's by_dz
         return stored(row);
     }

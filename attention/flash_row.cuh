@@ -1,5 +1,5 @@
-// What flash.cuh's kernels compute for each row and element, whichever matmul instructions they use: phi, and which keys
-// a row sees. flash_post.cuh has what depends on the post.
+// What flash.cuh's kernels compute for each row and element, whichever matmul instructions they use: phi, and which
+// keys a row sees. flash_post.cuh has what depends on the post.
 //
 // Tested by dev/tests/test_flash.py, through the kernels.
 #ifndef ATTENTION_FLASH_ROW_CUH

@@ -16,10 +16,10 @@
 
 // What a post requires of an engine.
 enum {
-    POST_SUMS = 1,         // begin() reads the sum of f
-    POST_LARGEST = 2,      // begin() reads the largest f
+    POST_SUMS = 1,         // begin() and again() read the sum of f
+    POST_LARGEST = 2,      // begin() reads the largest f; on GPUs, w is then a power of a number in [0, 1]
     POST_DIVIDES = 4,      // the weights are divided by the sum of their absolute values
-    POST_CENTERS = 8,      // the mean of dA is subtracted from it
+    POST_CENTERS = 8,      // the mean of dA is subtracted from it; with POST_DIVIDES, post_settle() computes sum |w|
     POST_VANISHES = 16,    // all w may be 0 although not all f are: the row is then all-zero
     POST_LATE = 32         // rows of n <= POST_FROM keys do not change
 };
@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
     int n;                  // the visible keys
     real inverse, power;    // 1/Z; the post's number
-    real factor, shift;     // f factor - shift is A, in the form that the post starts from
+    real factor, shift;     // f factor - shift is what the post starts from: A - mean(A), or A n - 1
     real by;                // reweight: 1 over the largest of these
     real divide;
 } PostRow;
@@ -82,6 +82,7 @@ NORMALIZER_INLINE void recenter_begin(PostRow *row, PostSums sums) {
     row->divide = 1;
 }
 
+// Rounds in another order than begin(); one order for both would change the last bits of resumed runs.
 NORMALIZER_INLINE void recenter_again(PostRow *row, PostSums sums) {
     row->factor = row->inverse;
     row->shift = sums.sum * (row->inverse / (real)row->n);
