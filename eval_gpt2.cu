@@ -58,10 +58,6 @@ static ModelConfig *computer_config(Computer *c) {
 
 // ---- memory
 
-static size_t largest(size_t a, size_t b) {
-    return a > b ? a : b;
-}
-
 // Plans the memory for B sequences of at most T tokens.
 static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     Model *m = c->model = e->o.dtype == EVAL_BF16 ? (Model *)&c->in_bf16 : &c->in_float32;
@@ -93,10 +89,10 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     memory_add(plan, "activations", (void **)&c->k, T * key_width(config) * sizeof(float));
     memory_add(plan, "activations", (void **)&c->x, T * config->channels * sizeof(float));
     memory_add(plan, "activations", &c->raw,
-               largest(VP, T * largest(query_width(config), config->channels)) * sizeof(float));
+               larger(VP, T * larger(query_width(config), config->channels)) * sizeof(float));
     // Needles: of one query, (layers,NH,T). Attention: a block of rows for each thread.
     size_t blocks = (size_t)omp_get_max_threads() * OBSERVED_ROWS;
-    memory_add(plan, "attention weights", (void **)&c->weights, largest(heads, blocks) * T * sizeof(float));
+    memory_add(plan, "attention weights", (void **)&c->weights, larger(heads, blocks) * T * sizeof(float));
 }
 
 // Allocates it. Ends the program if it does not fit.

@@ -320,8 +320,7 @@ static size_t text_count(const Sampler *s) {
 
 static bool load(Sampler *s, const char *folder, Error *error) {
     Model *m = &s->model;
-    size_t sequences = text_count(s) < FEW_ROWS ? text_count(s) : FEW_ROWS, longest = 0,
-           new_tokens = (size_t)s->o.max_new_tokens;
+    size_t sequences = smaller(text_count(s), FEW_ROWS), longest = 0, new_tokens = (size_t)s->o.max_new_tokens;
     if (s->o.interactive) {
         settle_conversation(s, folder);
         sequences = 1;
@@ -677,7 +676,7 @@ int main(int argc, char **argv) {
     open_checkpoint(&s);
     if (s.o.interactive) converse(&s);
     for (size_t first = 0; first < text_count(&s); first += FEW_ROWS)
-        write_texts(&s, first, text_count(&s) - first < FEW_ROWS ? text_count(&s) - first : FEW_ROWS);
+        write_texts(&s, first, smaller(text_count(&s) - first, FEW_ROWS));
     flush_stdout("the text");
     if (s.longest > s.model.config.seq_len)
         warn("a text of %zu tokens exceeds the length of %zu with which the model was trained.", s.longest,

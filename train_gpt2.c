@@ -36,6 +36,7 @@
 #include "runtime/process.h"
 #include "runtime/real.h"
 #include "runtime/shards.h"
+#include "runtime/size.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Phase timers: phase() ends the current phase and starts the next. --profile prints the totals.
@@ -105,7 +106,7 @@ static void embedding_backward(real *dweight, const real *dout, const int32_t *t
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < C; from += PART) {
-        size_t to = from + PART < C ? from + PART : C;
+        size_t to = smaller(from + PART, C);
         for (size_t n = 0; n < N; n++) {
             real *row = dweight + (size_t)tokens[n] * C;
             #pragma omp simd
@@ -128,7 +129,7 @@ static void rmsnorm_forward(MatmulInput out, const real *inp, const real *weight
     for (size_t n = 0; n < N; n++) {
         real r = rms_inverse(inp + n * C, C, eps);
         for (size_t from = 0; from < C; from += PIECE) {
-            size_t at = n * C + from, count = C - from < PIECE ? C - from : PIECE;
+            size_t at = n * C + from, count = smaller(C - from, PIECE);
             real piece[PIECE], *y = piece_of(out, at, piece);
             #pragma omp simd
             for (size_t c = 0; c < count; c++) y[c] = inp[at + c] * r * weight[from + c];
@@ -155,7 +156,7 @@ static void rmsnorm_backward(real *dinp, real *dweight, const real *dout, const 
     }
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < C; from += PART) {
-        size_t to = from + PART < C ? from + PART : C;
+        size_t to = smaller(from + PART, C);
         for (size_t n = 0; n < N; n++) {
             #pragma omp simd
             for (size_t c = from; c < to; c++) dweight[c] += dout[n * C + c] * inp[n * C + c] * r[n];
@@ -202,7 +203,7 @@ static void bias_backward(real *dbias, const real *dout, size_t N, size_t OC) {
     enum { PART = 64 };
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < OC; from += PART) {
-        size_t to = from + PART < OC ? from + PART : OC;
+        size_t to = smaller(from + PART, OC);
         for (size_t n = 0; n < N; n++) {
             #pragma omp simd
             for (size_t o = from; o < to; o++) dbias[o] += dout[n * OC + o];
@@ -244,7 +245,7 @@ static void qk_norm_gains_backward(real *dq_gain, real *dk_gain, const real *dqk
     size_t HS = q.HS, heads = q.NH + q.NKV, row = (heads + q.NKV) * HS;
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < HS; from += PART) {
-        size_t to = from + PART < HS ? from + PART : HS;
+        size_t to = smaller(from + PART, HS);
         for (size_t i = 0; i < q.N * heads; i++) {
             size_t n = i / heads, h = i % heads;
             const real *x = inputs + i * HS, *dy = dqkv + n * row + h * HS;
@@ -348,7 +349,7 @@ static void swiglu_forward(MatmulInput out, const real *gate_up, size_t N, size_
     for (size_t n = 0; n < N; n++) {
         for (size_t from = 0; from < F; from += PIECE) {
             const real *gate = gate_up + n * 2 * F + from, *up = gate + F;
-            size_t at = n * F + from, count = F - from < PIECE ? F - from : PIECE;
+            size_t at = n * F + from, count = smaller(F - from, PIECE);
             real piece[PIECE], *y = piece_of(out, at, piece);
             #pragma omp simd
             for (size_t f = 0; f < count; f++) y[f] = gate[f] * real_sigmoid(gate[f]) * up[f];
@@ -364,7 +365,7 @@ static void swiglu_backward(MatmulInput dgate_up, const real *dout, const real *
     for (size_t n = 0; n < N; n++) {
         for (size_t from = 0; from < F; from += PIECE) {
             const real *gate = gate_up + n * 2 * F + from, *up = gate + F, *dy = dout + n * F + from;
-            size_t at = n * 2 * F + from, count = F - from < PIECE ? F - from : PIECE;
+            size_t at = n * 2 * F + from, count = smaller(F - from, PIECE);
             real of_gate[PIECE], of_up[PIECE];
             real *dgate = piece_of(dgate_up, at, of_gate), *dup = piece_of(dgate_up, at + F, of_up);
             #pragma omp simd
@@ -426,7 +427,7 @@ static void gau_gains_backward(GauGains grads, Projected d, Projected x, size_t 
     enum { PART = 16 };
     #pragma omp parallel for schedule(static)
     for (size_t from = 0; from < HS; from += PART) {
-        size_t to = from + PART < HS ? from + PART : HS;
+        size_t to = smaller(from + PART, HS);
         for (size_t n = 0; n < N; n++) {
             const real *z = x.joined + n * (2 * E + HS) + 2 * E, *dq = d.q + n * HS, *dk = d.k + n * HS;
             #pragma omp simd
@@ -475,7 +476,7 @@ static void gau_gate_forward(MatmulInput out, const real *uvz, const real *att, 
     for (size_t n = 0; n < N; n++) {
         for (size_t from = 0; from < E; from += PIECE) {
             const real *u = uvz + n * W + from;
-            size_t at = n * E + from, count = E - from < PIECE ? E - from : PIECE;
+            size_t at = n * E + from, count = smaller(E - from, PIECE);
             real piece[PIECE], *y = piece_of(out, at, piece);
             #pragma omp simd
             for (size_t e = 0; e < count; e++) y[e] = u[e] * real_sigmoid(u[e]) * att[at + e];
@@ -695,10 +696,6 @@ static size_t all_sum_pieces(const TensorList *list) {
 
 #define FLOATS(n) ((size_t)(n) * sizeof(real))
 
-static size_t larger(size_t a, size_t b) {
-    return a > b ? a : b;
-}
-
 // The widest rows that matmuls read: as the first operand (a gradient or an activation), and as the second operand in
 // dweight.
 static size_t widest_first(const ModelConfig *c) {
@@ -711,7 +708,7 @@ static size_t widest_second(const ModelConfig *c) {
 
 // The most elements of a matmul's first and second operand.
 static size_t largest_first(const Model *m) {
-    size_t N = m->B * m->T, logits = (N < LOSS_ROWS ? N : LOSS_ROWS) * padded_vocab(&m->config);
+    size_t N = m->B * m->T, logits = smaller(N, LOSS_ROWS) * padded_vocab(&m->config);
     return larger(larger(N * widest_first(&m->config), logits), m->muon.elements);
 }
 
@@ -723,7 +720,7 @@ static void plan_muon(Model *m) {
     size_t square = 0;
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        size_t side = t->shape[0] < t->shape[1] ? t->shape[0] : t->shape[1];
+        size_t side = smaller(t->shape[0], t->shape[1]);
         if (t->update != UPDATE_MUON) continue;
         if (t->elements > m->muon.elements) m->muon.elements = t->elements;
         if (side * side > square) square = side * side;
@@ -770,7 +767,7 @@ static size_t layers_in(const Model *m, ActivationMemory memory) {
 
 static size_t rows_in(const Model *m, ActivationMemory memory) {
     size_t N = m->B * m->T;
-    if (memory == SCRATCH_LOGITS) return N < LOSS_ROWS ? N : LOSS_ROWS;
+    if (memory == SCRATCH_LOGITS) return smaller(N, LOSS_ROWS);
     return layers_in(m, memory) * N;
 }
 
@@ -1055,7 +1052,7 @@ static double model_loss(Model *m, const int32_t *targets, const uint8_t *mask, 
     double sum = 0;
     phase(PHASE_CLASSIFIER);
     for (size_t from = 0; from < N; from += LOSS_ROWS) {
-        size_t rows = N - from < LOSS_ROWS ? N - from : LOSS_ROWS;
+        size_t rows = smaller(N - from, LOSS_ROWS);
         MatmulInput h = from_element(a->h, from * C);
         matmul_forward(a->logits, h, head, rows, C, VP, false);
         crossentropy(a->losses + from, a->logits, targets + from, mask ? mask + from : NULL, rows, ce);
@@ -1119,7 +1116,7 @@ static size_t sum_squares(const Model *m, const real *of) {
         if (!tensor_trained(t, &m->config.attn)) continue;
         #pragma omp parallel for schedule(static) if (pieces > 1)
         for (size_t p = 0; p < pieces; p++) {
-            size_t to = (p + 1) * SUM_PIECE < t->elements ? (p + 1) * SUM_PIECE : t->elements;
+            size_t to = smaller((p + 1) * SUM_PIECE, t->elements);
             double sum = 0;
             #pragma omp simd reduction(+ : sum)
             for (size_t j = p * SUM_PIECE; j < to; j++) sum += (double)x[j] * x[j];
@@ -1152,7 +1149,7 @@ static void adamw(real *param, real *mean, real *square, uint16_t *rounded, cons
     enum { CHUNK = 4096 };    // rounded while they are still in the cache
     #pragma omp parallel for schedule(static) if (n > 2 * CHUNK)
     for (size_t from = 0; from < n; from += CHUNK) {
-        size_t to = from + CHUNK < n ? from + CHUNK : n;
+        size_t to = smaller(from + CHUNK, n);
         #pragma omp simd
         for (size_t i = from; i < to; i++) {
             real g = grad[i] * scale;
@@ -1182,7 +1179,7 @@ static double muon_momentum(real *x, real *momentum, const real *grad, size_t n,
     size_t pieces = sum_pieces(n);
     #pragma omp parallel for schedule(static) if (pieces > 1)
     for (size_t p = 0; p < pieces; p++) {
-        size_t to = (p + 1) * SUM_PIECE < n ? (p + 1) * SUM_PIECE : n;
+        size_t to = smaller((p + 1) * SUM_PIECE, n);
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t i = p * SUM_PIECE; i < to; i++) {

@@ -8,15 +8,12 @@
 #include <string.h>
 
 #include "attention/l2.h"
+#include "runtime/size.h"
 
 // A block of query rows needs their scores for all visible keys in the backward pass, which makes BLOCK · T numbers per
 // thread. The forward pass goes through the keys in chunks where the normalizer allows it (row_in_parts); the scores of
 // a chunk, which are a few keys of many rows, fit into the second-level cache.
 enum { BLOCK = 64, CHUNK_ROWS = 128, CHUNK_KEYS = 512 };
-
-static size_t least(size_t a, size_t b) {
-    return a < b ? a : b;
-}
 
 // The stride between rows of scores, for whole tiles: an odd number of cache lines, so that the entries of a column
 // spread over the cache. With a power of two they collide, and matmuls that read the scores by columns take twice as
@@ -61,8 +58,8 @@ static real *take(real *scratch, size_t *used, size_t count) {
 // in_parts: does the pass go through the keys in chunks?
 static Part forward_part(AttentionShape shape, bool in_parts, real *scratch, size_t *used) {
     size_t keys = tiled(key_count(shape));
-    Part p = {.rows = least(tiled(shape.T), in_parts ? CHUNK_ROWS : BLOCK),
-              .keys = in_parts ? least(keys, CHUNK_KEYS) : keys};
+    Part p = {.rows = smaller(tiled(shape.T), in_parts ? CHUNK_ROWS : BLOCK),
+              .keys = in_parts ? smaller(keys, CHUNK_KEYS) : keys};
     p.step = row_step(p.keys);
     p.scores = take(scratch, used, p.rows * p.step);
     p.q = take(scratch, used, p.rows * tiled(shape.HS));
@@ -73,7 +70,7 @@ static Part forward_part(AttentionShape shape, bool in_parts, real *scratch, siz
 
 static Part backward_part(AttentionShape shape, real *scratch, size_t *used) {
     size_t HS = tiled(shape.HS), VS = tiled(shape.VS);
-    Part p = {.rows = least(tiled(shape.T), BLOCK), .keys = tiled(key_count(shape))};
+    Part p = {.rows = smaller(tiled(shape.T), BLOCK), .keys = tiled(key_count(shape))};
     p.step = row_step(p.keys);
     p.scores = take(scratch, used, p.rows * p.step);
     p.dscores = take(scratch, used, p.rows * p.step);
@@ -395,7 +392,7 @@ static uint64_t block_forward(real *out, real *stats, const Head *head, const At
     }
     left_rows(tiles, part.q, head->q + at.from * in->q.row, in->q.row, at.rows, shape.HS);
     for (; at.begin < at.keys; at.begin += part.keys) {
-        at.end = least(at.keys, at.begin + part.keys);
+        at.end = smaller(at.keys, at.begin + part.keys);
         tiled_scores(tiles, part.scores, ld, part.q, head->group->k, shape.HS, at, false);
         for (size_t r = 0; r < at.rows; r++) {
             real *scores = part.scores + r * ld;

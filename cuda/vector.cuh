@@ -10,6 +10,7 @@
 #include "cuda/gpu.cuh"
 
 #include "runtime/error.h"
+#include "runtime/size.h"
 
 // ---- W elements as floats; W is 1 or, for X = float, a multiple of 4, for X = bf16, 8
 
@@ -79,10 +80,6 @@ DEVICE void store_vector(bf16 *p, const float x[W]) {
 template <class X>
 bool fits(size_t elements) {
     return elements % Pack<X>::size == 0;
-}
-
-static inline size_t smaller(size_t a, size_t b) {
-    return a < b ? a : b;
 }
 
 // ---- grids

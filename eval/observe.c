@@ -168,7 +168,7 @@ static size_t bin_of(size_t n) {
 }
 
 // The larger of two; NaN if one is NaN, which fmax() would drop.
-static double larger(double a, double b) {
+static double nan_or_larger(double a, double b) {
     return isnan(a) || a > b ? a : b;
 }
 
@@ -186,8 +186,8 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
     s->weights += n;
     s->sum += sum;
     s->zeros += zeros;
-    if (absolute != 0) {                                            // also a NaN, which the sums keep
-        entropy = larger(entropy / absolute + log(absolute), 0);    // of p = a/absolute; rounding may pass 0
+    if (absolute != 0) {                                                   // also a NaN, which the sums keep
+        entropy = nan_or_larger(entropy / absolute + log(absolute), 0);    // of p = a/absolute; rounding may pass 0
         s->entropy += entropy;
         s->entropy_by_n[bin_of(i + 1)] += entropy;
         if (i > 0) s->first += fabs((double)A[0]) / absolute;
@@ -236,7 +236,7 @@ void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C
         double d = (x[i] - mean) * (x[i] - mean);
         second += d;
         fourth += d * d;
-        largest = larger(largest, fabs((double)x[i]));
+        largest = nan_or_larger(largest, fabs((double)x[i]));
     }
     o->residual[layer] = (ResidualStats){fourth * (double)N / (second * second), largest};
     if (maps_wanted(o)) write_map(o, T);
@@ -349,9 +349,9 @@ static ObserveMeans add_prompt_means(Observer *o) {
             add_to_all(&o->all[o->with_end_of_text], s);
         }
         layers[l].kurtosis += x->kurtosis / prompts;
-        layers[l].largest = larger(layers[l].largest, x->largest);
-        prompt.kurtosis = larger(prompt.kurtosis, x->kurtosis);
-        prompt.largest = larger(prompt.largest, x->largest);
+        layers[l].largest = nan_or_larger(layers[l].largest, x->largest);
+        prompt.kurtosis = nan_or_larger(prompt.kurtosis, x->kurtosis);
+        prompt.largest = nan_or_larger(prompt.largest, x->largest);
     }
     return prompt;
 }

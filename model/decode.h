@@ -63,7 +63,7 @@ static AttentionShape span_shape(const Decoder *d, size_t past, size_t count) {
 // Call after plan_activations(), if at all: the matmuls' scratch is for both.
 static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
     const ModelConfig *c = &m->config;
-    size_t C = c->channels, F = c->ffn, rows = sequences > PREFILL_ROWS ? sequences : PREFILL_ROWS;
+    size_t C = c->channels, F = c->ffn, rows = larger(sequences, PREFILL_ROWS);
     size_t cached = c->layers * sequences * length, heads = c->heads + c->kv_heads;
     const char *kind = DECODING;
     *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
@@ -262,7 +262,7 @@ static size_t decode_span(Decoder *d, const int32_t *tokens, size_t count, size_
     DecodeRow rows[PREFILL_ROWS];
     size_t here = 0;
     for (size_t at = 0; at < count; at += here) {
-        here = count - at < PREFILL_ROWS ? count - at : PREFILL_ROWS;
+        here = smaller(count - at, PREFILL_ROWS);
         for (size_t r = 0; r < here; r++) rows[r] = (DecodeRow){tokens[at + r], sequence, from + at + r};
         decode(d, rows, here);
     }

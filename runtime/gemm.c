@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "error.h"
+#include "size.h"
 #include "vecmath.h"
 
 #ifdef USE_ONEDNN
@@ -15,19 +16,6 @@
 #include <cblas.h>
 #define USES_CBLAS
 #endif
-
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
-// The element at a row and column of the matrix after transposition, and the matrix from that element on.
-static const float *at(Matrix x, size_t row, size_t col) {
-    return x.f32 + (x.transposed ? col * x.ld + row : row * x.ld + col);
-}
-
-static Matrix from(Matrix x, size_t row, size_t col) {
-    x.f32 = at(x, row, col);
-    return x;
-}
 
 // ---- a matmul by a single thread, for builds without oneDNN (which has its own threads)
 
@@ -57,7 +45,7 @@ static void tile(size_t rows, size_t cols, size_t depth, Matrix A, const float *
     float sum[TILE_M][TILE_N] = {{0}};
     const float *a[TILE_M];
     size_t depth_step = A.transposed ? A.ld : 1;
-    for (size_t i = 0; i < TILE_M; i++) a[i] = at(A, MIN(i, rows - 1), 0);
+    for (size_t i = 0; i < TILE_M; i++) a[i] = matrix_from(A, smaller(i, rows - 1), 0).f32;
     for (size_t p = 0; p < depth; p++) {
         for (size_t i = 0; i < TILE_M; i++) {
             float x = a[i][p * depth_step];
@@ -72,7 +60,7 @@ static void tile(size_t rows, size_t cols, size_t depth, Matrix A, const float *
 // packed (depth,TILE_N) = B (depth,cols), padded with zeros
 static void pack(float *packed, Matrix B, size_t depth, size_t cols) {
     for (size_t q = 0; q < depth; q++)
-        for (size_t c = 0; c < TILE_N; c++) packed[q * TILE_N + c] = c < cols ? *at(B, q, c) : 0.0f;
+        for (size_t c = 0; c < TILE_N; c++) packed[q * TILE_N + c] = c < cols ? *matrix_from(B, q, c).f32 : 0.0f;
 }
 
 static void gemm_one_thread(size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C, size_t ldc) {
@@ -80,12 +68,12 @@ static void gemm_one_thread(size_t m, size_t n, size_t k, Matrix A, Matrix B, fl
     if (beta == 0.0f)
         for (size_t i = 0; i < m; i++) memset(C + i * ldc, 0, n * sizeof *C);
     for (size_t p = 0; p < k; p += SLICE_K) {
-        size_t depth = MIN(SLICE_K, k - p);
+        size_t depth = smaller(SLICE_K, k - p);
         for (size_t j = 0; j < n; j += TILE_N) {
-            size_t cols = MIN(TILE_N, n - j);
-            pack(packed, from(B, p, j), depth, cols);
+            size_t cols = smaller(TILE_N, n - j);
+            pack(packed, matrix_from(B, p, j), depth, cols);
             for (size_t i = 0; i < m; i += TILE_M)
-                tile(MIN(TILE_M, m - i), cols, depth, from(A, i, p), packed, C + i * ldc + j, ldc);
+                tile(smaller(TILE_M, m - i), cols, depth, matrix_from(A, i, p), packed, C + i * ldc + j, ldc);
         }
     }
 }
@@ -120,10 +108,10 @@ static void gemm_spread(float *buffer, size_t m, size_t n, size_t k, Matrix A, M
                         size_t ldc) {
     size_t spread = n + 16, part = BUFFER / spread;
     for (size_t first = 0; first < k; first += part) {
-        size_t here = MIN(part, k - first);
+        size_t here = smaller(part, k - first);
         #pragma omp parallel for schedule(static)
         for (size_t p = 0; p < here; p++) memcpy(buffer + p * spread, B.f32 + (first + p) * B.ld, n * sizeof *B.f32);
-        gemm_onednn(m, n, here, from(A, 0, first), as_stored(buffer, spread), first ? 1.0f : beta, C, ldc);
+        gemm_onednn(m, n, here, matrix_from(A, 0, first), as_stored(buffer, spread), first ? 1.0f : beta, C, ldc);
     }
 }
 
@@ -150,9 +138,9 @@ void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, floa
     size_t side = by_row ? m : n, part = (((side + threads - 1) / threads + 31) / 32) * 32;
     #pragma omp parallel for schedule(static, 1)
     for (size_t first = 0; first < side; first += part) {
-        size_t here = MIN(part, side - first);
-        if (by_row) gemm_one_thread(here, n, k, from(A, first, 0), B, beta, C + first * ldc, ldc);
-        else gemm_one_thread(m, here, k, A, from(B, 0, first), beta, C + first, ldc);
+        size_t here = smaller(part, side - first);
+        if (by_row) gemm_one_thread(here, n, k, matrix_from(A, first, 0), B, beta, C + first * ldc, ldc);
+        else gemm_one_thread(m, here, k, A, matrix_from(B, 0, first), beta, C + first, ldc);
     }
 }
 
@@ -394,13 +382,6 @@ static void round_to_float(float *out, Matrix x, size_t rows, size_t cols) {
     }
 }
 
-// The stored matrix without its first rows.
-static Matrix skip_rows(Matrix x, size_t rows) {
-    if (x.bf16) x.bf16 += rows * x.ld;
-    else x.f32 += rows * x.ld;
-    return x;
-}
-
 // In float32, with B widened in parts.
 static void gemm_bf16_widened(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, float beta, float *C,
                               size_t ldc) {
@@ -410,12 +391,12 @@ static void gemm_bf16_widened(const Gemm *mm, size_t m, size_t n, size_t k, Matr
     round_to_float(a, A, a_rows, a_cols);
     Matrix wide_a = {.f32 = a, .ld = a_cols, .transposed = A.transposed};
     Matrix wide_b = {.f32 = b, .ld = b_cols, .transposed = B.transposed};
-    size_t part = MAX(CHUNK / b_cols, 1);
+    size_t part = larger(CHUNK / b_cols, 1);
     for (size_t first = 0; first < b_rows; first += part) {
-        size_t here = MIN(part, b_rows - first);
-        round_to_float(b, skip_rows(B, first), here, b_cols);
+        size_t here = smaller(part, b_rows - first);
+        round_to_float(b, stored_from(B, first, 0), here, b_cols);
         if (B.transposed) gemm(mm, m, here, k, wide_a, wide_b, beta, C + first, ldc);
-        else gemm(mm, m, n, here, from(wide_a, 0, first), wide_b, first ? 1.0f : beta, C, ldc);
+        else gemm(mm, m, n, here, matrix_from(wide_a, 0, first), wide_b, first ? 1.0f : beta, C, ldc);
     }
 }
 

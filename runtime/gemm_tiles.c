@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "gemm.h"
+#include "size.h"
 #include "stream.h"
 
 // How much is packed and multiplied at a time. AMX needs 32 rows of A and 32 columns of B in the first-level cache.
@@ -24,18 +25,6 @@ static Block block_of(Tiles tiles) {
     Block amx = {.part = 2048, .part_depth = 2048, .columns = COLUMNS, .depth = 256};
     Block others = {.part = 1024, .part_depth = 4096, .columns = 128, .depth = 1024};
     return tiles == TILES_AMX ? amx : others;
-}
-
-static size_t least(size_t a, size_t b) {
-    return a < b ? a : b;
-}
-
-// The rest of x from a row and a column on, after transposition.
-static Matrix rest(Matrix x, size_t row, size_t column) {
-    size_t at = x.transposed ? column * x.ld + row : row * x.ld + column;
-    if (x.bf16) x.bf16 += at;
-    else x.f32 += at;
-    return x;
 }
 
 // How A is arranged.
@@ -63,21 +52,21 @@ static Left left_of(const Packed *p) {
 }
 
 static void *panel_at(const Packed *p, size_t row, size_t depth) {
-    size_t step = tiles_row(p->tiles, least(p->k - depth, p->block.depth));
+    size_t step = tiles_row(p->tiles, smaller(p->k - depth, p->block.depth));
     return (char *)p->a + tiled(p->m) * tiles_row(p->tiles, depth) + row * step;
 }
 
 static void pack_rows(const Packed *p, size_t row) {
-    size_t rows = least(p->m - row, ROWS);
+    size_t rows = smaller(p->m - row, ROWS);
     if (p->left == TURNED) {
-        Matrix A = rest(p->A, row, 0);
+        Matrix A = matrix_from(p->A, row, 0);
         A.transposed = false;
         tiles_pack(p->tiles, (char *)p->a + row * tiles_row(p->tiles, p->k), A, p->k, rows);
         return;
     }
     for (size_t depth = 0; depth < p->k; depth += p->block.depth)
-        tiles_left(p->tiles, panel_at(p, row, depth), rest(p->A, row, depth), rows,
-                   least(p->k - depth, p->block.depth));
+        tiles_left(p->tiles, panel_at(p, row, depth), matrix_from(p->A, row, depth), rows,
+                   smaller(p->k - depth, p->block.depth));
 }
 
 static void pack_left(const Packed *p) {
@@ -88,21 +77,21 @@ static void pack_left(const Packed *p) {
 
 static TileRows left_at(const Packed *p, size_t row, size_t depth, size_t k) {
     if (p->left == TURNED) return tiles_turned(p->tiles, p->a, p->k, row, depth);
-    if (p->left == IN_PLACE) return (TileRows){rest(p->A, row, depth).bf16, p->A.ld * sizeof *p->A.bf16};
+    if (p->left == IN_PLACE) return (TileRows){matrix_from(p->A, row, depth).bf16, p->A.ld * sizeof *p->A.bf16};
     return (TileRows){panel_at(p, row, depth), tiles_row(p->tiles, k)};
 }
 
 static void pack_right(const Packed *p, Matrix B) {
     #pragma omp for schedule(static)
     for (size_t column = 0; column < p->n; column += p->block.columns)
-        tiles_pack(p->tiles, (char *)p->b + column * tiles_row(p->tiles, p->k), rest(B, 0, column), p->k,
-                   least(p->n - column, p->block.columns));
+        tiles_pack(p->tiles, (char *)p->b + column * tiles_row(p->tiles, p->k), matrix_from(B, 0, column), p->k,
+                   smaller(p->n - column, p->block.columns));
 }
 
 // sums, a block of 32 x 32 for each 32 columns = 32 rows of A times at most COLUMNS columns of B
 static void multiply_row(const Packed *p, float *sums, size_t row, size_t column, size_t columns) {
     for (size_t depth = 0; depth < p->k; depth += p->block.depth) {
-        size_t k = least(p->k - depth, p->block.depth);
+        size_t k = smaller(p->k - depth, p->block.depth);
         TileRows a = left_at(p, row, depth, k);
         for (size_t c = 0; c < columns; c += TILE) {
             TileRows b = tiles_at(p->tiles, p->b, p->k, depth, column + c);
@@ -117,7 +106,7 @@ static void store_row(float *C, size_t ldc, const float *sums, size_t rows, size
     for (size_t r = 0; r < rows; r++, C += ldc) {
         for (size_t c = 0; c < columns; c += TILE) {
             const float *from = sums + c * TILE + r * TILE;
-            size_t n = least(columns - c, TILE);
+            size_t n = smaller(columns - c, TILE);
             if (how == ADD) {
                 #pragma omp simd
                 for (size_t i = 0; i < n; i++) C[c + i] += from[i];
@@ -136,10 +125,10 @@ static void multiply_part(const Packed *p, Store how, float *C, size_t ldc) {
     for (size_t column = 0; column < p->n; column += p->block.columns) {
         for (size_t first = 0; first < p->m; first += ROWS) {
             float sums[TILE * COLUMNS];
-            size_t columns = least(p->n - column, p->block.columns), end = least(first + ROWS, p->m);
+            size_t columns = smaller(p->n - column, p->block.columns), end = smaller(first + ROWS, p->m);
             for (size_t row = first; row < end; row += TILE) {
                 multiply_row(p, sums, row, column, columns);
-                store_row(C + row * ldc + column, ldc, sums, least(end - row, TILE), columns, how);
+                store_row(C + row * ldc + column, ldc, sums, smaller(end - row, TILE), columns, how);
             }
         }
     }
@@ -166,10 +155,10 @@ void gemm_tiles(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B
             for (size_t column = 0; column < n; column += block.part) {
                 Packed p = {.tiles = mm->tiles,
                             .block = block,
-                            .m = least(m - row, block.part),
-                            .n = least(n - column, block.part),
-                            .k = least(k - depth, block.part_depth),
-                            .A = rest(A, row, depth),
+                            .m = smaller(m - row, block.part),
+                            .n = smaller(n - column, block.part),
+                            .k = smaller(k - depth, block.part_depth),
+                            .A = matrix_from(A, row, depth),
                             .a = mm->a,
                             .b = (char *)mm->a + PART_BYTES};
                 Store how = store_of(depth == 0, depth + block.part_depth >= k, beta);
@@ -177,7 +166,7 @@ void gemm_tiles(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B
                 #pragma omp parallel
                 {
                     if (column == 0) pack_left(&p);
-                    pack_right(&p, rest(B, depth, column));
+                    pack_right(&p, matrix_from(B, depth, column));
                     multiply_part(&p, how, C + row * ldc + column, ldc);
                 }
             }

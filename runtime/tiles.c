@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "size.h"
+
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -26,17 +28,6 @@ enum { NATIVE = 4 };
 const char *tiles_name(Tiles tiles) {
     static const char *const names[] = {"vectors", "loops", "AVX512-BF16", "AMX"};
     return names[tiles];
-}
-
-static size_t least(size_t a, size_t b) {
-    return a < b ? a : b;
-}
-
-// The rest of a stored matrix from a row and a column on.
-static Matrix rest(Matrix x, size_t row, size_t column) {
-    if (x.bf16) x.bf16 += row * x.ld + column;
-    else x.f32 += row * x.ld + column;
-    return x;
 }
 
 // ---- rounding, and transposing numbers or pairs of 32 bits
@@ -158,7 +149,7 @@ static void transpose_part(real *to, size_t to_step, const real *from, size_t fr
 static void left_as_stored(Tiles tiles, char *out, Matrix a, size_t rows, size_t k) {
     size_t step = tiles_row(tiles, k), filled = k * (tiles_row(tiles, TILE) / TILE);
     for (size_t row = 0; row < rows; row++, out += step) {
-        if (tiles_are_bf16(tiles)) take_row((uint16_t *)out, rest(a, row, 0), k);
+        if (tiles_are_bf16(tiles)) take_row((uint16_t *)out, stored_from(a, row, 0), k);
         else memcpy(out, a.f32 + row * a.ld, k * sizeof *a.f32);
         memset(out + filled, 0, step - filled);
     }
@@ -166,11 +157,11 @@ static void left_as_stored(Tiles tiles, char *out, Matrix a, size_t rows, size_t
 
 // words (16 pairs,16): numbers 2p and 2p + 1 of each of 16 columns of x (rows,columns), and zeros in the rest
 static void pairs_of_columns(uint32_t *words, Matrix x, size_t rows, size_t columns) {
-    size_t last = least(rows, TILE) - 1, n = least(columns, LANES);
+    size_t last = smaller(rows, TILE) - 1, n = smaller(columns, LANES);
     if (rows < TILE || columns < LANES) memset(words, 0, LANES * LANES * sizeof *words);
-    for (size_t row = 0; row < last; row += 2) take_pairs(words + (row / 2) * LANES, rest(x, row, 0), x.ld, n);
+    for (size_t row = 0; row < last; row += 2) take_pairs(words + (row / 2) * LANES, stored_from(x, row, 0), x.ld, n);
     if (last % 2) return;
-    take_pairs(words + (last / 2) * LANES, rest(x, last, 0), 0, n);
+    take_pairs(words + (last / 2) * LANES, stored_from(x, last, 0), 0, n);
     for (size_t i = 0; i < n; i++) words[(last / 2) * LANES + i] &= 0xFFFF;
 }
 
@@ -183,7 +174,7 @@ static void left_pairs_transposed(uint32_t *out, Matrix a, size_t rows, size_t k
             if (p >= k || row >= rows) {
                 for (size_t i = 0; i < LANES; i++) memset(to + i * step, 0, LANES * sizeof *to);
             } else {
-                pairs_of_columns(words, rest(a, p, row), k - p, rows - row);
+                pairs_of_columns(words, stored_from(a, p, row), k - p, rows - row);
                 transpose(to, step, words, LANES);
             }
         }
@@ -217,7 +208,7 @@ static void pack_reals(real *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < n; column += TILE) {
         real *strip = packed + column * tiled(k);
         for (size_t row = 0; row < k; row++)
-            memcpy(strip + row * TILE, b.f32 + row * b.ld + column, least(n - column, TILE) * sizeof *b.f32);
+            memcpy(strip + row * TILE, b.f32 + row * b.ld + column, smaller(n - column, TILE) * sizeof *b.f32);
     }
 }
 
@@ -234,10 +225,11 @@ static void pack_pairs(uint32_t *packed, Matrix b, size_t k, size_t n) {
     enum { AHEAD = 32 };    // rows
     if (k % TILE || n % TILE) memset(packed, 0, (tiled(k) * tiled(n) / 2) * sizeof *packed);
     for (size_t row = 0; row < k; row += 2) {
-        for (size_t i = row + AHEAD; i < least(row + AHEAD + 2, k); i++) fetch_row(b, i, n);
+        for (size_t i = row + AHEAD; i < smaller(row + AHEAD + 2, k); i++) fetch_row(b, i, n);
         for (size_t column = 0; column < n; column += TILE) {
             uint32_t *strip = packed + column * tiled(k) / 2;
-            take_pairs(strip + (row / 2) * TILE, rest(b, row, column), row + 1 < k ? b.ld : 0, least(n - column, TILE));
+            take_pairs(strip + (row / 2) * TILE, stored_from(b, row, column), row + 1 < k ? b.ld : 0,
+                       smaller(n - column, TILE));
         }
     }
 }
@@ -256,13 +248,14 @@ static void pack_reals_transposed(real *packed, Matrix b, size_t k, size_t n) {
 static void pack_pairs_transposed(uint32_t *packed, Matrix b, size_t k, size_t n) {
     for (size_t column = 0; column < tiled(n); column += LANES) {
         uint32_t *strip = packed + (column / TILE) * TILE * (tiled(k) / 2) + column % TILE;
-        size_t columns = column < n ? least(n - column, LANES) : 0;
+        size_t columns = column < n ? smaller(n - column, LANES) : 0;
         for (size_t row = 0; row < k; row += TILE) {
             uint16_t rows[LANES][TILE];
             if (columns < LANES || k - row < TILE) memset(rows, 0, sizeof rows);
-            for (size_t i = column + LANES; i < least(column + 2 * LANES, n); i++)
-                fetch_row(rest(b, 0, row), i, least(k - row, TILE));
-            for (size_t i = 0; i < columns; i++) take_row(rows[i], rest(b, column + i, row), least(k - row, TILE));
+            for (size_t i = column + LANES; i < smaller(column + 2 * LANES, n); i++)
+                fetch_row(stored_from(b, 0, row), i, smaller(k - row, TILE));
+            for (size_t i = 0; i < columns; i++)
+                take_row(rows[i], stored_from(b, column + i, row), smaller(k - row, TILE));
             transpose(strip + (row / 2) * TILE, TILE, (const uint32_t *)rows, LANES);
         }
     }

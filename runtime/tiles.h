@@ -29,6 +29,18 @@ static inline Matrix transposed(const real *x, size_t ld) {
     return matrix;
 }
 
+// What is stored from a row and a column on
+static inline Matrix stored_from(Matrix x, size_t row, size_t column) {
+    if (x.f32) x.f32 += row * x.ld + column;
+    if (x.bf16) x.bf16 += row * x.ld + column;
+    return x;
+}
+
+// The matrix from a row and a column on, which are meant after transposition
+static inline Matrix matrix_from(Matrix x, size_t row, size_t column) {
+    return x.transposed ? stored_from(x, column, row) : stored_from(x, row, column);
+}
+
 // The instructions, and with them the type of both inputs. Sums are real.
 typedef enum {
     TILES_REAL,      // real, which is float32 but in some tests, by the compiler's vectors
