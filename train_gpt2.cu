@@ -245,24 +245,8 @@ struct BlockRow {
     void (*backward)(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add);
 };
 
-#define BLOCK_FUNCTIONS(name)                                                                           \
-    static size_t name##_partials(const ModelConfig *c, size_t N);                                      \
-    template <class X>                                                                                  \
-    static FlashInputGrads<X> name##_views(const ModelConfig *c, Projected<X> of);                      \
-    template <class X>                                                                                  \
-    static void name##_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int counter); \
-    template <class X>                                                                                  \
-    static void name##_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add);
-BLOCK_FUNCTIONS(layer)
-BLOCK_FUNCTIONS(unit)
-
 template <class X>
-static const BlockRow<X> *block_of(const ModelOf<X> *m) {
-    static const BlockRow<X> LLAMA = {layer_partials, layer_views<X>, layer_forward<X>, layer_backward<X>};
-    static const BlockRow<X> GAU = {unit_partials, unit_views<X>, unit_forward<X>, unit_backward<X>};
-    static const BlockRow<X> *const BLOCKS[BLOCK_COUNT] = {&LLAMA, &GAU};    // in the order of Block
-    return BLOCKS[m->config->block];
-}
+static const BlockRow<X> *block_of(const ModelOf<X> *m);
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = m->config;
@@ -743,6 +727,16 @@ static void unit_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add)
     phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
                         {of.x, m->params + at->norm1, of.r1, N, C}, m->stream);
+}
+
+template <class X>
+static const BlockRow<X> *block_of(const ModelOf<X> *m) {
+    static const BlockRow<X> BLOCKS[BLOCK_COUNT] = {
+        // in the order of Block
+        {layer_partials, layer_views<X>, layer_forward<X>, layer_backward<X>},
+        {unit_partials, unit_views<X>, unit_forward<X>, unit_backward<X>},
+    };
+    return &BLOCKS[m->config->block];
 }
 
 template <class X>

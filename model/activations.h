@@ -29,7 +29,7 @@ typedef enum {
 // clang-format off
 #define ACTIVATIONS(X) \
     /* name          type         width      memory            exists */ \
-    X(x,             Numbers,     C,         KEPT_STREAM,      true)       /* the residual stream: before a layer */ \
+    X(x,             Numbers,     C,         KEPT_STREAM,      true)       /* the residual stream before each layer */ \
     X(joined,        Numbers,     W,         KEPT_NUMBERS,     true)       /* q, k, v after RoPE; or u, v, z */ \
     X(qk_inputs,     Numbers,     K + KV,    KEPT_NUMBERS,     c->qk_norm) /* q and k before their QK norms */ \
     X(qk_inverse,    Statistics,  NH + NKV,  KEPT_STATISTICS,  c->qk_norm) /* 1/RMS of each head of those */ \
@@ -60,7 +60,7 @@ typedef enum {
     X(h1,            MatmulInput, C,         KEPT_INPUT,       true)       /* the normalized x */ \
     X(r1,            Statistics,  1,         KEPT_STATISTICS,  true)       /* 1/RMS of x */ \
     X(h2,            MatmulInput, C,         KEPT_INPUT,       llama)      /* the normalized x_mid */ \
-    X(r2,            Statistics,  1,         KEPT_STATISTICS,  true)       /* 1/RMS of x_mid */
+    X(r2,            Statistics,  1,         KEPT_STATISTICS,  llama)      /* 1/RMS of x_mid */
 // clang-format on
 
 // The width of each array, 0 if the model does not have it.
