@@ -27,6 +27,7 @@ static const char PROGRAM[] = "eval_gpt2cu";
 
 struct Computer {
     ModelConfig config;
+    TrainOptions options;    // those that also matter here
     // The model is one of these. It has no config until plan_computer() has planned it.
     ModelOf<float> in_float32;
     ModelOf<bf16> in_bf16;
@@ -70,8 +71,10 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     }
     m->stream = c->stream;
     m->list = tensors_of(config, others, 1);
-    m->doc_mask = e->o.doc_mask;
-    m->forward_only = m->recompute = m->deterministic = true;
+    c->options.doc_mask = e->o.doc_mask;
+    c->options.recompute = c->options.deterministic = true;
+    m->o = &c->options;
+    m->forward_only = true;
     IntList lengths = {{(int64_t)T}, 1};
     for (size_t i = 0; i < e->count; i++) lengths.values[i] = (int64_t)e->lengths[i].T;
     if (e->count) lengths.count = e->count;
@@ -172,8 +175,8 @@ static void upload_tokens(Computer *c, const int32_t *inputs, const int32_t *tar
     size_t N = B * T;
     memcpy(c->ints, inputs, N * sizeof(int32_t));
     if (targets) memcpy(c->ints + N, targets, N * sizeof(int32_t));
-    if (m->doc_mask) document_starts(c->ints + 2 * N, inputs, B, T, m->config->end_of_text);
-    m->first = m->doc_mask ? m->batch + 2 * N : NULL;
+    if (m->o->doc_mask) document_starts(c->ints + 2 * N, inputs, B, T, m->config->end_of_text);
+    m->first = m->o->doc_mask ? m->batch + 2 * N : NULL;
     CUDA_CHECK(cudaMemcpyAsync(m->batch, c->ints, 3 * N * sizeof(int32_t), cudaMemcpyHostToDevice, c->stream));
     c->rows += m->config->layers * N * m->config->heads;
 }
@@ -230,7 +233,7 @@ static AttentionInput host_input(Computer *c, const ModelOf<X> *m, size_t l, siz
     AttentionInput host = {};
     host.q = {c->q, K, HS};
     host.k = {c->k, KV, HS};
-    host.first = m->doc_mask ? c->ints + 2 * T : NULL;
+    host.first = m->o->doc_mask ? c->ints + 2 * T : NULL;
     return host;
 }
 

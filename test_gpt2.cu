@@ -26,6 +26,7 @@ static double gradient_bound(const Normalizer *attn) {
 static cudaStream_t stream;
 static bool in_bf16, recompute;    // what main() wants of the subject
 static ModelConfig subject_config;
+static TrainOptions subject_options;
 static ModelOf<float> subject_in_float32;
 static ModelOf<bf16> subject_in_bf16;
 static Model *subject;    // one of these
@@ -45,8 +46,9 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
     subject->config = &subject_config;
     subject->list = *list;
     subject->stream = stream;
-    subject->recompute = recompute;
-    subject->deterministic = true;
+    subject_options.recompute = recompute;
+    subject_options.deterministic = true;
+    subject->o = &subject_options;
     IntList lengths = {{(int64_t)T}, 1};
     by_type([&](auto *m) { plan_model(m, NULL, 0, &lengths, B, T); });
     take_model(subject);

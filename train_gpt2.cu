@@ -113,15 +113,14 @@ struct StepReport {
 
 struct Model {
     const ModelConfig *config;
+    const TrainOptions *o;    // the flags
     TensorList list;
     cudaStream_t stream;
     PhaseTimers timers;
-    bool in_bf16;    // the element type is bf16
-    bool recompute, zero, deterministic, stochastic;
+    bool in_bf16;         // the element type is bf16
+    bool zero;            // --zero 1 with several ranks
     bool forward_only;    // no backward pass: no memory for gradients and moments
     const float *p_n;     // if not NULL, replaces the learned p_n of the normalizer: (T) or longer
-    float z_loss;         // see CrossEntropy
-    uint64_t seed;
 
     float *params, *grads;    // (list.floats); params are the master weights
     bf16 *params_bf16;        // a rounded copy for the matmuls, with --dtype bf16
@@ -159,7 +158,6 @@ struct Model {
     int32_t *batch;                       // inputs, targets, and the rows of each token in order: see BatchTokens
     uint8_t *mask;
 
-    bool doc_mask;           // attention stops at document boundaries
     const int32_t *first;    // of the current batch, see BatchTokens
     uint64_t rows;           // attention rows of this step so far
     MemoryPlan plan;         // of device memory
@@ -250,7 +248,8 @@ static const BlockRow<X> *block_of(const ModelOf<X> *m);
 
 static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
     const ModelConfig *c = m->config;
-    return {&c->attn, B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0, !m->deterministic};
+    return {
+        &c->attn, B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0, !m->o->deterministic};
 }
 
 // A batch on the device: one int32 array, so that one copy suffices, and the mask.
@@ -421,7 +420,7 @@ static void plan_scratch(Model *m, size_t B, size_t T) {
 
 static size_t layers_in(const Model *m, ActivationMemory memory) {
     size_t layers = m->config->layers;
-    return activation_layers(memory, layers, m->recompute ? 1 : layers);
+    return activation_layers(memory, layers, m->o->recompute ? 1 : layers);
 }
 
 static size_t rows_in(const Model *m, ActivationMemory memory) {
@@ -435,7 +434,7 @@ static const char *kind_of(const Model *m, ActivationMemory memory) {
     case KEPT_STREAM:
     case KEPT_NUMBERS: return KEPT;
     case KEPT_STATISTICS: return STATS;
-    case KEPT_INPUT: return m->recompute ? SCRATCH : INPUTS;
+    case KEPT_INPUT: return m->o->recompute ? SCRATCH : INPUTS;
     case SCRATCH_LOGITS: return "logits of one block of rows";
     default: return SCRATCH;
     }
@@ -503,7 +502,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
     upload_rope_table(m, m->T, model_rope(m->config));
-    matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->deterministic);
+    matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->o->deterministic);
     if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
     CUDA_CHECK(cudaDeviceSynchronize());    // the work so far did not run on our stream
@@ -652,14 +651,14 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     Activations<X> of = layer_of(m, l, 0);
     float *grads = m->grads;
     phase(m, PHASE_SWIGLU);
-    if (m->recompute) swiglu_forward(of.act, of.gate_up, N, F, m->stream);
+    if (m->o->recompute) swiglu_forward(of.act, of.gate_up, N, F, m->stream);
     phase(m, PHASE_FEED_FORWARD);
     matmul_backward(&m->matmul, of.dact, grads + at->down, of.dx, of.act, weight(m, at->down), {N, F, C}, add,
                     m->stream);
     phase(m, PHASE_SWIGLU);
     swiglu_backward(of.dgate_up, of.dact, of.gate_up, N, F, m->stream);
     phase(m, PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
+    if (m->o->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
     phase(m, PHASE_FEED_FORWARD);
     matmul_backward(&m->matmul, of.dh, grads + at->gate, of.dgate_up, of.h2, weight(m, at->gate), {N, C, 2 * F}, add,
                     m->stream);
@@ -677,7 +676,7 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     if (c->qk_norm)
         qk_norm_backward(of.djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
                          of.qk_inverse, qk_norm_of(m, l, N), m->stream);
-    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, of.djoined, N, W, m->stream);
     matmul_backward(&m->matmul, of.dh, grads + at->q, of.djoined, of.h1, weight(m, at->q), {N, C, W}, add, m->stream);
@@ -711,7 +710,7 @@ static void unit_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add)
     Activations<X> of = layer_of(m, l, 0);
     float *grads = m->grads;
     phase(m, PHASE_GATE);
-    if (m->recompute) gau_gate_forward(of.act, of.joined, of.att, N, E, W, m->stream);
+    if (m->o->recompute) gau_gate_forward(of.act, of.joined, of.att, N, E, W, m->stream);
     phase(m, PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, of.dact, grads + at->o, of.dx, of.act, weight(m, at->o), {N, E, C}, add, m->stream);
     phase(m, PHASE_GATE);
@@ -721,7 +720,7 @@ static void unit_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add)
     gau_backward(gradients_of(of), gains_in(m, grads, l), add, m->partials, projected_of(of), gains_in(m, m->params, l),
                  rope_of(m, B, T), E, m->stream);
     phase(m, PHASE_NORM);
-    if (m->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, of.dh, grads + at->u, of.djoined, of.h1, weight(m, at->u), {N, C, W}, add, m->stream);
     phase(m, PHASE_NORM);
@@ -778,7 +777,7 @@ template <class X>
 static void model_loss(ModelOf<X> *m, double *sum, const int32_t *targets, const uint8_t *mask, size_t N, float scale,
                        bool add) {
     size_t C = m->config->channels, VP = padded_vocab(m->config);
-    CrossEntropy ce = {m->config->vocab, VP, (float)m->config->logit_softcap, m->z_loss, scale};
+    CrossEntropy ce = {m->config->vocab, VP, (float)m->config->logit_softcap, (float)m->o->z_loss, scale};
     const X *head = weight(m, m->list.head);
     const Activations<X> *a = &m->activations;
     phase(m, PHASE_CLASSIFIER);
@@ -804,7 +803,9 @@ static void cap_logits(const Model *m, float *logits) {
 // Refreshes the copy that the matmuls read, of the parameters from <= i < to, after anything but this rank's adamw()
 // changed the master weights.
 static void round_parameters(const Model *m, size_t from, size_t to, int64_t step) {
-    if (m->in_bf16) parameters_round(m->params_bf16, m->params, from, to, m->stochastic, m->seed, step, m->stream);
+    if (m->in_bf16)
+        parameters_round(m->params_bf16, m->params, from, to, m->o->stochastic_rounding, (uint64_t)m->o->seed, step,
+                         m->stream);
 }
 
 // Makes the stream wait until the parameters of the first `buckets` buckets are there.
@@ -990,13 +991,15 @@ static void adamw_update(Model *m, AdamW a) {
     AdamArrays arrays = {
         m->params, m->in_bf16 ? m->params_bf16 : NULL, m->state[STATE_MEAN], m->state[STATE_SQUARE], m->grads,
         m->numbers};
-    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->stochastic, m->seed, m->stream);
+    adamw(arrays, m->segments, m->adam_count, m->adam_blocks, a, m->o->stochastic_rounding, (uint64_t)m->o->seed,
+          m->stream);
 }
 
 static void muon_update(Model *m, AdamW a) {
     for (size_t i = 0; i < m->list.count; i++)
         if (has_rule(m, i, UPDATE_MUON))
-            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->stochastic, m->seed, m->stream);
+            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->o->stochastic_rounding,
+                 (uint64_t)m->o->seed, m->stream);
 }
 
 // If the step's numbers are not finite, the parameters stay as they are.
@@ -1072,14 +1075,9 @@ static void plan_training(ModelOf<X> *m, const Run *run) {
     const TrainOptions *o = &run->o;
     m->list = tensors_of(m->config, run->others, run->other_count);
     if (o->optimizer == OPTIMIZER_MUON) tensors_use_muon(&m->list);
-    m->doc_mask = o->doc_mask;
-    m->z_loss = (float)o->z_loss;
-    m->recompute = o->recompute;
+    m->o = o;
     m->zero = o->zero && process.size > 1;
-    m->deterministic = o->deterministic;
-    m->stochastic = o->stochastic_rounding;
     m->graphs.on = o->graphs && !o->profile;
-    m->seed = (uint64_t)o->seed;
     plan_model(m, run->others, run->coming_count, &o->seq_len, (size_t)o->batch, run->T);
     plan_more_logits(m, device_memory().all);
 
@@ -1194,7 +1192,7 @@ static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
     BatchTokens there = {};
     there.inputs = m->batch;
     there.targets = m->batch + N;
-    there.first = m->doc_mask ? m->batch + 2 * N : NULL;
+    there.first = m->o->doc_mask ? m->batch + 2 * N : NULL;
     there.order = m->batch + 3 * N;
     there.pieces = (const EmbeddingPiece *)(m->batch + 4 * N);
     there.mask = batch->mask ? m->mask : NULL;
@@ -1204,7 +1202,7 @@ static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
     if (trains)
         there.plan = embedding_plan(slot->ints + 3 * N, (EmbeddingPiece *)(slot->ints + 4 * N), batch->inputs, N,
                                     m->starts, m->config->vocab);
-    if (m->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config->end_of_text);
+    if (m->o->doc_mask) document_starts(slot->ints + 2 * N, batch->inputs, batch->B, batch->T, m->config->end_of_text);
     size_t ints = 4 * N + 4 * (there.plan.pieces + there.plan.sums);
     CUDA_CHECK(cudaMemcpyAsync(m->batch, slot->ints, ints * sizeof(int32_t), cudaMemcpyHostToDevice, m->stream));
     if (batch->mask) {
