@@ -18,8 +18,8 @@ PyTorch's methods:
                              scaled_dot_product_attention with that backend (softmax)
     sdpa                     the same, for what it computes once q is scaled by row, or its output is negated or
                              recentered (ssmax, ...)
-    flex                     FlexAttention, for exp divided by a sum: the above, and with its log-sum-exp a constant or
-                             a sink in Z, or no Z at all
+    flex                     FlexAttention, for any phi that is never negative: with ln phi(z) as the score, its softmax
+                             is phi over its sum, and its log-sum-exp gives any other Z
     compile                  torch.compile of the formula in dev/reference/model.py, with matmuls in bf16 and rows in
                              float32, as a researcher would write it
 
@@ -276,36 +276,77 @@ def formula(q, k, v, case, scalars):
     return reference.posted(A, visible, normalizer.post, n).to(v.dtype) @ v
 
 
-def is_softmax(normalizer):
-    """True for a softmax of scaled scores, possibly with a constant or a sink added to Z, without Z, negated, or minus
-    its mean."""
-    return (normalizer.phi == "exp" and normalizer.offset == "none" and normalizer.norm.startswith(("l1", "none"))
-            and normalizer.post in ("none", "negate", "recenter")
-            and (normalizer.post == "none" or normalizer.norm == "l1"))
+SIGNED = "identity", "expm1", "gelu", "mish"            # phi that is negative for some z
+
+
+def not_by_flex(normalizer):
+    """Why a single call of FlexAttention cannot compute a normalizer, or "" if it can."""
+    if normalizer.phi in SIGNED:
+        return "phi has both signs"
+    if normalizer.post.startswith(("recenter-l1", "reweight")):
+        return "a second sweep over the keys"
+    return ""
+
+
+def by_sdpa(normalizer):
+    """True for a softmax of scaled scores, possibly negated or minus its mean."""
+    return ((normalizer.phi, normalizer.offset, normalizer.norm) == ("exp", "none", "l1")
+            and normalizer.post in ("none", "negate", "recenter"))
 
 
 def needs_sum(normalizer):
     """True if the output depends on the row's log-sum-exp."""
-    return normalizer.norm != "l1"
+    return normalizer.norm != "l1" or (normalizer.post == "recenter" and normalizer.phi != "exp")
+
+
+def score_mod(case):
+    """FlexAttention's f(score, b, h, i, j) that returns ln phi(z), so that the softmax is phi over its sum; None for
+    softmax's own scores."""
+    phi, offset = case.normalizer.phi, case.normalizer.offset
+    if (phi, offset) == ("exp", "none"):
+        return None
+
+    def log_phi(score, b, h, i, j):
+        z = score
+        if offset == "-logn":
+            z = z - torch.log((i + 1).to(z.dtype))
+        elif offset != "none":
+            z = z - math.log(case.T)                        # -logT, and -logL, since a case's L is its T
+        if phi == "exp":
+            return z
+        f = reference.PHI[phi](z)
+        return torch.where(f > 0, torch.log(torch.where(f > 0, f, 1.0)), -math.inf)     # gradient 0, not NaN
+
+    return log_phi
+
+
+def sum_of_weights(norm, n, L, log_sum, scalars):
+    """The sum of each row of A before post, from ln of the sum of phi(z) (B,NH,T,1), which is -inf if all of them are
+    0."""
+    if norm == "l1+sink":
+        return torch.sigmoid(log_sum - scalars["sink"][:, None, None])
+    if not norm.startswith("l1"):
+        return torch.exp(log_sum) / reference.fixed_norm(norm, n, L)
+    C = float(norm[3:] or 0)
+    return torch.sigmoid(log_sum - math.log(C)) if C > 0 else (log_sum > -math.inf).to(log_sum.dtype)
 
 
 def by_softmax(softmax, q, k, v, case, scalars):
-    """Computes the normalizer from softmax(q, k, v), which returns the output and, if it can, each row's
-    log-sum-exp."""
-    normalizer = case.normalizer
-    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None]
+    """Computes the normalizer from softmax(q, k, v), which returns the output and, if needs_sum(), each row's
+    log-sum-exp. A row's scale is a factor of q: in the score modification, it would cost a multiplication per
+    score."""
+    normalizer, dtype = case.normalizer, torch.promote_types(q.dtype, torch.float32)
+    n = torch.arange(1, case.T + 1, dtype=dtype, device=q.device)[:, None]
     if normalizer.scale != "rsqrt-d":
         size = case.layout.size
         q = (q * (reference.scale_of_row(normalizer.scale, n, size, case.T, scalars) * math.sqrt(size))).to(q.dtype)
-    out, total = softmax(q, k, v)
-    if normalizer.norm == "l1+sink":
-        out = out * torch.sigmoid(total - scalars["sink"][:, None])[..., None].to(out.dtype)
-    elif normalizer.norm == "none":
-        out = out * torch.exp(total)[..., None].to(out.dtype)
-    elif normalizer.norm != "l1":
-        out = out * torch.sigmoid(total - math.log(float(normalizer.norm[3:])))[..., None].to(out.dtype)
+    out, log_sum = softmax(q, k, v)
+    weights = 1.0
+    if needs_sum(normalizer):
+        weights = sum_of_weights(normalizer.norm, n, case.T, log_sum[..., None], scalars)
+        out = (out * weights).to(v.dtype)
     if normalizer.post == "recenter":
-        out = out - torch.where(n > 3, torch.cumsum(v, -2, dtype=torch.float32) / n, 0.0).to(out.dtype)
+        out = out - torch.where(n > 3, weights * torch.cumsum(v, -2, dtype=dtype) / n, 0.0).to(out.dtype)
     return -out if normalizer.post == "negate" else out
 
 
@@ -328,8 +369,8 @@ def flex(case):
 
     def softmax(q, k, v):
         if not needs_sum(case.normalizer):
-            return flex_attention(q, k, v, block_mask=mask), None
-        out, aux = flex_attention(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True))
+            return flex_attention(q, k, v, score_mod=score_mod(case), block_mask=mask), None
+        out, aux = flex_attention(q, k, v, score_mod=score_mod(case), block_mask=mask, return_aux=AuxRequest(lse=True))
         return out, aux.lse
     return softmax
 
@@ -341,13 +382,11 @@ def compiled(function):
 def way_names(name):
     """The names of PyTorch's methods that can compute a normalizer."""
     normalizer = reference.parse_normalizer(name)
-    if not is_softmax(normalizer):
-        return ["compile"]
     if name == "softmax":
         return ["sdpa-flash", "sdpa-cudnn", "flex", "compile"]
-    if needs_sum(normalizer):
-        return ["flex", "compile"]
-    return ["sdpa", "flex", "compile"]
+    sdpa_ = ["sdpa"] if by_sdpa(normalizer) else []
+    flex_ = [] if not_by_flex(normalizer) else ["flex"]
+    return [*sdpa_, *flex_, "compile"]
 
 
 def function_of(case, way):
@@ -880,7 +919,11 @@ def table_shapes(report, left_out):
 
 
 def tables_others(report, left_out):
-    records = report.part("others")["records"]
+    records, without_flex = report.part("others")["records"], {}
+    for name in dict.fromkeys(r["attn"] for r in records):
+        if reason := not_by_flex(reference.parse_normalizer(name)):
+            without_flex.setdefault(reason, []).append(f"`{name}`")
+    notes = [f"not by FlexAttention, {reason}: {', '.join(names)}" for reason, names in without_flex.items()]
     for T in sorted({r["T"] for r in records}):
         table = []
         for name in dict.fromkeys(r["attn"] for r in records):
@@ -896,7 +939,7 @@ def tables_others(report, left_out):
                           cell(by_way["compile"].get("peak_gb")) if "compile" in by_way else ""])
         report.table("others", f"Forward and backward at T = {T}, ms",
                      ["normalizer", "ours", *gpu_report.PYTORCH, "fastest/ours", "fastest", "peak GB ours",
-                      "peak GB compile"], table, notes_of(left_out))
+                      "peak GB compile"], table, notes_of(left_out) + notes)
 
 
 # ---------------------------------------------------------------- the command line

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,25 +34,64 @@ def dry(monkeypatch):
 
 # ---- timings of attention
 
-def softmax_with_sum(q, k, v):
-    scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
-    return torch.softmax(scores, -1).to(v.dtype) @ v, torch.logsumexp(scores, -1)
-
-
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", reference.PRESETS)
 def test_pytorchs_methods_compute_the_normalizer(name):
-    """Those are the formula, SDPA, and FlexAttention with its output and log-sum-exp."""
+    """Those are the formula, SDPA, and FlexAttention, which has no backward pass on CPUs."""
     case = attention_gpu.Case(name, 21, 1)
     judge = attention_gpu.Judge(case)
     for way in attention_gpu.way_names(name):
-        if way != "flex":
-            assert judge.error(attention_gpu.Torch(case, way)) <= judge.allowed, way
-    if "flex" in attention_gpu.way_names(name):
-        q, k, v, _ = case.heads(0)
-        out = attention_gpu.by_softmax(softmax_with_sum, q, k, v, case, case.scalars)
-        assert attention_gpu.distance([out[:1]], judge.expected[:1]) <= judge.allowed
+        assert judge.error(attention_gpu.Torch(case, way)) <= judge.allowed, way
+
+
+def dense_softmax(case):
+    """What FlexAttention computes, with gradients on CPUs: output 0 and log-sum-exp -inf where all scores are -inf."""
+    i, j = torch.arange(case.T)[:, None], torch.arange(case.T)
+    score_mod = attention_gpu.score_mod(case) or (lambda score, b, h, i, j: score)
+
+    def softmax(q, k, v):
+        scores = score_mod(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), None, None, i, j)
+        scores = scores.masked_fill(i < j, -math.inf)
+        all_zero = (scores == -math.inf).all(-1, keepdim=True)
+        scores = torch.where(all_zero, 0.0, scores)
+        weights = torch.where(all_zero, 0.0, torch.softmax(scores, -1))
+        return weights @ v, torch.where(all_zero[..., 0], -math.inf, torch.logsumexp(scores, -1))
+    return softmax
+
+
+BY_FLEX = [name for name in (*reference.PRESETS, "relu-l1+norm=l1+1", "relu2-l1+post=recenter", "sigmoid+norm=T2",
+                             "relu6-l1+norm=l1+0", "sigmoid+offset=-logT", "softplus-l1+norm=n+post=recenter")
+           if "flex" in attention_gpu.way_names(name)]
+
+
+def test_normalizers_without_flex_attention():
+    reasons = {name: reason for name, normalizer in reference.PRESETS.items()
+               if (reason := attention_gpu.not_by_flex(normalizer))}
+    assert reasons == {**dict.fromkeys(("identity", "identity-l1", "gelu-l1", "mish-l1", "softpick"),
+                                       "phi has both signs"),
+                       **dict.fromkeys(("softmax-recentered-l1", "lssar"), "a second sweep over the keys")}
+    assert {*reasons} == {*reference.PRESETS} - {*BY_FLEX}
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize("name", BY_FLEX)
+def test_flex_attention_by_logarithms_of_phi(name):
+    """In float64 against the reference: the output of flex_attention, and the gradients of a dense softmax with the
+    same score modification."""
+    case = attention_gpu.Case(name, 21, 1)
+    q, k, v, dout = (x.double() for x in case.heads(0))
+    inputs = 4 * q, k, v                                        # so that relu6 reaches 6
+    scalars = {key: x.double() + 0.1 * torch.randn(x.shape) for key, x in case.scalars.items()}
+    trained = [x.requires_grad_() for x in (*inputs, *scalars.values())]
+    normalizer = replace(case.normalizer, qk="none")            # the case's q and k have norm 1 already
+    expected = reference.attention(*inputs, normalizer, case.T, scalars)
+    assert (expected == 0).all(-1).any() == normalizer.phi.startswith("relu")
+    found = attention_gpu.by_softmax(dense_softmax(case), *inputs, case, scalars)
+    by_flex = attention_gpu.function_of(case, "flex")(*(x.detach() for x in inputs),
+                                                      {key: x.detach() for key, x in scalars.items()})
+    gradients = [torch.autograd.grad(out, trained, dout) for out in (found, expected)]
+    assert attention_gpu.distance([by_flex, found], [expected, expected]) < 1e-10
+    assert attention_gpu.distance(*gradients) < 1e-10
 
 
 def test_a_wrong_method_is_detected():
@@ -197,6 +237,8 @@ def test_others_go_on(tmp_path):
     assert {key: len(r["both_ms"]) for key, r in records.items() if key not in failed} == {
         **{("ssmax", 9, way): 2 for way in ("ours", "flex", "compile")},
         **{("gelu-l1", 9, way): 2 for way in ("ours", "compile")}}
+    (table,) = parts_of(tmp_path / "report")["others"]["tables"].values()
+    assert table["notes"][-1] == "not by FlexAttention, phi has both signs: `gelu-l1`"
 
 
 # ---- ncu
