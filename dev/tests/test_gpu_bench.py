@@ -92,6 +92,10 @@ def test_flex_attention_by_logarithms_of_phi(name):
     gradients = [torch.autograd.grad(out, trained, dout) for out in (found, expected)]
     assert attention_gpu.distance([by_flex, found], [expected, expected]) < 1e-10
     assert attention_gpu.distance(*gradients) < 1e-10
+    if score_mod := attention_gpu.score_mod(case):
+        z = torch.tensor(-200.0, requires_grad=True)            # there, phi is 0 in float32
+        score = score_mod(z, None, None, torch.tensor(0), torch.tensor(0))
+        assert score == -math.inf and torch.autograd.grad(score, z)[0] == 0
 
 
 def test_a_wrong_method_is_detected():
