@@ -1241,7 +1241,9 @@ static void model_update(Model *m, double scale, AdamW a) {
     static void (*const UPDATES[])(Model *m, const Tensor *t, real scale, AdamW a) = {UPDATE_RULES(UPDATE_FUNCTION)};
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
-        if (tensor_trained(t, &m->config.attn)) UPDATES[t->update](m, t, (real)scale, a);
+        AdamW scaled = a;
+        scaled.lr *= t->lr_scale;
+        if (tensor_trained(t, &m->config.attn)) UPDATES[t->update](m, t, (real)scale, scaled);
     }
 }
 
@@ -1268,8 +1270,7 @@ static void describe_matmuls(char *out, size_t size, const Gemm *mm) {
 
 static void plan_training(Model *m, Decoder *d, const Run *run) {
     bool bf16 = run->o.dtype == TRAIN_BF16;
-    m->list = tensors_of(&m->config, run->others, run->other_count);
-    if (run->o.optimizer == OPTIMIZER_MUON) tensors_use_muon(&m->list);
+    m->list = run_tensors(run);
     m->doc_mask = run->o.doc_mask;
     m->z_loss = (real)run->o.z_loss;
     gemm_start(&m->mm, bf16);

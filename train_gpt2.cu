@@ -930,7 +930,7 @@ static size_t add_segments(const Model *m, AdamSegment *table, size_t count, int
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!updates(m, i, rule)) continue;
-        table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->decay, 0};
+        table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->lr_scale, t->decay, 0};
     }
     return count;
 }
@@ -996,10 +996,13 @@ static void adamw_update(Model *m, AdamW a) {
 }
 
 static void muon_update(Model *m, AdamW a) {
-    for (size_t i = 0; i < m->list.count; i++)
+    for (size_t i = 0; i < m->list.count; i++) {
+        AdamW scaled = a;
+        scaled.lr *= m->list.tensors[i].lr_scale;
         if (has_rule(m, i, UPDATE_MUON))
-            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, a, m->o->stochastic_rounding,
+            muon(&m->muon_matmul, muon_matrix(m, i), m->muon, m->numbers, scaled, m->o->stochastic_rounding,
                  (uint64_t)m->o->seed, m->stream);
+    }
 }
 
 // If the step's numbers are not finite, the parameters stay as they are.
@@ -1073,8 +1076,7 @@ static void plan_more_logits(ModelOf<X> *m, size_t memory) {
 template <class X>
 static void plan_training(ModelOf<X> *m, const Run *run) {
     const TrainOptions *o = &run->o;
-    m->list = tensors_of(m->config, run->others, run->other_count);
-    if (o->optimizer == OPTIMIZER_MUON) tensors_use_muon(&m->list);
+    m->list = run_tensors(run);
     m->o = o;
     m->zero = o->zero && process.size > 1;
     m->graphs.on = o->graphs && !o->profile;

@@ -1,7 +1,7 @@
 // AdamW for all tensors in one launch, driven by a table of ranges of the flat parameter array.
 //
 //   g = gradient · numbers.scale;   m = b1 m + (1 − b1) g,  v = b2 v + (1 − b2) g²
-//   p −= lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p)
+//   p −= scale lr (m/(1 − b1^t) / (sqrt(v/(1 − b2^t)) + eps) + wd p), scale being that of the range
 //
 // If numbers.finite is 0, nothing changes. The numbers are on the device, so the host need not wait for the gradient's
 // norm before it launches the update.
@@ -35,6 +35,7 @@ enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
 typedef struct {
     size_t from, to;    // of params and grads
     size_t state;       // the position of element `from` in mean and square
+    double lr_scale;    // of the learning rate
     bool decay;
     unsigned block;    // the first block of this range
 } AdamSegment;
@@ -54,6 +55,7 @@ static inline size_t segments_ready(AdamSegment *segments, size_t count) {
 // The elements that one block updates.
 typedef struct {
     size_t from, to, state;
+    double lr_scale;
     bool decay;
 } SegmentPart;
 
@@ -67,7 +69,8 @@ DEVICE SegmentPart segment_part(const AdamSegment *segments, size_t count) {
     }
     AdamSegment s = segments[low];
     size_t skipped = (size_t)(blockIdx.x - s.block) * SEGMENT_PART, from = s.from + skipped;
-    SegmentPart part = {from, s.to - from > SEGMENT_PART ? from + SEGMENT_PART : s.to, s.state + skipped, s.decay};
+    SegmentPart part = {from, s.to - from > SEGMENT_PART ? from + SEGMENT_PART : s.to, s.state + skipped, s.lr_scale,
+                        s.decay};
     return part;
 }
 
@@ -105,9 +108,10 @@ typedef struct {
     const StepNumbers *numbers;
 } AdamArrays;
 
-// AdamW's coefficients for a step, in float like the CPU trainer's.
+// AdamW's coefficients for a step, in float like the CPU trainer's, except of those that a range scales.
 typedef struct {
-    float b1, one_b1, b2, one_b2, rate, square_scale, eps, keep;
+    float b1, one_b1, b2, one_b2, square_scale, eps;
+    double rate, decay;    // lr/(1 − b1^t), and lr · weight decay
     uint64_t seed, step;
 } AdamRates;
 
@@ -117,10 +121,10 @@ static inline AdamRates adam_rates(AdamW a, uint64_t seed) {
     r.one_b1 = (float)(1 - a.beta1);
     r.b2 = (float)a.beta2;
     r.one_b2 = (float)(1 - a.beta2);
-    r.rate = (float)(a.lr / (1 - pow(a.beta1, (double)a.step)));
+    r.rate = a.lr / (1 - pow(a.beta1, (double)a.step));
     r.square_scale = (float)(1 / (1 - pow(a.beta2, (double)a.step)));
     r.eps = (float)a.eps;
-    r.keep = (float)(1 - a.lr * a.weight_decay);
+    r.decay = a.lr * a.weight_decay;
     r.seed = seed;
     r.step = (uint64_t)a.step;
     return r;
@@ -139,7 +143,7 @@ DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, ui
 
 // Updates W elements, starting at element i of the flat arrays and element s of the moments.
 template <int W, bool STOCHASTIC>
-DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float scale, float keep) {
+DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float scale, float rate, float keep) {
     float p[W], m[W], v[W], g[W];
     load_vector<W, READ_LAST>(p, x.params + i);
     load_vector<W, READ_LAST>(m, x.mean + s);
@@ -149,7 +153,7 @@ DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float sc
         float d = g[j] * scale;
         m[j] = a.b1 * m[j] + a.one_b1 * d;
         v[j] = a.b2 * v[j] + a.one_b2 * d * d;
-        p[j] = keep * p[j] - a.rate * m[j] / (sqrtf(v[j] * a.square_scale) + a.eps);
+        p[j] = keep * p[j] - rate * m[j] / (sqrtf(v[j] * a.square_scale) + a.eps);
     }
     store_vector<W>(x.params + i, p);
     store_vector<W>(x.mean + s, m);
@@ -161,16 +165,17 @@ DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float sc
 template <bool STOCHASTIC>
 KERNEL void adamw_kernel(AdamArrays x, const AdamSegment *segments, size_t count, AdamRates a) {
     SegmentPart part = segment_part(segments, count);
-    float scale = x.numbers->scale, keep = part.decay ? a.keep : 1.0f;
+    float scale = x.numbers->scale, rate = (float)(part.lr_scale * a.rate);
+    float keep = part.decay ? (float)(1 - part.lr_scale * a.decay) : 1.0f;
     bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
     if (!x.numbers->finite) return;
     for (size_t i = part.from + threadIdx.x * ADAMW_WIDTH; i < part.to; i += SEGMENT_THREADS * ADAMW_WIDTH) {
         size_t s = part.state + (i - part.from);
         if (vectors && i + ADAMW_WIDTH <= part.to) {
-            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, s, a, scale, keep);
+            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, s, a, scale, rate, keep);
         } else {
             for (size_t j = 0; j < ADAMW_WIDTH && i + j < part.to; j++)
-                adamw_update<1, STOCHASTIC>(x, i + j, s + j, a, scale, keep);
+                adamw_update<1, STOCHASTIC>(x, i + j, s + j, a, scale, rate, keep);
         }
     }
 }

@@ -463,6 +463,7 @@ static void add(const Listing *to, const TensorSpec *row, Scalar scalar, const c
     t->elements = t->shape[0] * t->shape[1];
     t->decay = row->decay;
     t->update = UPDATE_ADAMW;
+    t->lr_scale = 1;
     t->hidden = row->cols != NONE && row->rows != VOCAB;
     set_start(t, to->config, row->start);
     if (!row->joined) list->floats = ((list->floats + 15) / 16) * 16;    // 64 bytes

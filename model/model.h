@@ -155,8 +155,9 @@ typedef struct {
     float mean, std;    // of the initial values
     bool decay;         // has weight decay
     UpdateRule update;
-    bool hidden;      // a layer's matrix: with Muon, it takes the place of AdamW
-    Scalar scalar;    // the learned scalar that this tensor is; SCALAR_NONE for all other tensors
+    double lr_scale;    // multiplies the learning rate, and so weight decay, too
+    bool hidden;        // a layer's matrix: with Muon, it takes the place of AdamW
+    Scalar scalar;      // the learned scalar that this tensor is; SCALAR_NONE for all other tensors
 } Tensor;
 
 typedef struct {

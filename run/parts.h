@@ -18,6 +18,9 @@ uint64_t validation_windows(const Run *run);
 // Collective.
 void check_same_on_all_ranks(const Run *run);
 
+// lr_scale.c: prints the groups of --lr-scale, a line each.
+void print_lr_scale(const Run *run);
+
 // switches.c: fills run->switches from --attn-switch and the switches that a resumed run has to repeat.
 void settle_switches(Run *run);
 

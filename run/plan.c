@@ -245,6 +245,7 @@ static void print_work(const Run *run) {
     if (o->seq_len.count > 1) print_lengths(&o->seq_len);
     printf("\n");
     print_update(o);
+    print_lr_scale(run);
     print_resume(run);
     print_validations(run);
     printf("run       %lld step%s, %s tokens", (long long)o->steps, o->steps == 1 ? "" : "s", human_count(tokens).text);

@@ -160,6 +160,10 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
 
 bool run_is_main(void);    // is this rank 0, which prints and writes?
 
+// The tensors of the model and of its normalizers to come, with their update rules (--optimizer) and scales
+// (--lr-scale). Call it before run_take(). Ends the program with EXIT_USAGE if --lr-scale is wrong.
+TensorList run_tensors(const Run *run);
+
 // ---- memory
 
 // Adds the run's own memory to the host's plan, prints the plan, and ends with EXIT_RESOURCE if it exceeds the host's

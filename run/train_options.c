@@ -65,6 +65,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"total-batch-tokens", OPT_INT, &o->total_batch_tokens, 0, 1e12, .arg = "N", .group = "Training", .help = "tokens per step, by gradient accumulation; 0: batch x T x ranks"},
         {"steps",       OPT_INT, &o->steps, 0, 1e12, .arg = "N", .group = "Training", .help = "total optimizer steps", .on_resume = true},
         {"lr",          OPT_FLOAT, &o->lr, 0, 100, .arg = "X", .group = "Training", .help = "peak learning rate", .on_resume = true},
+        {"lr-scale",    OPT_TEXT, &o->lr_scale, .arg = "PATTERN:X[,...]", .group = "Training", .help = "multiply the learning rate of tensors by X, 'model.embed_tokens*:0.5,*attn_scale:10'; * in a PATTERN of their names stands for anything, and the last match wins", .on_resume = true},
         {"warmup",      OPT_INT, &o->warmup, 0, 1e12, .arg = "N", .group = "Training", .help = "learning-rate warmup steps", .computed = "min(1000, steps/10)", .on_resume = true},
         {"schedule",    OPT_CHOICE, &o->schedule, .choices = "constant|cosine|linear|wsd", .group = "Training", .help = "learning-rate schedule; wsd is constant, then decays", .on_resume = true},
         {"min-lr-frac", OPT_FLOAT, &o->min_lr_frac, 0, 1, .arg = "X", .group = "Training", .help = "final learning rate as a fraction of --lr", .on_resume = true},

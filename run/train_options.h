@@ -16,7 +16,8 @@ typedef enum { TRAIN_FP32, TRAIN_BF16 } TrainType;
 typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON } OptimizerKind;    // in the order of "adamw|muon"
 
 typedef struct {
-    const char *train_data, *val_data, *model, *attn, *attn_switch, *rope_scaling, *init_from, *ignore_config_key, *out;
+    const char *train_data, *val_data, *model, *attn, *attn_switch, *rope_scaling, *init_from, *ignore_config_key,
+        *lr_scale, *out;
     int64_t norm_length, batch, total_batch_tokens, steps, warmup, seed, val_every, val_tokens, sample_every,
         norms_every, ckpt_every, keep, threads, rank_timeout;
     IntList seq_len;

@@ -67,6 +67,25 @@ def test_ten_steps(cuda, data, tmp_path, name, model):
     np.testing.assert_allclose(runs[1][:, 1:], runs[0][:, 1:], rtol=1e-2 if name == "lssar" else 2e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_lr_scale(cuda, data, tmp_path, optimizer):
+    """A step moves every tensor as a step with that tensor's learning rate does, to the last bit, in both trainers."""
+    begin = [*SMALL, "--attn", "ssmax", "--warmup", 0, "--lr", 0.01, "--optimizer", optimizer, "--steps", 1]
+    runs = {"start": ["--steps", 0], "whole": [], "quarter": ["--lr", 0.0025],
+            "scaled": ["--lr-scale", "model.layers.0.*:0.25,*.0.mlp*:1,*attn_scale:0.25,*embed*:0"]}
+    for program in (None, cuda):
+        ends = {}
+        for name, flags in runs.items():
+            out = tmp_path / f"{name} {program is None}"
+            train(data, *begin, *flags, "--out", out, program=program)
+            ends[name] = load_file(checkpoint(out, int(name != "start")) / "model.safetensors")
+        for name, found in ends["scaled"].items():
+            quarter = ".layers.0." in name and ".mlp" not in name or name.endswith("attn_scale")
+            expected = "start" if "embed" in name else "quarter" if quarter else "whole"
+            for other in ("start", "whole", "quarter"):
+                assert np.array_equal(found, ends[other][name]) == (other == expected), (program, name, other)
+
+
 def test_validation_samples_and_scalars(cuda, data, tmp_path):
     """What a run writes besides training losses: validation losses, statistics of the learned scalars, and samples,
     drawn from the same logits."""

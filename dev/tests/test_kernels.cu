@@ -940,7 +940,7 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     size_t state = 0;
     for (size_t i = 0; i < sizeof RANGES / sizeof *RANGES; i++) {
         size_t from = RANGES[i][0] + (odd && RANGES[i][1] > RANGES[i][0] + 3 ? 3 : 0), to = RANGES[i][1];
-        segments.push_back({from, to, packed ? state : from, i % 2 == 0, 0});
+        segments.push_back({from, to, packed ? state : from, i % 3 == 0 ? 0.3 : 1, i % 2 == 0, 0});
         state += (to - from + 7) / 8 * 8 + (odd ? 1 : 0);
     }
     return segments;
@@ -955,7 +955,7 @@ static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, c
             v[j] = a.beta2 * v[j] + (1 - a.beta2) * x * x;
             double step =
                 m[j] / (1 - pow(a.beta1, (double)a.step)) / (sqrt(v[j] / (1 - pow(a.beta2, (double)a.step))) + a.eps);
-            p[i] -= a.lr * (step + (s.decay ? a.weight_decay * p[i] : 0));
+            p[i] -= s.lr_scale * a.lr * (step + (s.decay ? a.weight_decay * p[i] : 0));
         }
 }
 

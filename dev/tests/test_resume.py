@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trainer import (MODEL, ROOT, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, losses,
-                     make_data, metrics, read_header, steps, tokens, train, write_shard)
+                     make_data, metrics, read_header, says, steps, tokens, train, write_shard)
 
 
 DATA = partial(make_data, shards=2)
@@ -448,6 +448,23 @@ def test_the_decay_may_change(data, tmp_path):
         assert_same_run(tmp_path / "whole", resumed, 10)
     arguments = json.loads((tmp_path / "old resumed/run.json").read_text())["arguments"]
     assert (arguments["decay-frac"], arguments["decay-shape"]) == (0.4, "sqrt")
+
+
+def test_lr_scale_may_change(data, tmp_path):
+    """The new scales hold from the next step on; without the flag, a resumed run keeps its own."""
+    scales = ["--lr-scale", "*embed*:0.3,*norm*:7"]
+    for name, steps, flags in (("whole", 5, scales), ("kept", 4, scales), ("one", 4, []), ("two", 4, [])):
+        train(data, "--steps", steps, *flags, "--out", tmp_path / name)
+    text = train(data, "--steps", 5, "--out", tmp_path / "kept", "--resume")
+    says(text, "  x 0.3   *embed*: 1 tensor, 1,552 parameters\n", "  x 7     *norm*: 3 tensors, 48 parameters\n")
+    assert_same_run(tmp_path / "whole", tmp_path / "kept", 5)
+    train(data, "--steps", 5, "--out", tmp_path / "one", "--resume", "--lr-scale", "*:0.5")
+    train(data, "--steps", 5, "--out", tmp_path / "two", "--resume", "--lr", 0.005)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, two = (checkpoint(tmp_path / run, 5) / name for run in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+    changed = json.loads((tmp_path / "one/run.json").read_text())["history"][-1]["changed"]
+    assert changed["lr-scale"] == {"from": None, "to": "*:0.5"}
 
 
 # ---------------------------------------------------------------- the history in run.json

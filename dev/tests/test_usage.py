@@ -36,6 +36,12 @@ ROWS = [        # of exit code 2, unless it is given
     ("train", ["--stpes", 3], ["--stpes: unknown flag. Did you mean --steps?", "--help"]),
     ("train", ["--zero", 1], ["--zero is only supported by train_gpt2cu", "not by train_gpt2"]),
     ("train", ["--reduce-dtype=bf16"], ["--reduce-dtype is only supported by train_gpt2cu"]),
+    *(("train", ["--lr-scale", value], ["expected PATTERN:X", f'found "{found}"', "An example: --lr-scale"])
+      for value, found in (("", ""), ("*", "*"), (":2", ":2"), ("*:", "*:"), ("*:-1", "*:-1"), ("*:nan", "*:nan"),
+                           ("*:inf", "*:inf"), ("*:1e7", "*:1e7"), ("*:2,", ""), ("*:2,*norm", "*norm"))),
+    ("train", ["--lr-scale", "*:2,lm_head*:2"],
+     ["a pattern that matches", 'found "lm_head*"', "from model.embed_tokens.weight to model.norm.weight"]),
+    ("train", ["--lr-scale", ",".join(65 * ["*:2"])], ["--lr-scale: expected at most 64 patterns"]),
     ("train", ["--decay-frac", "1.1"], ["--decay-frac 1.1", "from 0 to 1"]),
     ("train", ["--decay-frac", "nan"], ["--decay-frac nan", "from 0 to 1"]),
     ("train", ["--decay-shape", "cosin"], ["linear|sqrt|cosine", "Did you mean cosine?"]),
