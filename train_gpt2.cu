@@ -1426,7 +1426,17 @@ static int end(Run *run, Model *m) {
     if (m->params) matmul_end(&m->sample_matmul);
     if (m->muon.x) matmul_end(&m->muon_matmul);
     collective_end(m->collective);
-    return run_end(run);
+    const int code = run_end(run);
+    for (const auto &slot : m->slots)
+        if (slot.copied) CUDA_CHECK(cudaEventDestroy(slot.copied));
+    if (m->reported) CUDA_CHECK(cudaEventDestroy(m->reported));
+    for (size_t i = 0; m->gathered && i < bucket_count(m); i++) CUDA_CHECK(cudaEventDestroy(m->gathered[i]));
+    CUDA_CHECK(cudaStreamDestroy(m->stream));
+    free(m->gathered);
+    free(m->states);
+    free(m->parts);
+    tensors_free(&m->list);
+    return code;
 }
 
 template <class X>
