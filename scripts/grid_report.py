@@ -351,12 +351,12 @@ def ranked(found):
 
 
 def percent(numbers):
-    return f"{100 * statistics.fmean(numbers):.3g} %" if numbers and max(numbers) > 0 else ""
+    return f"{100 * statistics.fmean(numbers):.3g}%" if numbers and max(numbers) > 0 else ""
 
 
 def zero_rows_text(last, most):
     """The shares of all-zero rows in the last step and, at most, in any; empty if there never was one."""
-    return f"{percent(last) or '0 %'} (most: {100 * max(most):.2g} %)" if percent(most) else ""
+    return f"{percent(last) or '0%'} (most: {100 * max(most):.2g}%)" if percent(most) else ""
 
 
 def training_row(plan, x, label=""):
@@ -752,7 +752,7 @@ def needles_picture(plan, title, evals):
         image = axes.imshow([[100 * columns.get(f"{T} at {depth} %", math.nan) for T in lengths] for depth in depths],
                             vmin=0, vmax=100, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(lengths)), map(str, lengths), fontsize=8)
-        axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths], fontsize=8)
         axes.set_title(label, fontsize=9)
     figure.colorbar(image, ax=list(grid.flat), label="needles found, %")
     figure.supxlabel("tokens of context", fontsize=10)

@@ -271,7 +271,7 @@ def needles(s):
 
 def about_needles(series):
     return ("<h3>Needles found, mean over depths</h3>\n"
-            + length_table(series, "right", lambda x: f"{100 * x:.1f} %", largest=True,
+            + length_table(series, "right", lambda x: f"{100 * x:.1f}%", largest=True,
                            more={"needles per length": [needles(s) for s in series]})
             + "<h3>By depth, percent</h3>\n" + page.panels(tasks.found_panels(series), "found")
             + page.legend(charts.legend_of(series)) + page.panels(tasks.head_panels(series), "heads")

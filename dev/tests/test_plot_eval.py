@@ -869,7 +869,7 @@ def test_the_reports_tables(whole_report):
     assert losses_found[1:] == [["softmax", "64", "3.0000", "3.1250", "3.2500"],
                                 ["ssmax (untrained)", "64", "3.1000", "3.2250", "3.3500"]]
     assert rows_of(whole_report, "<h3>Perplexity</h3>")[1][2] == f"{math.exp(3):.5g}"
-    assert rows_of(whole_report, "Needles found, mean over depths")[1][2:] == ["4", "50.0 %", "50.0 %"]
+    assert rows_of(whole_report, "Needles found, mean over depths")[1][2:] == ["4", "50.0%", "50.0%"]
     assert rows_of(whole_report, ">Multiple choice</h2>")[1] == ["a, softmax", "3", "0.3333 ± 0.0500",
                                                                  "0.6667 ± 0.0500"]
 
@@ -889,7 +889,7 @@ def test_the_best_of_losses_is_the_least_and_of_needles_the_largest(tmp_path, un
     beyond = re.findall("<td class='[^']*beyond'>(.*?)</td>", text)
     assert beyond[:2] == ["3.2500", "2.7500"], "the first length above L"
     assert best_cells(text, "<h3>Perplexity</h3>") == [f"{math.exp(x):.5g}" for x in (2.5, 2.625, 2.75)]
-    assert best_cells(text, "Needles found, mean over depths") == ["75.0 %", "75.0 %"]
+    assert best_cells(text, "Needles found, mean over depths") == ["75.0%", "75.0%"]
 
 
 def test_the_flags_of_evaluations(tmp_path, undrawn):
