@@ -14,6 +14,10 @@ constexpr bool splits_dq = Post<POST>::POWERS && (is_bf16<X> || HS <= 64);
 template <class X, int HS, int POST>
 constexpr bool less_first = Post<POST>::POWERS && !splits_dq<X, HS, POST>;
 
+// Have chunks in which all scores are visible separate code without masks, as in the forward pass?
+template <class X, int HS, int POST>
+constexpr bool splits_chunks_of_dq = is_bf16<X> || HS < 64 || !Post<POST>::POWERS;
+
 // With a wide v, a chunk is a whole tile.
 template <class X, int HS, int POST, bool WIDE>
 constexpr int rows_chunk = WIDE && !less_first<X, HS, POST> ? 32 : 16;
@@ -324,7 +328,8 @@ KERNEL void flash_dq_kernel(const FlashCall<X> call) {
         }
         for_each_chunk<P>(call, at, key, [&](bool masked, int c) {
             const Chunk chunk = {at.warp_row, key + c, (int)(blockIdx.y / call.NH)};
-            if (masked) dq_keys<true>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
+            if (masked || !splits_chunks_of_dq<X, HS, POST>)
+                dq_keys<true>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
             else dq_keys<false>(own, d, k + c * STEP, v + c * STEP, chunk, first, call);
         });
         if constexpr (less_first<X, HS, POST>)
