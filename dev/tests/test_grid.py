@@ -761,8 +761,8 @@ def test_the_largest_gradient_norm_is_that_of_all_seeds(tmp_path):
     assert [table.rows[0][3] for table in grid_report.training_tables(plan)] == ["5", "4.9"]
 
 
-@pytest.mark.parametrize("last, most, text", [([0.0], [9.2e-05], "0 % (most: 0.0092 %)"),
-                                              ([0.01, 0.03], [0.05, 0.25], "2 % (most: 25 %)"), ([0.0], [0.0], ""),
+@pytest.mark.parametrize("last, most, text", [([0.0], [9.2e-05], "0% (most: 0.0092%)"),
+                                              ([0.01, 0.03], [0.05, 0.25], "2% (most: 25%)"), ([0.0], [0.0], ""),
                                               ([], [], "")])
 def test_shares_of_all_zero_rows(last, most, text):
     assert grid_report.zero_rows_text(last, most) == text
