@@ -251,7 +251,7 @@ constexpr bool flash90_backward_fits(int post, int HS) {
 }
 
 // Do the blocks of flash90_backward.cuh start with the last queries? With heads of at most 64, those of instances with
-// exp do not, because softmax is faster that way (doc/performance.md).
+// exp do not, because softmax is faster that way (dev/notes/speed_gpu.md).
 constexpr bool flash90_last_queries_first(int phi, int HS) {
     return HS > 64 || phi != PHI_EXP;
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tests and times the CUDA programs on a GPU, part by part. Each part adds a section to one report; a part that ran out
-of time resumes in the next call. doc/gpu_check.md has the commands for a quarter of an hour on a GPU.
+of time resumes in the next call. dev/notes/gpu_check.md has the commands for a quarter of an hour on a GPU.
 
     scripts/gpu_check.py [PART[=SECONDS]...]
     scripts/gpu_check.py --help
@@ -24,7 +24,7 @@ Exit codes: 0 everything is done and passed; 1 something failed, and the report 
 or OUT cannot be written; 75 time ran out: call again; 77 no GPU: nothing was measured.
 
 Example: BUDGET=900 scripts/gpu_check.py probe build tests
-See doc/gpu_check.md.
+See dev/notes/gpu_check.md.
 """
 import hashlib
 import os

@@ -10,7 +10,7 @@
 # Missing optional packages do not stop the setup.
 #
 # Example: scripts/setup.sh --test
-# See doc/tests.md.
+# See dev/notes/tests.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

@@ -10,7 +10,7 @@
 # group; the very last is "N passed, N failed". The exit status is 0 if none failed and some passed.
 #
 # Example: scripts/test.sh c
-# See doc/tests.md.
+# See dev/notes/tests.md.
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."

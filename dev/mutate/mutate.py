@@ -86,7 +86,8 @@ NEEDS = {"test_flash.py": "build/on_cpu/flash.so", "test_torch.py": "attn_c", "t
 # Pictures: a test does not measure where a legend stands.
 NOT_DRAWN = re.compile(r"scripts/(pictures/|plot|canvas|draw_|report|grid_report)|runtime/\w*_(tables|classes)")
 
-# Without the variables that make tests long (doc/tests.md) or draw their cases, and with builds that take little time.
+# Without the variables that make tests long (dev/notes/tests.md) or draw their cases, and with builds that take little
+# time.
 LONG = ("STOPS", "FLASH_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN", "CUDA_BUILD",
         "GPU_REHEARSAL", "LLAMA_CPP", "LM_EVAL", "DRAW", "DRAW_ONE_IN", "WERROR")
 INSTANCES = ("exp exp_recenter exp_recenter_l1 sigmoid relu2 relu6 softplus softplus_reweight any_recenter_l1 "

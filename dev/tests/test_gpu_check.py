@@ -2,7 +2,7 @@
 the rest goes on; programs are packed, built and recognized by their contents; verdicts are right, and nothing that was
 not timed on a GPU counts as a measurement.
 
-GPU_REHEARSAL=1 adds the rehearsal of doc/gpu_check.md: every part, built and run with the emulation, in calls of
+GPU_REHEARSAL=1 adds the rehearsal of dev/notes/gpu_check.md: every part, built and run with the emulation, in calls of
 GPU_REHEARSAL_BUDGET seconds (570).
 """
 import json
@@ -213,8 +213,8 @@ def test_help(tmp_path):
 
 
 def test_the_calls_of_the_page_fit():
-    """The parts of each call in doc/gpu_check.md take less than its BUDGET, and all calls less than 15 minutes."""
-    calls = re.findall(r"^BUDGET=(\d+) scripts/gpu_check.py (.*)", (ROOT / "doc/gpu_check.md").read_text(), re.M)
+    """The parts of each call in gpu_check.md take less than its BUDGET, and all calls less than 15 minutes."""
+    calls = re.findall(r"^BUDGET=(\d+) scripts/gpu_check.py (.*)", (ROOT / "dev/notes/gpu_check.md").read_text(), re.M)
     for budget, words in calls:
         seconds = sum(gpu_check.PART[word.partition("=")[0]].seconds for word in words.split())
         assert seconds + gpu_check.RESERVE <= int(budget) <= 600, words

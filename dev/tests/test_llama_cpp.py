@@ -3,7 +3,7 @@ tokens of a text.
 
     LLAMA_CPP=PYTHON python -m pytest dev/tests/test_llama_cpp.py
 
-PYTHON is an interpreter that has llama-cpp-python 0.3.36; doc/tests.md says how to install it.
+PYTHON is an interpreter that has llama-cpp-python 0.3.36; dev/notes/tests.md says how to install it.
 """
 import json
 import os
@@ -56,7 +56,7 @@ def installed():
         found = subprocess.run([PYTHON, "-c", "import llama_cpp; print(llama_cpp.__version__)"], capture_output=True,
                                text=True).stdout
     if found.strip() != VERSION:
-        pytest.skip(f"{PYTHON} has no llama-cpp-python {VERSION} (doc/tests.md says how to install it)")
+        pytest.skip(f"{PYTHON} has no llama-cpp-python {VERSION} (dev/notes/tests.md says how to install it)")
 
 
 DATA = tiny.write_data
