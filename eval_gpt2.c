@@ -32,7 +32,7 @@ static ModelConfig *computer_config(Computer *c) {
 static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     Model *m = &c->model;
     size_t heads = m->config.layers * m->config.heads, threads = (size_t)omp_get_max_threads();
-    m->list = tensors_of(&m->config, (const Normalizer *[]){&e->given}, 1);
+    m->list = tensors_of(&m->config, (const AttentionList *[]){&e->given}, 1);
     m->doc_mask = e->o.doc_mask;
     bool decodes = e->o.task == TASK_NEEDLE;
     plan_parameters(m, false, e->o.dtype == EVAL_BF16 || (decodes && weights_are_bf16(&m->config, e->folder)));
@@ -81,9 +81,10 @@ static void replace_pn(Computer *c) {
     c->model.p_n = c->p_n;
 }
 
-// From now on, the first T positions turn by these angles.
-static void use_angles(Computer *c, RopeAngles angles, size_t T) {
+// From now on, the first T positions turn by the angles of a text of `length` tokens.
+static void use_angles(Computer *c, const Eval *e, size_t length, size_t T) {
     Model *m = &c->model;
+    RopeAngles angles = eval_angles(e, 0, length);
     if (c->decoder.m) rope_table(c->decoder.cosines, c->decoder.sines, T, angles);
     else rope_table(m->cosines, m->sines, T, angles);
 }
@@ -115,7 +116,7 @@ static const float *batch_losses(Computer *c, const int32_t *inputs, const int32
 // The weights of all heads of a layer, whose q and k the forward pass has just computed.
 static void observe_heads(Computer *c, Observer *o, size_t l, size_t T) {
     Model *m = &c->model;
-    AttentionShape shape = attention_shape(&m->config, 1, T);
+    AttentionShape shape = attention_shape(&m->config, l, 1, T);
     Activations of = layer_of(m, l);
     AttentionInput in = attention_input(m, projected_of(&of));
     #pragma omp parallel for schedule(dynamic)

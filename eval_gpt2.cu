@@ -63,7 +63,7 @@ static ModelConfig *computer_config(Computer *c) {
 static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     Model *m = c->model = e->o.dtype == EVAL_BF16 ? (Model *)&c->in_bf16 : &c->in_float32;
     const ModelConfig *config = m->config = &c->config;
-    const Normalizer *others[] = {&e->given};
+    const AttentionList *others[] = {&e->given};
     size_t N = B * T, heads = config->layers * config->heads, VP = padded_vocab(config);
     if (!c->stream) {
         device_start();
@@ -150,9 +150,9 @@ static void replace_pn(Computer *c) {
     c->model->p_n = c->p_n_there;
 }
 
-// From now on, the first T positions turn by these angles.
-static void use_angles(Computer *c, RopeAngles angles, size_t T) {
-    upload_rope_table(c->model, T, angles);
+// From now on, the first T positions turn by the angles of a text of `length` tokens.
+static void use_angles(Computer *c, const Eval *e, size_t length, size_t T) {
+    upload_rope_table(c->model, T, eval_angles(e, 0, length));
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
@@ -245,9 +245,10 @@ static Scalars host_scalars(const Computer *c, size_t l) {
     return scalars;
 }
 
-static AttentionShape host_shape(const ModelConfig *config, size_t T) {
-    return {&config->attn,        1,     T, config->heads, config->kv_heads, head_size(config), value_size(config),
-            (int)config->seq_len, false, 0};
+static AttentionShape host_shape(const ModelConfig *config, size_t layer, size_t T) {
+    return {
+        normalizer_of(config, layer), 1,     T, config->heads, config->kv_heads, head_size(config), value_size(config),
+        (int)config->seq_len,         false, 0};
 }
 
 // Runs a sequence through the model and shows the observer every layer. Returns the losses of its tokens but the first
@@ -265,7 +266,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
                 AttentionRows at = {};
                 at.h = h;
                 observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, host_scalars(c, l),
-                             host_shape(&c->config, T), at, l);
+                             host_shape(&c->config, l, T), at, l);
             }
             rows_to_host(c, c->x, layer_of(m, l, 0).x_next, T, C, C);
             observe_layer(o, l, c->x, T, C);
@@ -297,9 +298,9 @@ static size_t cached_tokens(const Computer *c, const NeedleTrial *t) {
 
 // While one of these exists, T is each row's own length so far, as in the cached decoding of eval_gpt2.
 struct ByRow {
-    Normalizer *attn, own;
-    explicit ByRow(Normalizer *attn) : attn(attn), own(*attn) {
-        *attn = normalizer_by_row(&own);
+    AttentionList *attn, own;
+    explicit ByRow(AttentionList *attn) : attn(attn), own(*attn) {
+        *attn = attention_by_row(&own);
     }
     ~ByRow() {
         *attn = own;
@@ -319,15 +320,16 @@ static void last_scores(Computer *c, const ModelOf<X> *m, size_t l, size_t T) {
 // The weights of a prompt's last token in c->weights (layers,NH,T), from its scores.
 static void last_weights(Computer *c, size_t T) {
     size_t NH = c->config.heads, heads = c->config.layers * NH;
-    AttentionShape shape = host_shape(&c->config, 1);
-    shape.cached = true;
-    shape.past = T - 1;
     CUDA_CHECK(cudaMemcpyAsync(c->weights, c->scores, heads * T * sizeof(float), cudaMemcpyDeviceToHost, c->stream));
     CUDA_CHECK(cudaStreamSynchronize(c->stream));
     #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < heads; i++)
+    for (size_t i = 0; i < heads; i++) {
+        AttentionShape shape = host_shape(&c->config, i / NH, 1);
+        shape.cached = true;
+        shape.past = T - 1;
         attention_weights_of_scores(c->weights + i * T, T, NULL, NULL, host_scalars(c, i / NH), shape,
                                     (AttentionRows){0, i % NH, 0, 1});
+    }
 }
 
 // Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.

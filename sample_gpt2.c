@@ -65,7 +65,7 @@ typedef struct {
 typedef struct {
     SampleOptions o;
     Model model;
-    Normalizer saved;    // the checkpoint's own normalizer
+    AttentionList saved;    // of the checkpoint
     Decoder decoder;
     Tokenizer *tokenizer;    // NULL: prompts and texts are token ids
     Prompt *prompts;
@@ -167,14 +167,18 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     if (!model_config_read(config, folder, s->o.ignore_config_key, error)) return false;
     s->saved = config->attn;
     if (s->o.attn) {
-        if (!normalizer_parse(&config->attn, s->o.attn, message, sizeof message))
+        if (!attention_parse(&config->attn, s->o.attn, config->layers, message, sizeof message))
             fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
-        normalizer_warn_of_start(&s->saved, &config->attn, "--attn", s->o.attn);
+        attention_warn_of_unused("--attn", s->o.attn, config->layers);
+        attention_warn_of_start(&s->saved, &config->attn, config->layers, "--attn", s->o.attn);
         fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, s->saved.text);
-        if (normalizer_has(&config->attn, SCALAR_S) && !normalizer_keeps(&s->saved, &config->attn, SCALAR_S))
-            fprintf(stderr, ": s = %.4f in every head", normalizer_start(&config->attn, SCALAR_S, config->seq_len));
+        const Tensor t = {.scalar = SCALAR_S, .layer = 0};
+        if (config->attn.count == 1 && tensor_exists(&t, &config->attn) && !tensor_keeps(&t, &s->saved, &config->attn))
+            fprintf(stderr, ": s = %.4f in every head", tensor_start(&t, config));
         fprintf(stderr, "\n");
     }
+    const char *beyond = attention_beyond_plain(&config->attn);
+    if (beyond) fail(EXIT_USAGE, "--attn %s: sample_gpt2 does not support %s yet.", config->attn.text, beyond);
     bool has_tokenizer = has_file(folder, tokenizer_files[0]);
     int vocab, end_of_text;
     if (checkpoint_vanished(folder))
@@ -330,7 +334,7 @@ static bool load(Sampler *s, const char *folder, Error *error) {
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
     model_check_length(&m->config, longest + new_tokens);
     size_t read = s->o.interactive ? s->context : longest + new_tokens - 1;    // a conversation reads its last token
-    if (normalizer_has(&m->config.attn, SCALAR_P) && read > m->config.seq_len)
+    if (attention_p_keys(&m->config.attn, read) > m->config.seq_len)
         fail(
             EXIT_USAGE,
             "a prompt of %zu tokens plus --max-new-tokens %zu with %s: p_n is only learned for n up to %zu.\n  Reduce --max-new-tokens, or shorten the prompt.",

@@ -241,7 +241,7 @@ static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, si
         fixture_weight_rule(scalar_names[x], n, &mean, &scale);
         if (normalizer_trains(normalizer, x)) grads->of[x] = floats(n);
         else {
-            mean = (float)normalizer_start(normalizer, x, L);
+            mean = (float)normalizer_start(normalizer, x, L, 0);
             scale = 0.0f;
         }
         scalars.of[x] = values = floats(n);

@@ -9,8 +9,9 @@
 #include "train_gpt2.cu"
 
 // The slope of a root is infinite at r = 0, and r is rounded as 1 is, see FLOAT_ROUNDING in dev/tests/test_flash.py.
-static double gradient_bound(const Normalizer *attn) {
-    return attn->post.kind == POST_REWEIGHT && attn->post.value < 1 ? 5e-4 : 1e-4;
+static double gradient_bound(const AttentionList *attn) {
+    Stage post = attention_at(attn, 0)->normalizer.post;
+    return post.kind == POST_REWEIGHT && post.value < 1 ? 5e-4 : 1e-4;
 }
 #define GRADIENT_BOUND(attn) gradient_bound(attn)
 
@@ -224,7 +225,7 @@ static AttentionCase attention_case(void) {
         fixture_weight_rule(scalar_names[i], n, &mean, &scale);
         if (normalizer_trains(&a.normalizer, scalar)) a.scalar_grads[i].resize(n);
         else {
-            mean = (float)normalizer_start(&a.normalizer, scalar, a.L);
+            mean = (float)normalizer_start(&a.normalizer, scalar, a.L, 0);
             scale = 0;
         }
         a.scalars[i] = filled(scalar_names[i], n, mean, scale);
@@ -371,7 +372,7 @@ static void test_steps(void) {
     c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
     c.config.seq_len = size_of("L");
-    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
+    if (!attention_parse(&c.config.attn, text_of("attn"), c.config.layers, message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
     read_answer("losses", losses, 64);
     read_answer("grad_norms", norms, 64);
@@ -382,7 +383,8 @@ static void test_steps(void) {
     fill_weights(&c);
     size_t N = c.B * c.T;
     double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
-    bool steep = c.config.attn.post.kind == POST_REWEIGHT;    // a power of 15 magnifies rounding 15 times
+    // A power of 15 magnifies rounding 15 times.
+    bool steep = normalizer_of(&c.config, 0)->post.kind == POST_REWEIGHT;
     double loss_bound = in_bf16 ? 1e-2 : 1e-5;
     if (in_bf16 && steps > 4) steps = 4;    // after that, rounding has made it a different run
     for (size_t s = 0; s < steps; s++) {

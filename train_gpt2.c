@@ -669,8 +669,8 @@ static GauGains gains_in(const Model *m, real *array, size_t layer) {
     return (GauGains){array + at->q_gain, array + at->q_offset, array + at->k_gain, array + at->k_offset};
 }
 
-static AttentionShape attention_shape(const ModelConfig *c, size_t B, size_t T) {
-    return (AttentionShape){.normalizer = &c->attn,
+static AttentionShape attention_shape(const ModelConfig *c, size_t layer, size_t B, size_t T) {
+    return (AttentionShape){.normalizer = normalizer_of(c, layer),
                             .B = B,
                             .T = T,
                             .NH = c->heads,
@@ -756,7 +756,7 @@ static void round_parameters(Model *m) {
 // Makes attention's scratch large enough for batches of B sequences of T tokens, too. Shorter sequences can need more:
 // if there are as many groups of heads as threads, each thread copies the keys of one.
 static void plan_shape(Model *m, size_t B, size_t T) {
-    size_t bytes = FLOATS(attention_scratch(attention_shape(&m->config, B, T), omp_get_max_threads()));
+    size_t bytes = FLOATS(attention_scratch(attention_shape(&m->config, 0, B, T), omp_get_max_threads()));
     if (bytes > m->attention_bytes) memory_resize(&m->plan, (void **)&m->attention, m->attention_bytes = bytes);
 }
 
@@ -812,7 +812,7 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
 // Call after memory_take().
 static void model_ready(Model *m) {
     if (m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, largest_first(m));
-    rope_table(m->cosines, m->sines, m->T, model_rope(&m->config));
+    rope_table(m->cosines, m->sines, m->T, model_rope(&m->config, 0));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -860,9 +860,10 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
         N, c->heads, c->kv_heads, head_size(c), norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
-static Rope rope_of(const Model *m, size_t B, size_t T) {
+static Rope rope_of(const Model *m, size_t layer, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return (Rope){B, T, c->heads, c->kv_heads, head_size(c), m->cosines, m->sines, c->attn.qk.kind == QK_L2};
+    return (Rope){
+        B, T, c->heads, c->kv_heads, head_size(c), m->cosines, m->sines, normalizer_of(c, layer)->qk.kind == QK_L2};
 }
 
 // q, k and v as attention reads them; with gradients, where attention writes them.
@@ -887,7 +888,7 @@ static AttentionInput attention_input(const Model *m, Projected of) {
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
 static void attention_layer_forward(Model *m, const Activations *of, size_t l, size_t B, size_t T) {
-    AttentionShape shape = attention_shape(&m->config, B, T);
+    AttentionShape shape = attention_shape(&m->config, l, B, T);
     AttentionInput in = attention_input(m, projected_of(of));
     phase(PHASE_ATTENTION);
     m->all_zero_rows += attention_forward(of->att, of->stats, in, layer_scalars(m, l), shape, m->attention);
@@ -896,7 +897,7 @@ static void attention_layer_forward(Model *m, const Activations *of, size_t l, s
 
 // Computes the gradients of q, k and v (in djoined, or in dq, dk, dv) and of the learned scalars from datt.
 static void attention_layer_backward(Model *m, const Activations *of, size_t l, size_t B, size_t T) {
-    AttentionShape shape = attention_shape(&m->config, B, T);
+    AttentionShape shape = attention_shape(&m->config, l, B, T);
     AttentionInputGrads d = block_of(m)->views(&m->config, gradients_of(of));
     phase(PHASE_ATTENTION);
     ScalarGrads grads = scalar_grads_of(&m->list, m->grads, l, &m->config.attn);
@@ -917,7 +918,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     phase(PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N));
     phase(PHASE_ROPE);
-    rope_forward(of.joined, of.inverse_norms, rope_of(m, B, T));
+    rope_forward(of.joined, of.inverse_norms, rope_of(m, l, B, T));
     attention_layer_forward(m, &of, l, B, T);
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_mid, of.x, FLOATS(N * C));
@@ -958,7 +959,7 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     matmul_backward(of.datt, grads + at->o, in_f32(of.dx), in_f32(of.att), weight(m, at->o), N, E, C, add);
     attention_layer_backward(m, &of, l, B, T);
     phase(PHASE_ROPE);
-    rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, B, T));
+    rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, l, B, T));
     phase(PHASE_NORM);
     if (c->qk_norm)
         qk_norm_backward(of.djoined, grads + at->q_norm, grads + at->k_norm, of.qk_inputs, of.qk_inverse,
@@ -980,7 +981,7 @@ static void unit_forward(Model *m, size_t l, size_t B, size_t T) {
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.joined, of.h, weight(m, at->u), N, C, W, false);
     phase(PHASE_ROPE);
-    gau_forward(projected_of(&of), gains_in(m, m->params, l), rope_of(m, B, T), E);
+    gau_forward(projected_of(&of), gains_in(m, m->params, l), rope_of(m, l, B, T), E);
     attention_layer_forward(m, &of, l, B, T);
     phase(PHASE_GATE);
     gau_gate_forward(of.act, of.joined, of.att, N, E, W);
@@ -1003,7 +1004,7 @@ static void unit_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     attention_layer_backward(m, &of, l, B, T);
     phase(PHASE_ROPE);
     gau_backward(gradients_of(&of), gains_in(m, grads, l), projected_of(&of), gains_in(m, m->params, l),
-                 rope_of(m, B, T), E);
+                 rope_of(m, l, B, T), E);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);

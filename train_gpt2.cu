@@ -246,10 +246,10 @@ struct BlockRow {
 template <class X>
 static const BlockRow<X> *block_of(const ModelOf<X> *m);
 
-static FlashShape flash_shape(const Model *m, size_t B, size_t T) {
+static FlashShape flash_shape(const Model *m, size_t layer, size_t B, size_t T) {
     const ModelConfig *c = m->config;
-    return {
-        &c->attn, B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0, !m->o->deterministic};
+    return {normalizer_of(c, layer), B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0,
+            !m->o->deterministic};
 }
 
 // A batch on the device: one int32 array, so that one copy suffices, and the mask.
@@ -371,22 +371,25 @@ static void plan_parameters(Model *m) {
     memory_add(&m->plan, SCRATCH, (void **)&m->segments, m->list.count * sizeof(AdamSegment));
 }
 
-// Plans attention's memory for the most demanding combination of normalizer (the model's own and `others`) and length
-// (`lengths`, which divide T). Ends the program if there is no kernel for one of these shapes.
+// Plans attention's memory for the most demanding combination of layer (under the model's normalizers and `others`) and
+// length (`lengths`, which divide T). Ends the program if there is no kernel for one of these shapes.
 template <class X>
-static void plan_attention(ModelOf<X> *m, const Normalizer *const *others, size_t count, const IntList *lengths,
+static void plan_attention(ModelOf<X> *m, const AttentionList *const *others, size_t count, const IntList *lengths,
                            size_t B, size_t T) {
     size_t scratch = 0;
     bool l2 = false;
     m->layer_stats = 0;
     for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
         size_t length = (size_t)lengths->values[i / (count + 1)], which = i % (count + 1);
-        FlashShape shape = flash_shape(m, (B * T) / length, length);
-        if (which < count) shape.normalizer = others[which];
-        flash_check(shape, sizeof(X));
-        l2 = l2 || shape.normalizer->qk.kind == QK_L2;
-        m->layer_stats = std::max(m->layer_stats, flash_stats(shape, sizeof(X)));
-        scratch = std::max(scratch, flash_scratch(shape, sizeof(X)));
+        const AttentionList *list = which < count ? others[which] : &m->config->attn;
+        for (size_t j = 0; j < list->count; j++) {
+            FlashShape shape = flash_shape(m, 0, (B * T) / length, length);
+            shape.normalizer = &list->items[j].layer.normalizer;
+            flash_check(shape, sizeof(X));
+            l2 = l2 || shape.normalizer->qk.kind == QK_L2;
+            m->layer_stats = std::max(m->layer_stats, flash_stats(shape, sizeof(X)));
+            scratch = std::max(scratch, flash_scratch(shape, sizeof(X)));
+        }
     }
     m->widths = activation_widths(m->config, l2);
     memory_add(&m->plan, STATS, (void **)&m->activations.stats, m->config->layers * m->layer_stats * sizeof(float));
@@ -473,8 +476,8 @@ static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
 
 // Plans all device memory, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
 template <class X>
-static void plan_model(ModelOf<X> *m, const Normalizer *const *others, size_t count, const IntList *lengths, size_t B,
-                       size_t T) {
+static void plan_model(ModelOf<X> *m, const AttentionList *const *others, size_t count, const IntList *lengths,
+                       size_t B, size_t T) {
     m->in_bf16 = std::is_same<X, bf16>::value;
     m->B = B;
     m->T = T;
@@ -501,7 +504,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMalloc(m->plan.rows[i].where, bytes));
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
-    upload_rope_table(m, m->T, model_rope(m->config));
+    upload_rope_table(m, m->T, model_rope(m->config, 0));
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->o->deterministic);
     if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
@@ -547,7 +550,7 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
     return {N, c->heads, c->kv_heads, head_size(c), norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
 }
 
-static Rope rope_of(const Model *m, size_t B, size_t T) {
+static Rope rope_of(const Model *m, size_t layer, size_t B, size_t T) {
     const ModelConfig *c = m->config;
     size_t angles = m->from * (head_size(c) / 2);
     return {B,
@@ -557,7 +560,7 @@ static Rope rope_of(const Model *m, size_t B, size_t T) {
             head_size(c),
             m->cosines + angles,
             m->sines + angles,
-            c->attn.qk.kind == QK_L2,
+            normalizer_of(c, layer)->qk.kind == QK_L2,
             (float)rope_amplitude(&c->rope_scaling)};
 }
 
@@ -587,14 +590,14 @@ static FlashInput<X> attention_input(const ModelOf<X> *m, Projected<X> of, size_
 // Does attention's backward pass undo RoPE, too?
 template <class X>
 static bool undoes_rope(const ModelOf<X> *m, FlashShape shape) {
-    return m->config->block == BLOCK_LLAMA && m->config->attn.qk.kind != QK_L2 && flash_undoes_rope(shape, sizeof(X));
+    return m->config->block == BLOCK_LLAMA && shape.normalizer->qk.kind != QK_L2 && flash_undoes_rope(shape, sizeof(X));
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v, of all rows.
 template <class X>
 static void attention_layer_forward(ModelOf<X> *m, const Activations<X> &of, size_t l, size_t B, size_t T,
                                     int counter) {
-    FlashShape shape = flash_shape(m, B, T);
+    FlashShape shape = flash_shape(m, l, B, T);
     shape.from = m->from;
     phase(m, PHASE_ATTENTION);
     flash_forward<X>({of.att, output_width(m->config), shape.VS}, of.stats, m->all_zero_rows + counter,
@@ -604,11 +607,11 @@ static void attention_layer_forward(ModelOf<X> *m, const Activations<X> &of, siz
 // Computes the gradients of q, k and v (in djoined, or in dq, dk, dv) and of the learned scalars from datt.
 template <class X>
 static void attention_layer_backward(ModelOf<X> *m, const Activations<X> &of, size_t l, size_t B, size_t T) {
-    FlashShape shape = flash_shape(m, B, T);
+    FlashShape shape = flash_shape(m, l, B, T);
     phase(m, PHASE_ATTENTION);
     FlashInputGrads<X> d = block_of(m)->views(m->config, gradients_of(of));
     d.scalars = layer_scalar_grads(m, m->grads, l);
-    if (undoes_rope(m, shape)) d.rope = {rope_of(m, B, T).cosines, rope_of(m, B, T).sines};
+    if (undoes_rope(m, shape)) d.rope = {rope_of(m, l, B, T).cosines, rope_of(m, l, B, T).sines};
     flash_backward<X>(d, of.datt, {of.att, output_width(m->config), shape.VS}, of.stats,
                       attention_input(m, projected_of(of), l), shape, m->scratch, m->stream);
 }
@@ -627,7 +630,7 @@ static void layer_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int count
     phase(m, PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), m->stream);
     phase(m, PHASE_ROPE);
-    rope_forward(of.joined, of.inverse_norms, rope_of(m, B, T), m->stream);
+    rope_forward(of.joined, of.inverse_norms, rope_of(m, l, B, T), m->stream);
     attention_layer_forward(m, layer_of(m, l, 0), l, B, T, counter);
     phase(m, PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.x_mid, of.att, weight(m, at->o), of.x, {N, E, C}, m->stream);
@@ -670,8 +673,8 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     matmul_backward(&m->matmul, of.datt, grads + at->o, of.dx, of.att, weight(m, at->o), {N, E, C}, add, m->stream);
     attention_layer_backward(m, of, l, B, T);
     phase(m, PHASE_ROPE);
-    if (!undoes_rope(m, flash_shape(m, B, T)))
-        rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, B, T), m->stream);
+    if (!undoes_rope(m, flash_shape(m, l, B, T)))
+        rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, l, B, T), m->stream);
     phase(m, PHASE_NORM);
     if (c->qk_norm)
         qk_norm_backward(of.djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
@@ -695,7 +698,7 @@ static void unit_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int counte
     phase(m, PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.joined, of.h1, weight(m, at->u), (const X *)NULL, {N, C, W}, m->stream);
     phase(m, PHASE_ROPE);
-    gau_forward(projected_of(of), gains_in(m, m->params, l), rope_of(m, B, T), E, m->stream);
+    gau_forward(projected_of(of), gains_in(m, m->params, l), rope_of(m, l, B, T), E, m->stream);
     attention_layer_forward(m, layer_of(m, l, 0), l, B, T, counter);
     phase(m, PHASE_GATE);
     gau_gate_forward(of.act, of.joined, of.att, N, E, W, m->stream);
@@ -718,7 +721,7 @@ static void unit_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add)
     attention_layer_backward(m, of, l, B, T);
     phase(m, PHASE_ROPE);
     gau_backward(gradients_of(of), gains_in(m, grads, l), add, m->partials, projected_of(of), gains_in(m, m->params, l),
-                 rope_of(m, B, T), E, m->stream);
+                 rope_of(m, l, B, T), E, m->stream);
     phase(m, PHASE_NORM);
     if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);

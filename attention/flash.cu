@@ -296,6 +296,7 @@ static void check_shared(FlashShape shape, size_t element) {
 
 void flash_check(FlashShape shape, size_t element) {
     size_t HS = shape.HS, VS = shape.VS;
+    if (shape.normalizer->cap != 0) fail(EXIT_USAGE, "attention: the kernels do not support +cap= yet.");
     if (HS < 8 || HS > 128 || HS % 8)
         fail(EXIT_USAGE,
              "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (head_dim in --model, "

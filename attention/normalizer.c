@@ -23,12 +23,13 @@ typedef struct {
 #define STAGE(...) STAGE_(__VA_ARGS__, 0, )            // the value is 0 where the table gives none
 #define PRESET(name, qk, scale, s, offset, phi, norm, post, source) \
     {#name, {#name, STAGE(QK_##qk), STAGE(SCALE_##scale), STAGE(OFFSET_##offset), STAGE(PHI_##phi), STAGE(NORM_##norm), \
-             STAGE(POST_##post), S_##s}, source},
+             STAGE(POST_##post), S_##s, 0}, source},
 static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
 #define NAME(name, ...) " " #name
 const char normalizer_flag_help[] =
-    "attention normalizer, NAME or NAME+stage=value+... (run `--attn help` for their formulas):" NORMALIZERS(NAME);
+    "attention normalizer, NAME or NAME+stage=value+..., or a list of them for the layers (run `--attn help` for their formulas):" NORMALIZERS(
+        NAME);
 #undef NAME
 
 typedef struct {
@@ -74,9 +75,8 @@ static bool same_stages(const Normalizer *a, const Normalizer *b) {
     return true;
 }
 
-// Parses a plain decimal number that float32 can hold with room to spare: 0, or a magnitude from 1e-30 to 1e30. Rejects
-// everything else, such as "inf", "0x10" and leading spaces.
-static bool read_number(const char *text, double *out) {
+// float32 can hold these numbers with room to spare. Rejects everything else, such as "inf", "0x10" and leading spaces.
+bool normalizer_number(const char *text, double *out) {
     char *end;
     if (!text[strspn(text, "+-")] || text[strspn(text, "+-.0123456789eE")]) return false;
     errno = 0;
@@ -121,18 +121,20 @@ bool normalizer_trains(const Normalizer *a, Scalar scalar) {
     return false;
 }
 
-// 1/mean(ln n over n = 1..L), so that the mean temperature equals softmax's ([SSMax], models (e) and (f)); 1 with p_n.
-// lgamma() would round differently, so it only replaces sums that would take long.
-static double start_of_s(const Normalizer *a, size_t L) {
+// 1/mean(ln min(n, W) over n = 1..L), so that the mean temperature equals softmax's ([SSMax], models (e) and (f)); 1
+// with p_n, and where that mean is 0. lgamma() would round differently, so it only replaces sums that would take long.
+static double start_of_s(const Normalizer *a, size_t L, size_t W) {
     enum { LONGEST_SUM = 1 << 20 };
     if (!isnan(a->s_start)) return a->s_start;
     if (a->scale.kind == SCALE_PN) return 1;
-    double sum = L > LONGEST_SUM ? lgamma((double)L + 1.0) : 0;
-    for (size_t n = 1; n <= L && L <= LONGEST_SUM; n++) sum += log((double)n);
+    size_t rising = W && W < L ? W : L;    // the n up to which ln min(n, W) rises
+    double sum = rising > LONGEST_SUM ? lgamma((double)rising + 1.0) : 0;
+    for (size_t n = 1; n <= rising && rising <= LONGEST_SUM; n++) sum += log((double)n);
+    sum += (double)(L - rising) * log((double)rising);
     return sum > 0 ? (double)L / sum : 1;
 }
 
-double normalizer_start(const Normalizer *a, Scalar scalar, size_t L) {
+double normalizer_start(const Normalizer *a, Scalar scalar, size_t L, size_t W) {
 #define SCALAR_START(kind_, name, width, reach, start, ...) case kind_: return start;
     switch ((int)scalar) { SCALARS(SCALAR_START) }
     return 0;
@@ -146,11 +148,13 @@ bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scala
     return scalar != SCALAR_S || (same_s && (!to->fixed || from->s_start == to->s_start || isnan(to->s_start)));
 }
 
-void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value) {
+bool normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value) {
     bool given = normalizer_trains(to, SCALAR_S) && !isnan(to->s_start) && to->s_start != from->s_start;
-    if (given && normalizer_keeps(from, to, SCALAR_S))
+    bool kept = given && normalizer_keeps(from, to, SCALAR_S);
+    if (kept)
         warn("%s %s: the model keeps the s that it has; +s= sets the start of a new one. Add +fixed to replace it.",
              flag, value);
+    return kept;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ static bool read_value(const Value *v, const char *text, double *number) {
     if (!text[length]) return v->takes[0] != ':';
     if (!v->takes[0] || text[length] != v->takes[0]) return false;
     bool sign = v->takes[0] == '+' && strchr("+-", text[length + 1]);
-    return !sign && read_number(text + length + 1, number);
+    return !sign && normalizer_number(text + length + 1, number);
 }
 
 static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *message, size_t size) {
@@ -207,11 +211,15 @@ static bool set_stage(Normalizer *normalizer, size_t i, const char *text, char *
     return false;
 }
 
-// If the text starts an override ("stage=", "s=" or "fixed"), returns the index of the stage, STAGE_COUNT for s, or
-// STAGE_COUNT + 1 for fixed; otherwise -1.
+// What an override sets, apart from the stages.
+enum { OVERRIDE_S = STAGE_COUNT, OVERRIDE_CAP, OVERRIDE_FIXED, OVERRIDE_LAYER };
+
+// If the text starts an override ("stage=", "s=", ...), returns the index of the stage or one of these; otherwise -1.
 static int override_kind(const char *text) {
-    if (!strncmp(text, "s=", 2)) return STAGE_COUNT;
-    if (!strncmp(text, "fixed", 5) && (!text[5] || text[5] == '+')) return STAGE_COUNT + 1;
+    if (!strncmp(text, "s=", 2)) return OVERRIDE_S;
+    if (!strncmp(text, "cap=", 4)) return OVERRIDE_CAP;
+    if (!strncmp(text, "fixed", 5) && (!text[5] || text[5] == '+')) return OVERRIDE_FIXED;
+    if (!strncmp(text, "window=", 7) || !strncmp(text, "rope=", 5)) return OVERRIDE_LAYER;
     for (int i = 0; i < STAGE_COUNT; i++) {
         size_t length = strlen(stage_names[i]);
         if (!strncmp(text, stage_names[i], length) && text[length] == '=') return i;
@@ -220,19 +228,27 @@ static int override_kind(const char *text) {
 }
 
 // Only a '+' before an override separates, so l1+0.5 stays whole.
-static char *next_override(char *text) {
+char *normalizer_next_override(char *text) {
     char *plus = strchr(text, '+');
     while (plus && override_kind(plus + 1) < 0) plus = strchr(plus + 1, '+');
     return plus;
 }
 
+bool normalizer_is_layer_value(const char *override) {
+    return override_kind(override) == OVERRIDE_LAYER;
+}
+
 static bool apply_override(Normalizer *out, char *word, char *message, size_t size) {
     int kind = override_kind(word);
-    if (kind > STAGE_COUNT) return out->fixed = true;
+    if (kind == OVERRIDE_FIXED) return out->fixed = true;
+    if (kind == OVERRIDE_LAYER) {
+        snprintf(message, size, "'%s' belongs to a layer of a model, not to a normalizer", word);
+        return false;
+    }
     const char *value = strchr(word, '=') + 1;
     if (kind < STAGE_COUNT) return set_stage(out, (size_t)kind, value, message, size);
-    if (read_number(value, &out->s_start)) return true;
-    snprintf(message, size, "s=%s is not a number, or its magnitude is neither 0 nor between 1e-30 and 1e30", value);
+    if (normalizer_number(value, kind == OVERRIDE_S ? &out->s_start : &out->cap)) return true;
+    snprintf(message, size, "%s is not a number, or its magnitude is neither 0 nor between 1e-30 and 1e30", word);
     return false;
 }
 
@@ -249,6 +265,7 @@ static const char *meaningless(const Normalizer *n) {
     if (n->post.kind == POST_REWEIGHT && !(n->post.value > 0)) return "the power of post=reweight must be above 0";
     if (n->post.kind == POST_REWEIGHT && n->post.value > 1e6)
         return "the power of post=reweight must be at most 1e6; beyond that, float32 cannot represent its slope";
+    if (!(n->cap >= 0)) return "the C of cap=C must be above 0, or 0 for no cap";
     if (!normalizer_has(n, SCALAR_S) && (n->fixed || !isnan(n->s_start)))
         return "this normalizer has no s to start or fix; s exists with scale=logn, logn-bias and pn";
     return NULL;
@@ -278,7 +295,7 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
     }
     char words[NORMALIZER_TEXT], near[64];
     strcpy(words, text);
-    char *override = next_override(words);
+    char *override = normalizer_next_override(words);
     if (override) *override++ = 0;
     const Preset *preset = NULL;
     for (size_t i = 0; i < COUNT(PRESETS); i++)
@@ -288,8 +305,11 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
         if (!words[0])
             snprintf(message, size, "unknown normalizer: the name is empty. Run `--attn help` for the full list");
         else if (plus)
-            snprintf(message, size,
-                     "unknown override '%s'. Expected qk=, scale=, offset=, phi=, norm=, post=, s= or fixed", plus + 1);
+            snprintf(
+                message, size,
+                "unknown override '%s'. Expected qk=, scale=, offset=, phi=, norm=, post=, cap=, window=, rope=, s= or "
+                "fixed",
+                plus + 1);
         else
             snprintf(message, size, "unknown normalizer. %sRun `--attn help` for the full list",
                      nearest_preset(words, near, sizeof near));
@@ -297,7 +317,7 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
     }
     *out = preset->normalizer;
     while (override) {
-        char *next = next_override(override);
+        char *next = normalizer_next_override(override);
         if (next) *next++ = 0;
         if (!apply_override(out, override, message, size)) return false;
         override = next;
@@ -324,7 +344,7 @@ static bool same_start(const Normalizer *a, const Normalizer *b) {
 }
 
 bool normalizer_equal(const Normalizer *a, const Normalizer *b) {
-    return same_stages(a, b) && a->fixed == b->fixed && (!a->fixed || same_start(a, b));
+    return same_stages(a, b) && a->cap == b->cap && a->fixed == b->fixed && (!a->fixed || same_start(a, b));
 }
 
 // Writes the normalizer as a preset with overrides. Returns false if no override can undo some part of the preset.
@@ -341,6 +361,8 @@ static bool write_by_preset(const Normalizer *normalizer, const Preset *preset, 
                                    normalizer_stage_text(normalizer, i, text, sizeof text));
     if (start_differs && at < size)
         at += (size_t)snprintf(out + at, size - at, "+s=%s", number_text(normalizer->s_start).text);
+    if (normalizer->cap != 0 && at < size)
+        at += (size_t)snprintf(out + at, size - at, "+cap=%s", number_text(normalizer->cap).text);
     if (normalizer->fixed && !base->fixed && at < size) at += (size_t)snprintf(out + at, size - at, "+fixed");
     return at < size;
 }
@@ -429,13 +451,19 @@ static void print_values(void) {
                 else widen(&width, label);
             }
     }
-    printf("  %-*s %s\n", width, "s=X", "initial value of s (default: 1/mean(ln n over n = 1..L), or 1 with pn)");
+    printf("  %-*s %s\n", width, "s=X", "initial value of s (default: 1/mean(ln n over a sequence of L), or 1 with pn)");
     printf("  %-*s %s\n", width, "fixed", "s is not trained");
+    printf("  %-*s %s\n", width, "cap=C", "C tanh(z/C) takes the place of z; 0: none");
+    printf("  %-*s %s\n", width, "window=W",
+           "of a layer: a query sees itself and the W - 1 keys before it; n is at most W");
+    printf("  %-*s %s\n", width, "rope=none|THETA",
+           "of a layer: q and k are not rotated, or RoPE has a base of its own");
 }
 
 static void print_table(void) {
     printf(
-        "--attn NAME or --attn NAME+stage=value+...; run --attn help:NAME+... to see one normalizer's formulas\n%s\n",
+        "--attn NAME, NAME+stage=value+..., or a list [COUNT*]NAME...,[COUNT*]NAME... that is dealt to the layers from the\n"
+        "first on, again and again; run --attn help:NAME+... to see one normalizer's formulas\n%s\n",
         DEFINITIONS);
     print_presets();
     printf("\n");

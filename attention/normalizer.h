@@ -152,6 +152,7 @@ typedef struct {
     Stage qk, scale, offset, phi, norm, post;
     bool fixed;        // s is not trained
     double s_start;    // from s=X; NAN for the default
+    double cap;        // C: C tanh(z/C) takes the place of z, for every phi; 0: none
 } Normalizer;
 
 // `make ATTN=NAME` makes these compile-time constants, so the compiler drops all code for other normalizers.
@@ -173,14 +174,14 @@ typedef struct {
 //   name         in checkpoints, after "model.layers.N.self_attn." (".gau.") or "model."
 //   width        PER_HEAD: one for each head; PER_POSITION: one for each n up to L
 //   for          EACH_LAYER: each layer has its own set; WHOLE_MODEL: all layers share one set
-//   start        the initial value under the normalizer a with training length L
+//   start        the initial value under the normalizer a with training length L and a window of W keys (0: all)
 //   trained      whether it is trained under a; otherwise it keeps its initial value
 //   acts in      a stage of the normalizer. The scalar exists if that stage is of the given kind. In the scale and the
 //                norm, it is at.scalar[KIND] in the formulas below; a phi has at most one, its `number`
 // clang-format off
 #define SCALARS(X) \
     /* kind        name          width         for          start             trained    acts in   exists when */ \
-    X(SCALAR_S,    "attn_scale", PER_HEAD,     EACH_LAYER,  start_of_s(a, L), !a->fixed, IN_SCALE, \
+    X(SCALAR_S,    "attn_scale", PER_HEAD,     EACH_LAYER,  start_of_s(a, L, W), !a->fixed, IN_SCALE, \
       kind == SCALE_LOGN || kind == SCALE_LOGN_BIAS || kind == SCALE_PN) \
     X(SCALAR_B,    "attn_bias",  PER_HEAD,     EACH_LAYER,  0,                true,      IN_SCALE, \
       kind == SCALE_LOGN_BIAS || kind == SCALE_PN) \
@@ -425,10 +426,11 @@ enum { POST_FROM = 3 };
 extern const char *const scalar_names[SCALAR_COUNT];
 extern const ScalarReach scalar_reach[SCALAR_COUNT];
 
-// Does the normalizer have this scalar, does it train it, and what is its initial value for training length L?
+// Does the normalizer have this scalar, does it train it, and what is its initial value for training length L and a
+// window of W keys (0: all)?
 bool normalizer_has(const Normalizer *normalizer, Scalar scalar);
 bool normalizer_trains(const Normalizer *normalizer, Scalar scalar);
-double normalizer_start(const Normalizer *normalizer, Scalar scalar, size_t L);
+double normalizer_start(const Normalizer *normalizer, Scalar scalar, size_t L, size_t W);
 
 // The same normalizer with each row's own length so far, n, in place of T: that of a generated text.
 Normalizer normalizer_by_row(const Normalizer *normalizer);
@@ -436,11 +438,18 @@ Normalizer normalizer_by_row(const Normalizer *normalizer);
 // When a model switches from one normalizer to another, does it keep this scalar's values (or restart it)?
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar);
 
-// Warns if the switch keeps a learned s, for which the +s=X of `to` has no effect. `to` was given as `flag value`.
-void normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value);
+// Warns if the switch keeps a learned s, for which the +s=X of `to` has no effect, and returns whether it does. `to`
+// was given as `flag value`.
+bool normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value);
 
 // Parses NAME or NAME+stage=value+.... On failure, returns false with a message that lists the valid choices.
 bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t size);
+
+// For attention/list.c. Where the next override begins, at its '+', or NULL; is the override window= or rope=, which
+// belongs to a layer; and a plain decimal number, 0 or of a magnitude from 1e-30 to 1e30.
+char *normalizer_next_override(char *text);
+bool normalizer_is_layer_value(const char *override);
+bool normalizer_number(const char *text, double *number);
 
 // Is the normalizer valid for this training length? If not, `message` says why.
 bool normalizer_fits(const Normalizer *normalizer, size_t L, char *message, size_t size);

@@ -324,13 +324,17 @@ bool eval_find(Eval *e, Error *error) {
     if (!model_config_read(e->config, e->folder, e->o.ignore_config_key, error)) return false;
     if (!checkpoint_verify(e->folder, true, error)) return false;
     e->own = e->given = e->config->attn;
-    if (e->o.attn && !normalizer_parse(&e->given, e->o.attn, message, sizeof message))
+    if (e->o.attn && !attention_parse(&e->given, e->o.attn, e->config->layers, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
-    normalizer_warn_of_start(&e->own, &e->given, "--attn", e->given.text);
-    e->switches = !normalizer_equal(&e->own, &e->given);
+    attention_warn_of_unused("--attn", e->given.text, e->config->layers);
+    attention_warn_of_start(&e->own, &e->given, e->config->layers, "--attn", e->given.text);
+    e->switches = !attention_equal(&e->own, &e->given, e->config->layers);
     e->after = false;
-    if (!normalizer_fits(&e->given, e->config->seq_len, message, sizeof message))
+    if (!attention_fits(&e->given, e->config->seq_len, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s.", message);
+    const char *beyond = attention_beyond_plain(&e->given);
+    if (!beyond) beyond = attention_beyond_plain(&e->own);
+    if (beyond) fail(EXIT_USAGE, "--attn %s: %s does not support %s yet.", e->given.text, program_name, beyond);
     settle_rope(e);
     return open_tokenizer(e, error);
 }
@@ -358,20 +362,22 @@ size_t eval_length(const Eval *e, size_t least) {
 // A new s is initialized so that the mean of s·ln(n) over n = 1..L is 1, softmax's temperature. Over shorter sequences,
 // the mean is lower, so attention is flatter, and the loss says little about the normalizer itself.
 static void note_temperature(const Eval *e) {
-    const Normalizer *to = &e->given;
+    const LayerAttention *layer = attention_at(&e->given, 0);
+    const Normalizer *from = &attention_at(&e->own, 0)->normalizer, *to = &layer->normalizer;
     size_t L = e->config->seq_len, T = e->longest;
     for (size_t i = 0; i < e->count; i++)
         if (e->lengths[i].T < T) T = e->lengths[i].T;
-    bool starts = normalizer_has(to, SCALAR_S) && !normalizer_keeps(&e->own, to, SCALAR_S) && isnan(to->s_start) &&
-                  to->scale.kind != SCALE_PN;
+    bool starts = normalizer_has(to, SCALAR_S) && !normalizer_keeps(from, to, SCALAR_S) && isnan(to->s_start) &&
+                  to->scale.kind != SCALE_PN && e->given.count == 1;
     if (!starts || !T || T >= L) return;
-    double start = normalizer_start(to, SCALAR_S, L), here = normalizer_start(to, SCALAR_S, T);
+    double start = normalizer_start(to, SCALAR_S, L, layer->window),
+           here = normalizer_start(to, SCALAR_S, T, layer->window);
     if (!(start / here < 0.9)) return;
     printf(
         "note      s starts at %.4f for L = %zu, but at T = %zu its mean temperature is only %.2f of softmax's, which "
         "usually increases the loss:\n"
         "          use --attn %s+s=%.4f to start at softmax's temperature at this length\n",
-        start, L, T, start / here, to->text, here);
+        start, L, T, start / here, e->given.text, here);
 }
 
 static void print_start(const Eval *e) {
@@ -395,20 +401,21 @@ static void print_start(const Eval *e) {
     fflush(stdout);
 }
 
-static const Normalizer *normalizer_with_p(const Eval *e) {
-    if (normalizer_has(&e->own, SCALAR_P)) return &e->own;
-    return normalizer_has(&e->given, SCALAR_P) ? &e->given : NULL;
+// The most keys for which attention needs p_n, under the checkpoint's normalizers or those of --attn; 0 if none has it.
+static size_t p_keys(const Eval *e) {
+    size_t own = attention_p_keys(&e->own, e->longest), given = attention_p_keys(&e->given, e->longest);
+    return own > given ? own : given;
 }
 
 void eval_check(const Eval *e) {
     size_t L = e->config->seq_len;
-    const Normalizer *with_p = normalizer_with_p(e);
+    const AttentionList *with_p = attention_has(&e->own, SCALAR_P) ? &e->own : &e->given;
     model_check_length(e->config, e->longest);
-    if (!with_p || e->longest <= L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
+    if (p_keys(e) <= L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
          "%s: %s has p_n for n up to L = %zu, but this evaluation asks for %zu.\n"
          "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
-         e->folder, with_p->text, L, e->longest);
+         e->folder, with_p->text, L, p_keys(e));
 }
 
 // The shards may have been written with another file than the one beside them, so this is only a warning.
@@ -420,7 +427,7 @@ static void compare_tokenizers(const Eval *e) {
 }
 
 void eval_start(const Eval *e) {
-    if (e->o.pn_extrapolate == PN_LOG && !normalizer_with_p(e))
+    if (e->o.pn_extrapolate == PN_LOG && !p_keys(e))
         warn("%s%s--pn-extrapolate log has no effect: %s has no p_n.", e->model_count > 1 ? e->name : "",
              e->model_count > 1 ? ": " : "", e->given.text);
     compare_tokenizers(e);
@@ -448,8 +455,28 @@ void eval_finish(Eval *e) {
     e->parts = e->not_finite = e->affected[0] = 0;
 }
 
+// Where a new learned scalar starts: one number, or where layers differ one for each, null where it is not new. NULL if
+// it is not new in any layer.
+static cJSON *starts_of(const Eval *e, Scalar scalar) {
+    cJSON *starts = cJSON_CreateArray();
+    double first = NAN;
+    bool same = true;
+    for (size_t l = 0; l < e->config->layers; l++) {
+        const Tensor t = {.scalar = scalar, .layer = scalar_reach[scalar] == WHOLE_MODEL ? NO_LAYER : l};
+        bool is_new = tensor_exists(&t, &e->given) && !tensor_keeps(&t, &e->own, &e->given);
+        double start = is_new ? tensor_start(&t, e->config) : NAN;
+        cJSON_AddItemToArray(starts, cJSON_CreateNumber(start));
+        same = same && (!is_new || isnan(first) || start == first);
+        if (is_new) first = start;
+    }
+    if (!same) return starts;
+    cJSON_Delete(starts);
+    return isnan(first) ? NULL : cJSON_CreateNumber(first);
+}
+
 void eval_switch(Eval *e) {
     cJSON *entry = cJSON_CreateObject(), *started;
+    e->config->attn = e->given;
     e->lineage = cJSON_CreateArray();
     cJSON_AddItemToArray(e->lineage, entry);
     cJSON_AddStringToObject(entry, "event", "attn-at-evaluation");
@@ -457,13 +484,14 @@ void eval_switch(Eval *e) {
     cJSON_AddStringToObject(entry, "attn", e->given.text);
     started = cJSON_AddObjectToObject(entry, "started");
     for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
-        if (!normalizer_has(&e->given, scalar) || normalizer_keeps(&e->own, &e->given, scalar)) continue;
-        double start = normalizer_start(&e->given, scalar, e->config->seq_len);
-        printf("%s%s starts at %.6g", cJSON_GetArraySize(started) ? ", " : "\n", scalar_names[scalar], start);
-        cJSON_AddNumberToObject(started, scalar_names[scalar], start);
+        cJSON *start = starts_of(e, scalar);
+        if (!start) continue;
+        printf("%s%s starts at ", cJSON_GetArraySize(started) ? ", " : "\n", scalar_names[scalar]);
+        if (cJSON_IsNumber(start)) printf("%.6g", start->valuedouble);
+        else printf("values that differ by layer");
+        cJSON_AddItemToObject(started, scalar_names[scalar], start);
     }
     if (cJSON_GetArraySize(started)) printf("\n");
-    e->config->attn = e->given;
     e->after = true;
 }
 
@@ -480,8 +508,8 @@ static void record_losses(const Eval *e) {
     }
 }
 
-RopeAngles eval_angles(const Eval *e, size_t T) {
-    RopeAngles angles = model_rope(e->config);
+RopeAngles eval_angles(const Eval *e, double base, size_t T) {
+    RopeAngles angles = model_rope(e->config, base);
     angles.theta = rope_theta(&angles, T);
     if (angles.scaling.kind == ROPE_NTK) angles.scaling.kind = ROPE_NONE;
     return angles;

@@ -73,13 +73,13 @@ typedef struct {
 
     // The model that is being evaluated.
     char folder[PATH_MAX];
-    char name[256];           // its label in tables and pictures
-    ModelConfig *config;      // the program's, under the normalizer in use, and with the flags' theta and RoPE scaling
-    Normalizer own, given;    // the checkpoint's normalizer, and that of --attn (the same without the flag)
-    bool switches;            // do they differ?
-    bool after;               // is `given` in use, after the switch?
-    bool checking;            // is the model only checked, before the first one is evaluated?
-    Tokenizer *tokenizer;     // NULL if the folder has none that we support
+    char name[256];         // its label in tables and pictures
+    ModelConfig *config;    // the program's, under the normalizer in use, and with the flags' theta and RoPE scaling
+    AttentionList own, given;    // the checkpoint's normalizers, and those of --attn (the same without the flag)
+    bool switches;               // do they differ?
+    bool after;                  // is `given` in use, after the switch?
+    bool checking;               // is the model only checked, before the first one is evaluated?
+    Tokenizer *tokenizer;        // NULL if the folder has none that we support
     Length lengths[OPTION_LIST_MAX];
     size_t count, longest, first_part;    // number of lengths; the longest; the end of the first range of positions
     bool masked;                          // may some targets not count?
@@ -142,8 +142,9 @@ static inline double rounded(double x, double unit) {
 // switches, after the evaluation under the checkpoint's own normalizer.
 void eval_switch(Eval *e);
 
-// RoPE's angles for a text of T tokens. Under ntk, theta follows from T alone, even if further positions have angles.
-RopeAngles eval_angles(const Eval *e, size_t T);
+// RoPE's angles for a text of T tokens, see model_rope(). Under ntk, theta follows from T, even if further positions
+// have angles.
+RopeAngles eval_angles(const Eval *e, double base, size_t T);
 
 // Records the model in "models".
 void eval_record_model(Eval *e);

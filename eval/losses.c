@@ -20,7 +20,7 @@ static void check_windows(const Length *at) {
 
 void losses_settle(Eval *e) {
     const ModelConfig *config = e->config;
-    RopeAngles rope = model_rope(config);
+    RopeAngles rope = model_rope(config, 0);
     Error error;
     size_t lengths[OPTION_LIST_MAX];
     e->count = eval_lengths(e, lengths);

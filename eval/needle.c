@@ -337,7 +337,7 @@ void needle_settle(Needle *n, Eval *e) {
 static void begin_length(Needle *n) {
     Eval *e = n->e;
     size_t T = n->trial.length;
-    RopeAngles angles = eval_angles(e, T);
+    RopeAngles angles = eval_angles(e, 0, T);
     n->theta = angles.theta;
     memset(n->right, 0, sizeof n->right);
     memset(n->first_digit, 0, sizeof n->first_digit);

@@ -66,7 +66,7 @@ static void load_windows(Evaluator *v, const Length *at, uint64_t first, size_t 
 // Sums the losses at each position over a length's windows, into v->sums and v->counts.
 static void measure(Evaluator *v, const Length *at) {
     size_t T = at->T, most = batch_size(v) * v->e.longest / T;
-    use_angles(&v->c, eval_angles(&v->e, T), T);
+    use_angles(&v->c, &v->e, T, T);
     memset(v->sums, 0, T * sizeof *v->sums);
     memset(v->counts, 0, T * sizeof *v->counts);
     for (uint64_t first = 0; first < at->windows; first += most) {
@@ -105,7 +105,7 @@ static void run_needle(Evaluator *v) {
     needle_begin(n);
     while (needle_next(n)) {
         // Each length has its own angles under ntk.
-        if (t->length != length) use_angles(&v->c, eval_angles(&v->e, length = t->length), t->positions);
+        if (t->length != length) use_angles(&v->c, &v->e, length = t->length, t->positions);
         const float *logits = prompt_logits(&v->c, n);
         v->e.tokens += t->count - cached_tokens(&v->c, t);
         for (size_t position = t->count; needle_answer(n, logits); position++) {
@@ -129,7 +129,7 @@ static void run_attention(Evaluator *v) {
     size_t T;
     observe_begin(&v->observer);
     while (observe_next(&v->observer, v->inputs, &T)) {
-        use_angles(&v->c, eval_angles(&v->e, T), T);
+        use_angles(&v->c, &v->e, T, T);
         observe_done(&v->observer, T, observe_sequence(&v->c, &v->observer, v->inputs, T));
     }
     observe_end(&v->observer);
@@ -148,7 +148,7 @@ static void settle_scores(Evaluator *v) {
 
 static void run_scores(Evaluator *v) {
     Weights weights = computer_weights(&v->c);
-    if (normalizer_has(&v->e.config->attn, SCALAR_P) && !v->e.pn_fit)
+    if (attention_has(&v->e.config->attn, SCALAR_P) && !v->e.pn_fit)
         fit_pn(&v->e, weights.params + weights.list->scalar[SCALAR_P], v->c.p_n, v->e.longest);
     scores_report(&v->e, weights.list, weights.params);
 }
@@ -164,7 +164,7 @@ static void run_choice(Evaluator *v) {
     choice_begin(&v->choice);
     while ((ending = choice_next(&v->choice))) {
         size_t T = ending->count - 1;
-        use_angles(&v->c, eval_angles(&v->e, T), T);
+        use_angles(&v->c, &v->e, T, T);
         const float *losses = batch_losses(&v->c, ending->ids, ending->ids + 1, NULL, 1, T);
         double sum = 0;
         for (size_t t = ending->from - 1; t < T; t++) sum += losses[t];
@@ -257,9 +257,9 @@ static void switch_normalizer(Evaluator *v) {
 
 static void evaluate(Evaluator *v) {
     Eval *e = &v->e;
-    const Normalizer *attn = &e->config->attn;
+    const AttentionList *attn = &e->config->attn;
     printf("\nunder %s%s\n", attn->text, e->after ? ", without training" : ", the checkpoint's own");
-    if (normalizer_has(attn, SCALAR_P) && e->o.pn_extrapolate == PN_LOG && !e->pn_fit) {
+    if (attention_has(attn, SCALAR_P) && e->o.pn_extrapolate == PN_LOG && !e->pn_fit) {
         Weights weights = computer_weights(&v->c);
         fit_pn(e, weights.params + weights.list->scalar[SCALAR_P], v->c.p_n, e->longest);
         replace_pn(&v->c);

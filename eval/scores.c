@@ -22,7 +22,7 @@ static void add_values(cJSON *object, const char *name, const float *values, siz
 // The scale of head h is c = (a1 ln n + a2)/sqrt(d): a1 = s and a2 = b, or with p_n = p1 ln n + p2 (its fit), a1 = s p1
 // and a2 = s p2 + b.
 static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
-    const cJSON *fit_of_pn = normalizer_has(&e->config->attn, SCALAR_P) ? e->pn_fit : NULL;
+    const cJSON *fit_of_pn = attention_has(&e->config->attn, SCALAR_P) ? e->pn_fit : NULL;
     const cJSON *p1 = cJSON_GetObjectItem(fit_of_pn, "a1"), *p2 = cJSON_GetObjectItem(fit_of_pn, "a2");
     cJSON *fits = cJSON_AddArrayToObject(layer, "fits");
     double sums[2] = {0, 0}, heads = (double)e->config->heads;
@@ -40,14 +40,14 @@ static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
 }
 
 void scores_report(Eval *e, const TensorList *list, const float *params) {
-    const Normalizer *attn = &e->config->attn;
+    const AttentionList *attn = &e->config->attn;
     size_t heads = e->config->heads, L = e->config->seq_len;
     cJSON *row = eval_row(e), *layers = cJSON_AddArrayToObject(row, "layers");
     bool any = false;
-    for (int x = 0; x < SCALAR_COUNT; x++) any = any || normalizer_has(attn, (Scalar)x);
+    for (int x = 0; x < SCALAR_COUNT; x++) any = any || attention_has(attn, (Scalar)x);
     if (!any) printf("%s has no learned scalars\n", attn->text);
     for (int x = 0; x < SCALAR_COUNT; x++)
-        if (normalizer_has(attn, (Scalar)x) && scalar_reach[x] == WHOLE_MODEL)
+        if (attention_has(attn, (Scalar)x) && scalar_reach[x] == WHOLE_MODEL)
             add_values(row, scalar_names[x], params + list->scalar[x], scalar_size(x, heads, L));
     for (size_t l = 0; any && l < e->config->layers; l++) {
         Scalars scalars = scalars_of(list, params, l, attn);

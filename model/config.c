@@ -60,10 +60,11 @@ static const Family *family_of(const ModelConfig *config) {
 }
 
 bool model_is_plain(const ModelConfig *config) {
-    Normalizer softmax;
+    AttentionList softmax;
     char message[256];
     return block_shapes[config->block].plain && family_of(config) != &FAMILIES[OUR_OWN] && config->logit_softcap == 0 &&
-           normalizer_parse(&softmax, "softmax", message, sizeof message) && normalizer_equal(&config->attn, &softmax);
+           attention_parse(&softmax, "softmax", config->layers, message, sizeof message) &&
+           attention_equal(&config->attn, &softmax, config->layers);
 }
 
 // Does a Mistral have this window? Not one that was trained on longer sequences under another normalizer, because its
@@ -149,9 +150,10 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
     for (size_t i = 0; i < STAGE_COUNT; i++) {
         char text[64];
-        cJSON_AddStringToObject(attn, stage_names[i], normalizer_stage_text(&config->attn, i, text, sizeof text));
+        cJSON_AddStringToObject(attn, stage_names[i],
+                                normalizer_stage_text(normalizer_of(config, 0), i, text, sizeof text));
     }
-    if (config->attn.fixed) cJSON_AddBoolToObject(attn, "fixed", true);
+    if (normalizer_of(config, 0)->fixed) cJSON_AddBoolToObject(attn, "fixed", true);
     const BlockShape *block = &block_shapes[config->block];
     if (!block->plain) cJSON_AddStringToObject(attn, "block", block->name);
     char *text = cJSON_Print(json);
@@ -687,7 +689,7 @@ static void check_ntk_length(Reader *r) {
 
 // The stages spell out the name for other readers. Here they must agree with it.
 static void read_stages(Reader *r, const cJSON *attn, const char *name) {
-    const Normalizer *normalizer = &r->config->attn;
+    const Normalizer *normalizer = normalizer_of(r->config, 0);
     for (size_t i = 0; i < STAGE_COUNT; i++) {
         char text[64];
         const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, stage_names[i]);
@@ -707,7 +709,7 @@ static void read_normalizer(Reader *r) {
     if (!attn) {
         if (is_own(r))
             reasons_add(&r->reasons, "\"attention_normalizer\" is missing; \"model_type\" \"attn_gpt\" requires it");
-        else if (!normalizer_parse(&r->config->attn, "softmax", message, sizeof message))
+        else if (!attention_parse(&r->config->attn, "softmax", r->config->layers, message, sizeof message))
             reasons_add(&r->reasons, "the file has no attention_normalizer, so it means softmax: %s", message);
         return;
     }
@@ -715,7 +717,7 @@ static void read_normalizer(Reader *r) {
         reasons_add(&r->reasons, "attention_normalizer has no \"name\"");
         return;
     }
-    if (normalizer_parse(&r->config->attn, name->valuestring, message, sizeof message))
+    if (attention_parse(&r->config->attn, name->valuestring, r->config->layers, message, sizeof message))
         read_stages(r, attn, name->valuestring);
     else reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
     if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))

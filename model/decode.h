@@ -53,8 +53,8 @@ static void unit_plan_decoder(Decoder *d, MemoryPlan *plan) {
 }
 
 // `count` new positions of a sequence, after `past` earlier ones in the cache.
-static AttentionShape span_shape(const Decoder *d, size_t past, size_t count) {
-    AttentionShape shape = attention_shape(&d->m->config, 1, count);
+static AttentionShape span_shape(const Decoder *d, size_t layer, size_t past, size_t count) {
+    AttentionShape shape = attention_shape(&d->m->config, layer, 1, count);
     shape.cached = true;
     shape.past = past;
     return shape;
@@ -79,7 +79,7 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
     memory_add(plan, kind, (void **)&d->attention,
-               FLOATS(attention_scratch(span_shape(d, length, rows), omp_get_max_threads())));
+               FLOATS(attention_scratch(span_shape(d, 0, length, rows), omp_get_max_threads())));
     memory_add(plan, kind, (void **)&d->stats, FLOATS(rows * c->heads * ROW_STATS));
     memory_add(plan, kind, (void **)&d->starts, sequences * sizeof *d->starts);
     memory_add(plan, kind, (void **)&d->first, rows * sizeof *d->first);
@@ -94,13 +94,20 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
 static void decoder_ready(Decoder *d) {
     Model *m = d->m;
     if (!m->B && m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, d->rows * widest_second(&m->config));
-    rope_table(d->cosines, d->sines, d->length, model_rope(&m->config));
+    rope_table(d->cosines, d->sines, d->length, model_rope(&m->config, 0));
 }
 
-static Rope rope_at(const Decoder *d, size_t position) {
+static Rope rope_at(const Decoder *d, size_t layer, size_t position) {
     const ModelConfig *c = &d->m->config;
     size_t HS = head_size(c), angles = position * (HS / 2);
-    return (Rope){1, 1, c->heads, c->kv_heads, HS, d->cosines + angles, d->sines + angles, c->attn.qk.kind == QK_L2};
+    return (Rope){1,
+                  1,
+                  c->heads,
+                  c->kv_heads,
+                  HS,
+                  d->cosines + angles,
+                  d->sines + angles,
+                  normalizer_of(c, layer)->qk.kind == QK_L2};
 }
 
 // q stays in place.
@@ -139,7 +146,7 @@ static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_
 
 // Attention of head h of row r over the cached keys of its sequence.
 static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, size_t layer) {
-    AttentionShape shape = attention_shape(&d->m->config, 1, row->position + 1);
+    AttentionShape shape = attention_shape(&d->m->config, layer, 1, row->position + 1);
     AttentionInput in = cached_input(d, row, r, layer);
     size_t kv = h / (shape.NH / shape.NKV), first = (size_t)d->first[r];
     in.k.p += first * in.k.row + kv * in.k.head;
@@ -156,7 +163,7 @@ static bool is_span(const DecodeRow *rows, size_t count) {
 }
 
 static void keep_weights(Decoder *d, const DecodeRow *row, size_t r, size_t layer) {
-    AttentionShape shape = span_shape(d, row->position, 1);
+    AttentionShape shape = span_shape(d, layer, row->position, 1);
     #pragma omp parallel for schedule(static)
     for (size_t h = 0; h < shape.NH; h++)
         attention_weights(d->weights + (layer * shape.NH + h) * d->length, d->length, NULL,
@@ -173,11 +180,12 @@ static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, si
     for (size_t r = 0; r < count; r++) {
         size_t sequence = layer * d->sequences + rows[r].sequence, position = rows[r].position;
         size_t at = sequence * c->kv_heads * d->length + position;
-        decode_block(d)->keys(d, rope_at(d, position), r, layer, d->k + at * head_size(c), d->v + at * value_size(c));
+        decode_block(d)->keys(d, rope_at(d, layer, position), r, layer, d->k + at * head_size(c),
+                              d->v + at * value_size(c));
     }
     if (is_span(rows, count)) {
         attention_forward(d->att, d->stats, cached_input(d, rows, 0, layer), layer_scalars(d->m, layer),
-                          span_shape(d, rows[0].position, count), d->attention);
+                          span_shape(d, layer, rows[0].position, count), d->attention);
     } else {
         #pragma omp parallel for collapse(2) schedule(dynamic) if (work >= SHARED_WORK)
         for (size_t r = 0; r < count; r++)

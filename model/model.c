@@ -144,8 +144,12 @@ size_t head_size(const ModelConfig *config) {
     return config->head_dim;
 }
 
-RopeAngles model_rope(const ModelConfig *config) {
-    return (RopeAngles){config->rope_theta, config->rope_scaling, head_size(config), config->seq_len};
+RopeAngles model_rope(const ModelConfig *config, double base) {
+    RopeAngles angles = {config->rope_theta, config->rope_scaling, head_size(config), config->seq_len};
+    if (base == 0) return angles;
+    angles.theta = base;
+    angles.scaling = (RopeScaling){.kind = ROPE_NONE};
+    return angles;
 }
 
 size_t value_size(const ModelConfig *config) {
@@ -440,17 +444,18 @@ static void set_start(Tensor *t, const ModelConfig *config, Start start) {
     t->mean = 0.0f;
     t->std = 0.0f;
     if (start == START_ONE) t->mean = 1.0f;
-    if (start == START_SCALAR) t->mean = (float)normalizer_start(&config->attn, t->scalar, config->seq_len);
+    if (start == START_SCALAR) t->mean = (float)tensor_start(t, config);
     if (start == START_NORMAL) t->std = 0.02f;
     if (start == START_RESIDUAL) t->std = 0.02f / sqrtf((float)writes);
 }
 
-// What goes into a list: the tensors of `config`, with the learned scalars of its normalizer and of `others`.
+// What goes into a list: the tensors of `config`, with the learned scalars of its normalizers and of `others`.
 typedef struct {
     TensorList *list;
     const ModelConfig *config;
-    const Normalizer *const *others;
+    const AttentionList *const *others;
     size_t count;
+    size_t layer;    // NO_LAYER outside layers
 } Listing;
 
 static void add(const Listing *to, const TensorSpec *row, Scalar scalar, const char *prefix, void *offsets) {
@@ -458,7 +463,8 @@ static void add(const Listing *to, const TensorSpec *row, Scalar scalar, const c
     Tensor *t = &list->tensors[list->count++];
     *t = (Tensor){.ndim = row->cols == NONE ? 1 : 2,
                   .shape = {dimension(to->config, row->rows), dimension(to->config, row->cols)},
-                  .scalar = scalar};
+                  .scalar = scalar,
+                  .layer = scalar == SCALAR_NONE ? NO_LAYER : to->layer};
     snprintf(t->name, sizeof t->name, "%s%s%s", prefix, row->name, scalar == SCALAR_NONE ? "" : scalar_names[scalar]);
     t->elements = t->shape[0] * t->shape[1];
     t->decay = row->decay;
@@ -473,8 +479,9 @@ static void add(const Listing *to, const TensorSpec *row, Scalar scalar, const c
 }
 
 static bool any_has(const Listing *to, Scalar scalar) {
-    bool any = normalizer_has(&to->config->attn, scalar);
-    for (size_t i = 0; i < to->count; i++) any |= normalizer_has(to->others[i], scalar);
+    const Tensor tensor = {.scalar = scalar, .layer = to->layer};
+    bool any = tensor_exists(&tensor, &to->config->attn);
+    for (size_t i = 0; i < to->count; i++) any |= tensor_exists(&tensor, to->others[i]);
     return any;
 }
 
@@ -492,11 +499,11 @@ static void add_rows(const Listing *to, const TensorSpec *rows, size_t count, Sc
     }
 }
 
-TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count) {
+TensorList tensors_of(const ModelConfig *config, const AttentionList *const *others, size_t count) {
     const BlockShape *block = &block_shapes[config->block];
     size_t layers = config->layers;
     TensorList list = {.layers = calloc(layers, sizeof *list.layers)};
-    Listing to = {&list, config, others, count};
+    Listing to = {&list, config, others, count, NO_LAYER};
     size_t most = COUNT(FIRST_ROWS) + layers * block->tensor_count + COUNT(LAST_ROWS) + (layers + 1) * SCALAR_COUNT;
     list.tensors = calloc(most, sizeof *list.tensors);
     if (!list.layers || !list.tensors) fail(EXIT_RESOURCE, "out of memory for the list of tensors.");
@@ -505,8 +512,10 @@ TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others
         char prefix[64];
         snprintf(prefix, sizeof prefix, "model.layers.%zu.", l);
         memcpy(list.layers[l].scalar, list.scalar, sizeof list.scalar);
+        to.layer = l;
         add_rows(&to, block->tensors, block->tensor_count, EACH_LAYER, prefix, &list.layers[l]);
     }
+    to.layer = NO_LAYER;
     add_rows(&to, LAST_ROWS, config->tied ? COUNT(LAST_ROWS) - 1 : COUNT(LAST_ROWS), WHOLE_MODEL, "", &list);
     if (config->tied) list.head = list.embedding;
     return list;
@@ -527,12 +536,27 @@ void tensors_use_muon(TensorList *list) {
         if (list->tensors[i].hidden) list->tensors[i].update = UPDATE_MUON;
 }
 
-bool tensor_exists(const Tensor *tensor, const Normalizer *attn) {
-    return tensor->scalar == SCALAR_NONE || normalizer_has(attn, tensor->scalar);
+bool tensor_exists(const Tensor *tensor, const AttentionList *attn) {
+    if (tensor->scalar == SCALAR_NONE) return true;
+    if (tensor->layer == NO_LAYER) return attention_has(attn, tensor->scalar);
+    return normalizer_has(&attention_at(attn, tensor->layer)->normalizer, tensor->scalar);
 }
 
-bool tensor_trained(const Tensor *tensor, const Normalizer *attn) {
-    return tensor->scalar == SCALAR_NONE || normalizer_trains(attn, tensor->scalar);
+bool tensor_trained(const Tensor *tensor, const AttentionList *attn) {
+    if (tensor->scalar == SCALAR_NONE) return true;
+    if (tensor->layer == NO_LAYER) return attention_trains(attn, tensor->scalar);
+    return normalizer_trains(&attention_at(attn, tensor->layer)->normalizer, tensor->scalar);
+}
+
+double tensor_start(const Tensor *tensor, const ModelConfig *config) {
+    const LayerAttention *layer = attention_of(config, tensor->layer == NO_LAYER ? 0 : tensor->layer);
+    return normalizer_start(&layer->normalizer, tensor->scalar, config->seq_len, layer->window);
+}
+
+bool tensor_keeps(const Tensor *tensor, const AttentionList *from, const AttentionList *to) {
+    if (tensor->layer == NO_LAYER) return attention_has(from, tensor->scalar);
+    return normalizer_keeps(&attention_at(from, tensor->layer)->normalizer,
+                            &attention_at(to, tensor->layer)->normalizer, tensor->scalar);
 }
 
 uint64_t model_parameters(const ModelConfig *config) {

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention/normalizer.h"
+#include "attention/list.h"
 #include "model/rope.h"
 #include "runtime/error.h"
 
@@ -53,8 +53,17 @@ typedef struct {
     int end_of_text;                  // the token between documents
     int ends[MAX_ENDS], end_count;    // eos_token_id of the file: what else ends a generated text, such as <|im_end|>
     int bos, pad;    // bos_token_id and pad_token_id of the file, NULL_ID if null, NO_ID if missing; for other programs
-    Normalizer attn;
+    AttentionList attn;
 } ModelConfig;
+
+// The attention of a layer.
+static inline const LayerAttention *attention_of(const ModelConfig *config, size_t layer) {
+    return attention_at(&config->attn, layer);
+}
+
+static inline const Normalizer *normalizer_of(const ModelConfig *config, size_t layer) {
+    return &attention_of(config, layer)->normalizer;
+}
 
 // One row per block: its sizes and tensors, and how --model, config.json and the log describe it. Its memory and its
 // passes are rows of the trainers.
@@ -116,8 +125,9 @@ bool model_same_shape(const ModelConfig *a, const ModelConfig *b);
 size_t head_size(const ModelConfig *config);
 size_t value_size(const ModelConfig *config);
 
-// What RoPE's angles depend on (rope_table()).
-RopeAngles model_rope(const ModelConfig *config);
+// What RoPE's angles (rope_table()) depend on in the layers with this base (attention_table_base()), 0 for the model's.
+// Only that one is scaled.
+RopeAngles model_rope(const ModelConfig *config, double base);
 
 // The widths of all heads together, in numbers per token.
 size_t query_width(const ModelConfig *config);     // q: heads · head_size
@@ -146,6 +156,8 @@ typedef enum { UPDATE_RULES(UPDATE_RULE) UPDATE_COUNT } UpdateRule;
 
 extern const char *const update_state[UPDATE_COUNT][STATE_ARRAYS];
 
+#define NO_LAYER ((size_t)-1)
+
 // One tensor of the model. Only the list knows which tensors exist.
 typedef struct {
     char name[96];    // in checkpoints; follows Hugging Face's Llama
@@ -158,6 +170,7 @@ typedef struct {
     double lr_scale;    // multiplies the learning rate, and so weight decay, too
     bool hidden;        // a layer's matrix: with Muon, it takes the place of AdamW
     Scalar scalar;      // the learned scalar that this tensor is; SCALAR_NONE for all other tensors
+    size_t layer;       // the layer whose scalar it is; NO_LAYER for all other tensors and for what the layers share
 } Tensor;
 
 typedef struct {
@@ -180,35 +193,42 @@ typedef struct {
 // are not saved, and their logits are ignored.
 size_t padded_vocab(const ModelConfig *config);
 
-// The tensors of a model, including the learned scalars of its normalizer and of `others`, the normalizers before or
-// after a switch.
-TensorList tensors_of(const ModelConfig *config, const Normalizer *const *others, size_t count);
+// The tensors of a model, including the learned scalars of its normalizers and of `others`, those before or after a
+// switch.
+TensorList tensors_of(const ModelConfig *config, const AttentionList *const *others, size_t count);
 void tensors_free(TensorList *list);
 
 // --optimizer muon: updates the hidden matrices by Muon.
 void tensors_use_muon(TensorList *list);
 
-// The learned scalars of a layer that exist under attn (in the parameters), and the gradients of those that attn
-// trains. Inline, because the caller determines `real` (runtime/real.h).
-static inline Scalars scalars_of(const TensorList *list, const real *params, size_t layer, const Normalizer *attn) {
+// The learned scalars of a layer that exist under its normalizer (in the parameters), and the gradients of those that
+// it trains. Inline, because the caller determines `real` (runtime/real.h).
+static inline Scalars scalars_of(const TensorList *list, const real *params, size_t layer, const AttentionList *attn) {
+    const Normalizer *normalizer = &attention_at(attn, layer)->normalizer;
     Scalars scalars = {{NULL}};
     for (int x = 0; x < SCALAR_COUNT; x++)
-        if (normalizer_has(attn, (Scalar)x)) scalars.of[x] = params + list->layers[layer].scalar[x];
+        if (normalizer_has(normalizer, (Scalar)x)) scalars.of[x] = params + list->layers[layer].scalar[x];
     return scalars;
 }
 
-static inline ScalarGrads scalar_grads_of(const TensorList *list, real *grads, size_t layer, const Normalizer *attn) {
+static inline ScalarGrads scalar_grads_of(const TensorList *list, real *grads, size_t layer,
+                                          const AttentionList *attn) {
+    const Normalizer *normalizer = &attention_at(attn, layer)->normalizer;
     ScalarGrads of = {{NULL}};
     for (int x = 0; x < SCALAR_COUNT; x++)
-        if (normalizer_trains(attn, (Scalar)x)) of.of[x] = grads + list->layers[layer].scalar[x];
+        if (normalizer_trains(normalizer, (Scalar)x)) of.of[x] = grads + list->layers[layer].scalar[x];
     return of;
 }
 
-// Is the tensor part of the model under this normalizer, and is it trained?
-bool tensor_exists(const Tensor *tensor, const Normalizer *attn);
-bool tensor_trained(const Tensor *tensor, const Normalizer *attn);
+// Is the tensor part of the model under these normalizers, and is it trained?
+bool tensor_exists(const Tensor *tensor, const AttentionList *attn);
+bool tensor_trained(const Tensor *tensor, const AttentionList *attn);
 
-// The number of parameters under the model's normalizer: all of them, and those that take part in matmuls (without an
+// Of a learned scalar: its initial value, and does it keep its values in a switch? See normalizer_keeps().
+double tensor_start(const Tensor *tensor, const ModelConfig *config);
+bool tensor_keeps(const Tensor *tensor, const AttentionList *from, const AttentionList *to);
+
+// The number of parameters under the model's normalizers: all of them, and those that take part in matmuls (without an
 // embedding that is not also the output projection).
 uint64_t model_parameters(const ModelConfig *config);
 uint64_t model_matmul_parameters(const ModelConfig *config);

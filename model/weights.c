@@ -16,13 +16,12 @@ void weights_init(const Weights *w, uint64_t seed) {
     }
 }
 
-void weights_start_scalars(const Weights *w, const Normalizer *from) {
+void weights_start_scalars(const Weights *w, const AttentionList *from) {
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        if (t->scalar == SCALAR_NONE || !tensor_exists(t, &w->config->attn) ||
-            normalizer_keeps(from, &w->config->attn, t->scalar))
+        if (t->scalar == SCALAR_NONE || !tensor_exists(t, &w->config->attn) || tensor_keeps(t, from, &w->config->attn))
             continue;
-        float start = (float)normalizer_start(&w->config->attn, t->scalar, w->config->seq_len);
+        float start = (float)tensor_start(t, w->config);
         for (size_t j = 0; j < t->elements; j++) w->params[t->offset + j] = start;
         for (size_t s = 0; s < STATE_ARRAYS && w->state[s]; s++)
             memset(w->state[s] + t->offset, 0, t->elements * sizeof(float));
@@ -139,7 +138,7 @@ bool weights_are_bf16(const ModelConfig *config, const char *folder) {
     return bf16;
 }
 
-bool weights_load(const Weights *w, const char *folder, const Normalizer *saved, Error *error) {
+bool weights_load(const Weights *w, const char *folder, const AttentionList *saved, Error *error) {
     ModelConfig config = *w->config;
     config.attn = *saved;
     Safetensors *file = open_checked(&config, folder, error);

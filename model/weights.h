@@ -26,7 +26,7 @@ typedef struct {
 void weights_init(const Weights *weights, uint64_t seed);
 
 // Sets each learned scalar that the model did not already have under `from` to its initial value, and its moments to 0.
-void weights_start_scalars(const Weights *weights, const Normalizer *from);
+void weights_start_scalars(const Weights *weights, const AttentionList *from);
 
 // Copies all learned scalars and their moments to `kept` (weights_scalar_floats() floats), or back if `restore`. This
 // undoes weights_start_scalars().
@@ -41,10 +41,10 @@ bool weights_check(const ModelConfig *config, const char *folder, Error *error);
 // Does the folder store every matrix in bfloat16? False also if it cannot be read: weights_load() says why.
 bool weights_are_bf16(const ModelConfig *config, const char *folder);
 
-// Reads all parameters from a folder with model.safetensors after weights_check(). `saved` is the normalizer in its
-// config.json; learned scalars that it does not have get their initial values. With bf16, weights_load_optimizer()
+// Reads all parameters from a folder with model.safetensors after weights_check(). `saved` has the normalizers in
+// its config.json; learned scalars that they do not have get their initial values. With bf16, weights_load_optimizer()
 // reads the master weights.
-bool weights_load(const Weights *weights, const char *folder, const Normalizer *saved, Error *error);
+bool weights_load(const Weights *weights, const char *folder, const AttentionList *saved, Error *error);
 
 // Reads the optimizer's state, and with bf16 the master weights, from a folder with optimizer.safetensors.
 bool weights_load_optimizer(const Weights *weights, const char *folder, Error *error);

@@ -103,16 +103,16 @@ static void warn_of_trained_validation(const Run *run) {
 
 // L is that of the loaded model, unless the run has set another one.
 static void print_other_length(const Run *run) {
-    bool kept = run->resumed || run->started_over || run->o.norm_length || normalizer_has(&run->loaded, SCALAR_P);
+    bool kept = run->resumed || run->started_over || run->o.norm_length || attention_has(&run->loaded, SCALAR_P);
     printf(", although sequences have %zu tokens", run->T);
     if (!kept) printf(" (--norm-length %zu changes L)", run->T);
 }
 
 static void print_model(const Run *run) {
     const ModelConfig *c = run->config;
-    char shortest[NORMALIZER_TEXT], layers[160], scaling[ROPE_TEXT];
-    normalizer_shortest(&c->attn, shortest, sizeof shortest);
-    bool longer = strcmp(c->attn.text, shortest) != 0;
+    char shortest[ATTENTION_TEXT], layers[160], scaling[ROPE_TEXT], list[ATTENTION_TEXT];
+    attention_shortest(&c->attn, shortest, sizeof shortest);
+    bool longer = strlen(shortest) < strlen(c->attn.text);
     printf("model     %s parameters (%s), ", human_grouped(model_parameters(c)).text,
            human_count((double)model_parameters(c)).text);
     fputs(model_description(c, layers, sizeof layers), stdout);
@@ -124,6 +124,8 @@ static void print_model(const Run *run) {
            c->seq_len);
     if (run->T != c->seq_len) print_other_length(run);
     printf("%s\n", run->o.doc_mask ? ", within documents" : "");
+    if (c->attn.count > 1 || attention_beyond_plain(&c->attn))
+        printf("layers    %s\n", attention_description(&c->attn, c->layers, list, sizeof list));
     if (c->rope_scaling.kind != ROPE_NONE)
         printf("rope      scaling %s\n", rope_scaling_text(&c->rope_scaling, scaling, sizeof scaling));
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++) {

@@ -40,7 +40,7 @@ static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights
 static bool trains_scalars_of_heads(const ModelConfig *config) {
     bool any = false;
     for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++)
-        any |= scalar_width(scalar) == PER_HEAD && normalizer_trains(&config->attn, scalar);
+        any |= scalar_width(scalar) == PER_HEAD && attention_trains(&config->attn, scalar);
     return any;
 }
 

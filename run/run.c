@@ -26,7 +26,7 @@ static void list_past(Run *run, const cJSON *entry, const char *key) {
     const char *text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, key));
     char ignored[1024];
     size_t i = run->other_count - run->coming_count;
-    if (text && normalizer_parse(&run->past[i], text, ignored, sizeof ignored))
+    if (text && attention_parse(&run->past[i], text, run->config->layers, ignored, sizeof ignored))
         run->others[run->other_count++] = &run->past[i];
 }
 
@@ -128,13 +128,13 @@ bool run_take(Run *run) {
     return true;
 }
 
-static bool read_weights(const Run *run, const Normalizer *saved, Error *error) {
+static bool read_weights(const Run *run, const AttentionList *saved, Error *error) {
     return weights_load(&run->weights, run->weights_folder, saved, error) &&
            (!run->resumed || weights_load_optimizer(&run->weights, run->weights_folder, error));
 }
 
 void run_load(Run *run, Weights weights) {
-    const Normalizer attn = run->config->attn;
+    const AttentionList attn = run->config->attn;
     size_t bytes = weights.list->floats * sizeof(float);
     Error error;
     run->weights = weights;
@@ -146,7 +146,7 @@ void run_load(Run *run, Weights weights) {
     if (run->loaded.text[0]) run->config->attn = run->loaded;
     rank0_try(read_weights(run, &run->config->attn, &error), &error);
     run->config->attn = attn;
-    if (normalizer_equal(&run->loaded, &attn)) run->loaded.text[0] = 0;
+    if (run->loaded.text[0] && attention_equal(&run->loaded, &attn, run->config->layers)) run->loaded.text[0] = 0;
     process_broadcast(run->weights.params, bytes);
     if (!run->resumed) return;
     for (size_t s = 0; s < STATE_ARRAYS; s++) process_broadcast(run->weights.state[s], bytes);
@@ -248,13 +248,15 @@ static void check_finite(Run *run, double loss, double norm) {
     uint64_t step;
     progress_end(&run->progress);
     bool saved = run->o.out && checkpoint_newest(run->o.out, path, sizeof path, &step);
-    const Normalizer *attn = &run->config->attn;
-    bool grows = attn->phi.kind == PHI_EXP || attn->phi.kind == PHI_EXPM1;
     char unbounded[96] = "";
-    if (grows && !norm_is_sum(attn->norm))
-        snprintf(unbounded, sizeof unbounded,
-                 "\n  phi=%s without norm=l1 is unbounded: exp(z) overflows from z = 88.8 on.",
-                 attn->phi.kind == PHI_EXP ? "exp" : "expm1");
+    for (size_t l = 0; l < run->config->layers && !unbounded[0]; l++) {
+        const Normalizer *attn = normalizer_of(run->config, l);
+        bool grows = (attn->phi.kind == PHI_EXP || attn->phi.kind == PHI_EXPM1) && attn->cap == 0;
+        if (grows && !norm_is_sum(attn->norm))
+            snprintf(unbounded, sizeof unbounded,
+                     "\n  phi=%s without norm=l1 is unbounded: exp(z) overflows from z = 88.8 on.",
+                     attn->phi.kind == PHI_EXP ? "exp" : "expm1");
+    }
     fail(EXIT_DIVERGED,
          "step %lld: the loss is %g and the gradient norm %g: training diverged. This step was discarded.%s\n"
          "  Last good checkpoint: %s. A lower --lr or a longer --warmup may help, or in a new run %s.",

@@ -60,7 +60,7 @@ typedef struct {
 typedef struct {
     // True: from the normalizer of --init-from to that of --attn. False: --attn-switch.
     bool at_start;
-    Normalizer from, to;
+    AttentionList from, to;
     size_t from_L, to_L;     // the L of each, which differ if --norm-length sets another than that of --init-from
     double before, after;    // validation losses; NAN without validation data
     float *kept;             // a copy of the learned scalars and their moments from before the switch
@@ -69,7 +69,7 @@ typedef struct {
 // A planned switch of normalizer.
 typedef struct {
     int64_t step;
-    Normalizer to;
+    AttentionList to;
     bool repeated;    // the run made it before, after the checkpoint from which it resumed
 } Switch;
 
@@ -86,9 +86,9 @@ typedef struct {
     MemoryPlan *plan;       // of host memory
     // The normalizers of this run besides config->attn: those to come, then those that it had before. There is memory
     // for the tensors of each, so that a resumed run has the layout of one that never stopped. Freed by run_take().
-    const Normalizer **others;
+    const AttentionList **others;
     size_t coming_count, other_count;
-    Normalizer *past;    // those that it had before
+    AttentionList *past;    // those that it had before
 
     Tokenizer *tokenizer;                // NULL: samples are printed as ids
     char rope_text[ROPE_TEXT];           // --rope-scaling as run.json records it
@@ -126,7 +126,7 @@ typedef struct {
     size_t switch_count;
     // The normalizer of the weights from --init-from and its L, until it is switched to --attn; .text is "" if there is
     // none.
-    Normalizer loaded;
+    AttentionList loaded;
     size_t loaded_L;
 
     double opened;              // when the program started

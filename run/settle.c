@@ -129,7 +129,7 @@ static void settle_lineage(Run *run) {
     run->loaded = config->attn;
     run->loaded_L = config->seq_len;
     if (run->o.norm_length) config->seq_len = (size_t)run->o.norm_length;
-    if (!normalizer_parse(&config->attn, attn, message, sizeof message))
+    if (!attention_parse(&config->attn, attn, config->layers, message, sizeof message))
         fail(EXIT_INPUT, "%s/run.json: lineage: %s.", run->o.out, message);
 }
 
@@ -322,11 +322,12 @@ static void settle_model(Run *run, char *folder, size_t size) {
     if (o->rope_scaling) config->rope_scaling = asked_scaling(o);
     name_scaling(run, &config->rope_scaling);
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
-        !normalizer_parse(&config->attn, o->attn, message, sizeof message))
+        !attention_parse(&config->attn, o->attn, config->layers, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
-    if (o->init_from) normalizer_warn_of_start(&run->loaded, &config->attn, "--attn", config->attn.text);
+    if (!run->started_over) attention_warn_of_unused("--attn", config->attn.text, config->layers);
+    if (o->init_from) attention_warn_of_start(&run->loaded, &config->attn, config->layers, "--attn", config->attn.text);
     if (o->norm_length) config->seq_len = (size_t)o->norm_length;
-    if (o->norm_length && run->loaded.text[0] && normalizer_has(&run->loaded, SCALAR_P))
+    if (o->norm_length && run->loaded.text[0] && attention_has(&run->loaded, SCALAR_P))
         fail(EXIT_USAGE, "--norm-length %lld: %s has p_n that were learned for its own L.\n  Omit this flag.",
              (long long)o->norm_length, o->init_from);
     run->lineage = cJSON_CreateArray();
@@ -455,11 +456,13 @@ static void settle_tokenizer(Run *run, const char *weights) {
 }
 
 // Checks the constraints that a normalizer places on sequence lengths.
-static void check_normalizer(const Run *run, const Normalizer *attn, const char *flag) {
+static void check_normalizer(const Run *run, const AttentionList *attn, const char *flag) {
     char message[1024];
     size_t L = run->config->seq_len;
-    if (!normalizer_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
-    if (normalizer_has(attn, SCALAR_P) && run->T > L)
+    if (!attention_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
+    const char *beyond = attention_beyond_plain(attn);
+    if (beyond) fail(EXIT_USAGE, "%s %s: %s does not support %s yet.", flag, attn->text, run->program->name, beyond);
+    if (attention_p_keys(attn, run->T) > L)
         fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %zu, but --seq-len is %zu. Reduce --seq-len.", flag,
              attn->text, L, run->T);
 }

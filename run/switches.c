@@ -15,7 +15,7 @@
 // ---- planning
 
 // Parses --attn-switch STEP:NAME. Returns false without the flag.
-static bool parse_switch(const char *text, Switch *out) {
+static bool parse_switch(const Run *run, const char *text, Switch *out) {
     char message[1024];
     if (!text) return false;
     size_t digits = strspn(text, "0123456789");
@@ -24,7 +24,7 @@ static bool parse_switch(const char *text, Switch *out) {
         fail(EXIT_USAGE, "--attn-switch %s: expected STEP:NAME with a step from 0 to %lld, such as 5000:ssmax.", text,
              STEPS_MAX);
     *out = (Switch){.step = step};
-    if (!normalizer_parse(&out->to, text + digits + 1, message, sizeof message))
+    if (!attention_parse(&out->to, text + digits + 1, run->config->layers, message, sizeof message))
         fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
     return true;
 }
@@ -37,22 +37,22 @@ static void insert_switch(Run *run, Switch added) {
     run->switches[at] = added;
 }
 
-static bool same_switch(const Switch *a, const Switch *b) {
-    return a->step == b->step && normalizer_equal(&a->to, &b->to);
+static bool same_switch(const Run *run, const Switch *a, const Switch *b) {
+    return a->step == b->step && attention_equal(&a->to, &b->to, run->config->layers);
 }
 
 // Reads a switch from a lineage entry. Returns false if the entry is something else.
-static bool read_switch(const cJSON *entry, const char *out, Switch *to) {
+static bool read_switch(const Run *run, const cJSON *entry, Switch *to) {
     const char *event = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "event"));
     const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "attn"));
     uint64_t step;
     char message[1024];
     if (!event || strcmp(event, "attn-switch")) return false;
     if (!attn || !json_u64(cJSON_GetObjectItemCaseSensitive(entry, "step"), &step) || step > (uint64_t)STEPS_MAX)
-        fail(EXIT_INPUT, "%s/run.json: expected \"step\" and \"attn\" in each attn-switch of its lineage.", out);
+        fail(EXIT_INPUT, "%s/run.json: expected \"step\" and \"attn\" in each attn-switch of its lineage.", run->o.out);
     *to = (Switch){.step = (int64_t)step, .repeated = true};
-    if (!normalizer_parse(&to->to, attn, message, sizeof message))
-        fail(EXIT_INPUT, "%s/run.json: the attn-switch at step %lld: %s.", out, (long long)step, message);
+    if (!attention_parse(&to->to, attn, run->config->layers, message, sizeof message))
+        fail(EXIT_INPUT, "%s/run.json: the attn-switch at step %lld: %s.", run->o.out, (long long)step, message);
     return true;
 }
 
@@ -61,15 +61,15 @@ static bool switch_made(const Run *run, const Switch *asked) {
     const cJSON *entry;
     Switch made;
     cJSON_ArrayForEach(entry, run->lineage) {
-        if (read_switch(entry, run->o.out, &made) && same_switch(&made, asked)) return true;
+        if (read_switch(run, entry, &made) && same_switch(run, &made, asked)) return true;
     }
     return false;
 }
 
 static void warn_of_switch(const Run *run, const Switch *asked) {
-    const Normalizer *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
-    normalizer_warn_of_start(before, &asked->to, "--attn-switch", run->o.attn_switch);
-    if (!normalizer_equal(before, &asked->to)) return;
+    const AttentionList *before = run->switch_count ? &run->switches[run->switch_count - 1].to : &run->config->attn;
+    attention_warn_of_start(before, &asked->to, run->config->layers, "--attn-switch", run->o.attn_switch);
+    if (!attention_equal(before, &asked->to, run->config->layers)) return;
     warn("--attn-switch %s: %s is already the normalizer at that step; only the learning-rate warmup restarts.",
          run->o.attn_switch, before->text);
 }
@@ -78,7 +78,7 @@ static void warn_of_switch(const Run *run, const Switch *asked) {
 // flag is not one of those, it replaces them from its step on.
 void settle_switches(Run *run) {
     Switch asked;
-    if (!parse_switch(run->o.attn_switch, &asked)) return;
+    if (!parse_switch(run, run->o.attn_switch, &asked)) return;
     bool given = train_options_given(&run->o, "attn-switch");
     if (run->resumed && asked.step <= run->step && switch_made(run, &asked)) return;
     if (asked.step < run->step) {
@@ -87,12 +87,13 @@ void settle_switches(Run *run) {
              run->o.attn_switch, (long long)run->step);
     }
     for (size_t i = 0; i < run->switch_count; i++)
-        if (same_switch(&run->switches[i], &asked)) return;
+        if (same_switch(run, &run->switches[i], &asked)) return;
     for (; run->switch_count > 0 && run->switches[run->switch_count - 1].step >= asked.step; run->switch_count--) {
         const Switch *other = &run->switches[run->switch_count - 1];
         warn("--attn-switch %s: the earlier switch to %s at step %lld will not be repeated.", run->o.attn_switch,
              other->to.text, (long long)other->step);
     }
+    attention_warn_of_unused("--attn-switch", asked.to.text, run->config->layers);
     warn_of_switch(run, &asked);
     insert_switch(run, asked);
 }
@@ -102,26 +103,45 @@ void repeat_switches(Run *run, cJSON *lineage, const char *made) {
     Switch repeated;
     cJSON *beyond = lineage_cut(lineage, run->step, made);
     cJSON_ArrayForEach(entry, beyond) {
-        if (read_switch(entry, run->o.out, &repeated)) insert_switch(run, repeated);
+        if (read_switch(run, entry, &repeated)) insert_switch(run, repeated);
     }
     cJSON_Delete(beyond);
 }
 
 // ---- switching
 
-// Lists the learned scalars that `to` adds to those of `from`.
-static void show_new_scalars(const ModelConfig *config, const Normalizer *from, const Normalizer *to) {
+// Is this learned scalar new in a layer, as in the layer `like`?
+static bool new_scalar(const Tensor *t, const ModelConfig *config, const AttentionList *from, const Tensor *like) {
+    const AttentionList *to = &config->attn;
+    return tensor_exists(t, to) && !tensor_keeps(t, from, to) &&
+           (t == like || (tensor_start(t, config) == tensor_start(like, config) &&
+                          tensor_trained(t, to) == tensor_trained(like, to)));
+}
+
+// Lists the learned scalars that the model adds to those of `from`, neighboring layers with equal values together.
+static void show_new_scalars(const ModelConfig *config, const AttentionList *from) {
     const char *where = block_shapes[config->block].attention;
-    char layers[32] = "0";
-    if (config->layers > 1) snprintf(layers, sizeof layers, "0..%zu", config->layers - 1);
     for (Scalar scalar = 0; scalar < SCALAR_COUNT; scalar++) {
-        if (!normalizer_has(to, scalar) || normalizer_keeps(from, to, scalar)) continue;
-        double start = normalizer_start(to, scalar, config->seq_len);
-        if (scalar_reach[scalar] == WHOLE_MODEL)
-            printf("new parameters: model.%s, %zu of %.4f\n", scalar_names[scalar], config->seq_len, start);
-        else
-            printf("new parameters: model.layers.%s.%s.%s, %.4f%s\n", layers, where, scalar_names[scalar], start,
-                   normalizer_trains(to, scalar) ? "" : ", not trained");
+        Tensor t = {.scalar = scalar, .layer = NO_LAYER};
+        if (scalar_reach[scalar] == WHOLE_MODEL) {
+            if (new_scalar(&t, config, from, &t))
+                printf("new parameters: model.%s, %zu of %.4f\n", scalar_names[scalar], config->seq_len,
+                       tensor_start(&t, config));
+            continue;
+        }
+        for (size_t l = 0, end; l < config->layers; l = end) {
+            t.layer = l;
+            end = l + 1;
+            if (!new_scalar(&t, config, from, &t)) continue;
+            for (Tensor next = t; end < config->layers; end++) {
+                next.layer = end;
+                if (!new_scalar(&next, config, from, &t)) break;
+            }
+            printf(end > l + 1 ? "new parameters: model.layers.%zu..%zu" : "new parameters: model.layers.%zu", l,
+                   end - 1);
+            printf(".%s.%s, %.4f%s\n", where, scalar_names[scalar], tensor_start(&t, config),
+                   tensor_trained(&t, &config->attn) ? "" : ", not trained");
+        }
     }
 }
 
@@ -130,7 +150,7 @@ bool change_at_step(const Run *run) {
 }
 
 bool run_change_due(Run *run, Change *change) {
-    const Normalizer now = run->config->attn;
+    const AttentionList now = run->config->attn;
     bool at_start = run->loaded.text[0] != 0, at_step = change_at_step(run);
     if (run->stopped || run->owed || !(at_start || at_step)) return false;
     *change = (Change){.at_start = at_start,
@@ -172,7 +192,7 @@ static void add_loss(cJSON *entry, const char *name, double loss) {
 
 void run_change_finish(Run *run, Change *change) {
     char before[32], after[32];
-    const Normalizer *from = &change->from, *to = &change->to;
+    const AttentionList *from = &change->from, *to = &change->to;
     loss_text(before, change->before);
     loss_text(after, change->after);
     cJSON *entry = lineage_add(run->lineage, run->step, change->at_start ? "attn-at-start" : "attn-switch", "from",
@@ -181,7 +201,7 @@ void run_change_finish(Run *run, Change *change) {
     add_loss(entry, "val_loss_after", change->after);
     if (run_is_main()) {
         progress_end(&run->progress);
-        show_new_scalars(run->config, from, to);
+        show_new_scalars(run->config, from);
         printf("step %lld: switched --attn %s to %s; ", (long long)run->step, from->text, to->text);
         if (run->val) printf("validation loss %s before, %s after\n", before, after);
         else printf("the loss before and after is not measured without --val-data\n");

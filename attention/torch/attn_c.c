@@ -35,6 +35,10 @@ static bool reads_length(const Normalizer *n) {
 EXPORT const Normalizer *attn_c_normalizer(const char *text, int L, char *message, size_t size) {
     Normalizer parsed, *kept;
     if (!normalizer_parse(&parsed, text, message, size)) return NULL;
+    if (parsed.cap != 0) {
+        snprintf(message, size, "attn_c does not support +cap= yet");
+        return NULL;
+    }
     if (L == 0 && reads_length(&parsed)) {
         snprintf(message, size, "depends on the length that the model is trained with: pass it as seq_len");
         return NULL;
@@ -49,7 +53,7 @@ EXPORT const Normalizer *attn_c_normalizer(const char *text, int L, char *messag
 // The number of values of scalar i, its initial value, and whether it is trained. 0: this normalizer does not have it.
 EXPORT size_t attn_c_scalar(const Normalizer *normalizer, size_t NH, int L, int i, double *start, bool *trained) {
     if (!normalizer_has(normalizer, (Scalar)i)) return 0;
-    *start = normalizer_start(normalizer, (Scalar)i, L);
+    *start = normalizer_start(normalizer, (Scalar)i, L, 0);
     *trained = normalizer_trains(normalizer, (Scalar)i);
     return scalar_size(i, NH, (size_t)L);
 }

@@ -72,7 +72,7 @@ int main(int argc, char **argv) {
         size_t size = scalar_size(x, NH, T);
         if (!normalizer_has(&normalizer, x)) continue;
         float *values = normals(size, 4);
-        for (size_t i = 0; i < size; i++) values[i] = (float)normalizer_start(&normalizer, x, T);
+        for (size_t i = 0; i < size; i++) values[i] = (float)normalizer_start(&normalizer, x, T, 0);
         scalars.of[x] = values;
         grads.of[x] = normals(size, 12);
     }

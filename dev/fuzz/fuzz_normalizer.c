@@ -42,6 +42,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         sprintf(written + strlen(written), "+%s=%s", stage_names[i],
                 normalizer_stage_text(&normalizer, i, stage, sizeof stage));
     if (!isnan(normalizer.s_start)) sprintf(written + strlen(written), "+s=%.17g", normalizer.s_start);
+    if (normalizer.cap != 0) sprintf(written + strlen(written), "+cap=%.17g", normalizer.cap);
     if (normalizer.fixed) strcat(written, "+fixed");
     if (strlen(written) < NORMALIZER_TEXT) parse_again(&normalizer, written);
     if (strlen(normalizer_shortest(&normalizer, shortest, sizeof shortest)) > strlen(text)) abort();

@@ -21,7 +21,7 @@
 #define UPDATE_BOUND 1e-3                                // of a tensor's change over ten steps
 #endif
 #ifndef GRADIENT_BOUND
-#define GRADIENT_BOUND(attn) 1e-4                        // of a tensor's gradient, under a Normalizer *
+#define GRADIENT_BOUND(attn) 1e-4                        // of a tensor's gradient, under an AttentionList *
 #endif
 
 static int passed, failed;
@@ -259,7 +259,7 @@ static void test_model(void) {
     c.T = size_of("T");
     if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
     c.config.seq_len = size_of("L");
-    if (!normalizer_parse(&c.config.attn, text_of("attn"), message, sizeof message))
+    if (!attention_parse(&c.config.attn, text_of("attn"), c.config.layers, message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
     c.list = tensors_of(&c.config, NULL, 0);
     subject_start(&c.config, &c.list, c.B, c.T);

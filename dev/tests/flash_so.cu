@@ -131,7 +131,7 @@ extern "C" const int flash_scalar_count = SCALAR_COUNT;
 extern "C" size_t flash_scalar(const char *attn, const FlashTestShape *shape, int scalar, double *start,
                                bool *trained) {
     Normalizer normalizer = normalizer_of(attn);
-    *start = normalizer_start(&normalizer, (Scalar)scalar, shape->L);
+    *start = normalizer_start(&normalizer, (Scalar)scalar, shape->L, 0);
     *trained = normalizer_trains(&normalizer, (Scalar)scalar);
     return normalizer_has(&normalizer, (Scalar)scalar) ? scalar_size(scalar, shape->NH, shape->L) : 0;
 }

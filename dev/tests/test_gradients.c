@@ -285,7 +285,9 @@ static void test_model(const char *text, const char *shape, bool documents) {
     Model *m = &c.model;
     if (!model_parse(&m->config, shape, &error)) fail_with(&error);
     m->config.seq_len = 16;
-    m->config.attn = parse(text);
+    char message[256];
+    if (!attention_parse(&m->config.attn, text, m->config.layers, message, sizeof message))
+        fail(EXIT_USAGE, "%s: %s", text, message);
     m->doc_mask = documents;
     m->config.end_of_text = fixture_token(4, V);
     m->list = tensors_of(&m->config, NULL, 0);

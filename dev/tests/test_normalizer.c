@@ -1,6 +1,6 @@
 // The parser of --attn: overrides, what it rejects, shortest names, learned scalars, and random texts. What each preset
 // computes is checked against the reference (test_gpt2.c).
-#include "attention/normalizer.h"
+#include "attention/list.h"
 
 #include <limits.h>
 #include <math.h>
@@ -31,7 +31,8 @@ static bool same(const Normalizer *a, const Normalizer *b) {
     const Stage *x = &a->qk, *y = &b->qk;
     for (size_t i = 0; i < STAGE_COUNT; i++)
         if (x[i].kind != y[i].kind || x[i].value != y[i].value) return false;
-    return a->fixed == b->fixed && (isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start);
+    return a->cap == b->cap && a->fixed == b->fixed &&
+           (isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start);
 }
 
 static const char *const STAGE_NAMES[STAGE_COUNT] = {"qk", "scale", "offset", "phi", "norm", "post"};
@@ -97,14 +98,15 @@ static void test_overrides(void) {
 // ---- what is rejected, and what the message must contain
 
 // clang-format off
-static const struct { const char *text, *says; } REFUSED[] = {
+typedef struct { const char *text, *says; } Refused;
+static const Refused REFUSED[] = {
     {"", "unknown normalizer"}, {"softmx", "Did you mean softmax?"}, {"ssmx", "Did you mean ssmax?"},
     {"lssarr", "Did you mean lssar?"}, {"SOFTMAX", "unknown normalizer"}, {" softmax", "Did you mean softmax?"},
     {"softmax ", "Did you mean softmax?"}, {"relu2_L", "Did you mean relu2-L?"}, {"s=1", "unknown normalizer"},
     {"softmax+", "unknown override ''"}, {"softmax+l1", "unknown override 'l1'"},
     {"softmax+nrm=l1", "unknown override 'nrm=l1'"}, {"softmax+norm", "unknown override 'norm'"},
     {"softmax+norm:l1", "unknown override 'norm:l1'"}, {"ssmax+fixedly", "unknown override 'fixedly'"},
-    {"softmax+window=3", "post="}, {"softmax++norm=l1", "unknown override"}, {"+norm=l1", "unknown normalizer"},
+    {"softmax+window=3", "belongs to a layer"}, {"softmax+wndow=3", "window="}, {"softmax++norm=l1", "unknown override"}, {"+norm=l1", "unknown normalizer"},
     {"softmax+norm=l2", "norm: 'l2'"}, {"softmax+norm=l2", "n, n2, L, T, T2, const:X, sqrt-half-n, none"},
     {"softmax+norm=", "norm: ''"}, {"softmax+norm=l1+", "'l1+'"}, {"softmax+norm=l1+-1", "'l1+-1'"},
     {"softmax+norm=l1+0x1", "'l1+0x1'"}, {"softmax+norm=l1+nan", "'l1+nan'"}, {"softmax+norm=l1+1+2", "'l1+1+2'"},
@@ -250,10 +252,11 @@ static void append(char *text, const char *value) {
 static void random_text(char *text) {
     strcpy(text, NAMES[draw(COUNT(NAMES))]);
     for (size_t overrides = draw(5); overrides > 0; overrides--) {
-        size_t i = draw(STAGE_COUNT + 2), count = 0;
+        size_t i = draw(STAGE_COUNT + 3), count = 0;
         strcat(text, "+");
         if (i == STAGE_COUNT) append(text, "s=#");
         if (i == STAGE_COUNT + 1) strcat(text, "fixed");
+        if (i == STAGE_COUNT + 2) append(text, "cap=#");
         if (i >= STAGE_COUNT) continue;
         while (count < COUNT(VALUES[i]) && VALUES[i][count]) count++;
         strcat(strcat(text, STAGE_NAMES[i]), "=");
@@ -267,6 +270,10 @@ static void check_round_trip(const Normalizer *n) {
     for (size_t i = 0; i < STAGE_COUNT; i++) sprintf(written + strlen(written), "+%s=%s", STAGE_NAMES[i], stage(n, i));
     if (!isnan(n->s_start)) {
         snprintf(number, sizeof number, "+s=%.17g", n->s_start);
+        strcat(written, number);
+    }
+    if (n->cap != 0) {
+        snprintf(number, sizeof number, "+cap=%.17g", n->cap);
         strcat(written, number);
     }
     if (n->fixed) strcat(written, "+fixed");
@@ -341,27 +348,28 @@ static void test_scalars(void) {
                given = parse("ssmax-pn+s=0.25");
     double mean = 0;
     for (int n = 1; n <= 1024; n++) mean += log(n) / 1024;
-    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 1 / mean) < 1e-12, "s starts at %.17g",
-          normalizer_start(&ssmax, SCALAR_S, 1024));
-    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024) - 0.168) < 5e-4, "s starts at %.17g, but [SSMax] has 0.168",
-          normalizer_start(&ssmax, SCALAR_S, 1024));
-    CHECK(normalizer_start(&bias, SCALAR_S, 8) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)),
-          "L = 8: %.17g", normalizer_start(&bias, SCALAR_S, 8));
-    CHECK(isfinite(normalizer_start(&ssmax, SCALAR_S, 1)), "L = 1: %g", normalizer_start(&ssmax, SCALAR_S, 1));
+    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024, 0) - 1 / mean) < 1e-12, "s starts at %.17g",
+          normalizer_start(&ssmax, SCALAR_S, 1024, 0));
+    CHECK(fabs(normalizer_start(&ssmax, SCALAR_S, 1024, 0) - 0.168) < 5e-4, "s starts at %.17g, but [SSMax] has 0.168",
+          normalizer_start(&ssmax, SCALAR_S, 1024, 0));
+    CHECK(normalizer_start(&bias, SCALAR_S, 8, 0) == 8 / (log(2) + log(3) + log(4) + log(5) + log(6) + log(7) + log(8)),
+          "L = 8: %.17g", normalizer_start(&bias, SCALAR_S, 8, 0));
+    CHECK(isfinite(normalizer_start(&ssmax, SCALAR_S, 1, 0)), "L = 1: %g", normalizer_start(&ssmax, SCALAR_S, 1, 0));
     const int LENGTHS[] = {1 << 20, (1 << 20) + 1, INT_MAX};    // Stirling's mean: ln L - 1 + ln(2 pi L) / 2L
     alarm(2);
     for (size_t i = 0; i < COUNT(LENGTHS); i++) {
-        double L = LENGTHS[i], found = normalizer_start(&ssmax, SCALAR_S, LENGTHS[i]);
+        double L = LENGTHS[i], found = normalizer_start(&ssmax, SCALAR_S, LENGTHS[i], 0);
         CHECK(fabs(found * (log(L) - 1 + log(2 * acos(-1) * L) / (2 * L)) - 1) < 1e-9, "L = %.0f: %.17g", L, found);
     }
     alarm(0);
-    CHECK(normalizer_start(&pn, SCALAR_S, 1024) == 1 && normalizer_start(&fixed, SCALAR_S, 1024) == 1, "pn and fixed");
-    CHECK(normalizer_start(&given, SCALAR_S, 1024) == 0.25, "s=0.25 starts at %g",
-          normalizer_start(&given, SCALAR_S, 1024));
-    CHECK(normalizer_start(&bias, SCALAR_B, 1024) == 0 && normalizer_start(&pn, SCALAR_B, 7) == 0, "b");
-    CHECK(normalizer_start(&pn, SCALAR_P, 1024) == 1, "p");
+    CHECK(normalizer_start(&pn, SCALAR_S, 1024, 0) == 1 && normalizer_start(&fixed, SCALAR_S, 1024, 0) == 1,
+          "pn and fixed");
+    CHECK(normalizer_start(&given, SCALAR_S, 1024, 0) == 0.25, "s=0.25 starts at %g",
+          normalizer_start(&given, SCALAR_S, 1024, 0));
+    CHECK(normalizer_start(&bias, SCALAR_B, 1024, 0) == 0 && normalizer_start(&pn, SCALAR_B, 7, 0) == 0, "b");
+    CHECK(normalizer_start(&pn, SCALAR_P, 1024, 0) == 1, "p");
     Normalizer sink = parse("ssmax+s=0.25+norm=l1+sink");
-    CHECK(normalizer_start(&sink, SCALAR_SINK, 1024) == 0, "the sink");
+    CHECK(normalizer_start(&sink, SCALAR_SINK, 1024, 0) == 0, "the sink");
 }
 
 static void test_changes(void) {
@@ -408,6 +416,7 @@ static void test_changes(void) {
         {"ssmax+fixed", "ssmax-fixed", false},
         {"lssar", "lssa", false}, {"lssar", "lssar+post=reweight:14", false}, {"softmax+norm=l1+0.5", "softmax+norm=l1+0.50", true},
         {"softmax+scale=log:64", "softmax+scale=log:L", false},
+        {"softmax+cap=5", "softmax", false}, {"softmax+cap=0", "softmax", true},
         {"ssmax+fixed", "ssmax+s=2.8853900817779268+fixed", false},      // equal only for L = 2
     };
     // clang-format on
@@ -467,10 +476,106 @@ static void test_signs(void) {
     }
 }
 
+// ---- lists
+
+static AttentionList parse_list(const char *text, size_t layers) {
+    AttentionList list;
+    memset(message, 0, sizeof message);
+    if (!attention_parse(&list, text, layers, message, sizeof message)) fail(EXIT_USAGE, "%s: %s", text, message);
+    return list;
+}
+
+// The layers of a list in words, one letter for each normalizer: S for softmax, M for ssmax
+static void test_dealing(void) {
+    static const struct {
+        const char *text, *dealt;
+        size_t windows[6];
+        double ropes[6];
+    } ROWS[] = {
+        {"softmax", "SSSSSS", {0}, {0}},
+        {"2*softmax+window=4,ssmax+rope=none", "SSMSSM", {4, 4, 0, 4, 4, 0}, {0, 0, NO_ROPE, 0, 0, NO_ROPE}},
+        {"ssmax+rope=500+s=2+window=1,softmax", "MSMSMS", {1, 0, 1, 0, 1, 0}, {500, 0, 500, 0, 500, 0}},
+        {"4*softmax,99*ssmax,softmax", "SSSSMM", {0}, {0}},
+    };
+    char shortest[ATTENTION_TEXT];
+    check_group("lists: how they are dealt to the layers");
+    for (size_t i = 0; i < COUNT(ROWS); i++) {
+        check_case();
+        AttentionList list = parse_list(ROWS[i].text, 6);
+        CHECK(!strcmp(list.text, ROWS[i].text), "'%s' became '%s'", ROWS[i].text, list.text);
+        for (size_t l = 0; l < 6; l++) {
+            const LayerAttention *layer = attention_at(&list, l);
+            CHECK((layer->normalizer.scale.kind == SCALE_LOGN) == (ROWS[i].dealt[l] == 'M'), "%s: layer %zu is %s",
+                  ROWS[i].text, l, layer->normalizer.text);
+            CHECK(layer->window == ROWS[i].windows[l], "%s: layer %zu: window %zu", ROWS[i].text, l, layer->window);
+            CHECK(layer->rope == ROWS[i].ropes[l], "%s: layer %zu: rope %g", ROWS[i].text, l, layer->rope);
+        }
+        AttentionList again = parse_list(attention_shortest(&list, shortest, sizeof shortest), 6);
+        CHECK(attention_equal(&list, &again, 6), "%s is not %s", ROWS[i].text, shortest);
+    }
+    AttentionList list = parse_list(ROWS[1].text, 6), other = parse_list("softmax+window=4", 6);
+    CHECK(!attention_equal(&list, &other, 6) && attention_equal(&list, &other, 2), "%s", "equal layers");
+    CHECK(!strcmp(attention_description(&list, 6, shortest, sizeof shortest),
+                  "4 x softmax, window 4; 2 x ssmax, no RoPE"),
+          "'%s'", shortest);
+    list = parse_list("softmax,ssmax-pn+window=8", 1);
+    CHECK(!attention_has(&list, SCALAR_P) && attention_p_keys(&list, 64) == 0, "%s", "an unused entry has p");
+    list = parse_list("softmax,ssmax-pn+window=8", 2);
+    CHECK(attention_p_keys(&list, 64) == 8 && attention_p_keys(&list, 4) == 4, "%zu", attention_p_keys(&list, 64));
+    Normalizer ssmax = parse("ssmax");
+    CHECK(normalizer_start(&ssmax, SCALAR_S, 4, 2) == 4 / (3 * log(2)), "W = 2: %.17g",
+          normalizer_start(&ssmax, SCALAR_S, 4, 2));
+    double wide = normalizer_start(&ssmax, SCALAR_S, 4, 9);
+    CHECK(normalizer_start(&ssmax, SCALAR_S, 4, 1) == 1 && fabs(wide - 4 / log(24)) < 1e-12, "W > L: %.17g", wide);
+}
+
+static void test_lists_refused(void) {
+    static const Refused ROWS[] = {
+        {"", "the name is empty"},
+        {"softmax,", "entry 2 of the list, '': unknown normalizer: the name is empty"},
+        {",softmax", "entry 1"},
+        {"0*softmax", "count from 1"},
+        {"2*", "the name is empty"},
+        {"1000000*softmax", "count"},
+        {"softmax,2*ssmx", "entry 2 of the list, '2*ssmx': unknown normalizer. Did you mean ssmax"},
+        {"softmax+window=0", "window=0"},
+        {"softmax+window=", "window="},
+        {"softmax+window=1.5", "whole number"},
+        {"softmax+window=-1", "whole number"},
+        {"softmax+window=9999999999", "2147483647"},
+        {"softmax+rope=1", "above 1"},
+        {"softmax+rope=nan", "rope=nan"},
+        {"softmax+rope=", "none, or a base"},
+        {"softmax+cap=-1", "cap=C"},
+        {"softmax+cap=nan", "cap=nan"},
+        {"softmax+cap=", "cap= is not"},
+        {"softmax*2", "unknown normalizer"},
+    };
+    char most[ATTENTION_TEXT + 1] = "softmax";
+    check_group("lists: what is rejected");
+    for (size_t i = 0; i < COUNT(ROWS); i++) {
+        check_case();
+        AttentionList list;
+        memset(message, 0, sizeof message);
+        CHECK(!attention_parse(&list, ROWS[i].text, 4, message, sizeof message), "'%s' is taken", ROWS[i].text);
+        CHECK(strstr(message, ROWS[i].says), "'%s': '%s' does not contain '%s'", ROWS[i].text, message, ROWS[i].says);
+    }
+    for (size_t i = 1; i < ATTENTION_ITEMS; i++) strcat(most, ",softmax");
+    CHECK(parse_list(most, 0).count == ATTENTION_ITEMS, "%zu entries", parse_list(most, 0).count);
+    AttentionList list;
+    strcat(most, ",softmax");
+    CHECK(!attention_parse(&list, most, 0, message, sizeof message) && strstr(message, "64 entries"), "%s", message);
+    memset(most, 'x', ATTENTION_TEXT);
+    CHECK(!attention_parse(&list, most, 0, message, sizeof message) && strstr(message, "longer than 2047"), "%s",
+          message);
+}
+
 int main(void) {
     program_name = "test_normalizer";
     test_overrides();
     test_refused();
+    test_dealing();
+    test_lists_refused();
     test_numbers();
     test_shortest();
     test_random();
