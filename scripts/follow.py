@@ -220,7 +220,7 @@ def seconds_of(text):
 
 
 def flags():
-    parser = command_line.parser(__doc__, "doc/training.md")
+    parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("run", metavar="RUN", help="run folder, the trainer's --out")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--wandb", action="store_true", help="send them to Weights & Biases")

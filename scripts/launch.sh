@@ -32,7 +32,7 @@
 #   UCX_LOG_LEVEL UCX_NET_DEVICES UCX_TLS
 #
 # Example: scripts/launch.sh 2 ./train_gpt2 --train-data "data/shakespeare/*_train_*.bin" --out out/two
-# See doc/gpu.md.
+# See doc/ranks.md and doc/gpu.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 

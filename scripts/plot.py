@@ -791,7 +791,7 @@ def chosen(options):
 
 def main():
     files.print_escapes()
-    parser = command_line.parser(__doc__, "doc/training.md")
+    parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", metavar="FILE",
                         help="the picture, such as x.png or x.pdf (default: loss.png, norms.png and so on in the run "
