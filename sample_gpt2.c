@@ -100,7 +100,7 @@ static const OptionsHelp HELP = {
         "Prints each prompt and its continuation to stdout, and the speed to stderr. If there are several texts, a "
         "line\n\"---- prompt P, sample S\" precedes each. With --interactive, it prints only the answers.",
     .example = "--model out/quickstart --prompt \"The king is\" --max-new-tokens 100 --temperature 0.8",
-    .page = "checkpoints.md"};
+    .page = "sampling.md"};
 
 static void parse_flags(SampleOptions *o, int argc, char **argv) {
     *o = (SampleOptions){

@@ -393,7 +393,7 @@ def convert(folder, out, half, ignored):
 
 
 def main():
-    parser = command_line.parser(__doc__, "doc/checkpoints.md")
+    parser = command_line.parser(__doc__, "doc/gguf.md")
     parser.add_argument("folder", type=Path, help="folder of a checkpoint, of a run, or of a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--dtype", choices=["f32", "f16"], default="f32", help="of the matrices")

@@ -117,7 +117,7 @@ def test_smollm2(smollm2, tmp_path):     # noqa: F811
 
 
 def ordinary(texts):
-    """Without what llama.cpp splits in another way than `tokenizers`: doc/checkpoints.md names it."""
+    """Without what llama.cpp splits in another way than `tokenizers`: doc/gguf.md names it."""
     return [text for text in texts if not text.startswith((" ", "▁")) and " " * 15 not in text and text.isascii()]
 
 
