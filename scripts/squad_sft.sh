@@ -16,7 +16,7 @@
 #         + 12 · layers · channels · T), 7.6e17 in all. At 400 TFLOP/s per GPU that is 32 minutes on one
 #
 # Example: MODEL=out/softmax/ckpt/step-00200000 scripts/squad_sft.sh --attn ssmax --dry-run
-# See doc/evaluation.md.
+# See doc/data.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."
