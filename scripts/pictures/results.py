@@ -1,4 +1,4 @@
-"""Reads eval.json, which doc/evaluation_reference.md describes, as series: the rows of one model under one normalizer."""
+"""Reads eval.json, as series: the rows of one model under one normalizer (doc/evaluation_reference.md)."""
 import dataclasses
 import json
 import math
