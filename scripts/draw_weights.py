@@ -1,7 +1,7 @@
 """Draws the weights of each normalizer on the same row of scores into doc/img/weights.
 
 Writes NAME.png for each normalizer, all.png with all of them, scores.png with the scores, and weights.csv with the
-numbers. attention/README.md shows them.
+numbers. attention/presets.md shows them.
 
     .venv/bin/python scripts/draw_weights.py          # draws them
     .venv/bin/python scripts/draw_weights.py --check  # compares with the stored ones; exit status 1 if they differ

@@ -1,5 +1,5 @@
 """scripts/plot.py: what it reads, what it draws, and the event files, which are parsed here byte by byte. Also the
-table and the pictures of attention/README.md."""
+table of attention/README.md and the pictures of presets.md."""
 import itertools
 import json
 import math
@@ -690,7 +690,7 @@ def test_the_readme_has_the_programs_table():
 
 
 def test_every_normalizer_has_a_picture_that_is_current():
-    shown = re.findall(r"!\[\]\(\.\./doc/img/weights/(.+)\.png\)", (ROOT / "attention/README.md").read_text())
+    shown = re.findall(r"!\[\]\(\.\./doc/img/weights/(.+)\.png\)", (ROOT / "attention/presets.md").read_text())
     assert sorted(shown) == sorted(row[0] for row in printed_table())
     result = subprocess.run([sys.executable, str(ROOT / "scripts/draw_weights.py"), "--check"], capture_output=True,
                             text=True)
