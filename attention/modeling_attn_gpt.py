@@ -64,7 +64,7 @@ def softplus(x):
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
-# Functions of z and the learned scalars, which none of these reads; doc/normalizers.md has one that does.
+# Functions of z and the learned scalars, which none of these reads; doc/normalizers_more.md has one that does.
 PHI = {
     "exp": lambda z, _: torch.exp(z),
     "expm1": lambda z, _: torch.expm1(z),

@@ -109,9 +109,10 @@ def test_editorconfig():
 
 
 def test_diffs_in_the_documentation_apply():
-    """doc/normalizers.md shows changes as diffs. Their context lines are quotations: each must be in the file."""
+    """doc/normalizers*.md show changes as diffs. Their context lines are quotations: each must be in the file."""
     quoted, wrong, path = 0, [], None
-    for block in re.findall(r"```diff\n(.*?)```", (ROOT / "doc/normalizers.md").read_text(), re.S):
+    pages = "".join(path.read_text() for path in sorted((ROOT / "doc").glob("normalizers*.md")))
+    for block in re.findall(r"```diff\n(.*?)```", pages, re.S):
         for line in block.splitlines():
             if line.startswith("--- "):
                 path = line[4:]
