@@ -79,6 +79,36 @@ HEAD_MODELS = {
              (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
     "bias_h4_kv2": ("layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,bias=qkv,"
                     "vocab=97,tied=0", 3, (("ssmax", 33),))}
+# Windows and caps: (normalizer, docs, (T, head_size)...). With `docs`, each sequence is documents of that length.
+LIMITED = (
+    *((f"softmax+window={W}", 0, (257, 64)) for W in (2, 63, 64, 65, 256, 257)),
+    ("softmax-sink+window=1", 0, (33, 48)),
+    ("ssmax-bias+window=20", 0, (33, 48), (257, 128)),
+    ("ssmax-pn+window=16", 0, (16, 48), (257, 64)),     # L = 16: each row has at most that many keys
+    ("lssar+window=40", 0, (257, 64)),
+    ("softmax-recentered+window=3", 0, (33, 48)),
+    ("softmax-recentered-l1+window=40", 0, (257, 64)),
+    ("relu2-T+window=30", 0, (64, 48)),
+    ("sigmoid-logn+window=30", 0, (257, 64)),
+    ("softpick+window=65", 0, (257, 64)),
+    ("softmax+cap=1.5", 0, (33, 48), (257, 64)),
+    ("softmax1+cap=2+window=70", 0, (257, 64)),
+    ("softmax-sink+cap=2", 0, (64, 128)),
+    ("ssmax-bias+cap=1.5", 0, (64, 48)),
+    ("sigmoid-logn-l1+cap=2+post=reweight:3", 0, (64, 48)),
+    ("gelu-l1+cap=3", 0, (64, 48)),
+    ("softmax+window=10", 23, (64, 48)),
+    ("ssmax+window=80+cap=2", 100, (257, 64)),
+    ("lssa+window=23", 23, (257, 128)))
+# Models with a list for the layers: shape, steps, L, the list.
+LISTS = {
+    "window_nope": ("layers=3,heads=4,kv_heads=2,channels=64,ffn=112,vocab=97,tied=1", 0, 64,
+                    "2*softmax+window=8,ssmax+rope=none"),
+    "scalars": ("layers=4,heads=2,channels=64,ffn=112,vocab=97,tied=1", 10, 64,
+                "ssmax-pn+window=5,softmax-sink+window=1,ssmax-bias+cap=2+rope=100,ssmax-pn+rope=none"),
+    "gau": ("layers=2,block=gau,channels=32,vocab=97,tied=1", 0, 64,
+            "softmax-recentered+window=7,lssa+rope=none+cap=3,relu2-T+window=33,sigmoid+window=16"),
+    "beyond_L": ("layers=2,heads=2,channels=64,ffn=112,qk_norm=1,vocab=97,tied=1", 0, 8, "ssmax-pn+window=8+rope=50")}
 # A high power makes almost every row of two to four keys one-hot, with nothing but rounding in its gradient; among many
 # rows a few are not.
 HIGH_POWERS = ("lssar", "lssar+post=reweight:100", "sigmoid-logn-l1+post=reweight:15")
@@ -176,6 +206,9 @@ def cases():
             steps = (dict(steps=0) if T == 1
                      else dict(steps=10, lr=LR.get((name, attn), 0.001), clip=clip, weight_decay=0.1))
             yield case(f"{attn}_{name}_T{T}", "model", model=model, attn=attn, L=64, B=2, T=T, **steps)
+    for name, (model, steps, L, attn) in LISTS.items():
+        yield case(f"layers_{name}_T33", "model", model=model, attn=attn, L=L, B=2, T=33, steps=steps,
+                   **(dict(lr=0.001, clip=3.6, weight_decay=0.1) if steps else {}))
     for N, C in (1, 8), (5, 96), (33, 48):
         yield case(f"rmsnorm_N{N}_C{C}", "rmsnorm", N=N, C=C)
     yield case("rmsnorm_N5_C96_eps", "rmsnorm", N=5, C=96, eps=0.05)
@@ -201,6 +234,11 @@ def cases():
         for B, heads, kv_heads, head_size, T in GROUPED_SHAPES:
             yield case(f"attention_{attn}_T{T}_d{head_size}_h{heads}_kv{kv_heads}", "attention", attn=attn,
                        scale=QK_SCALE.get(attn, 2), L=64, B=B, T=T, heads=heads, kv_heads=kv_heads, head_size=head_size)
+    for attn, docs, *sizes in LIMITED:
+        for T, head_size in sizes:
+            yield case(f"attention_{attn}_T{T}_d{head_size}{f'_docs{docs}' if docs else ''}", "attention", attn=attn,
+                       scale=2, L=16 if attn.startswith("ssmax-pn") else 64, B=2, T=T, heads=2, kv_heads=1,
+                       head_size=head_size, **(dict(docs=docs) if docs else {}))
     for N, weight_decay in (1, 0), (1000, 0.1):
         yield case(f"adamw_N{N}", "adamw", N=N, steps=5, lr=0.01, weight_decay=weight_decay)
 
@@ -294,8 +332,9 @@ def run_crossentropy(N, vocab, scale, softcap, z_loss):
     return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(minimized, logits)[0])}
 
 
-def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=torch.float64):
+def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, docs=None, dtype=torch.float64):
     normalizer = reference.parse_normalizer(attn)
+    first = (torch.arange(T) // docs * docs).expand(B, T) if docs else None
     shape, kv_shape = (B, T, heads, head_size), (B, T, kv_heads or heads, head_size)
     inputs = {"q": values("q", shape, scale=scale), "k": values("k", kv_shape, scale=scale),
               "v": values("v", kv_shape, scale=2)}
@@ -305,7 +344,7 @@ def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, dtype=t
     def attention(q, k, v, **given):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scalars = {name: given.get(reference.SCALARS[name].tensor, x) for name, x in start.items()}
-        return reference.attention(q, k, v, normalizer, L, scalars).transpose(1, 2)
+        return reference.attention(q, k, v, normalizer, L, scalars, first).transpose(1, 2)
     return backward(attention, inputs, shape, dtype)
 
 

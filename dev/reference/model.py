@@ -1,10 +1,10 @@
 """The model and its attention normalizers in PyTorch, from the papers' formulas, with plain T x T arrays and gradients
 by autograd. Use it in float64. It is a reference: it is meant to be readable and correct, not fast.
 
-A normalizer is a sequence of five choices. For the query at position i, n = i + 1 keys are visible; d is the head size,
-T the length of the sequence, and L the length with which the model was trained:
+A normalizer is a sequence of five choices. For the query at position i, n = i + 1 keys are visible, or the last W of
+them in a window; d is the head size, T the length of the sequence, and L the length with which the model was trained:
   1. qk            l2: q and k over their Euclidean norms (after RoPE)
-  2. scale, offset z_ij = c_i (q_i . k_j) + o_i
+  2. scale, offset z_ij = c_i (q_i . k_j) + o_i; with a cap C, C tanh(z_ij / C) takes its place
   3. phi           f_ij = phi(z_ij); masked entries are 0 after phi
   4. norm          A_ij = f_ij / Z_i
   5. post          a change of the row A_i
@@ -24,7 +24,7 @@ import torch
 THETA = 10000.0     # RoPE's
 
 
-# ---- The normalizer: five stages, and the text that names them
+# ---- The normalizer: five stages, what a layer adds to them, and the text that names both
 
 @dataclass(frozen=True)
 class Normalizer:
@@ -36,6 +36,9 @@ class Normalizer:
     post: str = "none"
     s: float | None = None      # an initial value of s that replaces s_start()
     fixed: bool = False         # s is not learned
+    cap: float = 0.0            # of the scores, as in Gemma 2; 0: none
+    window: int = 0             # how many keys a query sees, itself included; 0: all
+    rope: str = ""              # none, or theta in place of the model's
 
     @property
     def has_s(self):
@@ -50,10 +53,12 @@ class Normalizer:
         return self.norm == "l1+sink"
 
     def s_start(self, L):
-        """The initial value of s [SSMax], with which the mean temperature equals softmax's; 1 if p_n replaces ln n."""
+        """The initial value of s [SSMax], with which the mean temperature equals softmax's; 1 if p_n replaces ln n, or
+        if every row sees a single key."""
         if self.s is not None:
             return self.s
-        return 1.0 if self.scale == "pn" else L / math.lgamma(L + 1)
+        mean = sum(math.log(min(n, self.window or n)) for n in range(1, L + 1)) / L
+        return 1.0 if self.scale == "pn" or mean == 0 else 1 / mean
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,15 @@ STAGES = {      # the values of each stage
     "norm": rf"l1|l1\+sink|l1\+(\d+\.?\d*|\.\d+)|n|n2|L|T|T2|const:{POSITIVE}|sqrt-half-n|none",
     "post": rf"none|negate|rectify|recenter|recenter-l1|reweight:{POSITIVE}",
     "s": NUMBER,
+    "cap": POSITIVE,
+    "window": r"[1-9]\d*",
+    "rope": rf"none|{POSITIVE}",
 }
+TYPES = {"s": float, "cap": float, "window": int}     # of the values that are no text
 
 
 def parse_normalizer(text):
-    """`NAME[+stage=value...][+s=X][+fixed]`. A `+` starts an override only before one of those words. ValueError
+    """`NAME[+stage=value...][+s=X][+fixed]...`. A `+` starts an override only before one of those words. ValueError
     otherwise."""
     name, *overrides = re.split(rf"\+(?=(?:{'|'.join(STAGES)})=|fixed(?:\+|$))", text)
     if name not in PRESETS:
@@ -142,10 +151,19 @@ def parse_normalizer(text):
         elif not re.fullmatch(STAGES[stage], value):
             raise ValueError(f"{text}: {stage} cannot be {value!r}; it matches {STAGES[stage]}")
         else:
-            normalizer = replace(normalizer, **{stage: float(value) if stage == "s" else value})
+            normalizer = replace(normalizer, **{stage: TYPES.get(stage, str)(value)})
     if normalizer.has_sink and normalizer.phi != "exp":
         raise ValueError(f"{text}: a sink is a logit, so it needs phi=exp")
     return normalizer
+
+
+def parse_layers(text, layers):
+    """`[COUNT*]NAME...,...`: the normalizer of each layer. The list repeats until every layer has one."""
+    dealt = []
+    for entry in text.split(","):
+        count, name = re.fullmatch(r"(?:(\d+)\*)?(.*)", entry).groups()
+        dealt += int(count or 1) * [parse_normalizer(name)]
+    return [dealt[i % len(dealt)] for i in range(layers)]
 
 
 # ---- Attention
@@ -186,8 +204,8 @@ def scale_of_row(spec, n, d, L, scalars):
     if kind == "logn-bias":
         return (s * ln + b) * rsqrt_d
     if kind == "pn":
-        if n.shape[-2] > L:
-            raise ValueError(f"pn has {L} values, the sequence has {n.shape[-2]}")
+        if n.max() > L:
+            raise ValueError(f"pn has {L} values, a row has {int(n.max())} keys")
         return (s * scalars["p"][(n - 1).long()] + b) * rsqrt_d
     if kind == "log":
         return ln / math.log(L if value == "L" else float(value)) * rsqrt_d
@@ -281,10 +299,14 @@ def attention(q, k, v, normalizer, L, scalars, first=None, trace=None):
     if first is not None:
         n = n - first[:, None, :, None].to(q.dtype)                     # (B, 1, T, 1)
         visible = visible & (torch.arange(T) >= first[:, None, :, None])
+    if normalizer.window:
+        n = n.clamp(max=normalizer.window)
+        visible = visible & torch.ones(T, T, dtype=torch.bool).triu(1 - normalizer.window)
     if normalizer.qk == "l2":
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     z = (scale_of_row(normalizer.scale, n, d, L, scalars) * (q @ k.transpose(-1, -2))
          + offset_of_row(normalizer.offset, n, L))
+    z = softcap(z, normalizer.cap)
     how = visible, normalizer.norm, n, L, normalizer.phi, scalars.get("sink")
     A = posted(normalized(z, *how), visible, normalizer.post, n)
     if trace is not None:
@@ -299,9 +321,11 @@ def rmsnorm(x, weight, eps=1e-5):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rope_frequencies(scaling, T, d, L, dtype):
+def rope_frequencies(scaling, T, d, L, dtype, theta=None):
     """The d/2 rotations per position of a text of T tokens, and the factor of cos and sin. scaling: none,
-    linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL."""
+    linear:FACTOR, ntk, llama3:FACTOR:LOW:HIGH:ORIGINAL or yarn:FACTOR:ORIGINAL; not of a theta of a layer's own."""
+    if theta is not None:
+        return theta ** (-2 * torch.arange(d // 2, dtype=dtype) / d), 1.0
     name, *numbers = scaling.split(":")
     numbers = [float(number) for number in numbers]
     i = torch.arange(d // 2, dtype=dtype)
@@ -328,10 +352,13 @@ def rope_frequencies(scaling, T, d, L, dtype):
     return frequency * (1 - ramp) + frequency / factor * ramp, 0.1 * math.log(factor) + 1
 
 
-def rope(x, scaling="none", L=None):
-    """x (..., T, HS): the pair (x_i, x_(i + HS/2)) turns by t times the frequency i, theta^(-2i/HS) without scaling."""
+def rope(x, scaling="none", L=None, own=""):
+    """x (..., T, HS): the pair (x_i, x_(i + HS/2)) turns by t times the frequency i, theta^(-2i/HS) without scaling.
+    own: Normalizer.rope."""
+    if own == "none":
+        return x
     T, d = x.shape[-2:]
-    frequency, factor = rope_frequencies(scaling, T, d, L, x.dtype)
+    frequency, factor = rope_frequencies(scaling, T, d, L, x.dtype, float(own) if own else None)
     angle = torch.arange(T, dtype=x.dtype)[:, None] * frequency
     cos, sin = factor * torch.cos(angle), factor * torch.sin(angle)
     first, second = x[..., :d // 2], x[..., d // 2:]
@@ -374,7 +401,7 @@ class Config:
     heads: int = 1          # a gated unit has one
     ffn: int = 0            # a gated unit has none
     vocab: int = 50257
-    attn: str = "softmax"
+    attn: str = "softmax"   # or a list for the layers
     L: int = 1024
     block: str = "llama"    # or "gau"
     kv_heads: int = 0       # 0: as many as heads
@@ -395,12 +422,17 @@ class Config:
         return self.query_width // self.heads * (self.kv_heads or self.heads)
 
     @property
-    def normalizer(self):
-        return parse_normalizer(self.attn)
-
-    @property
     def units(self):
         return 2 * self.layers if self.block == "gau" else self.layers
+
+    @property
+    def normalizers(self):
+        return parse_layers(self.attn, self.units)
+
+    @property
+    def normalizer(self):
+        """Of every layer."""
+        return parse_normalizer(self.attn)
 
 
 def scalar_shapes(normalizer, heads=None, L=None):
@@ -410,7 +442,7 @@ def scalar_shapes(normalizer, heads=None, L=None):
     return {tensor: (size,) for tensor, size in sizes.items() if size}
 
 
-def llama_shapes(config):
+def llama_shapes(config, normalizer):
     C, F, Q, K = config.channels, config.ffn, config.query_width, config.key_width
     gains = ("q_norm", "k_norm") if config.qk_norm else ()
     return {"input_layernorm.weight": (C,),
@@ -419,28 +451,29 @@ def llama_shapes(config):
             **({f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (Q, K, K))}
                if config.bias == "qkv" else {}),
             **{f"self_attn.{name}.weight": (Q // config.heads,) for name in gains},
-            **{f"self_attn.{name}": shape for name, shape in scalar_shapes(config.normalizer, config.heads).items()},
+            **{f"self_attn.{name}": shape for name, shape in scalar_shapes(normalizer, config.heads).items()},
             "post_attention_layernorm.weight": (C,),
             "mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C), "mlp.down_proj.weight": (C, F)}
 
 
-def gau_shapes(config):
+def gau_shapes(config, normalizer):
     C, e = config.channels, 2 * config.channels
     return {"input_layernorm.weight": (C,),
             "gau.u_proj.weight": (e, C), "gau.v_proj.weight": (e, C), "gau.z_proj.weight": (GAU_WIDTH, C),
             **{f"gau.{name}": (GAU_WIDTH,) for name in ("q_gain", "q_offset", "k_gain", "k_offset")},
-            **{f"gau.{name}": shape for name, shape in scalar_shapes(config.normalizer, config.heads).items()},
+            **{f"gau.{name}": shape for name, shape in scalar_shapes(normalizer, config.heads).items()},
             "gau.o_proj.weight": (C, e)}
 
 
 def parameter_shapes(config):
     """Name -> shape, under Hugging Face's names; a normalizer may add attn_scale (s), attn_bias (b), attn_sink and
     attn_pn (p)."""
-    C, of_layer = config.channels, (gau_shapes if config.block == "gau" else llama_shapes)(config)
-    shapes = {"model.embed_tokens.weight": (config.vocab, C)}
-    for i in range(config.units):
-        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()})
-    shapes.update({f"model.{name}": shape for name, shape in scalar_shapes(config.normalizer, L=config.L).items()})
+    C, of_layer = config.channels, gau_shapes if config.block == "gau" else llama_shapes
+    shapes, of_model = {"model.embed_tokens.weight": (config.vocab, C)}, {}
+    for i, normalizer in enumerate(config.normalizers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in of_layer(config, normalizer).items()})
+        of_model |= scalar_shapes(normalizer, L=config.L)
+    shapes.update({f"model.{name}": shape for name, shape in of_model.items()})
     shapes["model.norm.weight"] = (C,)
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, C)
@@ -454,14 +487,14 @@ def decays(name):
     return not (name.endswith("norm.weight") or last.startswith("attn_") or last.endswith(("_gain", "_offset", "bias")))
 
 
-def attention_scalars(parameters, prefix, config):
+def attention_scalars(parameters, prefix, config, normalizer):
     """The scalars of a layer's normalizer; those that are not trained have their initial values."""
-    scalars = scalars_at_start(config.normalizer, config.heads, config.L, parameters["model.norm.weight"].dtype)
+    scalars = scalars_at_start(normalizer, config.heads, config.L, parameters["model.norm.weight"].dtype)
     return {name: parameters[("model." if SCALARS[name].by_position else prefix) + SCALARS[name].tensor]
-            if trains(config.normalizer, name) else start for name, start in scalars.items()}
+            if trains(normalizer, name) else start for name, start in scalars.items()}
 
 
-def llama_layer(x, parameters, layer, config, trace=None):
+def llama_layer(x, parameters, layer, config, normalizer, trace=None):
     """x + Wo attention(h), and to that + Wdown (silu(Wgate h) * (Wup h)), each time with h = rmsnorm(x)."""
     B, T, C = x.shape
     weight = lambda name: parameters[layer + name + ".weight"]
@@ -471,24 +504,24 @@ def llama_layer(x, parameters, layer, config, trace=None):
     q, k, v = (split(h @ weight(f"self_attn.{name}_proj").T + bias(name)) for name in "qkv")
     if config.qk_norm:
         q, k = (rmsnorm(x, weight(f"self_attn.{name}_norm"), config.norm_eps) for x, name in ((q, "q"), (k, "k")))
-    scalars = attention_scalars(parameters, layer + "self_attn.", config)
-    q, k = (rope(x, config.rope_scaling, config.L) for x in (q, k))
-    mixed = attention(q, k, v, config.normalizer, config.L, scalars, trace=trace)
+    scalars = attention_scalars(parameters, layer + "self_attn.", config, normalizer)
+    q, k = (rope(x, config.rope_scaling, config.L, normalizer.rope) for x in (q, k))
+    mixed = attention(q, k, v, normalizer, config.L, scalars, trace=trace)
     x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
     h = rmsnorm(x, weight("post_attention_layernorm"), config.norm_eps)
     return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
 
 
-def gau_layer(x, parameters, layer, config, trace=None):
+def gau_layer(x, parameters, layer, config, normalizer, trace=None):
     """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and
     an offset for each of its 128 elements, and RoPE ([GAU])."""
     of_unit = lambda name: parameters[f"{layer}gau.{name}"]
     h = rmsnorm(x, parameters[layer + "input_layernorm.weight"], config.norm_eps)
     U, V, Z = (silu(h @ of_unit(f"{name}_proj.weight").T) for name in "uvz")
-    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L)
-            for name in "qk")
-    scalars = attention_scalars(parameters, layer + "gau.", config)
-    AV = attention(q[:, None], k[:, None], V[:, None], config.normalizer, config.L, scalars, trace=trace)[:, 0]
+    q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L,
+                 normalizer.rope) for name in "qk")
+    scalars = attention_scalars(parameters, layer + "gau.", config, normalizer)
+    AV = attention(q[:, None], k[:, None], V[:, None], normalizer, config.L, scalars, trace=trace)[:, 0]
     return x + (U * AV) @ of_unit("o_proj.weight").T
 
 
@@ -496,8 +529,9 @@ def forward(parameters, tokens, config, trace=None):
     """Logits (B, T, vocab) for tokens (B, T). A Trace is filled."""
     embedding = parameters["model.embed_tokens.weight"]
     x = embedding[tokens]
-    for i in range(config.units):
-        x = (gau_layer if config.block == "gau" else llama_layer)(x, parameters, f"model.layers.{i}.", config, trace)
+    layer = gau_layer if config.block == "gau" else llama_layer
+    for i, normalizer in enumerate(config.normalizers):
+        x = layer(x, parameters, f"model.layers.{i}.", config, normalizer, trace)
         if trace is not None:
             trace.residual.append(x)
     x = rmsnorm(x, parameters["model.norm.weight"], config.norm_eps)
