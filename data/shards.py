@@ -559,10 +559,11 @@ def add_flags(parser, name, val_fraction, tokenizer="gpt2", out=None, marks=True
     parser.add_argument("--tokenizer", default=tokenizer,
                         help="gpt2, " + "own, " * own + "or the path of a tokenizer.json or of a folder with one")
     parser.add_argument("--shard-tokens", type=count, default=10**8,
-                        help="tokens per shard, also with the suffix k, M or B")
+                        help="tokens per shard; k, M or B may follow the number (default: 100M)")
     parser.add_argument("--val-fraction", type=fraction, default=val_fraction,
                         help="fraction of the documents used for validation")
-    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="number of threads that encode documents")
+    parser.add_argument("--workers", type=count, default=os.cpu_count(),
+                        help="number of threads that encode documents (default: all cores)")
     if marks:
         parser.add_argument("--doc-marks", choices=["sep", "bos-eos"], default="sep",
                             help="sep: an end-of-text token before each document; bos-eos: one before and one after it")

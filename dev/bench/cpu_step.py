@@ -308,7 +308,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=4, help="counted steps per process (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="threads on each side (default: all cores)")
-    parser.add_argument("--ours", default=str(ROOT / "train_gpt2"), help="the trainer (default: %(default)s)")
+    parser.add_argument("--ours", default=str(ROOT / "train_gpt2"), help="the trainer (default: ./train_gpt2)")
     parser.add_argument("--json", metavar="OUT", help="also write every process's figures to this file")
     options = parser.parse_args()
     options.variants = options.variants.split(",")
