@@ -106,7 +106,7 @@ LISTS = {
                     "2*softmax+window=8,ssmax+rope=none"),
     "scalars": ("layers=4,heads=2,channels=64,ffn=112,vocab=97,tied=1", 10, 64,
                 "ssmax-pn+window=5,softmax-sink+window=1,ssmax-bias+cap=2+rope=100,ssmax-pn+rope=none"),
-    "gau": ("layers=2,block=gau,channels=32,vocab=97,tied=1", 0, 64,
+    "units": ("layers=2,block=gau,channels=32,vocab=97,tied=1", 0, 64,
             "softmax-recentered+window=7,lssa+rope=none+cap=3,relu2-T+window=33,sigmoid+window=16"),
     "beyond_L": ("layers=2,heads=2,channels=64,ffn=112,qk_norm=1,vocab=97,tied=1", 0, 8, "ssmax-pn+window=8+rope=50")}
 # A high power makes almost every row of two to four keys one-hot, with nothing but rounding in its gradient; among many
