@@ -28,7 +28,7 @@ import model as reference  # noqa: E402
 FOLDER = Path(__file__).parents[1] / "doc/img/weights"
 N = D = 64
 SIZE, DPI = (2.2, 1.1), 100     # inches, so 220 x 110 pixels
-POSITIVE, NEGATIVE = "#2f6db3", "#d1495b"
+POSITIVE, NEGATIVE, TEXT = "#3b7fc4", "#d9566a", "#7a828a"   # for light and for dark pages
 TOLERANCE = 1e-6                # of a stored number, relative to its row's largest
 
 
@@ -59,7 +59,7 @@ def compute():
     return {"scores": scores(), **{name: weights(name) for name in reference.PRESETS}}
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- plots
 
 def draw(axes, name, values):
     """Bars over j, one color above 0 and one below. Each picture has its own scale, so its text has the numbers."""
@@ -75,14 +75,15 @@ def draw(axes, name, values):
     rounded = round(values.sum(), 9) + 0.0      # no 1e-17 and no -0
     text = f"from {below:.2f} to {above:.2f}" if name == "scores" else f"sum {rounded:.3g}, largest {largest:.3g}"
     axes.annotate(name, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=6.5,
-                  weight="bold")
+                  weight="bold", color=TEXT)
     axes.annotate(text, (0, 1), (0, 1.5), xycoords="axes fraction", textcoords="offset points", fontsize=5.5,
-                  color="0.3")
+                  color=TEXT)
 
 
 def save(figure, path):
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    figure.savefig(file, format="png", dpi=DPI, transparent=True, metadata={"Software": None},
+                   pil_kwargs={"optimize": True})
     files.replace(path, file.getvalue())
 
 

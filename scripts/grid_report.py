@@ -589,7 +589,7 @@ def panels(plan, title, found, data, draw, labels, base=True):
     for axes, (name, lines) in zip(grid.flat, found.items()):
         colors = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20").colors
         for i, line in enumerate(lines):
-            draw(axes, line, data[line.key()], colors[i % len(colors)], "-")
+            draw(axes, line, data[line.key()], colors[i % len(colors)], plot.DASHES[i % len(plot.DASHES)])
         for line in dashed:
             if line not in lines:
                 draw(axes, line, data[line.key()], "0.3", "--")
@@ -698,7 +698,7 @@ def lengths_picture(plan, title, evals):
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, map(str, lengths), fontsize=8)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-    return panels(plan, f"{title}: loss by length; dotted: the training length{bars}", found, data, draw,
+    return panels(plan, f"Loss by length ({title}). Dotted: the training length{bars}", found, data, draw,
                   ("tokens per sequence", "nats per token"), len(evals) == 1)
 
 
@@ -716,8 +716,8 @@ def positions_picture(plan, title, evals):
         draw_band(axes, x, means, wide[line.key()], color)
         axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
     bands = f"; bands: {SPREAD}" if any(map(any, wide.values())) else ""
-    return panels(plan, f"{title}: loss by position; dotted: the training length{bands}", found, data, draw,
-                  ("position", "nats per token"), len(evals) == 1)
+    return panels(plan, f"Loss by position ({title}). Dotted: the training length{bands}", found, data,
+                  draw, ("position", "nats per token"), len(evals) == 1)
 
 
 def needles_picture(plan, title, evals):
