@@ -172,7 +172,8 @@ def test_gau_by_loops(attn):
         f = ([max(y, 0) ** 2 / (i + 1) for y in z] if attn == "relu2-n"
              else [math.exp(y) / sum(map(math.exp, z)) for y in z])
         expected = x[i] + w["o_proj.weight"] @ (U[i] * sum(f[j] * V[j] for j in range(i + 1)))
-        ours = reference.gau_layer(torch.from_numpy(x)[None], p, "model.layers.0.", config, config.normalizer)[0, i].numpy()
+        ours = reference.gau_layer(torch.from_numpy(x)[None], p, "model.layers.0.", config, config.normalizer)
+        ours = ours[0, i].numpy()
         assert np.abs(ours - expected).max() <= 1e-11 * np.abs(expected).max()
 
 
