@@ -32,13 +32,16 @@ static ModelConfig *computer_config(Computer *c) {
 static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     Model *m = &c->model;
     size_t heads = m->config.layers * m->config.heads, threads = (size_t)omp_get_max_threads();
-    m->list = tensors_of(&m->config, (const AttentionList *[]){&e->given}, 1);
+    const AttentionList *others[] = {&e->given};
+    m->list = tensors_of(&m->config, others, 1);
+    m->others = others;
+    m->other_count = 1;
     m->doc_mask = e->o.doc_mask;
     bool decodes = e->o.task == TASK_NEEDLE;
     plan_parameters(m, false, e->o.dtype == EVAL_BF16 || (decodes && weights_are_bf16(&m->config, e->folder)));
     gemm_start(&m->mm, e->o.dtype == EVAL_BF16);
     if (decodes) {
-        plan_decoder(&c->decoder, m, &m->plan, 1, T);
+        plan_decoder(&c->decoder, m, &m->plan, 1, T, T);    // a prompt goes back to what it shares
         memory_add(&m->plan, "attention weights", (void **)&c->weights,
                    FLOATS(heads * T));    // (layers,NH,T): one query
     } else if (e->o.task != TASK_SCORES) {
@@ -48,6 +51,8 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     if (e->o.task == TASK_ATTENTION)    // a block for each thread
         memory_add(&m->plan, "attention weights", (void **)&c->weights, FLOATS(threads * OBSERVED_ROWS * T));
     memory_add(&m->plan, "p_n", (void **)&c->p_n, FLOATS(T));
+    m->others = NULL;
+    m->other_count = 0;
 }
 
 // Allocates it. Ends the program if it does not fit.
@@ -71,6 +76,7 @@ static void computer_ready(Computer *c) {
 
 static void close_computer(Computer *c) {
     gemm_end(&c->model.mm);
+    free(c->decoder.caches);
     memory_release(&c->model.plan);
     tensors_free(&c->model.list);
     *c = (Computer){0};
@@ -84,9 +90,12 @@ static void replace_pn(Computer *c) {
 // From now on, the first T positions turn by the angles of a text of `length` tokens.
 static void use_angles(Computer *c, const Eval *e, size_t length, size_t T) {
     Model *m = &c->model;
-    RopeAngles angles = eval_angles(e, 0, length);
-    if (c->decoder.m) rope_table(c->decoder.cosines, c->decoder.sines, T, angles);
-    else rope_table(m->cosines, m->sines, T, angles);
+    const AttentionList *attn = &m->config.attn;
+    for (size_t i = 0; i < attention_tables(attn); i++) {
+        RopeAngles angles = eval_angles(e, attention_table_base(attn, i), length);
+        if (c->decoder.m) rope_table(decoder_cosines(&c->decoder, i), decoder_sines(&c->decoder, i), T, angles);
+        else rope_table(m->cosines + angles_at(m, i), m->sines + angles_at(m, i), T, angles);
+    }
 }
 
 // The share of attention's rows that have been all-zero since the last call.
@@ -118,7 +127,7 @@ static void observe_heads(Computer *c, Observer *o, size_t l, size_t T) {
     Model *m = &c->model;
     AttentionShape shape = attention_shape(&m->config, l, 1, T);
     Activations of = layer_of(m, l);
-    AttentionInput in = attention_input(m, projected_of(&of));
+    AttentionInput in = attention_input(m, l, projected_of(&of));
     #pragma omp parallel for schedule(dynamic)
     for (size_t h = 0; h < shape.NH; h++)
         observe_head(o, c->weights + (size_t)omp_get_thread_num() * OBSERVED_ROWS * T, in, layer_scalars(m, l), shape,

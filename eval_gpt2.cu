@@ -246,9 +246,16 @@ static Scalars host_scalars(const Computer *c, size_t l) {
 }
 
 static AttentionShape host_shape(const ModelConfig *config, size_t layer, size_t T) {
-    return {
-        normalizer_of(config, layer), 1,     T, config->heads, config->kv_heads, head_size(config), value_size(config),
-        (int)config->seq_len,         false, 0};
+    AttentionShape shape = {};
+    shape.normalizer = normalizer_of(config, layer);
+    shape.B = 1;
+    shape.T = T;
+    shape.NH = config->heads;
+    shape.NKV = config->kv_heads;
+    shape.HS = head_size(config);
+    shape.VS = value_size(config);
+    shape.L = (int)config->seq_len;
+    return shape;
 }
 
 // Runs a sequence through the model and shows the observer every layer. Returns the losses of its tokens but the first

@@ -177,8 +177,6 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
             fprintf(stderr, ": s = %.4f in every head", tensor_start(&t, config));
         fprintf(stderr, "\n");
     }
-    const char *beyond = attention_beyond_plain(&config->attn);
-    if (beyond) fail(EXIT_USAGE, "--attn %s: sample_gpt2 does not support %s yet.", config->attn.text, beyond);
     bool has_tokenizer = has_file(folder, tokenizer_files[0]);
     int vocab, end_of_text;
     if (checkpoint_vanished(folder))
@@ -342,7 +340,9 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, s->o.dtype == SAMPLE_BF16 || weights_are_bf16(&m->config, folder));
     gemm_start(&m->mm, s->o.dtype == SAMPLE_BF16);
-    plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens);
+    // An answer may be withdrawn, and a prompt be copied from a text that has grown since.
+    size_t back = s->o.interactive || s->o.num_samples > FEW_ROWS ? new_tokens : 0;
+    plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens, back);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
     memory_add(&m->plan, "scratch", (void **)&s->candidates, m->config.vocab * sizeof *s->candidates);
     memory_add(&m->plan, "scratch", (void **)&s->after_prompt, FLOATS(m->config.vocab));
@@ -498,17 +498,19 @@ static bool advance(Sampler *s, size_t count) {
     return true;
 }
 
-// Copies the cache of sequence `from`, up to `count` positions, to sequence `to`.
+// Copies the cache of sequence `from`, up to position `count`, to sequence `to`.
 static void copy_sequence(Decoder *d, size_t from, size_t to, size_t count) {
     const ModelConfig *c = &d->m->config;
     size_t heads = c->kv_heads, HS = head_size(c), VS = value_size(c);
-    for (size_t l = 0; l < c->layers; l++)
+    for (size_t l = 0; l < c->layers; l++) {
+        size_t base = (size_t)*base_of(d, l, from), rows = count - base, kept = d->caches[l].kept;
+        *base_of(d, l, to) = (int32_t)base;
         for (size_t h = 0; h < heads; h++) {
-            size_t old = ((l * d->sequences + from) * heads + h) * d->length;
-            size_t new = ((l * d->sequences + to) * heads + h) * d->length;
-            memcpy(d->k + new * HS, d->k + old * HS, FLOATS(count * HS));
-            memcpy(d->v + new * VS, d->v + old * VS, FLOATS(count * VS));
+            size_t old = cached_row(d, l, from, base) + h * kept, new = cached_row(d, l, to, base) + h * kept;
+            memcpy(d->k + new * HS, d->k + old * HS, FLOATS(rows * HS));
+            memcpy(d->v + new * VS, d->v + old * VS, FLOATS(rows * VS));
         }
+    }
     d->starts[to] = d->starts[from];
 }
 

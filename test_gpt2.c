@@ -290,7 +290,7 @@ static void test_attention(void) {
     Normalizer normalizer;
     if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
-    AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L, false, 0};
+    AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L, .cached = false};
     ScalarGrads scalar_grads;
     Scalars scalars = test_scalars(&scalar_grads, &normalizer, NH, L);
     float *x[3], *d[3], *inverse[3], *out = floats(n), *dout = input("dout", n, 1);
@@ -598,7 +598,7 @@ static void test_nan(void) {
         char message[256];
         normalizer_parse(&normalizer, i ? "relu2-n" : "softmax", message, sizeof message);
         float q[2] = {1, NAN}, k[4] = {1, 2, 3, 4}, v[4] = {1, 2, 3, 4}, scratch[2];
-        AttentionShape shape = {&normalizer, 1, 2, 1, 1, 2, 2, 2, false, 0};
+        AttentionShape shape = {&normalizer, 1, 2, 1, 1, 2, 2, 2, .cached = false};
         attention_row(out, q, (ConstView){k, 2, 2}, (ConstView){v, 2, 2}, 2, 0, (Scalars){{NULL}}, shape, scratch);
         check(normalizer.text, !isnan(out[0]), 0);
     }

@@ -301,13 +301,13 @@ static void rotate_back(real *dx, const real *dout, const real *cosines, const r
 // The stage between the projections of q and k and attention: RoPE, then optionally l2 normalization.
 typedef struct {
     size_t B, T, NH, NKV, HS;
-    const real *cosines, *sines;    // (T,HS/2)
+    const real *cosines, *sines;    // (T,HS/2); NULL: no rotation
     bool l2;                        // qk=l2: after RoPE, divides each head of q and k by its Euclidean norm
 } Rope;
 
 // One head at position t, in place. Writes *inverse only with l2.
 static void rope_head_forward(real *x, real *inverse, const Rope *r, size_t t) {
-    rotate(x, x, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
+    if (r->cosines) rotate(x, x, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
     if (!r->l2) return;
     *inverse = l2_inverse(x, r->HS);
     #pragma omp simd
@@ -317,7 +317,7 @@ static void rope_head_forward(real *x, real *inverse, const Rope *r, size_t t) {
 // Its gradient, in place. x is the output of the forward pass.
 static void rope_head_backward(real *dx, const real *x, const real *inverse, const Rope *r, size_t t) {
     if (r->l2) l2_backward(dx, x, *inverse, r->HS);
-    rotate_back(dx, dx, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
+    if (r->cosines) rotate_back(dx, dx, r->cosines + t * (r->HS / 2), r->sines + t * (r->HS / 2), r->HS);
 }
 
 // Applies RoPE to the heads of q and k in place in the joint projection; v is unchanged.
@@ -601,6 +601,9 @@ typedef struct {
 typedef struct {
     ModelConfig config;
     TensorList list;
+    // Further lists of normalizers that the model may have later, for which there is memory, too. Only read by plans.
+    const AttentionList *const *others;
+    size_t other_count;
     // list.floats each. The gradients and the state of the update rules are NULL for inference.
     real *params, *grads, *state[STATE_ARRAYS];
     // A rounded copy for the matmuls, with --dtype bf16. Also in float32 where every matrix of a checkpoint is
@@ -611,8 +614,9 @@ typedef struct {
     const real *p_n;
     real z_loss;    // see CrossEntropy
 
-    bool doc_mask;     // attention stops at document boundaries
-    int32_t *first;    // (B, T) with doc_mask: the first key that each position of the current batch sees
+    bool doc_mask;       // attention stops at document boundaries
+    int32_t *first;      // (B, T) with doc_mask: the first key that each position of the current batch sees
+    int32_t *windows;    // (windows, B, T): the same for layers with each of the normalizers' windows
 
     // The capacity of the activations: B·T rows, sequences of at most T tokens.
     size_t B, T;
@@ -623,7 +627,7 @@ typedef struct {
     real *attention;    // scratch for attention_cpu.c
     size_t attention_bytes;
     void *matmul_scratch;     // with bf16
-    real *cosines, *sines;    // (T, HS/2)
+    real *cosines, *sines;    // (tables, T, HS/2)
     double *sums;             // partial sums of the gradient's norm
     MuonScratch muon;         // with Muon
 
@@ -677,7 +681,8 @@ static AttentionShape attention_shape(const ModelConfig *c, size_t layer, size_t
                             .NKV = c->kv_heads,
                             .HS = head_size(c),
                             .VS = value_size(c),
-                            .L = (int)c->seq_len};
+                            .L = (int)c->seq_len,
+                            .window = attention_of(c, layer)->window};
 }
 
 // Sums over a tensor's elements are added up from those over pieces of a fixed size, so that they do not depend on the
@@ -753,10 +758,28 @@ static void round_parameters(Model *m) {
     for (size_t i = 0; i < m->list.floats; i++) m->params_bf16[i] = bf16_from_float(m->params[i]);
 }
 
+// The most of something under the lists of normalizers that the model has and may have later.
+static size_t most_of(const Model *m, size_t (*count)(const AttentionList *list)) {
+    size_t most = count(&m->config.attn);
+    for (size_t i = 0; i < m->other_count; i++) most = larger(most, count(m->others[i]));
+    return most;
+}
+
+static size_t widest_window(const AttentionList *list) {
+    size_t widest = 0;
+    for (size_t i = 0; i < list->count; i++) {
+        size_t window = list->items[i].layer.window;
+        widest = larger(widest, window ? window : SIZE_MAX);
+    }
+    return widest;
+}
+
 // Makes attention's scratch large enough for batches of B sequences of T tokens, too. Shorter sequences can need more:
 // if there are as many groups of heads as threads, each thread copies the keys of one.
 static void plan_shape(Model *m, size_t B, size_t T) {
-    size_t bytes = FLOATS(attention_scratch(attention_shape(&m->config, 0, B, T), omp_get_max_threads()));
+    AttentionShape shape = attention_shape(&m->config, 0, B, T);
+    shape.window = most_of(m, widest_window);
+    size_t bytes = FLOATS(attention_scratch(shape, omp_get_max_threads()));
     if (bytes > m->attention_bytes) memory_resize(&m->plan, (void **)&m->attention, m->attention_bytes = bytes);
 }
 
@@ -803,16 +826,26 @@ static void plan_activations(Model *m, size_t kept_layers, size_t B, size_t T) {
     m->attention_bytes = 0;
     memory_add(&m->plan, SCRATCH, (void **)&m->attention, 0);
     plan_shape(m, B, T);
-    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(T * HS / 2));
-    memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(T * HS / 2));
+    size_t windows = most_of(m, attention_windows), angles = most_of(m, attention_tables) * T * HS / 2;
+    if (windows) memory_add(&m->plan, SCRATCH, (void **)&m->windows, windows * N * sizeof *m->windows);
+    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, FLOATS(angles));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sines, FLOATS(angles));
     size_t matmul_bytes = gemm_scratch(&m->mm, largest_first(m), largest_second(m));
     if (matmul_bytes) memory_add(&m->plan, "bfloat16 matmul scratch", &m->matmul_scratch, matmul_bytes);
 }
 
-// Call after memory_take().
+// Where a table of RoPE's angles begins.
+static size_t angles_at(const Model *m, size_t table) {
+    return table * m->T * (head_size(&m->config) / 2);
+}
+
+// Call after memory_take(), and after a change of the model's normalizers.
 static void model_ready(Model *m) {
+    const AttentionList *attn = &m->config.attn;
     if (m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, largest_first(m));
-    rope_table(m->cosines, m->sines, m->T, model_rope(&m->config, 0));
+    for (size_t i = 0; i < attention_tables(attn); i++)
+        rope_table(m->cosines + angles_at(m, i), m->sines + angles_at(m, i), m->T,
+                   model_rope(&m->config, attention_table_base(attn, i)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -862,8 +895,17 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
 
 static Rope rope_of(const Model *m, size_t layer, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
-    return (Rope){
-        B, T, c->heads, c->kv_heads, head_size(c), m->cosines, m->sines, normalizer_of(c, layer)->qk.kind == QK_L2};
+    size_t table = attention_table(&c->attn, layer);
+    Rope rope = {.B = B,
+                 .T = T,
+                 .NH = c->heads,
+                 .NKV = c->kv_heads,
+                 .HS = head_size(c),
+                 .l2 = normalizer_of(c, layer)->qk.kind == QK_L2};
+    if (table == NO_TABLE) return rope;
+    rope.cosines = m->cosines + angles_at(m, table);
+    rope.sines = m->sines + angles_at(m, table);
+    return rope;
 }
 
 // q, k and v as attention reads them; with gradients, where attention writes them.
@@ -877,19 +919,20 @@ static AttentionInputGrads unit_views(const ModelConfig *c, Projected of) {
     return (AttentionInputGrads){{of.q, K, 0}, {of.k, K, 0}, {of.v, output_width(c), 0}};
 }
 
-static AttentionInput attention_input(const Model *m, Projected of) {
+static AttentionInput attention_input(const Model *m, size_t layer, Projected of) {
+    size_t window = attention_window(&m->config.attn, layer);
     AttentionInputGrads at = block_of(m)->views(&m->config, of);
     return (AttentionInput){.q = {at.q.p, at.q.row, at.q.head},
                             .k = {at.k.p, at.k.row, at.k.head},
                             .v = {at.v.p, at.v.row, at.v.head},
-                            .first = m->first,
+                            .first = window == NO_TABLE ? m->first : m->windows + window * m->B * m->T,
                             .tiles = m->mm.tiles};
 }
 
 // Attention itself, which both blocks share. Expects the layer's q, k and v.
 static void attention_layer_forward(Model *m, const Activations *of, size_t l, size_t B, size_t T) {
     AttentionShape shape = attention_shape(&m->config, l, B, T);
-    AttentionInput in = attention_input(m, projected_of(of));
+    AttentionInput in = attention_input(m, l, projected_of(of));
     phase(PHASE_ATTENTION);
     m->all_zero_rows += attention_forward(of->att, of->stats, in, layer_scalars(m, l), shape, m->attention);
     m->rows += B * T * shape.NH;
@@ -901,7 +944,7 @@ static void attention_layer_backward(Model *m, const Activations *of, size_t l, 
     AttentionInputGrads d = block_of(m)->views(&m->config, gradients_of(of));
     phase(PHASE_ATTENTION);
     ScalarGrads grads = scalar_grads_of(&m->list, m->grads, l, &m->config.attn);
-    AttentionInput in = attention_input(m, projected_of(of));
+    AttentionInput in = attention_input(m, l, projected_of(of));
     attention_backward(d, grads, of->datt, of->att, of->stats, in, layer_scalars(m, l), shape, m->attention);
 }
 
@@ -1022,7 +1065,10 @@ static const BlockRow *block_of(const Model *m) {
 }
 
 static void model_embed(Model *m, const int32_t *tokens, size_t B, size_t T) {
+    const AttentionList *attn = &m->config.attn;
     if (m->first) document_starts(m->first, tokens, B, T, m->config.end_of_text);
+    for (size_t i = 0; i < attention_windows(attn); i++)
+        attention_window_starts(m->windows + i * m->B * m->T, m->first, B, T, attention_window_size(attn, i));
     phase(PHASE_EMBEDDING);
     embedding_forward(m->activations.x, m->params + m->list.embedding, tokens, B * T, m->config.channels);
 }
@@ -1274,6 +1320,8 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
     m->list = run_tensors(run);
     m->doc_mask = run->o.doc_mask;
     m->z_loss = (real)run->o.z_loss;
+    m->others = run->others;
+    m->other_count = run->other_count;
     gemm_start(&m->mm, bf16);
     plan_parameters(m, true, bf16);
     plan_activations(m, m->config.layers, (size_t)run->o.batch, run->T);
@@ -1281,7 +1329,7 @@ static void plan_training(Model *m, Decoder *d, const Run *run) {
         size_t T = (size_t)run->o.seq_len.values[i];
         plan_shape(m, (size_t)run->o.batch * (run->T / T), T);
     }
-    if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run));
+    if (run_sample_length(run)) plan_decoder(d, m, &m->plan, 1, run_sample_length(run), 0);
 }
 
 // The peak FLOP/s of all ranks. Ranks on one machine may together have more threads than it has cores. *best: see
@@ -1326,13 +1374,16 @@ static bool validate(Run *run, Model *m, double *loss) {
 }
 
 static void change_normalizer(Run *run, Model *m, Change *change) {
+    model_ready(m);
     if (run->val && !validate(run, m, &change->before)) return;
     run_change_apply(run, change);
+    model_ready(m);
     round_parameters(m);
     if (!run->val || validate(run, m, &change->after)) {
         run_change_finish(run, change);
     } else {
         run_change_undo(run, change);
+        model_ready(m);
         round_parameters(m);
     }
 }

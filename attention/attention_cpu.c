@@ -48,6 +48,12 @@ static size_t rounded_row(size_t step) {
     return step * sizeof(uint16_t) / sizeof(real);
 }
 
+// The most keys of a block of rows, in whole tiles.
+static size_t block_keys(AttentionShape shape, size_t rows) {
+    size_t keys = tiled(key_count(shape));
+    return shape.window && shape.window < keys ? smaller(keys, tiled(shape.window + rows + TILE - 2)) : keys;
+}
+
 // The next `count` elements of the scratch, or NULL if it is only measured.
 static real *take(real *scratch, size_t *used, size_t count) {
     real *taken = scratch ? scratch + *used : NULL;
@@ -57,9 +63,9 @@ static real *take(real *scratch, size_t *used, size_t count) {
 
 // in_parts: does the pass go through the keys in chunks?
 static Part forward_part(AttentionShape shape, bool in_parts, real *scratch, size_t *used) {
-    size_t keys = tiled(key_count(shape));
-    Part p = {.rows = smaller(tiled(shape.T), in_parts ? CHUNK_ROWS : BLOCK),
-              .keys = in_parts ? smaller(keys, CHUNK_KEYS) : keys};
+    Part p = {.rows = smaller(tiled(shape.T), in_parts ? CHUNK_ROWS : BLOCK)};
+    size_t keys = block_keys(shape, p.rows);
+    p.keys = in_parts ? smaller(keys, CHUNK_KEYS) : keys;
     p.step = row_step(p.keys);
     p.scores = take(scratch, used, p.rows * p.step);
     p.q = take(scratch, used, p.rows * tiled(shape.HS));
@@ -70,7 +76,8 @@ static Part forward_part(AttentionShape shape, bool in_parts, real *scratch, siz
 
 static Part backward_part(AttentionShape shape, real *scratch, size_t *used) {
     size_t HS = tiled(shape.HS), VS = tiled(shape.VS);
-    Part p = {.rows = smaller(tiled(shape.T), BLOCK), .keys = tiled(key_count(shape))};
+    Part p = {.rows = smaller(tiled(shape.T), BLOCK)};
+    p.keys = block_keys(shape, p.rows);
     p.step = row_step(p.keys);
     p.scores = take(scratch, used, p.rows * p.step);
     p.dscores = take(scratch, used, p.rows * p.step);
@@ -202,9 +209,10 @@ static size_t first_key(const Head *head, size_t t) {
 }
 
 // The rows of a head from `from` on. Their scores cover `keys` keys from key `low` on, or a chunk of them: those of
-// these keys from `begin` to `end`, whose scores begin in column 0.
+// these keys from `begin` to `end`, whose scores begin in column 0. first: of the first row, NULL if all see key 0.
 typedef struct {
     size_t from, rows, low, keys, begin, end;
+    const int32_t *first;
 } RowBlock;
 
 static RowBlock block_at(const Head *head, size_t from, size_t rows, AttentionShape shape) {
@@ -212,7 +220,7 @@ static RowBlock block_at(const Head *head, size_t from, size_t rows, AttentionSh
     if (rows > shape.T - from) rows = shape.T - from;
     low = (low / TILE) * TILE;
     size_t keys = shape.past + from + rows - low;
-    return (RowBlock){from, rows, low, keys, 0, keys};
+    return (RowBlock){from, rows, low, keys, 0, keys, head->first ? head->first + from : NULL};
 }
 
 // In a block's scores, each row has `hidden` keys before its n visible ones, and possibly others after them.
@@ -220,8 +228,8 @@ static Row block_row(AttentionShape shape, Scalars scalars, const Head *head, Ro
                      size_t *hidden) {
     size_t t = block.from + r, first = first_key(head, t), end = shape.past + t + 1;
     *hidden = first - block.low;
-    return row_at(shape.normalizer, scalars, head->h, end - first, shape.cached ? end : key_count(shape), shape.L,
-                  shape.HS);
+    return row_at(shape.normalizer, scalars, head->h, end - first, shape.cached ? shape.before + end : key_count(shape),
+                  shape.L, shape.HS);
 }
 
 static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
@@ -232,10 +240,19 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
 
 // ---- matmuls of tiles, for a block of rows and its chunk of keys. `share`: by all threads.
 
-// Where the keys of the chunk end that any of the 32 rows of a block from row r on sees.
+// Where the keys of the chunk end, and in which tile they begin, that any of the 32 rows of a block from row r on sees.
 static size_t visible_end(RowBlock at, size_t r) {
     size_t end = at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
     return end < at.end ? end : at.end;
+}
+
+// Of all chunks
+static size_t first_visible(RowBlock at, size_t r) {
+    return at.first ? (((size_t)at.first[r] - at.low) / TILE) * TILE : 0;
+}
+
+static size_t visible_begin(RowBlock at, size_t r) {
+    return larger(first_visible(at, r), at.begin);
 }
 
 // x (rows,width) as a left input, and zeros in the rest of its last 32 rows. Anything else there would be multiplied,
@@ -258,7 +275,7 @@ static void tiled_scores(Tiles tiles, real *out, size_t ld, const void *left, co
             TileRows b = tiles_at(tiles, packed, width, 0, at.low + key);
             for (size_t r = 0; r < at.rows; r += TILE) {
                 TileRows a = {(const char *)left + r * left_bytes, left_bytes};
-                if (key < visible_end(at, r))
+                if (key >= visible_begin(at, r) && key < visible_end(at, r))
                     tiles_multiply(tiles, out + r * ld + key - at.begin, ld, a, b, tiled(width), false);
             }
         }
@@ -270,7 +287,7 @@ static void tiled_scores(Tiles tiles, real *out, size_t ld, const void *left, co
 // cache.
 enum { OUTPUT_KEYS = 128 };
 
-// sums (rows,tiled(width)) = left (rows,keys) · packed (key_count,width); added unless the chunk is the first
+// sums (rows,tiled(width)) = left (rows,keys) · packed (key_count,width); added after the first keys of the rows
 static void tiled_output(Tiles tiles, real *sums, TileRows left, const void *packed, size_t key_count, size_t width,
                          RowBlock at, bool share) {
     size_t ld = tiled(width);
@@ -279,13 +296,15 @@ static void tiled_output(Tiles tiles, real *sums, TileRows left, const void *pac
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t col = 0; col < width; col += TILE) {
-            for (size_t key = at.begin; key < at.end; key += OUTPUT_KEYS) {
-                TileRows b = tiles_at(tiles, packed, key_count, at.low + key, col);
+            for (size_t from = at.begin; from < at.end; from += OUTPUT_KEYS) {
                 for (size_t r = 0; r < at.rows; r += TILE) {
+                    size_t key = larger(from, visible_begin(at, r)),
+                           end = smaller(from + OUTPUT_KEYS, visible_end(at, r));
                     TileRows a = {(const char *)left.at + r * left.step + tiles_row(tiles, key - at.begin), left.step};
-                    size_t end = visible_end(at, r), keys = end > key ? end - key : 0;
-                    if (keys > OUTPUT_KEYS) keys = OUTPUT_KEYS;
-                    if (keys) tiles_multiply(tiles, sums + r * ld + col, ld, a, b, tiled(keys), key > 0);
+                    TileRows b = tiles_at(tiles, packed, key_count, at.low + key, col);
+                    if (key < end)
+                        tiles_multiply(tiles, sums + r * ld + col, ld, a, b, tiled(end - key),
+                                       key > first_visible(at, r));
                 }
             }
         }
@@ -313,14 +332,16 @@ static void tiled_sums(Tiles tiles, real *sums, const void *left, size_t width, 
         tiles_begin(tiles);
         #pragma omp for schedule(static)
         for (size_t key = 0; key < at.keys; key += TILE) {
-            size_t r = 0;    // the first of 32 rows that see some of these keys
+            size_t r = 0, end;    // the rows that see some of these keys, in tiles
             while (key >= visible_end(at, r)) r += TILE;
+            for (end = r + TILE; end < at.rows && key >= visible_begin(at, end);) end += TILE;
+            end = smaller(end, at.rows);
             size_t steps = tiles_are_bf16(tiles) ? r / 2 : r;
             TileRows b = {(const char *)weights.at + steps * weights.step + key * tiles_number(tiles), weights.step};
             for (size_t c = 0; c < width; c += TILE) {
                 TileRows a = {(const char *)left + c * left_bytes + tiles_row(tiles, r), left_bytes};
                 real *out = sums + (at.low + key) * tiled(width) + c * TILE;
-                tiles_multiply(tiles, out, TILE, a, b, tiled(at.rows - r), add);
+                tiles_multiply(tiles, out, TILE, a, b, tiled(end - r), add);
             }
         }
         tiles_end(tiles);
@@ -694,6 +715,13 @@ void attention_backward(AttentionInputGrads d, ScalarGrads grads, const real *do
         for (size_t i = 0; i < shape.B * shape.NKV; i++) group_backward(&pass, i, scalars, shape, true);
     }
     if (any_wanted(grads)) scalars_backward(grads, pass.g, in.first, scalars, shape);
+}
+
+void attention_window_starts(int32_t *first, const int32_t *starts, size_t B, size_t T, size_t window) {
+    for (size_t i = 0; i < B * T; i++) {
+        size_t t = i % T, start = starts ? (size_t)starts[i] : 0;
+        first[i] = (int32_t)(t + 1 > window ? larger(start, t + 1 - window) : start);
+    }
 }
 
 bool attention_row(real *out, const real *q, ConstView k, ConstView v, size_t n, size_t h, Scalars scalars,

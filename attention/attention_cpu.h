@@ -24,6 +24,9 @@ typedef struct {
     // so far.
     bool cached;
     size_t past;
+    size_t before;    // `cached`: earlier positions that k and v no longer have; they count in T
+    // No position sees more than this many keys through in.first, which bounds work and scratch; 0: all that there are.
+    size_t window;
 } AttentionShape;
 
 // The heads of q, k or v anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head.
@@ -94,6 +97,10 @@ void attention_weights(real *weights, size_t ld, real *log_Z, AttentionInput in,
 //   weights (rows, ld): q · k on entry   first (B,T) or NULL, as in AttentionInput
 void attention_weights_of_scores(real *weights, size_t ld, real *log_Z, const int32_t *first, Scalars scalars,
                                  AttentionShape shape, AttentionRows at);
+
+// What in.first is in a layer with this window, without earlier positions.
+//   first (B,T) written   starts (B,T): the first key of each position's document, or NULL
+void attention_window_starts(int32_t *first, const int32_t *starts, size_t B, size_t T, size_t window);
 
 // Attention of one query of head h over its n visible keys, for generation.
 //   out (VS) written   q (HS)   k, v: p is the row of the first visible key in the head that h reads   scratch (n)

@@ -139,32 +139,62 @@ bool attention_equal(const AttentionList *a, const AttentionList *b, size_t laye
     return equal;
 }
 
-// Tables are numbered in the order of their first layers.
-static bool is_first_of_table(const AttentionList *list, size_t item) {
-    double rope = list->items[item].layer.rope;
-    size_t i = 0;
-    while (i < item && list->items[i].layer.rope != rope) i++;
-    return i == item && rope != NO_ROPE;
+typedef enum { ROPE, WINDOW } LayerValue;
+
+static double value_of(const LayerAttention *layer, LayerValue which) {
+    return which == ROPE ? layer->rope : (double)layer->window;
 }
 
-size_t attention_tables(const AttentionList *list) {
+// The distinct values are numbered in the order of their first layers. NO_ROPE and the window of all keys do not count.
+static bool is_first(const AttentionList *list, LayerValue which, size_t item) {
+    double value = value_of(&list->items[item].layer, which);
+    size_t i = 0;
+    while (i < item && value_of(&list->items[i].layer, which) != value) i++;
+    return i == item && value != (which == ROPE ? NO_ROPE : 0);
+}
+
+static size_t distinct(const AttentionList *list, LayerValue which) {
     size_t count = 0;
-    for (size_t i = 0; i < list->count; i++) count += is_first_of_table(list, i);
+    for (size_t i = 0; i < list->count; i++) count += is_first(list, which, i);
     return count;
 }
 
-double attention_table_base(const AttentionList *list, size_t table) {
+static double distinct_value(const AttentionList *list, LayerValue which, size_t number) {
     size_t i = 0;
-    while (!is_first_of_table(list, i) || table-- > 0) i++;
-    return list->items[i].layer.rope;
+    while (!is_first(list, which, i) || number-- > 0) i++;
+    return value_of(&list->items[i].layer, which);
+}
+
+static size_t number_of(const AttentionList *list, LayerValue which, size_t layer) {
+    double value = value_of(attention_at(list, layer), which);
+    size_t number = 0;
+    if (value == (which == ROPE ? NO_ROPE : 0)) return NO_TABLE;
+    while (distinct_value(list, which, number) != value) number++;
+    return number;
+}
+
+size_t attention_tables(const AttentionList *list) {
+    return distinct(list, ROPE);
 }
 
 size_t attention_table(const AttentionList *list, size_t layer) {
-    double rope = attention_at(list, layer)->rope;
-    size_t table = 0;
-    if (rope == NO_ROPE) return NO_TABLE;
-    while (attention_table_base(list, table) != rope) table++;
-    return table;
+    return number_of(list, ROPE, layer);
+}
+
+double attention_table_base(const AttentionList *list, size_t table) {
+    return distinct_value(list, ROPE, table);
+}
+
+size_t attention_windows(const AttentionList *list) {
+    return distinct(list, WINDOW);
+}
+
+size_t attention_window(const AttentionList *list, size_t layer) {
+    return number_of(list, WINDOW, layer);
+}
+
+size_t attention_window_size(const AttentionList *list, size_t window) {
+    return (size_t)distinct_value(list, WINDOW, window);
 }
 
 bool attention_has(const AttentionList *list, Scalar scalar) {

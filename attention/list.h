@@ -52,6 +52,11 @@ size_t attention_tables(const AttentionList *list);
 size_t attention_table(const AttentionList *list, size_t layer);
 double attention_table_base(const AttentionList *list, size_t table);
 
+// The same for windows: how many there are, that of a layer, NO_TABLE if it sees all keys, and the size of one.
+size_t attention_windows(const AttentionList *list);
+size_t attention_window(const AttentionList *list, size_t layer);
+size_t attention_window_size(const AttentionList *list, size_t window);
+
 // The list with the shortest names of the same meaning.
 const char *attention_shortest(const AttentionList *list, char *out, size_t size);
 

@@ -451,7 +451,8 @@ static void print_values(void) {
                 else widen(&width, label);
             }
     }
-    printf("  %-*s %s\n", width, "s=X", "initial value of s (default: 1/mean(ln n over a sequence of L), or 1 with pn)");
+    printf("  %-*s %s\n", width, "s=X",
+           "initial value of s (default: 1/mean(ln n over a sequence of L), or 1 with pn)");
     printf("  %-*s %s\n", width, "fixed", "s is not trained");
     printf("  %-*s %s\n", width, "cap=C", "C tanh(z/C) takes the place of z; 0: none");
     printf("  %-*s %s\n", width, "window=W",

@@ -1,10 +1,10 @@
 // The family of attention normalizers. One table drives the parser, the help, config.json, the CPU code, the CUDA
 // kernels and the tests.
 //
-// For the query at position i, n = i + 1 keys are visible; s_ij = q_i · k_j after RoPE; d is the head size, L the
-// training length, and T the length of the current sequence.
+// For the query at position i, n keys are visible: i + 1, or in a layer with a window of W at most W; s_ij = q_i · k_j
+// after RoPE; d is the head size, L the training length, and T the length of the current sequence.
 //   qk                a normalization of q and k, before the scores
-//   z_ij = c_i s_ij + o_i      scale (c) and offset (o)
+//   z_ij = c_i s_ij + o_i      scale (c) and offset (o); with +cap=C, C tanh(z_ij/C) takes its place
 //   f_ij = phi(z_ij)           phi; masked entries are set to 0 after phi, not before
 //   A_ij = f_ij / Z_i          norm
 //   post              a transform of the row A_i
@@ -294,6 +294,13 @@ NORMALIZER_INLINE real row_offset(Stage offset, RowPlace at) {
     case OFFSET_LOG_N: return -real_log((real)at.n);
     default: return 0;
     }
+}
+
+// y = C tanh(z/C), the soft cap of a score, and its slope dy/dz = 1 - (y/C)^2
+NORMALIZER_INLINE real cap_both(real C, real z, real *slope) {
+    real t = real_tanh(z / C);
+    *slope = 1 - t * t;
+    return C * t;
 }
 
 // The input to phi that is constant along a row: its learned number, or exp(-shift), which is expm1's 1 relative to the

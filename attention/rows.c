@@ -9,7 +9,20 @@ Row row_at(const Normalizer *normalizer, Scalars scalars, size_t h, size_t n, si
     Row row = {.at = row_place(scalars, h, (int)n, (int)T, L, (int)HS)};
     row.c = row_scale(normalizer->scale, row.at);
     row.o = row_offset(normalizer->offset, row.at);
+    row.cap = (real)normalizer->cap;
     return row;
+}
+
+// What phi is evaluated at for a score, and its derivative with respect to z.
+typedef struct {
+    real value, slope;
+} Argument;
+
+// capped: is there a cap? A constant in the loops over a row.
+NORMALIZER_INLINE Argument argument_of(const Row *row, bool capped, real s) {
+    Argument x = {row->c * (s - row->anchor) + row->rest, 1};
+    if (capped) x.value = cap_both(row->cap, row->c * s + row->o, &x.slope) - row->shift;
+    return x;
 }
 
 static bool is_relative(const Normalizer *normalizer) {
@@ -17,12 +30,13 @@ static bool is_relative(const Normalizer *normalizer) {
 }
 
 // Where exp is divided by its sum, it is taken relative to the row's largest z, that of the score `anchor`. The scores
-// are subtracted before scaling, so that nothing overflows or rounds to an exponent above 0.
+// are subtracted before scaling, so that nothing overflows or rounds to an exponent above 0. A cap keeps their order.
 static void row_anchor(const Normalizer *normalizer, Row *row, real anchor) {
     int phi = NORMALIZER_PHI(normalizer);
     bool relative = is_relative(normalizer);
-    real z = relative ? row->c * anchor + row->o : 0,
-         least = relative ? least_maximum(phi, normalizer->norm, row->at) : 0;
+    real z = relative ? row->c * anchor + row->o : 0, unused;
+    if (row->cap != 0) z = cap_both(row->cap, z, &unused);
+    real least = relative ? least_maximum(phi, normalizer->norm, row->at) : 0;
     row->anchor = relative ? anchor : 0;
     row->shift = z < least ? least : z;
     row->rest = relative ? z - row->shift : row->o;
@@ -75,12 +89,13 @@ static real row_top(const real *s, int n, const Row *row) {
 }
 
 // s (n): scores in, f out. Returns sum |f|.
-NORMALIZER_INLINE real phi_values(int phi, real *restrict s, int n, const Row *row) {
-    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, sum = 0;
+NORMALIZER_INLINE real phi_values(int phi, bool capped, real *restrict s, int n, const Row *row) {
+    const Row numbers = *row;
+    real number = row->number, sum = 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real f, slope;
-        phi_both(phi, c * (s[j] - anchor) + rest, number, &f, &slope);
+        phi_both(phi, argument_of(&numbers, capped, s[j]).value, number, &f, &slope);
         s[j] = f;
         sum += phi_signed(phi) && f < 0 ? -f : f;
     }
@@ -88,7 +103,8 @@ NORMALIZER_INLINE real phi_values(int phi, real *restrict s, int n, const Row *r
 }
 
 static real row_values(const Normalizer *normalizer, real *s, int n, const Row *row) {
-#define CASE(kind_, ...) case kind_: return phi_values(kind_, s, n, row);
+#define CASE(kind_, ...) \
+    case kind_: return row->cap != 0 ? phi_values(kind_, true, s, n, row) : phi_values(kind_, false, s, n, row);
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
     return 0;
@@ -179,19 +195,21 @@ real row_forward(const Normalizer *normalizer, real *s, Row *row, bool *weight) 
 // Backward
 
 // Where post does not change the row; D as norm sees it. `sign` is -1 if post negates it.
-NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restrict dW, Row *row, real D, real sign) {
+NORMALIZER_INLINE real row_backward_plain(int phi, bool capped, real *restrict s, real *restrict dW, Row *row, real D,
+                                          real sign) {
     int n = row->at.n;
-    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number, inverse = row->inverse, sum = 0,
-         by_number = 0;
+    const Row numbers = *row;
+    real c = row->c, number = row->number, inverse = row->inverse, sum = 0, by_number = 0;
     #pragma omp simd reduction(+ : sum, by_number)
     for (int j = 0; j < n; j++) {
         real f, slope;
-        real z = c * (s[j] - anchor) + rest;
-        phi_both(phi, z, number, &f, &slope);
+        Argument z = argument_of(&numbers, capped, s[j]);
+        phi_both(phi, z.value, number, &f, &slope);
         real signed_D = phi_signed(phi) ? with_sign_of(f, D) : D;
         real df = (sign * dW[j] - signed_D) * inverse, dz = df * slope;
+        if (capped) dz *= z.slope;
         sum += dz * s[j];
-        if (phi_learns(phi)) by_number += df * phi_slope_by_number(phi, z, number, f, slope);
+        if (phi_learns(phi)) by_number += df * phi_slope_by_number(phi, z.value, number, f, slope);
         dW[j] = c * dz;
         s[j] = sign * f * inverse;
     }
@@ -200,22 +218,33 @@ NORMALIZER_INLINE real row_backward_plain(int phi, real *restrict s, real *restr
 }
 
 static real backward_plain(const Normalizer *normalizer, real *s, real *dW, Row *row, real sign) {
-#define CASE(kind_, ...) case kind_: return row_backward_plain(kind_, s, dW, row, row->D, sign);
+#define CASE(kind_, ...)                                                                  \
+    case kind_:                                                                           \
+        return row->cap != 0 ? row_backward_plain(kind_, true, s, dW, row, row->D, sign) \
+                             : row_backward_plain(kind_, false, s, dW, row, row->D, sign);
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
     return 0;
 }
 
-// Computes f and its slope (n) from the scores s (n).
-NORMALIZER_INLINE void row_slopes(int phi, real *restrict f, real *restrict slope, const real *restrict s,
+// Computes f and df/dz (n) from the scores s (n).
+NORMALIZER_INLINE void row_slopes(int phi, bool capped, real *restrict f, real *restrict slope, const real *restrict s,
                                   const Row *row) {
-    real c = row->c, anchor = row->anchor, rest = row->rest, number = row->number;
+    const Row numbers = *row;
     #pragma omp simd
-    for (int j = 0; j < row->at.n; j++) phi_both(phi, c * (s[j] - anchor) + rest, number, &f[j], &slope[j]);
+    for (int j = 0; j < numbers.at.n; j++) {
+        Argument z = argument_of(&numbers, capped, s[j]);
+        phi_both(phi, z.value, numbers.number, &f[j], &slope[j]);
+        if (capped) slope[j] *= z.slope;
+    }
 }
 
 static void backward_slopes(const Normalizer *normalizer, real *f, real *slope, const real *s, const Row *row) {
-#define CASE(kind_, ...) case kind_: row_slopes(kind_, f, slope, s, row); break;
+#define CASE(kind_, ...)                                     \
+    case kind_:                                              \
+        if (row->cap != 0) row_slopes(kind_, true, f, slope, s, row); \
+        else row_slopes(kind_, false, f, slope, s, row);     \
+        break;
     switch (NORMALIZER_PHI(normalizer)) { PHI_VALUES(CASE) }
 #undef CASE
 }
@@ -246,13 +275,14 @@ NORMALIZER_INLINE void post_gradients(int post, real *restrict w, real *restrict
     for (int j = 0; j < n; j++) d[j] -= sum;
 }
 
-// sum_j df df/dnumber, from f and its slope at the scores s, and dA.
-static real by_number(int phi, const Row *row, const real *s, const real *dA, const real *f, const real *slope) {
-    real sum = 0;
+// sum_j df df/dnumber, from the scores s and dA.
+static real by_number(int phi, const Row *row, const real *s, const real *dA) {
+    real sum = 0, f, slope;
     for (int j = 0; j < row->at.n; j++) {
-        real signed_D = phi_signed(phi) ? with_sign_of(f[j], row->D) : row->D;
-        real z = row->c * (s[j] - row->anchor) + row->rest;
-        sum += (dA[j] - signed_D) * row->inverse * phi_slope_by_number(phi, z, row->number, f[j], slope[j]);
+        real z = argument_of(row, row->cap != 0, s[j]).value;
+        phi_both(phi, z, row->number, &f, &slope);
+        real signed_D = phi_signed(phi) ? with_sign_of(f, row->D) : row->D;
+        sum += (dA[j] - signed_D) * row->inverse * phi_slope_by_number(phi, z, row->number, f, slope);
     }
     return sum;
 }
@@ -274,7 +304,7 @@ static real backward_post(const Normalizer *normalizer, real *restrict s, real *
         D_norm *= inverse;
     }
     row->D = D_norm;
-    row->by_number = phi_learns(phi) ? by_number(phi, row, s, d, f, slope) : 0;
+    row->by_number = phi_learns(phi) ? by_number(phi, row, s, d) : 0;
     #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < n; j++) {
         real signed_D = is_signed ? with_sign_of(f[j], D_norm) : D_norm;

@@ -10,11 +10,12 @@ extern "C" {
 
 typedef struct {
     RowPlace at;
-    real c, o;                   // z = c s + o
-    real anchor, rest, shift;    // phi is evaluated at c (s - anchor) + rest, which equals z - shift
-    real number, by_number;      // see phi_number(); the derivative of the loss with respect to it
-    real inverse;                // 1/Z
-    real D;                      // backward pass: sum_j A dA, for the A and dA of norm
+    real c, o, cap;    // z = c s + o; the normalizer's cap
+    // phi is evaluated at c (s - anchor) + rest, which equals z - shift; with a cap, at that of z, minus shift.
+    real anchor, rest, shift;
+    real number, by_number;    // see phi_number(); the derivative of the loss with respect to it
+    real inverse;              // 1/Z
+    real D;                    // backward pass: sum_j A dA, for the A and dA of norm
     PostRow post;
 } Row;
 

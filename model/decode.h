@@ -10,17 +10,27 @@ enum {
     FEW_ROWS = 8            // decoding uses gemv() for at most this many rows
 };
 
+// A layer's part of the cache: how many positions of a sequence it holds, and the positions of all layers before it. A
+// layer with a window only keeps what later queries see, and moves that to the front when it has no more room.
+typedef struct {
+    size_t kept, before;
+} LayerCache;
+
 typedef struct {
     Model *m;
     size_t sequences, length, rows;        // sequences at once, their maximum length, rows per call
-    float *k, *v;                          // (layers, sequences, NKV, length, HS or VS)
+    size_t back;                           // by how many positions a sequence may go back; to 0, it always may
+    LayerCache *caches;                    // (layers)
+    int32_t *bases;                        // (layers, sequences): the position of the first row that is in the cache
+    float *k, *v;                          // for each layer (sequences, NKV, kept, HS or VS)
     float *x, *h, *att, *gate_up, *act;    // (rows, ...)
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
     float *logits;                         // (sequences, V)
     float *scores;                         // (threads, length)
     float *attention, *stats;              // for the attention of a span of a prompt
     int32_t *starts, *first;               // (sequences), (rows): where the newest token's document begins
-    float *cosines, *sines;                // (length, HS/2)
+    int32_t *seen;                         // (rows): the first cached row that a row sees in the current layer
+    float *cosines, *sines;                // (tables, length, HS/2)
     // (layers, NH, length), or NULL: decode() writes the attention weights of its last row
     float *weights;
 } Decoder;
@@ -32,8 +42,8 @@ typedef struct {
 } DecodeRow;
 
 // One row per block. plan() adds the arrays that only this block needs. keys() computes k and v of row r for the cache,
-// from the row's projections; it writes those of head 0 at k and v, and each other head's d->length rows after the one
-// before it. decode() runs one layer for all rows.
+// from the row's projections; it writes those of head 0 at k and v, and each other head's as many rows after the one
+// before it as the layer keeps. decode() runs one layer for all rows.
 typedef struct {
     void (*plan)(Decoder *d, MemoryPlan *plan);
     void (*keys)(Decoder *d, Rope rope, size_t r, size_t layer, float *k, float *v);
@@ -52,21 +62,47 @@ static void unit_plan_decoder(Decoder *d, MemoryPlan *plan) {
     memory_add(plan, DECODING, (void **)&d->q, FLOATS(d->rows * query_width(&d->m->config)));
 }
 
-// `count` new positions of a sequence, after `past` earlier ones in the cache.
-static AttentionShape span_shape(const Decoder *d, size_t layer, size_t past, size_t count) {
+// `count` new positions of a sequence from this one on, of which the cache has those from `base` on.
+static AttentionShape span_shape(const Decoder *d, size_t layer, size_t position, size_t base, size_t count) {
     AttentionShape shape = attention_shape(&d->m->config, layer, 1, count);
     shape.cached = true;
-    shape.past = past;
+    shape.past = position - base;
+    shape.before = base;
     return shape;
 }
 
-// Call after plan_activations(), if at all: the matmuls' scratch is for both.
-static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length) {
+// How many earlier positions a layer with this window may still need.
+static size_t window_past(const Decoder *d, size_t window) {
+    return window && window < d->length ? window - 1 + d->back : d->length;
+}
+
+// Lays out the cache, for the most that a layer needs under any of the model's normalizers. Returns all its positions.
+static size_t plan_caches(Decoder *d) {
+    const Model *m = d->m;
+    size_t positions = 0;
+    d->caches = calloc(m->config.layers, sizeof *d->caches);
+    if (!d->caches) fail(EXIT_RESOURCE, "out of memory for the list of caches.");
+    for (size_t l = 0; l < m->config.layers; l++) {
+        size_t past = window_past(d, attention_of(&m->config, l)->window);
+        for (size_t i = 0; i < m->other_count; i++)
+            past = larger(past, window_past(d, attention_at(m->others[i], l)->window));
+        d->caches[l] = (LayerCache){smaller(d->length, past + d->rows), positions};
+        positions += d->sequences * d->caches[l].kept;
+    }
+    return positions;
+}
+
+// Call after plan_activations(), if at all: the matmuls' scratch is for both.   back: see Decoder
+static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequences, size_t length, size_t back) {
     const ModelConfig *c = &m->config;
-    size_t C = c->channels, F = c->ffn, rows = larger(sequences, PREFILL_ROWS);
-    size_t cached = c->layers * sequences * length, heads = c->heads + c->kv_heads;
+    size_t C = c->channels, F = c->ffn, rows = larger(sequences, PREFILL_ROWS), heads = c->heads + c->kv_heads;
     const char *kind = DECODING;
-    *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows};
+    *d = (Decoder){.m = m, .sequences = sequences, .length = length, .rows = rows, .back = back};
+    size_t cached = plan_caches(d), most = 0, angles = most_of(m, attention_tables) * length * head_size(c) / 2;
+    for (size_t l = 0; l < c->layers; l++) most = larger(most, d->caches[l].kept);
+    AttentionShape span = span_shape(d, 0, most, 0, rows);
+    span.window = most_of(m, widest_window);
+    memory_add(plan, kind, (void **)&d->bases, c->layers * sequences * sizeof *d->bases);
     memory_add(plan, kind, (void **)&d->k, FLOATS(cached * key_width(c)));
     memory_add(plan, kind, (void **)&d->v, FLOATS(cached * value_width(c)));
     memory_add(plan, kind, (void **)&d->x, FLOATS(rows * C));
@@ -78,36 +114,86 @@ static void plan_decoder(Decoder *d, Model *m, MemoryPlan *plan, size_t sequence
     memory_add(plan, kind, (void **)&d->act, FLOATS(rows * F));
     memory_add(plan, kind, (void **)&d->logits, FLOATS(sequences * c->vocab));
     memory_add(plan, kind, (void **)&d->scores, FLOATS((size_t)omp_get_max_threads() * length));
-    memory_add(plan, kind, (void **)&d->attention,
-               FLOATS(attention_scratch(span_shape(d, 0, length, rows), omp_get_max_threads())));
+    memory_add(plan, kind, (void **)&d->attention, FLOATS(attention_scratch(span, omp_get_max_threads())));
     memory_add(plan, kind, (void **)&d->stats, FLOATS(rows * c->heads * ROW_STATS));
     memory_add(plan, kind, (void **)&d->starts, sequences * sizeof *d->starts);
     memory_add(plan, kind, (void **)&d->first, rows * sizeof *d->first);
-    memory_add(plan, kind, (void **)&d->cosines, FLOATS(length * head_size(c) / 2));
-    memory_add(plan, kind, (void **)&d->sines, FLOATS(length * head_size(c) / 2));
+    memory_add(plan, kind, (void **)&d->seen, rows * sizeof *d->seen);
+    memory_add(plan, kind, (void **)&d->cosines, FLOATS(angles));
+    memory_add(plan, kind, (void **)&d->sines, FLOATS(angles));
     size_t matmul_bytes = m->B ? 0 : gemm_scratch(&m->mm, rows * widest_second(c), 0);
     if (matmul_bytes) memory_add(plan, kind, &m->matmul_scratch, matmul_bytes);
 }
 
-// Under ntk, every position uses the angles of the whole length that the cache can hold, whatever the length so far: a
+static float *decoder_cosines(const Decoder *d, size_t table) {
+    return d->cosines + table * d->length * (head_size(&d->m->config) / 2);
+}
+
+static float *decoder_sines(const Decoder *d, size_t table) {
+    return d->sines + table * d->length * (head_size(&d->m->config) / 2);
+}
+
+// Call after memory_take(), and after a change of the model's normalizers. Under ntk, every position uses the angles of the whole length that the cache can hold, whatever the length so far: a
 // key is rotated once, when it enters the cache.
 static void decoder_ready(Decoder *d) {
     Model *m = d->m;
     if (!m->B && m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, d->rows * widest_second(&m->config));
-    rope_table(d->cosines, d->sines, d->length, model_rope(&m->config, 0));
+    for (size_t i = 0; i < attention_tables(&m->config.attn); i++)
+        rope_table(decoder_cosines(d, i), decoder_sines(d, i), d->length,
+                   model_rope(&m->config, attention_table_base(&m->config.attn, i)));
 }
 
 static Rope rope_at(const Decoder *d, size_t layer, size_t position) {
+    Rope rope = rope_of(d->m, layer, 1, 1);
+    size_t table = attention_table(&d->m->config.attn, layer), angles = position * (rope.HS / 2);
+    if (table == NO_TABLE) return rope;
+    rope.cosines = decoder_cosines(d, table) + angles;
+    rope.sines = decoder_sines(d, table) + angles;
+    return rope;
+}
+
+static int32_t *base_of(const Decoder *d, size_t layer, size_t sequence) {
+    return &d->bases[layer * d->sequences + sequence];
+}
+
+// Where the cache of a layer has this position of a sequence, in rows of its first head.
+static size_t cached_row(const Decoder *d, size_t layer, size_t sequence, size_t position) {
+    const LayerCache *cache = &d->caches[layer];
+    size_t heads = d->m->config.kv_heads;
+    return (cache->before + sequence * cache->kept) * heads + position - (size_t)*base_of(d, layer, sequence);
+}
+
+// Moves the last `count` of `rows` rows of each head to the front.
+static void move_rows(float *x, size_t kept, size_t heads, size_t width, size_t rows, size_t count) {
+    for (size_t h = 0; h < heads; h++, x += kept * width) memmove(x, x + (rows - count) * width, FLOATS(count * width));
+}
+
+// Makes room for the positions of a sequence from `first` to `last`.
+static void make_room(Decoder *d, size_t layer, size_t sequence, size_t first, size_t last) {
     const ModelConfig *c = &d->m->config;
-    size_t HS = head_size(c), angles = position * (HS / 2);
-    return (Rope){1,
-                  1,
-                  c->heads,
-                  c->kv_heads,
-                  HS,
-                  d->cosines + angles,
-                  d->sines + angles,
-                  normalizer_of(c, layer)->qk.kind == QK_L2};
+    int32_t *base = base_of(d, layer, sequence);
+    size_t kept = d->caches[layer].kept, past = smaller(first, window_past(d, attention_of(c, layer)->window));
+    if (first == 0) *base = 0;
+    if (last - (size_t)*base < kept) return;
+    size_t rows = first - (size_t)*base, front = cached_row(d, layer, sequence, (size_t)*base);
+    move_rows(d->k + front * head_size(c), kept, c->kv_heads, head_size(c), rows, past);
+    move_rows(d->v + front * value_size(c), kept, c->kv_heads, value_size(c), rows, past);
+    *base = (int32_t)(first - past);
+}
+
+// Makes room for all rows of a call, and sets d->seen.
+static void prepare_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
+    size_t window = attention_of(&d->m->config, layer)->window;
+    for (size_t r = 0; r < count; r++) {
+        size_t sequence = rows[r].sequence, position = rows[r].position, earlier = 0, last = r;
+        while (rows[earlier].sequence != sequence) earlier++;
+        for (size_t i = r + 1; earlier == r && i < count; i++)
+            if (rows[i].sequence == sequence) last = i;
+        if (earlier == r) make_room(d, layer, sequence, position, rows[last].position);
+        size_t first = (size_t)d->first[r];
+        if (window && position + 1 > window) first = larger(first, position + 1 - window);
+        d->seen[r] = (int32_t)first - *base_of(d, layer, sequence);
+    }
 }
 
 // q stays in place.
@@ -116,10 +202,10 @@ static void layer_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, 
     float *q = d->joined + r * joined_width(c), *inverse_norms = d->inverse_norms + r * (rope.NH + rope.NKV);
     if (c->qk_norm) qk_norm_forward(q, NULL, NULL, qk_norm_of(d->m, layer, 1));
     rope_forward(q, inverse_norms, rope);
-    size_t HS = head_size(c), VS = value_size(c);
+    size_t HS = head_size(c), VS = value_size(c), kept = d->caches[layer].kept;
     for (size_t h = 0; h < c->kv_heads; h++) {
-        memcpy(k + h * d->length * HS, q + query_width(c) + h * HS, FLOATS(HS));
-        memcpy(v + h * d->length * VS, q + query_width(c) + key_width(c) + h * VS, FLOATS(VS));
+        memcpy(k + h * kept * HS, q + query_width(c) + h * HS, FLOATS(HS));
+        memcpy(v + h * kept * VS, q + query_width(c) + key_width(c) + h * VS, FLOATS(VS));
     }
 }
 
@@ -134,13 +220,13 @@ static void unit_keys(Decoder *d, Rope rope, size_t r, size_t layer, float *k, f
 // The queries from row r on, and the cached keys and values of their sequence.
 static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_t r, size_t layer) {
     const ModelConfig *c = &d->m->config;
-    size_t K = query_width(c), W = joined_width(c), KV = key_width(c), VV = value_width(c);
-    size_t cache = (layer * d->sequences + row->sequence) * d->length;
-    return (AttentionInput){.q = d->q ? (ConstView){d->q + r * K, K, head_size(c)}
-                                      : (ConstView){d->joined + r * W, W, head_size(c)},
-                            .k = {d->k + cache * KV, head_size(c), d->length * head_size(c)},
-                            .v = {d->v + cache * VV, value_size(c), d->length * value_size(c)},
-                            .first = d->m->doc_mask ? d->first + r : NULL,
+    size_t K = query_width(c), W = joined_width(c);
+    size_t kept = d->caches[layer].kept, HS = head_size(c), VS = value_size(c);
+    size_t front = cached_row(d, layer, row->sequence, (size_t)*base_of(d, layer, row->sequence));
+    return (AttentionInput){.q = d->q ? (ConstView){d->q + r * K, K, HS} : (ConstView){d->joined + r * W, W, HS},
+                            .k = {d->k + front * HS, HS, kept * HS},
+                            .v = {d->v + front * VS, VS, kept * VS},
+                            .first = d->m->doc_mask || attention_of(c, layer)->window ? d->seen + r : NULL,
                             .tiles = d->m->mm.tiles};
 }
 
@@ -148,11 +234,13 @@ static AttentionInput cached_input(const Decoder *d, const DecodeRow *row, size_
 static void decode_head(Decoder *d, const DecodeRow *row, size_t r, size_t h, size_t layer) {
     AttentionShape shape = attention_shape(&d->m->config, layer, 1, row->position + 1);
     AttentionInput in = cached_input(d, row, r, layer);
-    size_t kv = h / (shape.NH / shape.NKV), first = (size_t)d->first[r];
+    size_t kv = h / (shape.NH / shape.NKV), first = (size_t)d->seen[r],
+           base = (size_t)*base_of(d, layer, row->sequence);
     in.k.p += first * in.k.row + kv * in.k.head;
     in.v.p += first * in.v.row + kv * in.v.head;
-    attention_row(d->att + (r * shape.NH + h) * shape.VS, in.q.p + h * in.q.head, in.k, in.v, row->position + 1 - first,
-                  h, layer_scalars(d->m, layer), shape, d->scores + (size_t)omp_get_thread_num() * d->length);
+    attention_row(d->att + (r * shape.NH + h) * shape.VS, in.q.p + h * in.q.head, in.k, in.v,
+                  row->position + 1 - base - first, h, layer_scalars(d->m, layer), shape,
+                  d->scores + (size_t)omp_get_thread_num() * d->length);
 }
 
 // Do the rows continue one sequence, as in a prompt?
@@ -163,7 +251,7 @@ static bool is_span(const DecodeRow *rows, size_t count) {
 }
 
 static void keep_weights(Decoder *d, const DecodeRow *row, size_t r, size_t layer) {
-    AttentionShape shape = span_shape(d, layer, row->position, 1);
+    AttentionShape shape = span_shape(d, layer, row->position, (size_t)*base_of(d, layer, row->sequence), 1);
     #pragma omp parallel for schedule(static)
     for (size_t h = 0; h < shape.NH; h++)
         attention_weights(d->weights + (layer * shape.NH + h) * d->length, d->length, NULL,
@@ -175,17 +263,19 @@ static void keep_weights(Decoder *d, const DecodeRow *row, size_t r, size_t laye
 // same call.
 static void decode_attention(Decoder *d, const DecodeRow *rows, size_t count, size_t layer) {
     const ModelConfig *c = &d->m->config;
-    size_t NH = c->heads, work = count * (rows[0].position + 1) * (query_width(c) + output_width(c));
+    size_t NH = c->heads, keys = attention_keys(attention_of(c, layer), rows[0].position + 1);
+    size_t work = count * keys * (query_width(c) + output_width(c));
+    prepare_layer(d, rows, count, layer);
     #pragma omp parallel for schedule(static) if (count > 1)
     for (size_t r = 0; r < count; r++) {
-        size_t sequence = layer * d->sequences + rows[r].sequence, position = rows[r].position;
-        size_t at = sequence * c->kv_heads * d->length + position;
+        size_t position = rows[r].position, at = cached_row(d, layer, rows[r].sequence, position);
         decode_block(d)->keys(d, rope_at(d, layer, position), r, layer, d->k + at * head_size(c),
                               d->v + at * value_size(c));
     }
     if (is_span(rows, count)) {
         attention_forward(d->att, d->stats, cached_input(d, rows, 0, layer), layer_scalars(d->m, layer),
-                          span_shape(d, layer, rows[0].position, count), d->attention);
+                          span_shape(d, layer, rows[0].position, (size_t)*base_of(d, layer, rows[0].sequence), count),
+                          d->attention);
     } else {
         #pragma omp parallel for collapse(2) schedule(dynamic) if (work >= SHARED_WORK)
         for (size_t r = 0; r < count; r++)

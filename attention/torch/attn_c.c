@@ -35,10 +35,6 @@ static bool reads_length(const Normalizer *n) {
 EXPORT const Normalizer *attn_c_normalizer(const char *text, int L, char *message, size_t size) {
     Normalizer parsed, *kept;
     if (!normalizer_parse(&parsed, text, message, size)) return NULL;
-    if (parsed.cap != 0) {
-        snprintf(message, size, "attn_c does not support +cap= yet");
-        return NULL;
-    }
     if (L == 0 && reads_length(&parsed)) {
         snprintf(message, size, "depends on the length that the model is trained with: pass it as seq_len");
         return NULL;

@@ -1,6 +1,6 @@
 """Attention alone, forward and backward, for each normalizer, against PyTorch's fastest method.
 
-    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar] [--torch-lengths 1024]
+    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar,softmax+window=256] [--torch-lengths 1024]
         [--rounds 3] [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
 
 Ours is attention/attention_cpu.c, run by build/bench/attention_cpu. PyTorch's is scaled_dot_product_attention for

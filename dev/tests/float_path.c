@@ -39,7 +39,7 @@ void attention_in_float(const FloatAttention *c) {
     size_t NH = c->NH, NKV = c->NKV, HS = c->HS, VS = c->VS, rows = c->B * NH * c->T;
     size_t queries = rows * HS, keys = c->B * c->T * NKV * HS, values = c->B * c->T * NKV * VS, outputs = rows * VS;
     const Normalizer *a = c->normalizer;
-    AttentionShape shape = {a, c->B, c->T, NH, NKV, HS, VS, c->L, false, 0};
+    AttentionShape shape = {a, c->B, c->T, NH, NKV, HS, VS, c->L, .cached = false};
     float *q = floats(c->q, queries), *k = floats(c->k, keys), *v = floats(c->v, values),
           *dout = floats(c->dout, outputs);
     float *out = floats(NULL, outputs), *dq = floats(NULL, queries), *dk = floats(NULL, keys),

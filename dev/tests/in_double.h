@@ -9,6 +9,7 @@
 #define attention_backward attention_backward_in_double
 #define attention_row attention_row_in_double
 #define attention_weights attention_weights_in_double
+#define attention_window_starts attention_window_starts_in_double
 #define attention_weights_of_scores attention_weights_of_scores_in_double
 #define row_at row_at_in_double
 #define row_keep row_keep_in_double

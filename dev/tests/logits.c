@@ -33,7 +33,7 @@ static void load(const char *folder, size_t T) {
     model.list = tensors_of(&model.config, NULL, 0);
     plan_parameters(&model, false, false);
     plan_activations(&model, model.config.layers, 1, T);
-    plan_decoder(&decoder, &model, &model.plan, BESIDE, T);
+    plan_decoder(&decoder, &model, &model.plan, BESIDE, T, 0);
     memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&moved, FLOATS(T * model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&cached, FLOATS(model.config.vocab));

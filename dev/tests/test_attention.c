@@ -358,7 +358,7 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     v[n - 1] = 1;
     attention_row(&out, &one, (ConstView){z, 1, 1}, (ConstView){v, 1, 1}, n, 0,
                   (Scalars){.of[SCALAR_S] = normalizer_has(&normalizer, SCALAR_S) ? &s : NULL},
-                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n, false, 0}, scratch);
+                  (AttentionShape){&normalizer, 1, n, 1, 1, 1, 1, (int)n, .cached = false}, scratch);
     free(v);
     free(scratch);
     return out;
@@ -450,7 +450,7 @@ static void check_row(const char *text, const float *q, const float *k, size_t H
     unit_row(unit_q, q, HS, l2);
     for (size_t j = 0; j < n; j++) unit_row(unit_k + j * HS, k + j * HS, HS, l2);
     attention_row(out, unit_q, (ConstView){unit_k, HS, HS}, (ConstView){v, n, n}, n, 0, (Scalars){{NULL}},
-                  (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n, false, 0}, scratch);
+                  (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n, .cached = false}, scratch);
     for (size_t j = 0; j < n; j++)
         CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
               expected[j]);
