@@ -7,6 +7,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
 
+#define COMPUTES_ALL
 #include "dev/reference/cases.h"
 #include "model/decode.h"
 
@@ -231,7 +232,8 @@ static void l2_rows(float *x, float *inverse, size_t n, size_t HS) {
 }
 
 // The learned scalars of the normalizer, as in the fixtures, and space for the gradients of those that it trains.
-static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, size_t NH, size_t L) {
+static Scalars test_scalars(ScalarGrads *grads, const LayerAttention *layer, size_t NH, size_t L) {
+    const Normalizer *normalizer = &layer->normalizer;
     Scalars scalars = {{NULL}};
     *grads = (ScalarGrads){{NULL}};
     for (Scalar x = 0; x < SCALAR_COUNT; x++) {
@@ -241,7 +243,7 @@ static Scalars test_scalars(ScalarGrads *grads, const Normalizer *normalizer, si
         fixture_weight_rule(scalar_names[x], n, &mean, &scale);
         if (normalizer_trains(normalizer, x)) grads->of[x] = floats(n);
         else {
-            mean = (float)normalizer_start(normalizer, x, L, 0);
+            mean = (float)normalizer_start(normalizer, x, L, layer->window);
             scale = 0.0f;
         }
         scalars.of[x] = values = floats(n);
@@ -267,9 +269,11 @@ static void check_row_by_row(const float *out, AttentionInput in, Scalars scalar
     double difference = 0, size = 0;
     for (size_t i = 0; i < shape.B * NH * T; i++) {
         size_t h = i % NH, t = (i / NH) % T, b = i / (NH * T), start = b * T * K + (h / (NH / shape.NKV)) * HS;
+        size_t first = in.first ? (size_t)in.first[b * T + t] : 0;
+        start += first * K;
         shape.T = t + 1;
         attention_row(row, in.q.p + i * HS, (ConstView){in.k.p + start, K, HS}, (ConstView){in.v.p + start, K, HS},
-                      t + 1, h, scalars, shape, scores);
+                      t + 1 - first, h, scalars, shape, scores);
         for (size_t c = 0; c < HS; c++) {
             double o = out[i * HS + c];
             difference += (row[c] - o) * (row[c] - o);
@@ -287,12 +291,17 @@ static void test_attention(void) {
     size_t sizes[3] = {n, B * T * K, B * T * K};
     int before = failed;
     char message[1024];
-    Normalizer normalizer;
-    if (!normalizer_parse(&normalizer, text_of("attn"), message, sizeof message))
+    AttentionList list;
+    if (!attention_parse(&list, text_of("attn"), 1, message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
-    AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L, .cached = false};
+    const LayerAttention *layer = attention_at(&list, 0);
+    Normalizer normalizer = layer->normalizer;
+    AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L, .window = layer->window};
     ScalarGrads scalar_grads;
-    Scalars scalars = test_scalars(&scalar_grads, &normalizer, NH, L);
+    Scalars scalars = test_scalars(&scalar_grads, layer, NH, L);
+    int32_t *first = calloc(B * T, sizeof *first);
+    for (size_t i = 0; i < B * T && has_key("docs"); i++) first[i] = (int32_t)(i % T - (i % T) % size_of("docs"));
+    if (layer->window) attention_window_starts(first, first, B, T, layer->window);
     float *x[3], *d[3], *inverse[3], *out = floats(n), *dout = input("dout", n, 1);
     float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
     for (int i = 0; i < 3; i++) {
@@ -302,6 +311,7 @@ static void test_attention(void) {
         if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], sizes[i] / HS, HS);
     }
     AttentionInput in = {.q = {x[0], C, HS}, .k = {x[1], K, HS}, .v = {x[2], K, HS}};
+    if (layer->window || has_key("docs")) in.first = first;
     AttentionInputGrads grads = {{d[0], C, HS}, {d[1], K, HS}, {d[2], K, HS}};
     attention_forward(out, stats, in, scalars, shape, scratch);
     attention_backward(grads, scalar_grads, dout, out, stats, in, scalars, shape, scratch);
@@ -328,6 +338,7 @@ static void test_attention(void) {
         free(inverse[i]);
     }
     free_scalars(scalars, scalar_grads);
+    free(first);
     free(out);
     free(dout);
     free(stats);

@@ -5,10 +5,10 @@
 
 #include "runtime/gemv.h"
 
-enum {
-    PREFILL_ROWS = 1024,    // prompt tokens that run through the layers together
-    FEW_ROWS = 8            // decoding uses gemv() for at most this many rows
-};
+#ifndef PREFILL_ROWS
+#define PREFILL_ROWS 1024    // prompt tokens that run through the layers together
+#endif
+enum { FEW_ROWS = 8 };    // decoding uses gemv() for at most this many rows
 
 // A layer's part of the cache: how many positions of a sequence it holds, and the positions of all layers before it. A
 // layer with a window only keeps what later queries see, and moves that to the front when it has no more room.

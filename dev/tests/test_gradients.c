@@ -117,6 +117,11 @@ static const char *const NAMES[] = {
     "relu2-l1+qk=l2+scale=logd-logn+post=reweight:2.5", "ssmax-bias+norm=l1+1+post=reweight:2",
     "softmax-sink+post=recenter-l1", "softmax-floorlog+scale=floorlog:4+norm=l1+sink", "softpick+norm=n+post=recenter",
 };
+// Lists for the layers, with documents.
+static const char *const LISTS[] = {
+    "ssmax-pn+window=3,softmax-sink+cap=0.7+rope=none", "ssmax-bias+window=4+cap=2+rope=50,lssa+rope=none",
+    "relu2-T+window=2+cap=1.5,softmax-recentered+window=4",
+};
 // clang-format on
 #undef NAME
 
@@ -544,6 +549,13 @@ int main(int argc, char **argv) {
                    "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1,bias=qkv",
                    true);
         test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1", false);
+    }
+    for (size_t i = 0; i < sizeof LISTS / sizeof *LISTS; i++) {
+        case_name = LISTS[i];
+        if (!strstr(case_name, word)) continue;
+        check_group(case_name);
+        test_model(LISTS[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", i % 2);
+        test_model(LISTS[i], "layers=2,block=gau,channels=24,vocab=61,tied=1", i % 2 == 0);
     }
     printf("worst relative error %.2g\n", worst);
     return check_verdict();

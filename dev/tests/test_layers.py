@@ -1,0 +1,91 @@
+"""--attn with a list: normalizers, windows, caps and position rules that differ by layer, in training, resuming,
+switching, evaluation and decoding. What the layers compute: test_gpt2 (against the reference) and test_gradients."""
+import json
+
+import numpy as np
+import pytest
+
+import tiny
+from tiny import END_OF_TEXT, T
+from trainer import assert_same_run, metrics
+
+DATA = tiny.write_data
+LIST = "ssmax+window=5+rope=none,softmax-sink+cap=4"
+# A row for each width of a window, from itself to more than the text; T = 32 here, and the text that is decoded has 70.
+LISTS = [LIST, "softmax-recentered+window=1,relu2-L+rope=500", "ssmax-bias+window=2+rope=100,lssar+window=63+cap=9",
+         "ssmax-pn+window=32,softmax+window=64", "softmax+window=65", "softmax+window=70,softmax+window=900+rope=none"]
+SHAPES = {"llama": [], "gau": ["--model", f"layers=1,block=gau,channels=32,vocab={tiny.VOCAB}"]}
+
+
+def arguments(out):
+    return json.loads((out / "run.json").read_text())["arguments"]
+
+
+@pytest.mark.parametrize("attn", LISTS)
+def test_decoding_equals_recomputing(data, tmp_path, attn):
+    """dev/tests/logits.c compares one pass with the cache, for prompts of several lengths, with and without documents."""
+    block = SHAPES["gau" if LISTS.index(attn) % 3 == 1 else "llama"]
+    folder, printed = tiny.train(data, tmp_path / "out", "--attn", attn, *block, steps=2)
+    assert "layers    " in printed
+    ids = [END_OF_TEXT, *np.random.default_rng(1).integers(0, END_OF_TEXT, 69)]
+    ids[30] = END_OF_TEXT
+    whole = tiny.logits(folder, ids)
+    assert np.isfinite(whole).all()
+    tiny.logits(folder, ids, "documents")
+    if attn == LIST:    # a window of 5 in one of two layers, and none in the other
+        assert abs(whole - tiny.logits(folder, [END_OF_TEXT, *ids[2:], 0])[:70]).max() > 1e-3
+
+
+def test_resuming_has_the_same_bits(data, tmp_path):
+    tiny.train(data, tmp_path / "whole", "--attn", LIST, "--ckpt-every", 2, steps=4)
+    tiny.train(data, tmp_path / "parts", "--attn", LIST, steps=2)
+    tiny.train(data, tmp_path / "parts", "--resume", steps=4)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
+    _, printed = tiny.train(data, tmp_path / "parts", "--resume", "--attn", "softmax", steps=5, code=2)
+    assert "--attn-switch" in printed
+
+
+def test_switching_between_lists(data, tmp_path):
+    """Layers are compared one by one: the first keeps its s, the second gets one; a name for all is a list, too."""
+    before, after = "ssmax,softmax", "ssmax+window=4,ssmax-bias+rope=none"
+    folder, printed = tiny.train(data, tmp_path / "out", "--attn", before, "--attn-switch", f"2:{after}", steps=3)
+    assert "new parameters: model.layers.1.self_attn.attn_scale" in printed, printed
+    assert "layers.0.self_attn.attn_scale" not in printed and "0..1" not in printed, printed
+    tiny.train(data, tmp_path / "parts", "--attn", before, "--attn-switch", f"2:{after}", steps=2)
+    tiny.train(data, tmp_path / "parts", "--resume", steps=3)
+    assert_same_run(tmp_path / "out", tmp_path / "parts", 3)
+    _, printed = tiny.train(data, tmp_path / "same", "--init-from", folder, "--attn", f"{after},{after}", steps=1)
+    assert "switched" not in printed and "unused: ssmax+window=4, ssmax-bias+rope=none" in printed, printed
+    _, printed = tiny.train(data, tmp_path / "one", "--init-from", folder, "--attn", "ssmax-bias", steps=1)
+    assert f"switched --attn {after} to ssmax-bias" in printed, printed
+    assert "new parameters: model.layers.0.self_attn.attn_bias, 0.0000" in printed, printed
+
+
+def test_evaluation(data, tmp_path):
+    """Every task runs under a list and under another one; beyond L, p_n suffices where the window is no wider."""
+    folder, _ = tiny.train(data, tmp_path / "out", "--attn", "ssmax-pn+window=32,softmax", steps=2)
+    val = ["--data", f"{data}/*_val_*.bin", "--picture", 0]
+
+    def evaluate(name, *words, code=0):
+        _, errors = tiny.run(tiny.BIN / "eval_gpt2", "--model", folder, "--out", tmp_path / name, *words, code=code)
+        return json.loads((tmp_path / name / "eval.json").read_text()) if code == 0 else errors
+    losses = evaluate("loss", *val, "--task", "positions", "--seq-lens", "32,64", "--attn", LIST)
+    assert len(losses["results"]) == 4
+    assert "p_n" in evaluate("beyond", *val, "--seq-lens", 64, "--attn", "softmax,ssmax-pn", code=2)
+    attention = evaluate("attention", *val, "--task", "attention", "--seq-lens", 32, "--samples", 1, "--attn", LIST)
+    assert attention["results"]
+    needle = evaluate("needle", *val, "--task", "needle", "--seq-lens", 100, "--samples", 2, "--depths", "0,50",
+                      "--attn", LIST)
+    assert needle["results"]
+    evaluate("scores", "--task", "scores", "--attn", LIST)
+    texts, _ = tiny.sample(folder, "--prompt", "the cat", "--num-samples", 9, "--max-new-tokens", 60, "--temperature", 1)
+    alone, _ = tiny.sample(folder, "--prompt", "the cat", "--num-samples", 1, "--max-new-tokens", 60, "--temperature", 1)
+    assert len(texts) == 9 and texts[0] == alone[0]
+
+
+def test_a_window_of_one_name_changes_the_loss(data, tmp_path):
+    for name, attn in (("full", "softmax"), ("wide", "softmax+window=32"), ("one", "softmax+window=1")):
+        tiny.train(data, tmp_path / name, "--attn", attn, steps=2)
+    full, wide, one = (metrics(tmp_path / name, ["loss"]) for name in ("full", "wide", "one"))
+    assert full == wide and full[0] != one[0]
+    assert arguments(tmp_path / "wide")["attn"] == "softmax+window=32"
