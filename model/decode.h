@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     Model *m;
     size_t sequences, length, rows;        // sequences at once, their maximum length, rows per call
-    size_t back;                           // by how many positions a sequence may go back; to 0, it always may
+    size_t back;                           // the most positions by which a sequence may go back, except to its start
     LayerCache *caches;                    // (layers)
     int32_t *bases;                        // (layers, sequences): the position of the first row that is in the cache
     float *k, *v;                          // for each layer (sequences, NKV, kept, HS or VS)
@@ -76,7 +76,7 @@ static size_t window_past(const Decoder *d, size_t window) {
     return window && window < d->length ? window - 1 + d->back : d->length;
 }
 
-// Lays out the cache, for the most that a layer needs under any of the model's normalizers. Returns all its positions.
+// Lays out the cache for the most that a layer needs under any of the model's lists. Returns the number of positions.
 static size_t plan_caches(Decoder *d) {
     const Model *m = d->m;
     size_t positions = 0;
@@ -133,8 +133,8 @@ static float *decoder_sines(const Decoder *d, size_t table) {
     return d->sines + table * d->length * (head_size(&d->m->config) / 2);
 }
 
-// Call after memory_take(), and after a change of the model's normalizers. Under ntk, every position uses the angles of the whole length that the cache can hold, whatever the length so far: a
-// key is rotated once, when it enters the cache.
+// Call after memory_take(), and after a change of the model's normalizers. Under ntk, every position uses the angles of
+// the whole length that the cache can hold, whatever the length so far: a key is rotated once, when it enters the cache.
 static void decoder_ready(Decoder *d) {
     Model *m = d->m;
     if (!m->B && m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, d->rows * widest_second(&m->config));
