@@ -178,12 +178,19 @@ static void matmul_forward(real *out, MatmulInput inp, WeightMatrix weight, size
     gemm_run(weight.mm, N, OC, C, matrix_of(inp, C, false), w, add ? 1 : 0, out, OC);
 }
 
-// dinp[n,c] = sum_o dout[n,o] weight[o,c],   dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add)
+// dinp[n,c] = sum_o dout[n,o] weight[o,c] (+ dinp[n,c] when add)
+//   dinp (N,C) written or added to   dout (N,OC)   weight (OC,C)
+static void matmul_input_backward(real *dinp, MatmulInput dout, WeightMatrix weight, size_t N, size_t C, size_t OC,
+                                  bool add) {
+    Matrix w = {weight.f32, weight.bf16, .ld = C};
+    gemm_run(weight.mm, N, C, OC, matrix_of(dout, OC, false), w, add ? 1 : 0, dinp, C);
+}
+
+// dweight[o,c] = sum_n dout[n,o] inp[n,c] (+ dweight[o,c] when add), and dinp as above, unless it is NULL
 //   dinp (N,C) written   dweight (OC,C) written or added to   dout (N,OC)   inp (N,C)
 static void matmul_backward(real *dinp, real *dweight, MatmulInput dout, MatmulInput inp, WeightMatrix weight, size_t N,
                             size_t C, size_t OC, bool add) {
-    Matrix w = {weight.f32, weight.bf16, .ld = C};
-    gemm_run(weight.mm, N, C, OC, matrix_of(dout, OC, false), w, 0, dinp, C);
+    if (dinp) matmul_input_backward(dinp, dout, weight, N, C, OC, false);
     gemm_run(weight.mm, OC, C, N, matrix_of(dout, OC, true), matrix_of(inp, C, false), add ? 1 : 0, dweight, C);
 }
 
@@ -376,6 +383,54 @@ static void swiglu_backward(MatmulInput dgate_up, const real *dout, const real *
             }
             piece_done(dgate_up, at, dgate, count);
             piece_done(dgate_up, at + F, dup, count);
+        }
+    }
+}
+
+// out[n,e] = att[n,e] · sigmoid(gate[n,e/D]),  D = E/G: 1, or a head's size
+//   out (N,E) written, may be att   att (N,E)   gate (N,G)
+// Source: Qiu et al., "Gated Attention for Large Language Models" (arXiv 2505.06708).
+static void output_gate_forward(real *out, const real *att, const real *gate, size_t N, size_t E, size_t G) {
+    size_t D = E / G;
+    #pragma omp parallel for schedule(static) if (N > 1)
+    for (size_t n = 0; n < N; n++) {
+        if (D == 1) {
+            #pragma omp simd
+            for (size_t e = n * E; e < (n + 1) * E; e++) out[e] = att[e] * real_sigmoid(gate[e]);
+            continue;
+        }
+        for (size_t h = n * G; h < (n + 1) * G; h++) {
+            real s = real_sigmoid(gate[h]);
+            #pragma omp simd
+            for (size_t e = h * D; e < (h + 1) * D; e++) out[e] = att[e] * s;
+        }
+    }
+}
+
+// datt = dout · s,   dgate[n,g] = s (1 − s) · sum of dout att over its D channels,   s = sigmoid(gate[n,g])
+//   d (N,E): dout on entry, datt on return   dgate (N,G) written   att (N,E)   gate (N,G)
+static void output_gate_backward(real *d, real *dgate, const real *att, const real *gate, size_t N, size_t E,
+                                 size_t G) {
+    size_t D = E / G;
+    #pragma omp parallel for schedule(static)
+    for (size_t n = 0; n < N; n++) {
+        if (D == 1) {
+            #pragma omp simd
+            for (size_t e = n * E; e < (n + 1) * E; e++) {
+                real s = real_sigmoid(gate[e]);
+                dgate[e] = s * (1 - s) * d[e] * att[e];
+                d[e] *= s;
+            }
+            continue;
+        }
+        for (size_t h = n * G; h < (n + 1) * G; h++) {
+            real s = real_sigmoid(gate[h]), dot = 0;
+            #pragma omp simd reduction(+ : dot)
+            for (size_t e = h * D; e < (h + 1) * D; e++) {
+                dot += d[e] * att[e];
+                d[e] *= s;
+            }
+            dgate[h] = s * (1 - s) * dot;
         }
     }
 }
@@ -951,21 +1006,26 @@ static void attention_layer_backward(Model *m, const Activations *of, size_t l, 
 static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c), G = gate_width(c);
     Activations of = layer_of(m, l);
     phase(PHASE_NORM);
     rmsnorm_forward(of.h, of.x, m->params + at->norm1, N, C, norm_eps(m));
     phase(PHASE_PROJECTIONS);
     matmul_forward(of.joined, of.h, weight(m, at->q), N, C, W, false);
     if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W);
+    if (c->gate) matmul_forward(of.att_gate, of.h, weight(m, at->att_gate), N, C, G, false);
     phase(PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N));
     phase(PHASE_ROPE);
     rope_forward(of.joined, of.inverse_norms, rope_of(m, l, B, T));
     attention_layer_forward(m, &of, l, B, T);
+    if (c->gate) {
+        phase(PHASE_GATE);
+        output_gate_forward(of.gated, of.att, of.att_gate, N, E, G);
+    }
     phase(PHASE_PROJECTIONS);
     memcpy(of.x_mid, of.x, FLOATS(N * C));
-    matmul_forward(of.x_mid, in_f32(of.att), weight(m, at->o), N, E, C, true);
+    matmul_forward(of.x_mid, in_f32(c->gate ? of.gated : of.att), weight(m, at->o), N, E, C, true);
 
     phase(PHASE_NORM);
     rmsnorm_forward(of.h, of.x_mid, m->params + at->norm2, N, C, norm_eps(m));
@@ -982,7 +1042,7 @@ static void layer_forward(Model *m, size_t l, size_t B, size_t T) {
 static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = &m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c), G = gate_width(c);
     Activations of = layer_of(m, l);
     real *grads = m->grads;
     phase(PHASE_SWIGLU);
@@ -998,8 +1058,17 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_NORM);
     rmsnorm_backward(of.dx, grads + at->norm2, of.dh, of.x_mid, m->params + at->norm2, of.r, N, C, norm_eps(m));
 
+    if (c->gate) {
+        phase(PHASE_GATE);
+        output_gate_forward(of.gated, of.att, of.att_gate, N, E, G);
+    }
     phase(PHASE_PROJECTIONS);
-    matmul_backward(of.datt, grads + at->o, in_f32(of.dx), in_f32(of.att), weight(m, at->o), N, E, C, add);
+    matmul_backward(of.datt, grads + at->o, in_f32(of.dx), in_f32(c->gate ? of.gated : of.att), weight(m, at->o), N, E,
+                    C, add);
+    if (c->gate) {
+        phase(PHASE_GATE);
+        output_gate_backward(of.datt, of.datt_gate, of.att, of.att_gate, N, E, G);
+    }
     attention_layer_backward(m, &of, l, B, T);
     phase(PHASE_ROPE);
     rope_backward(of.djoined, of.joined, of.inverse_norms, rope_of(m, l, B, T));
@@ -1011,6 +1080,11 @@ static void layer_backward(Model *m, size_t l, size_t B, size_t T, bool add) {
     phase(PHASE_PROJECTIONS);
     if (c->qkv_bias) bias_backward(grads + at->q_bias, of.djoined, N, W);
     matmul_backward(of.dh, grads + at->q, in_f32(of.djoined), of.h, weight(m, at->q), N, C, W, add);
+    if (c->gate) {
+        WeightMatrix gate = weight(m, at->att_gate);
+        matmul_backward(NULL, grads + at->att_gate, in_f32(of.datt_gate), of.h, gate, N, C, G, add);
+        matmul_input_backward(of.dh, in_f32(of.datt_gate), gate, N, C, G, true);
+    }
     phase(PHASE_NORM);
     rmsnorm_backward(of.dx, grads + at->norm1, of.dh, of.x, m->params + at->norm1, of.r, N, C, norm_eps(m));
 }

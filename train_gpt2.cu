@@ -39,6 +39,7 @@
 #include "cuda/matmul_file.h"
 #include "cuda/muon.cuh"
 #include "cuda/norms.cuh"
+#include "cuda/output_gate.cuh"
 #include "cuda/qk_norm.cuh"
 #include "cuda/rmsnorm.cuh"
 #include "cuda/rope.cuh"
@@ -621,19 +622,26 @@ static void layer_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int count
     const ModelConfig *c = m->config;
     const LayerOffsets *at = &m->list.layers[l];
     size_t N = B * T - m->from, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
+    size_t G = gate_width(c);
     Activations<X> of = layer_of(m, l, m->from);
     phase(m, PHASE_NORM);
     rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.joined, of.h1, weight(m, at->q), (const X *)NULL, {N, C, W}, m->stream);
     if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W, m->stream);
+    if (c->gate)
+        matmul_forward(&m->matmul, of.att_gate, of.h1, weight(m, at->att_gate), (const X *)NULL, {N, C, G}, m->stream);
     phase(m, PHASE_NORM);
     if (c->qk_norm) qk_norm_forward(of.joined, of.qk_inputs, of.qk_inverse, qk_norm_of(m, l, N), m->stream);
     phase(m, PHASE_ROPE);
     rope_forward(of.joined, of.inverse_norms, rope_of(m, l, B, T), m->stream);
     attention_layer_forward(m, layer_of(m, l, 0), l, B, T, counter);
+    if (c->gate) {
+        phase(m, PHASE_GATE);
+        output_gate_forward(of.gated, of.att, of.att_gate, {N, E, G}, m->stream);
+    }
     phase(m, PHASE_PROJECTIONS);
-    matmul_forward(&m->matmul, of.x_mid, of.att, weight(m, at->o), of.x, {N, E, C}, m->stream);
+    matmul_forward(&m->matmul, of.x_mid, c->gate ? of.gated : of.att, weight(m, at->o), of.x, {N, E, C}, m->stream);
 
     phase(m, PHASE_NORM);
     rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
@@ -650,8 +658,9 @@ template <class X>
 static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add) {
     const ModelConfig *c = m->config;
     const LayerOffsets *at = &m->list.layers[l];
-    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c);
+    size_t N = B * T, C = c->channels, F = c->ffn, W = joined_width(c), E = output_width(c), G = gate_width(c);
     Activations<X> of = layer_of(m, l, 0);
+    const X *projected = c->gate ? of.gated : of.att, *dh = c->gate ? of.dh_more : of.dh;
     float *grads = m->grads;
     phase(m, PHASE_SWIGLU);
     if (m->o->recompute) swiglu_forward(of.act, of.gate_up, N, F, m->stream);
@@ -669,8 +678,16 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm2, add}, m->partials, of.dh,
                         {of.x_mid, m->params + at->norm2, of.r2, N, C}, m->stream);
 
+    if (c->gate && m->o->recompute) {
+        phase(m, PHASE_GATE);
+        output_gate_forward(of.gated, of.att, of.att_gate, {N, E, G}, m->stream);
+    }
     phase(m, PHASE_PROJECTIONS);
-    matmul_backward(&m->matmul, of.datt, grads + at->o, of.dx, of.att, weight(m, at->o), {N, E, C}, add, m->stream);
+    matmul_backward(&m->matmul, of.datt, grads + at->o, of.dx, projected, weight(m, at->o), {N, E, C}, add, m->stream);
+    if (c->gate) {
+        phase(m, PHASE_GATE);
+        output_gate_backward(of.datt, of.datt_gate, of.att, of.att_gate, {N, E, G}, m->stream);
+    }
     attention_layer_backward(m, of, l, B, T);
     phase(m, PHASE_ROPE);
     if (!undoes_rope(m, flash_shape(m, l, B, T)))
@@ -683,8 +700,14 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     phase(m, PHASE_PROJECTIONS);
     if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, of.djoined, N, W, m->stream);
     matmul_backward(&m->matmul, of.dh, grads + at->q, of.djoined, of.h1, weight(m, at->q), {N, C, W}, add, m->stream);
+    if (c->gate) {
+        const X *gate = weight(m, at->att_gate);
+        matmul_backward(&m->matmul, (X *)NULL, grads + at->att_gate, of.datt_gate, of.h1, gate, {N, C, G}, add,
+                        m->stream);
+        matmul_input_backward(&m->matmul, of.dh_more, of.datt_gate, gate, of.dh, {N, C, G}, m->stream);
+    }
     phase(m, PHASE_NORM);
-    rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
+    rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, dh,
                         {of.x, m->params + at->norm1, of.r1, N, C}, m->stream);
 }
 

@@ -46,11 +46,13 @@ STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 class AttnGPTConfig(LlamaConfig):
     """The keys of LlamaConfig, including those of grouped-query attention, and a few more. attention_normalizer has
     name, seq_len, the six keys of the five stages, and fixed and block where they apply; qk_norm is true for an RMSNorm
-    over each head's q and k before RoPE, qkv_bias if the projections to q, k and v have biases.
+    over each head's q and k before RoPE, qkv_bias if the projections to q, k and v have biases. gate is "channel" or
+    "head" if attention's output is multiplied by sigmoids of gates, one for each of its channels or heads.
     final_logit_softcapping is c in c tanh(logits / c)."""
     model_type = "attn_gpt"
     qk_norm: bool = False
     qkv_bias: bool = False
+    gate: str | None = None
     final_logit_softcapping: float | None = None
 
     def validate(self):
@@ -362,6 +364,8 @@ class Attention(Normalized):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(C, n * self.head_dim, bias=config.qkv_bias)
                                                  for n in (heads, kv_heads, kv_heads))
         self.o_proj = Output(heads * self.head_dim, C, bias=False)
+        gates = {None: 0, "channel": heads * self.head_dim, "head": heads}[config.gate]
+        self.gate_proj = nn.Linear(C, gates, bias=False) if gates else None
         self.q_norm, self.k_norm = (RMSNorm(config, self.head_dim) if config.qk_norm else nn.Identity() for _ in "qk")
 
     def forward(self, x, *where):
@@ -369,7 +373,11 @@ class Attention(Normalized):
         q, k, v = (f(x).view(B, T, -1, self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
         out, A = self.attend(q, k, v, *where)
-        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)), A
+        out = out.transpose(1, 2)
+        if self.gate_proj is not None:
+            gate = self.gate_proj(x).view(B, T, out.shape[2], -1)
+            out = out * torch.sigmoid(gate.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+        return self.o_proj(out.reshape(B, T, -1)), A
 
 
 class GatedUnit(Normalized):
@@ -480,11 +488,13 @@ def check_config(config):
     if lacking:
         raise ValueError(f"config.json: attention_normalizer lacks {', '.join(lacking)}")
     check_rope(config.rope_parameters)
+    if config.gate not in (None, "channel", "head"):
+        raise ValueError(f"config.json: unknown gate {config.gate!r}; expected \"channel\" or \"head\"")
     block = normalizer.get("block")
     if block not in (None, "gau"):
         raise ValueError(f"config.json: attention_normalizer: unknown block {block!r}")
     unit = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128,
-            "intermediate_size": 2 * config.hidden_size, "qk_norm": False, "qkv_bias": False}
+            "intermediate_size": 2 * config.hidden_size, "qk_norm": False, "qkv_bias": False, "gate": None}
     wrong = [f"{key} is {getattr(config, key)}, not {value}"
              for key, value in unit.items() if getattr(config, key) != value]
     if block and wrong:

@@ -118,14 +118,23 @@ void matmul_forward(Matmul *mm, X *out, const X *inp, const X *weight, const X *
                stream);
 }
 
-// dinp[n,c] = sum_o dout[n,o] · weight[o,c],   dweight[o,c] = sum_n dout[n,o] · inp[n,c] (+ dweight[o,c] if `add`)
+// dinp[n,c] = sum_o dout[n,o] · weight[o,c] (+ more[n,c])
+//   dinp (N,C) written   dout (N,OC)   weight (OC,C)   more (N,C), NULL to add nothing; not dinp in bf16
+template <class X>
+void matmul_input_backward(Matmul *mm, X *dinp, const X *dout, const X *weight, const X *more, MatmulSize s,
+                           cudaStream_t stream) {
+    cudaDataType x = matmul_type(dout);
+    matmul_run(mm, {s.N, s.C, s.OC, false, false, x, x, {}}, dinp, dout, weight, more, stream);
+}
+
+// dweight[o,c] = sum_n dout[n,o] · inp[n,c] (+ dweight[o,c] if `add`), and dinp as above, without `more`
 //   dinp (N,C) written, dweight (OC,C) written or added to, either may be NULL
 //   dout (N,OC)   inp (N,C)   weight (OC,C)
 template <class X>
 void matmul_backward(Matmul *mm, X *dinp, float *dweight, const X *dout, const X *inp, const X *weight, MatmulSize s,
                      bool add, cudaStream_t stream) {
     cudaDataType x = matmul_type(dout);
-    if (dinp) matmul_run(mm, {s.N, s.C, s.OC, false, false, x, x, {}}, dinp, dout, weight, NULL, stream);
+    if (dinp) matmul_input_backward(mm, dinp, dout, weight, (const X *)NULL, s, stream);
     if (!dweight) return;
     const float *added = add ? dweight : NULL;
     matmul_run(mm, {s.OC, s.C, s.N, true, false, x, CUDA_R_32F, {}}, dweight, dout, inp, added, stream);

@@ -6,7 +6,7 @@
 //   memory    see ActivationMemory
 //   exists    whether the model has it. llama, gau: its block
 // The widths are the variables of activation_widths(): W of the joint projection, K and KV of q and k, E of attention's
-// output.
+// output, G of its gates.
 #ifndef MODEL_ACTIVATIONS_H
 #define MODEL_ACTIVATIONS_H
 
@@ -38,6 +38,8 @@ typedef enum {
     X(v,             Numbers,     E,         KEPT_NUMBERS,     gau) \
     X(inverse_norms, Statistics,  NH + NKV,  KEPT_STATISTICS,  l2)         /* 1/|q| and 1/|k| of each head */ \
     X(att,           Numbers,     E,         KEPT_NUMBERS,     true)       /* attention's output */ \
+    X(att_gate,      Numbers,     G,         KEPT_NUMBERS,     c->gate)    /* before their sigmoid */ \
+    X(gated,         Numbers,     E,         KEPT_INPUT,       c->gate)    /* att times sigmoid(att_gate) */ \
     X(x_mid,         Numbers,     C,         KEPT_NUMBERS,     llama)      /* the residual stream after attention */ \
     X(gate_up,       Numbers,     2 * F,     KEPT_NUMBERS,     llama) \
     X(act,           MatmulInput, F,         KEPT_INPUT,       true)       /* the output of swiglu or of the gate */ \
@@ -48,6 +50,7 @@ typedef enum {
     X(dx,            Numbers,     C,         SCRATCH_GRADIENT, true)       /* gradients of x, h, ... */ \
     X(dh,            Numbers,     C,         SCRATCH_GRADIENT, true) \
     X(datt,          Numbers,     E,         SCRATCH_GRADIENT, true) \
+    X(datt_gate,     Numbers,     G,         SCRATCH_GRADIENT, c->gate) \
     X(dact,          Numbers,     F,         SCRATCH_GRADIENT, true) \
     X(dgate_up,      MatmulInput, 2 * F,     SCRATCH_GRADIENT, llama) \
     X(djoined,       Numbers,     W,         SCRATCH_GRADIENT, true) \
@@ -60,7 +63,8 @@ typedef enum {
     X(h1,            MatmulInput, C,         KEPT_INPUT,       true)       /* the normalized x */ \
     X(r1,            Statistics,  1,         KEPT_STATISTICS,  true)       /* 1/RMS of x */ \
     X(h2,            MatmulInput, C,         KEPT_INPUT,       llama)      /* the normalized x_mid */ \
-    X(r2,            Statistics,  1,         KEPT_STATISTICS,  llama)      /* 1/RMS of x_mid */
+    X(r2,            Statistics,  1,         KEPT_STATISTICS,  llama)      /* 1/RMS of x_mid */ \
+    X(dh_more,       Numbers,     C,         SCRATCH_GRADIENT, c->gate)    /* dh with the part of the gates */
 // clang-format on
 
 // The width of each array, 0 if the model does not have it.
@@ -74,7 +78,7 @@ typedef struct {
 static inline ActivationWidths activation_widths(const ModelConfig *c, bool l2) {
     bool llama = c->block == BLOCK_LLAMA, gau = c->block == BLOCK_GAU;
     size_t C = c->channels, F = c->ffn, VP = padded_vocab(c), W = joined_width(c);
-    size_t K = query_width(c), KV = key_width(c), E = output_width(c);
+    size_t K = query_width(c), KV = key_width(c), E = output_width(c), G = gate_width(c);
     size_t NH = c->heads, NKV = c->kv_heads;
     ActivationWidths widths;
 #define ACTIVATION_WIDTH(name, type, width, memory, exists) widths.name = (exists) ? (width) : 0;

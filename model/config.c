@@ -63,7 +63,7 @@ bool model_is_plain(const ModelConfig *config) {
     AttentionList softmax;
     char message[256];
     return block_shapes[config->block].plain && family_of(config) != &FAMILIES[OUR_OWN] && config->logit_softcap == 0 &&
-           attention_parse(&softmax, "softmax", config->layers, message, sizeof message) &&
+           !config->gate && attention_parse(&softmax, "softmax", config->layers, message, sizeof message) &&
            attention_equal(&config->attn, &softmax, config->layers);
 }
 
@@ -81,6 +81,7 @@ static void write_own(cJSON *json, const ModelConfig *config) {
     cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
     if (config->qk_norm) cJSON_AddBoolToObject(json, "qk_norm", true);
     if (config->qkv_bias) cJSON_AddBoolToObject(json, "qkv_bias", true);
+    if (config->gate) cJSON_AddStringToObject(json, "gate", gate_names[config->gate]);
     if (config->mistral) cJSON_AddStringToObject(json, "softmax_model_type", FAMILIES[MISTRAL].model_type);
     if (config->window) cJSON_AddNumberToObject(json, SOFTMAX_WINDOW, config->window);
     if (config->logit_softcap != 0) cJSON_AddNumberToObject(json, SOFTCAP, config->logit_softcap);
@@ -418,6 +419,9 @@ static void read_fixed(Reader *r) {
         reasons_add(&r->reasons, "\"qk_norm\" is true; expected false with block \"%s\"", block->name);
     if (r->config->qkv_bias && !fixed.qkv_bias)
         reasons_add(&r->reasons, "\"qkv_bias\" is true; expected false with block \"%s\"", block->name);
+    if (r->config->gate && !fixed.gate)
+        reasons_add(&r->reasons, "\"gate\" is \"%s\"; expected no such key with block \"%s\"",
+                    gate_names[r->config->gate], block->name);
 }
 
 // num_key_value_heads and head_dim. Some families may omit them.
@@ -445,6 +449,11 @@ static void read_family(Reader *r) {
         if (key && !cJSON_IsBool(key))
             reasons_add(&r->reasons, "\"%s\" is %s; expected true or false", parts[i].key, value_of(key).text);
     }
+    const cJSON *gate = is_own(r) ? get(r, "gate") : NULL;
+    for (int i = GATE_COUNT - 1; gate && i >= 0 && !c->gate; i--)
+        if (cJSON_IsString(gate) && !strcmp(gate->valuestring, gate_names[i])) c->gate = (GateKind)i;
+    if (gate && !c->gate)
+        reasons_add(&r->reasons, "\"gate\" is %s; expected \"channel\", \"head\" or no such key", value_of(gate).text);
     const cJSON *type = is_own(r) ? get(r, "softmax_model_type") : NULL;
     c->mistral = r->family->mistral || cJSON_IsString(type);
     if (type && !(cJSON_IsString(type) && !strcmp(type->valuestring, FAMILIES[MISTRAL].model_type)))
@@ -735,7 +744,8 @@ static void read_causal(Reader *r, const cJSON *item) {
 }
 
 static void read_rest(Reader *r) {
-    static const char *const OWN[] = {"auto_map", "qk_norm", "qkv_bias", "softmax_model_type", SOFTMAX_WINDOW, SOFTCAP};
+    static const char *const OWN[] = {"auto_map",           "qk_norm",      "qkv_bias", "gate",
+                                      "softmax_model_type", SOFTMAX_WINDOW, SOFTCAP};
     static const char *const WINDOWS[] = {"use_sliding_window", "sliding_window", "max_window_layers"};
     const cJSON *item;
     cJSON_ArrayForEach(item, r->json) {

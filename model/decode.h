@@ -25,6 +25,7 @@ typedef struct {
     float *k, *v;                          // for each layer (sequences, NKV, kept, HS or VS)
     float *x, *h, *att, *gate_up, *act;    // (rows, ...)
     float *joined, *q, *inverse_norms;     // (rows, ...), see Projected
+    float *att_gate;                       // (rows, G)
     float *logits;                         // (sequences, V)
     float *scores;                         // (threads, length)
     float *attention, *stats;              // for the attention of a span of a prompt
@@ -55,7 +56,9 @@ static const DecodeBlock *decode_block(const Decoder *d);
 static const char *const DECODING = "key-value cache and decoding";
 
 static void layer_plan_decoder(Decoder *d, MemoryPlan *plan) {
-    memory_add(plan, DECODING, (void **)&d->gate_up, FLOATS(d->rows * 2 * d->m->config.ffn));
+    const ModelConfig *c = &d->m->config;
+    if (c->gate) memory_add(plan, DECODING, (void **)&d->att_gate, FLOATS(d->rows * gate_width(c)));
+    memory_add(plan, DECODING, (void **)&d->gate_up, FLOATS(d->rows * 2 * c->ffn));
 }
 
 static void unit_plan_decoder(Decoder *d, MemoryPlan *plan) {
@@ -297,11 +300,16 @@ static void decode_layer(Decoder *d, const DecodeRow *rows, size_t count, size_t
     Model *m = d->m;
     const LayerOffsets *at = &m->list.layers[l];
     size_t C = m->config.channels, F = m->config.ffn, W = joined_width(&m->config);
+    size_t E = output_width(&m->config), G = gate_width(&m->config);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm1, count, C, norm_eps(m));
     decode_matmul(d->joined, d->h, m, at->q, count, C, W, false);
     if (m->config.qkv_bias) bias_forward(d->joined, m->params + at->q_bias, count, W);
     decode_attention(d, rows, count, l);
-    decode_matmul(d->x, d->att, m, at->o, count, output_width(&m->config), C, true);
+    if (m->config.gate) {
+        decode_matmul(d->att_gate, d->h, m, at->att_gate, count, C, G, false);
+        output_gate_forward(d->att, d->att, d->att_gate, count, E, G);
+    }
+    decode_matmul(d->x, d->att, m, at->o, count, E, C, true);
     rmsnorm_forward(in_f32(d->h), d->x, m->params + at->norm2, count, C, norm_eps(m));
     decode_matmul(d->gate_up, d->h, m, at->gate, count, C, 2 * F, false);
     swiglu_forward(in_f32(d->act), d->gate_up, count, F);

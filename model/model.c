@@ -67,6 +67,14 @@ static bool parse_bias(bool *out, const char *value, Error *error) {
     return true;
 }
 
+const char *const gate_names[GATE_COUNT] = {"none", "channel", "head"};
+
+static bool parse_gate(GateKind *out, const char *value, Error *error) {
+    for (*out = GATE_NONE; *out < GATE_COUNT; (*out)++)
+        if (!strcmp(value, gate_names[*out])) return true;
+    return error_set(error, EXIT_USAGE, "--model: gate=%s: expected none, channel or head.", value);
+}
+
 static bool parse_norm_eps(double *out, const char *value, Error *error) {
     double eps;
     if (!number_read(value, strlen(value), &eps) || !(eps >= MIN_NORM_EPS && eps <= MAX_NORM_EPS))
@@ -84,6 +92,7 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
     if (!strcmp(word, "tied")) return parse_switch(&config->tied, word, equals ? equals : "", error);
     if (!strcmp(word, "qk_norm")) return parse_switch(&config->qk_norm, word, equals ? equals : "", error);
     if (!strcmp(word, "bias")) return parse_bias(&config->qkv_bias, equals ? equals : "", error);
+    if (!strcmp(word, "gate")) return parse_gate(&config->gate, equals ? equals : "", error);
     if (!strcmp(word, "norm_eps")) return parse_norm_eps(&config->norm_eps, equals ? equals : "", error);
     if (!strcmp(word, "block")) {
         for (config->block = 0; config->block < BLOCK_COUNT; config->block++)
@@ -100,13 +109,13 @@ static bool parse_key(ModelConfig *config, bool *given, char *word, Error *error
         return true;
     }
     static const char *const words = "124M|162M|15M|350M|760M|1.3B|layers|heads|kv_heads|head_dim|channels|ffn|vocab|"
-                                     "tied|qk_norm|bias|norm_eps|block";
+                                     "tied|qk_norm|bias|gate|norm_eps|block";
     char near[96];
     nearest_word(words, word, near, sizeof near);
     return error_set(error, EXIT_USAGE,
                      "--model: unknown model or key '%s'.%s Models: 15M, 124M, 162M, 350M, 760M, 1.3B. "
                      "Keys: layers=, heads=, kv_heads=, head_dim=, channels=, ffn=, vocab=, tied=0|1, qk_norm=0|1, "
-                     "bias=none|qkv, norm_eps=, block=llama|gau.",
+                     "bias=none|qkv, gate=none|channel|head, norm_eps=, block=llama|gau.",
                      word, near);
 }
 
@@ -123,6 +132,7 @@ static bool make_block(ModelConfig *config, const char *text, bool preset, const
     const BlockShape *block = &block_shapes[config->block];
     const char *invalid = NULL;
     bool qk_norm = config->qk_norm, qkv_bias = config->qkv_bias;
+    GateKind gate = config->gate;
     for (size_t i = 0; i < COUNT(KEYS); i++) {
         bool fixed = is_fixed(block, KEYS[i].offset);
         if (given[i] && fixed) invalid = KEYS[i].name;
@@ -133,6 +143,7 @@ static bool make_block(ModelConfig *config, const char *text, bool preset, const
     if (block->fix) block->fix(config);
     if (config->qk_norm != qk_norm) invalid = "qk_norm";
     if (config->qkv_bias != qkv_bias) invalid = "bias";
+    if (config->gate != gate) invalid = "gate";
     if (invalid)
         return error_set(error, EXIT_USAGE, "--model: %s= is invalid with block=%s, %s.", invalid, block->name,
                          block->fixed);
@@ -172,6 +183,11 @@ size_t output_width(const ModelConfig *config) {
     return config->heads * value_size(config);
 }
 
+size_t gate_width(const ModelConfig *config) {
+    if (config->gate == GATE_HEAD) return config->heads;
+    return config->gate == GATE_CHANNEL ? output_width(config) : 0;
+}
+
 size_t joined_width(const ModelConfig *config) {
     return block_shapes[config->block].joined_width(config);
 }
@@ -179,7 +195,7 @@ size_t joined_width(const ModelConfig *config) {
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b) {
     return a->block == b->block && a->layers == b->layers && a->heads == b->heads && a->kv_heads == b->kv_heads &&
            a->head_dim == b->head_dim && a->channels == b->channels && a->ffn == b->ffn && a->vocab == b->vocab &&
-           a->tied == b->tied && a->qk_norm == b->qk_norm && a->qkv_bias == b->qkv_bias &&
+           a->tied == b->tied && a->qk_norm == b->qk_norm && a->qkv_bias == b->qkv_bias && a->gate == b->gate &&
            (float)a->norm_eps == (float)b->norm_eps;
 }
 
@@ -239,6 +255,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     config->vocab = 50257;
     config->tied = true;
     config->qk_norm = config->qkv_bias = config->mistral = false;
+    config->gate = GATE_NONE;
     config->window = 0;
     config->bos = config->pad = NO_ID;
     config->logit_softcap = 0;
@@ -272,7 +289,7 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
 // clang-format off
 typedef enum {
     NONE, CHANNELS, FFN, VOCAB, HEADS, HEAD_DIM, Q_WIDTH, KV_WIDTH, LENGTH,
-    QK_GAIN, Q_BIAS, KV_BIAS,    // 0 if the model has no such tensor
+    QK_GAIN, Q_BIAS, KV_BIAS, GATES,    // 0 if the model has no such tensor
 } Dimension;
 // clang-format on
 typedef enum { START_ZERO, START_ONE, START_NORMAL, START_RESIDUAL, START_SCALAR } Start;
@@ -309,6 +326,7 @@ static const TensorSpec LLAMA_ROWS[] = {
     {"self_attn.q_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, false, IN_LAYER(q_norm)},
     {"self_attn.k_norm.weight",         QK_GAIN,  NONE,     START_ONE,      false, false, IN_LAYER(k_norm)},
     {"self_attn.",                      NONE,     NONE,     START_SCALAR,   false, false, IN_LAYER(scalar)},
+    {"self_attn.gate_proj.weight",      GATES,    CHANNELS, START_NORMAL,   true,  false, IN_LAYER(att_gate)},
     {"self_attn.o_proj.weight",         CHANNELS, Q_WIDTH,  START_RESIDUAL, true,  false, IN_LAYER(o)},
     {"post_attention_layernorm.weight", CHANNELS, NONE,     START_ONE,      false, false, IN_LAYER(norm2)},
     {"mlp.gate_proj.weight",            FFN,      CHANNELS, START_NORMAL,   true,  false, IN_LAYER(gate)},
@@ -354,11 +372,12 @@ static size_t unit_joined_width(const ModelConfig *c) {
 }
 
 static void layer_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
-    char heads[80] = "", head_dim[32] = "";
+    char heads[80] = "", head_dim[32] = "", gate[32] = "";
     if (c->kv_heads != c->heads) snprintf(heads, sizeof heads, ",kv_heads=%zu", c->kv_heads);
     if (c->head_dim * c->heads != c->channels) snprintf(head_dim, sizeof head_dim, ",head_dim=%zu", c->head_dim);
-    snprintf(out, size, "layers=%zu,heads=%zu%s%s,channels=%zu,ffn=%zu%s%s%s", c->layers, c->heads, heads, head_dim,
-             c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "", c->qkv_bias ? ",bias=qkv" : "");
+    if (c->gate) snprintf(gate, sizeof gate, ",gate=%s", gate_names[c->gate]);
+    snprintf(out, size, "layers=%zu,heads=%zu%s%s,channels=%zu,ffn=%zu%s%s%s%s", c->layers, c->heads, heads, head_dim,
+             c->channels, c->ffn, shared, c->qk_norm ? ",qk_norm=1" : "", c->qkv_bias ? ",bias=qkv" : "", gate);
 }
 
 static const char *plural(size_t count) {
@@ -366,12 +385,13 @@ static const char *plural(size_t count) {
 }
 
 static void layer_describe(const ModelConfig *c, char *out, size_t size) {
-    char shared[48] = "";
+    char shared[48] = "", gate[48] = "";
     if (c->kv_heads != c->heads)
         snprintf(shared, sizeof shared, " with %zu key-value head%s", c->kv_heads, plural(c->kv_heads));
-    snprintf(out, size, "%zu layer%s, %zu head%s of %zu%s, %zu channels, ffn %zu%s%s", c->layers, plural(c->layers),
+    if (c->gate) snprintf(gate, sizeof gate, ", a gate for each %s", gate_names[c->gate]);
+    snprintf(out, size, "%zu layer%s, %zu head%s of %zu%s, %zu channels, ffn %zu%s%s%s", c->layers, plural(c->layers),
              c->heads, plural(c->heads), head_size(c), shared, c->channels, c->ffn, c->qk_norm ? ", QK norms" : "",
-             c->qkv_bias ? ", biases of q, k and v" : "");
+             c->qkv_bias ? ", biases of q, k and v" : "", gate);
 }
 
 static void unit_fix(ModelConfig *c) {
@@ -379,6 +399,7 @@ static void unit_fix(ModelConfig *c) {
     c->head_dim = GAU_HEAD;
     c->ffn = 2 * c->channels;
     c->qk_norm = c->qkv_bias = false;
+    c->gate = GATE_NONE;
 }
 
 static void unit_text(const ModelConfig *c, const char *shared, char *out, size_t size) {
@@ -426,6 +447,7 @@ static size_t dimension(const ModelConfig *config, Dimension d) {
     case QK_GAIN: return config->qk_norm ? head_size(config) : 0;
     case Q_BIAS: return config->qkv_bias ? query_width(config) : 0;
     case KV_BIAS: return config->qkv_bias ? key_width(config) : 0;
+    case GATES: return gate_width(config);
     case Q_WIDTH: return query_width(config);
     case KV_WIDTH: return key_width(config);
     case LENGTH: return config->seq_len;

@@ -29,6 +29,12 @@ enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 1 << 20 };
 // units replace one Llama layer.
 typedef enum { BLOCK_LLAMA, BLOCK_GAU, BLOCK_COUNT } Block;
 
+// Gated attention (arXiv 2505.06708): attention's output times sigmoid(h·Wg), h being the layer's normalized input,
+// with one gate for each channel of that output or for each head.
+typedef enum { GATE_NONE, GATE_CHANNEL, GATE_HEAD, GATE_COUNT } GateKind;
+
+extern const char *const gate_names[GATE_COUNT];
+
 enum { MAX_ENDS = 8, NO_ID = -1, NULL_ID = -2 };
 
 enum { GAU_HEAD = 128 };    // the width of a unit's q and k
@@ -42,6 +48,7 @@ typedef struct {
     size_t head_dim;         // the size of a head's q, k and v; channels/heads by default
     bool qk_norm;            // an RMSNorm with a gain over each head's q and k, before RoPE (as in Qwen3)
     bool qkv_bias;           // the projections to q, k and v have biases (as in Qwen2)
+    GateKind gate;           // of attention's output, before its projection
     bool tied;               // the output projection shares the embedding's weights
     bool mistral;            // a Mistral, which computes what a Llama computes, and is saved as one
     size_t window;           // its sliding window, which no sequence may exceed under softmax; 0: none
@@ -87,8 +94,8 @@ typedef struct {
 extern const BlockShape block_shapes[BLOCK_COUNT];
 
 // Parses --model: a preset, key=value,... (layers, heads, channels, ffn, kv_heads, head_dim, norm_eps, qk_norm, bias,
-// tied, vocab, block), or a preset followed by keys. Sets the shape, end_of_text and RoPE without scaling, but not
-// seq_len and attn. On failure, returns false with EXIT_USAGE and a message that lists the models and keys.
+// gate, tied, vocab, block), or a preset followed by keys. Sets the shape, end_of_text and RoPE without scaling, but
+// not seq_len and attn. On failure, returns false with EXIT_USAGE and a message that lists the models and keys.
 bool model_parse(ModelConfig *config, const char *text, Error *error);
 
 // Does the text of --model set vocab? If not, the vocabulary is a default that the data may replace.
@@ -134,6 +141,7 @@ size_t query_width(const ModelConfig *config);     // q: heads · head_size
 size_t key_width(const ModelConfig *config);       // k: kv_heads · head_size
 size_t value_width(const ModelConfig *config);     // v: kv_heads · value_size
 size_t output_width(const ModelConfig *config);    // attention's output, which o_proj reads: heads · value_size
+size_t gate_width(const ModelConfig *config);      // the gates of that output; 0 if it has none
 
 // The output width of the matmul on a layer's normalized input: q, k and v, or a gated unit's u, v and z.
 size_t joined_width(const ModelConfig *config);
@@ -177,6 +185,7 @@ typedef struct {
     size_t norm1, o, scalar[SCALAR_COUNT];    // in both blocks; WHOLE_MODEL scalars have the same offset in all layers
     size_t q, k, v, norm2, gate, up, down;    // q, k, v are contiguous, and so are gate, up
     size_t q_norm, k_norm;                    // with qk_norm
+    size_t att_gate;                          // with gate
     size_t q_bias, k_bias, v_bias;            // contiguous, with qkv_bias
     size_t u, gau_v, z, q_gain, k_gain, q_offset, k_offset;    // u, v, z are contiguous
 } LayerOffsets;

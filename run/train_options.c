@@ -48,7 +48,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"doc-mask",    OPT_SWITCH, &o->doc_mask, .group = "Data", .help = "attention stops at document boundaries: each token sees only its own document"},
         {"seed",        OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Data", .help = "for initial weights, data order and samples"},
 
-        {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, 350M, 760M, 1.3B, or layers=4,heads=4,channels=128,ffn=352,tied=1, or a name and keys; more keys: vocab=, kv_heads=, head_dim=, norm_eps=, qk_norm=1, bias=qkv, block=gau"},
+        {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, 350M, 760M, 1.3B, or layers=4,heads=4,channels=128,ffn=352,tied=1, or a name and keys; more keys: vocab=, kv_heads=, head_dim=, norm_eps=, qk_norm=1, bias=qkv, gate=channel|head, block=gau"},
         {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = attn_help,
          .resume_hint = "To change the normalizer of this run, use --attn-switch STEP:NAME."},
         {"attn-switch", OPT_TEXT, &o->attn_switch, .arg = "STEP:NAME", .group = "Model", .help = "switch to another normalizer at this step", .on_resume = true},

@@ -79,6 +79,8 @@ def check(config, folder):
         reasons.append(f"its attention normalizer is {name}; llama.cpp has softmax alone")
     if normalizer.get("block"):
         reasons.append(f"its block is {normalizer['block']}; llama.cpp has no gated attention units")
+    if config.get("gate"):
+        reasons.append(f"its attention has gates ({config['gate']}), which llama.cpp does not have")
     if config.get("final_logit_softcapping"):
         reasons.append("its output logits are capped (--logit-softcap)")
     if config.get("qk_norm") and config.get("qkv_bias"):

@@ -88,7 +88,7 @@ def config_seeds():
     yield json.dumps({**grouped, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768}).encode()
     yield json.dumps({**grouped, "model_type": "mistral", "sliding_window": 4096}).encode()
     yield json.dumps({**grouped, "model_type": "mistral", "sliding_window": 4}).encode()
-    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "qkv_bias": True,
+    yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "qkv_bias": True, "gate": "head",
                       "softmax_model_type": "mistral",
                       "attention_normalizer": {"name": "ssmax", "seq_len": 64}}).encode()
 

@@ -78,7 +78,10 @@ HEAD_MODELS = {
     "bias": ("layers=2,heads=2,channels=64,ffn=112,bias=qkv,vocab=97,tied=1", 4,
              (("softmax", 1), ("softmax", 33), ("relu2-n", 33))),
     "bias_h4_kv2": ("layers=2,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,norm_eps=0.05,qk_norm=1,bias=qkv,"
-                    "vocab=97,tied=0", 3, (("ssmax", 33),))}
+                    "vocab=97,tied=0", 3, (("ssmax", 33),)),
+    "gate": ("layers=1,heads=2,channels=64,ffn=112,gate=channel,vocab=97,tied=1", 4.05, (("softmax", 33),)),
+    "gate_h4_kv2": ("layers=1,heads=4,kv_heads=2,head_dim=24,channels=64,ffn=112,qk_norm=1,gate=head,vocab=97,tied=0",
+                    4.05, (("ssmax", 33),))}
 # Windows and caps: (normalizer, docs, (T, head_size)...). With `docs`, each sequence is documents of that length.
 LIMITED = (
     *((f"softmax+window={W}", 0, (257, 64)) for W in (2, 63, 64, 65, 256, 257)),
@@ -254,8 +257,9 @@ def cases_text():
 def model_config(case):
     shape = dict(pair.split("=") for pair in case["model"].split(","))
     block, tied, eps = shape.pop("block", "llama"), shape.pop("tied") == "1", float(shape.pop("norm_eps", 1e-5))
-    return reference.Config(bias=shape.pop("bias", "none"), **{key: int(value) for key, value in shape.items()},
-                            block=block, tied=tied, norm_eps=eps, attn=case["attn"], L=int(case["L"]))
+    words = {key: shape.pop(key, "none") for key in ("bias", "gate")}
+    return reference.Config(**words, **{key: int(value) for key, value in shape.items()}, block=block, tied=tied,
+                            norm_eps=eps, attn=case["attn"], L=int(case["L"]))
 
 
 def batch(case, step, vocab):

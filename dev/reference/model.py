@@ -409,6 +409,7 @@ class Config:
     norm_eps: float = 1e-5  # of every RMSNorm
     qk_norm: int = 0        # 1: an RMSNorm over each head's q and k, before RoPE
     bias: str = "none"      # qkv: the projections to q, k and v have biases
+    gate: str = "none"      # channel, head: what each gate of attention's output multiplies
     rope_scaling: str = "none"
     logit_softcap: float = 0.0
     z_loss: float = 0.0     # its factor in what is minimized
@@ -448,6 +449,8 @@ def llama_shapes(config, normalizer):
     return {"input_layernorm.weight": (C,),
             "self_attn.q_proj.weight": (Q, C), "self_attn.k_proj.weight": (K, C), "self_attn.v_proj.weight": (K, C),
             "self_attn.o_proj.weight": (C, Q),
+            **({"self_attn.gate_proj.weight": (Q if config.gate == "channel" else config.heads, C)}
+               if config.gate != "none" else {}),
             **({f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (Q, K, K))}
                if config.bias == "qkv" else {}),
             **{f"self_attn.{name}.weight": (Q // config.heads,) for name in gains},
@@ -507,7 +510,10 @@ def llama_layer(x, parameters, layer, config, normalizer, trace=None):
     scalars = attention_scalars(parameters, layer + "self_attn.", config, normalizer)
     q, k = (rope(x, config.rope_scaling, config.L, normalizer.rope) for x in (q, k))
     mixed = attention(q, k, v, normalizer, config.L, scalars, trace=trace)
-    x = x + mixed.transpose(1, 2).reshape(B, T, -1) @ weight("self_attn.o_proj").T
+    mixed = mixed.transpose(1, 2)       # (B, T, heads, head_dim)
+    if config.gate != "none":
+        mixed = mixed * torch.sigmoid(h @ weight("self_attn.gate_proj").T).view(B, T, config.heads, -1)
+    x = x + mixed.reshape(B, T, -1) @ weight("self_attn.o_proj").T
     h = rmsnorm(x, weight("post_attention_layernorm"), config.norm_eps)
     return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
 

@@ -61,6 +61,7 @@ def draw_model(draw):
                  head_dim=draw.choice([8, 16, 24, 40, 64, 72, 104, 128]), channels=draw.choice([5, 8, 17, 24, 34, 48]),
                  ffn=draw.choice([5, 8, 24, 33]), vocab=vocab, tied=tied)
     model |= draw.choice([{}, {}, {"qk_norm": 1}]) | draw.choice([{}, {}, {"bias": "qkv"}])
+    model |= draw.choice([{}, {}, {"gate": "channel"}, {"gate": "head"}])
     return model | draw.choice([{}, {}, {"norm_eps": 0.01}])
 
 

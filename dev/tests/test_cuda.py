@@ -34,8 +34,8 @@ def presets():
     return [row.split()[0] for row in text.split("\n\n")[1].splitlines()[1:]]
 
 
-QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1"
-BIAS = MODEL + ",heads=4,kv_heads=2,head_dim=16,bias=qkv"
+QK_NORM = MODEL + ",heads=4,kv_heads=2,head_dim=16,norm_eps=0.01,qk_norm=1,gate=head"
+BIAS = MODEL + ",heads=4,kv_heads=2,head_dim=16,bias=qkv,gate=channel"
 
 
 def test_ranks_of_both_trainers(cuda, data, tmp_path):

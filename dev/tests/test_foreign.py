@@ -517,6 +517,8 @@ REJECTED = [
     (dict(head_dim=64, **UNITS), '"head_dim" is 64; expected 128 with block "gau"'),
     (dict(hidden_size=16, intermediate_size=31, **UNITS), '"intermediate_size" is 31; expected 32 with block "gau"'),
     (dict(qk_norm=True, **UNITS), '"qk_norm" is true; expected false with block "gau"'),
+    (dict(gate="head", **UNITS), '"gate" is "head"; expected no such key with block "gau"'),
+    (dict(UNITS, gate="row", attention_normalizer={"name": "softmax"}), '"gate" is "row"; expected "channel", "head"'),
 ]
 
 

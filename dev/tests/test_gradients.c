@@ -351,6 +351,7 @@ static struct {
     QkNorm qk_norm;
     CrossEntropy ce;
     GauGains gains;
+    size_t gates;
     int32_t tokens[N];
     size_t outputs;
 } l;
@@ -376,6 +377,9 @@ static void by_rope(void) {
 }
 static void by_swiglu(void) {
     swiglu_forward(in_f32(l.out), l.x, N, C);
+}
+static void by_output_gate(void) {
+    output_gate_forward(l.out, l.x, l.w, N, C, l.gates);
 }
 static void by_crossentropy(void) {
     // The logits stay as they are: with a cap, they are replaced.
@@ -444,6 +448,15 @@ static void test_qk_norm(real *dx, real *gains) {
     free(inputs);
 }
 
+// A gate for each channel, or for each of two heads.
+static void test_output_gate(real *dx, real *dw, size_t gates) {
+    l.gates = gates;
+    memcpy(dx, l.dout, N * C * sizeof *dx);
+    output_gate_backward(dx, dw, l.x, l.w, N, C, gates);
+    test_layer("output gate, attention", l.x, dx, N * C, by_output_gate, N * C);
+    test_layer("output gate, gates", l.w, dw, N * gates, by_output_gate, N * C);
+}
+
 static void test_gau(real *dx, real *gains, bool l2) {
     real *dgains = reals(4 * GS), *d = reals(N * (2 * GS + E));
     l.rope = (Rope){B, T, 1, 1, GS, l.cosines, l.sines, l2};
@@ -485,6 +498,8 @@ static void test_layers(void) {
     test_qk_norm(dx, gains);
     test_rope(dx, false);
     test_rope(dx, true);
+    test_output_gate(dx, dw, C);
+    test_output_gate(dx, dw, 2);
     swiglu_backward(in_f32(dx), l.dout, l.x, N, C);
     test_layer("swiglu", l.x, dx, N * 2 * C, by_swiglu, N * C);
     real *losses = reals(N);
@@ -546,7 +561,8 @@ int main(int argc, char **argv) {
         test_attention(NAMES[i], (Sizes){.B = 2, .NH = 6, .NKV = 2, .HS = 4, .VS = 6, .T = 9});
         test_model(NAMES[i], "layers=2,heads=2,channels=32,ffn=48,vocab=61,tied=0", false);
         test_model(NAMES[i],
-                   "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1,bias=qkv",
+                   "layers=1,heads=4,kv_heads=2,head_dim=6,channels=16,ffn=20,vocab=61,tied=1,qk_norm=1,bias=qkv,"
+                   "gate=head",
                    true);
         test_model(NAMES[i], "layers=1,block=gau,channels=24,vocab=61,tied=1", false);
     }

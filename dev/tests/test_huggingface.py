@@ -48,7 +48,8 @@ CHECKPOINTS = {
     "bias-grouped-softmax-bf16": ["--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,bias=qkv,tied=0",
                                   "--dtype", "bf16"],
     "bias-qk-norm-softmax": ["--model", f"{SHAPE},bias=qkv,qk_norm=1"],
-    "bias-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,bias=qkv"],
+    "bias-lssar": ["--attn", "lssar", "--model", f"{SHAPE},kv_heads=2,bias=qkv,gate=head"],
+    "gate-softmax": ["--model", f"{SHAPE},gate=channel"],
     "capped-softmax": ["--logit-softcap", 3, "--z-loss", 1e-3],
     "linear-softmax": ["--rope-scaling", "linear:2.5"],
     "ntk-softmax": ["--rope-scaling", "ntk"],
@@ -133,7 +134,7 @@ def test_only_plain_models_are_llamas(folder):
     plain = normalizer["name"] == "softmax" and "block" not in normalizer
     names = load_file(folder / "model.safetensors")
     norms, biases = (any(name.endswith(end) for name in names) for end in ("q_norm.weight", "q_proj.bias"))
-    plain = plain and not (norms and biases) and "final_logit_softcapping" not in config
+    plain = plain and not (norms and biases) and not {"final_logit_softcapping", "gate"} & config.keys()
     assert config["model_type"] == ("attn_gpt" if not plain else "qwen3" if norms else "qwen2" if biases else "llama")
     if not plain:
         with pytest.raises(ValueError, match="trust_remote_code"):
@@ -379,7 +380,7 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
     config = modeling.AttnGPTConfig(
         vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
-        qkv_bias=shape.bias == "qkv",
+        qkv_bias=shape.bias == "qkv", gate=None if shape.gate == "none" else shape.gate,
         head_dim=128 if gau else shape.query_width // shape.heads, rms_norm_eps=shape.norm_eps,
         tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
         rope_parameters=ROPE[shape.rope_scaling] | {"rope_theta": 10000.0}, attention_normalizer=said)
@@ -399,9 +400,9 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
 HEADS = {
     "grouped": dict(heads=4, kv_heads=2),
     "multi-query, head size, eps": dict(heads=3, kv_heads=1, head_dim=6, norm_eps=0.05),
-    "QK norms": dict(qk_norm=1),
+    "QK norms": dict(qk_norm=1, gate="channel"),
     "all": dict(heads=4, kv_heads=2, head_dim=6, norm_eps=0.05, qk_norm=1),
-    "biases": dict(heads=4, kv_heads=2, bias="qkv"),
+    "biases": dict(heads=4, kv_heads=2, bias="qkv", gate="head"),
 }
 
 

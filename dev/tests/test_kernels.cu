@@ -30,6 +30,7 @@
 #include "cuda/muon.cuh"
 #include "cuda/norms.cuh"
 #include "cuda/rmsnorm.cuh"
+#include "cuda/output_gate.cuh"
 #include "cuda/qk_norm.cuh"
 #include "cuda/scores.cuh"
 #include "cuda/rope.cuh"
@@ -511,6 +512,36 @@ static void test_qk_norms(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Gates and the gated unit
+
+template <class X>
+static void test_output_gate(size_t N, size_t E, size_t G) {
+    if (!case_begins("output_gate %s N=%zu E=%zu G=%zu", type_name<X>(), N, E, G)) return;
+    Tensor<X> out(N * E), att(N * E), gate(N * G), d(N * E), dgate(N * G);
+    Numbers y = fill(att, "att", 0.1, 1.5), x = fill(gate, "gate", 0, 4), dx = fill(d, "dout", 0, 1), dg(N * G);
+    const Numbers a = y;
+    for (size_t i = 0; i < N * E; i++) {
+        size_t g = i / (E / G);
+        double s = 1 / (1 + exp(-x[g]));
+        y[i] *= s;
+        dg[g] += dx[i] * a[i] * s * (1 - s);
+        dx[i] *= s;
+    }
+    OutputGate o = {N, E, G};
+    run_twice({&out}, [&] { output_gate_forward(out.device(), att.device(), gate.device(), o, stream); });
+    run_twice({&d, &dgate},
+              [&] { output_gate_backward(d.device(), dgate.device(), att.device(), gate.device(), o, stream); });
+    compare("out", out, y, FORWARD);
+    compare("datt", d, dx, FORWARD);
+    compare("dgate", dgate, dg, BACKWARD);
+    case_ends();
+}
+
+template <class X>
+static void test_output_gates(void) {
+    static const size_t SHAPES[][3] = {{1, 48, 1}, {33, 96, 4}, {5, 768, 768}, {17, 130, 130},
+                                       {7, 30, 5}, {3, 640, 2}, {9, 1000, 8},  {1500, 256, 4}};
+    for (const size_t *s : SHAPES) test_output_gate<X>(s[0], s[1], s[2]);
+}
 
 static double silu_of(double x) {
     return x / (1 + exp(-x));
@@ -1789,6 +1820,7 @@ static void test_layers(void) {
     test_biases<X>(), arrays_free();
     test_qk_norms<X>(), arrays_free();
     test_scores<X>(), arrays_free();
+    test_output_gates<X>(), arrays_free();
     test_swiglus<X>(), arrays_free();
     test_gaus<X>(), arrays_free();
     test_embeddings<X>(), arrays_free();

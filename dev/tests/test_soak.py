@@ -29,7 +29,7 @@ DATA = partial(make_data, train=20000, shards=2)
 def random_flags(draw, data):
     """Flags of a run: its normalizer, a change of it, precision, data, and how often it validates and saves."""
     flags = ["--steps", STEPS, "--lr", 0.0005, "--batch", 2, "--seed", draw.randrange(1000), "--model",
-             MODEL + draw.choice(["", ",tied=0", ",qk_norm=1", ",bias=qkv"]),
+             MODEL + draw.choice(["", ",tied=0", ",qk_norm=1", ",bias=qkv", ",gate=channel"]),
              "--attn", draw.choice(["softmax", "ssmax", "lssar"]),
              "--dtype", draw.choice(["fp32", "bf16"]), "--total-batch-tokens", draw.choice([32, 64]),
              "--ckpt-every", draw.choice([7, 25, 60]), "--keep", draw.choice([1, 3]),

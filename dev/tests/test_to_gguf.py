@@ -294,6 +294,7 @@ WRONG = {
     "ssmax": ({"attention_normalizer": {"name": "ssmax"}}, ["ssmax", "softmax alone"]),
     "gau": ({"attention_normalizer": {"name": "softmax", "block": "gau"}}, ["gated attention units"]),
     "another family": ({"model_type": "gpt2"}, ["'gpt2'", "qwen3", "with transformers"]),
+    "gates": ({"model_type": "attn_gpt", "gate": "head"}, ["its attention has gates (head)"]),
     "a cap": ({"model_type": "attn_gpt", "final_logit_softcapping": 30.0}, ["capped"]),
     "a window": ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window", "only full attention"]),
     "another activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),

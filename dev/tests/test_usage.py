@@ -70,8 +70,9 @@ ROWS = [        # of exit code 2, unless it is given
     *(("train", ["--model", f"124M,layers={text}"], ["layers", "1 to 1024", f"'{text}'"]) for text in (" 1", "1.5")),
     ("train", ["--model", "124M,qk_norm=yes"], ["qk_norm=yes: expected 0 or 1"]),
     ("train", ["--model", "124M,bias=all"], ["bias=all: expected none or qkv"]),
+    ("train", ["--model", "124M,gate=all"], ["gate=all: expected none, channel or head"]),
     *(("train", ["--model", f"{GAU},{key}={value}"], [key, "block=gau"])
-      for key, value in {"bias": "qkv", "kv_heads": 1, "head_dim": 128, "qk_norm": 1}.items()),
+      for key, value in {"bias": "qkv", "kv_heads": 1, "head_dim": 128, "qk_norm": 1, "gate": "head"}.items()),
     ("train", ["--lr", "nan"], ["--lr nan", "a number from 0 to 100"]),
     ("train", ["--total-batch-tokens", 50], ["--total-batch-tokens 50", "4 x 8 x 1 = 32", "Nearest: 64"]),
     ("train", ["--seq-len", "8,5"], ["--seq-len", "5 does not divide", "8"]),
