@@ -102,7 +102,7 @@ def summary_row(folder, name, run):
 
 SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "mean loss", "validation", "best validation",
            "largest gradient norm", "clipped steps", "time in steps"]
-ABOUT_SUMMARY = ('<p class="muted">Mean loss: the training loss, averaged over the last 1 % of the steps; of fewer '
+ABOUT_SUMMARY = ('<p class="muted">Mean loss: the training loss, averaged over the last 1% of the steps; of fewer '
                  "than 100 steps, that of the last one. A validation loss without a step is that of the last "
                  "step.</p>\n")
 

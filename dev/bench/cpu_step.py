@@ -277,7 +277,7 @@ def table(cases, options, records, rates):
         row = [f"{dtype} B={B} T={T}", *[cell(median(speed[variant]), 1) for variant in options.variants]]
         if ours:
             row += [cell(median([a / b for a, b in zip(speed["ours"], speed[other])]), 2) for other in others]
-        row += [cell(floor, 0), cell(100 * median(speed[options.variants[0]]) / floor, 0, " %")]
+        row += [cell(floor, 0), cell(100 * median(speed[options.variants[0]]) / floor, 0, "%")]
         if ours:
             row += [cell(median(rounds(case, "ours", "start_s")), 2)]
             row += [cell(max(rounds(case, "ours", "peak_gb")), 2)]

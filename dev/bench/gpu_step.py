@@ -448,15 +448,15 @@ def phases(report, options):
     for name, ms in profile["phases"].items():
         moved, flops = least.get(name, (0, 0))
         floor = 1e3 * (moved / best["bytes"] + flops / best["flops"])
-        rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f} %", f"{floor:.2f}" if floor else "",
-                     f"{100 * floor / ms:.0f} %" if floor and ms else ""])
+        rows.append([name, f"{ms:.2f}", f"{100 * ms / total:.1f}%", f"{floor:.2f}" if floor else "",
+                     f"{100 * floor / ms:.0f}%" if floor and ms else ""])
     share = sum(profile["phases"].get(name, 0) for name in PRODUCTS) / total if total else 0
     report.part("step")["profile"] = {"model": model, "B": options.batch, "T": options.length, **profile, **best}
     report.table("step", f"Where our time goes, {model}, B = {options.batch}, T = {options.length}",
                  ["phase", "ms per step", "share", "floor ms", "of floor"], rows,
                  [f"ceilings measured in this run: {best['bytes'] / 1e12:.2f} TB/s copied, "
                   f"{best['flops'] / 1e12:.0f} TFLOP/s for a bf16 matmul of 8192³ random numbers",
-                  f"{100 * share:.0f} % of the step is spent in cuBLASLt's matmuls (including the loss kernel)",
+                  f"{100 * share:.0f}% of the step is spent in cuBLASLt's matmuls (including the loss kernel)",
                   "a floor counts each input and output once, and for attention two matmuls forward and five backward"])
     return False
 

@@ -188,7 +188,7 @@ def table(cases, figures):
             if floor:
                 limit = figures[case, dtype, "floor"]
                 share = statistics.median(a / b for a, b in zip(ours, limit))
-                row += [f"{statistics.median(limit):.1f}", f"{100 * share:.0f} %"]
+                row += [f"{statistics.median(limit):.1f}", f"{100 * share:.0f}%"]
             else:
                 row += ["", ""]
             lines.append(f"| {' | '.join(row)} |")

@@ -308,7 +308,7 @@ def test_needles_found(tmp_path):
     assert ([(*text.get_position(), text.get_text()) for text in axes.texts[:4]]
             == [(0, 0, "0"), (1, 0, "25"), (0, 1, "25"), (1, 1, "50")])
     assert ([text.get_text() for text in axes.get_xticklabels()] == ["64", "128"]
-            and [text.get_text() for text in axes.get_yticklabels()] == ["10 %", "50 %"])
+            and [text.get_text() for text in axes.get_yticklabels()] == ["10%", "50%"])
     assert texts(axes)[4] == "trained at 64" and {line.get_xdata()[0] for line in axes.lines} == {0.5}
     assert panel(figure, "ssmax (untrained)")
 
@@ -427,7 +427,7 @@ def test_panels_with_one_value_are_left_out(tmp_path, total, zeros, missing):
     picture, = plot_eval.pictures([write(tmp_path, "attention", rows)])
     for title in "Sum of a row's weights", "Share of weights that are exactly 0", "Row sum and perplexity":
         assert any(panel.title.startswith(title) for panel in picture.panels) == (title not in missing), title
-    for title, said in ("Sum of", "all rows sum to 1"), ("Share of", "less than 0.01 % of any head's weights are 0"):
+    for title, said in ("Sum of", "all rows sum to 1"), ("Share of", "less than 0.01% of any head's weights are 0"):
         assert (said in picture.title.lower()) == any(title in name for name in missing)
 
 

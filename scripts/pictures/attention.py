@@ -104,7 +104,7 @@ def coarsen(values, cell, T, most):
 def encode(values, signed):
     """(codes, largest |weight|): 0 is a key after the query, 1 (signed: 128) a weight of 0 or below the scale. The
     others are logarithmic: up to 255 over DECADES; signed ones count from 128 to both sides, 127 steps for as many
-    decades. The nearest level is within 2.4 % of the weight, or within 4.7 % if signed. weight() in attention.js
+    decades. The nearest level is within 2.4% of the weight, or within 4.7% if signed. weight() in attention.js
     decodes them."""
     x = np.where(np.isfinite(values), values, 0.0)
     top = float(np.abs(x).max()) if x.size else 0.0
@@ -285,7 +285,7 @@ def hardly_any_zeros(series):
 def left_out(series):
     """A sentence about the panels that would only show a flat line; empty if there are none."""
     said = (["all rows sum to 1"] * all_sums_are_one(series)
-            + [f"less than {100 * FEW:g} % of any head's weights are 0"] * hardly_any_zeros(series))
+            + [f"less than {100 * FEW:g}% of any head's weights are 0"] * hardly_any_zeros(series))
     return ", and ".join(said).capitalize()
 
 

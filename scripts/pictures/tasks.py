@@ -155,7 +155,7 @@ def draw_found(axes, series):
         axes.text(j, i, charts.decimals(value), ha="center", va="center", fontsize=8 if len(lengths) < 14 else 6.5,
                   color="#010101" if bright else "#fefefe")
     axes.set_xticks(range(len(lengths)), [f"{T:,}" for T in lengths], rotation=45 if len(lengths) > 7 else 0)
-    axes.set_yticks(range(len(depths)), ["random" if depth is None else f"{depth:g} %" for depth in depths])
+    axes.set_yticks(range(len(depths)), ["random" if depth is None else f"{depth:g}%" for depth in depths])
     axes.set(xlabel="tokens of context", ylabel="depth")
     axes.grid(False)
     inside = sum(T <= series.L for T in lengths)
