@@ -1,7 +1,7 @@
 """Draws the weights of each normalizer on the same row of scores into doc/img/weights.
 
-Writes NAME.png for each normalizer, all.png with all of them, scores.png with the scores, and weights.csv with the
-numbers. attention/presets.md shows them.
+Writes NAME.png for each normalizer, all.png with all of them, families.png with README's six, scores.png with the
+scores, and weights.csv with the numbers. attention/presets.md shows them.
 
     .venv/bin/python scripts/draw_weights.py          # draws them
     .venv/bin/python scripts/draw_weights.py --check  # compares with the stored ones; exit status 1 if they differ
@@ -29,6 +29,7 @@ FOLDER = Path(__file__).parents[1] / "doc/img/weights"
 N = D = 64
 SIZE, DPI = (2.2, 1.1), 100     # inches, so 220 x 110 pixels
 POSITIVE, NEGATIVE, TEXT = "#3b7fc4", "#d9566a", "#7a828a"   # for light and for dark pages
+FAMILIES = ("softmax", "ssmax", "softmax1", "sigmoid", "relu2-L", "lssar")      # README's
 TOLERANCE = 1e-6                # of a stored number, relative to its row's largest
 
 
@@ -97,16 +98,22 @@ def draw_all(found):
         draw(axes, name, values)
         save(figure, FOLDER / f"{name}.png")
         plt.close(figure)
-    columns = 4
+    draw_grid(found, 4, "all.png")
+    draw_grid({name: found[name] for name in FAMILIES}, 3, "families.png")
+
+
+def draw_grid(found, columns, name):
+    import matplotlib.pyplot as plt
     rows = -(-len(found) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(SIZE[0] * columns, SIZE[1] * rows))
-    figure.subplots_adjust(0.005, 0.005, 0.995, 0.974, wspace=0.04, hspace=0.35)
+    figure.subplots_adjust(0.005, 0.005, 0.995, 1 - 0.24 / rows, wspace=0.04, hspace=0.35)
     for axes in grid.flat:
         axes.set_axis_off()
-    for axes, (name, values) in zip(grid.flat, found.items()):
+    for axes, (label, values) in zip(grid.flat, found.items()):
         axes.set_axis_on()
-        draw(axes, name, values)
-    save(figure, FOLDER / "all.png")
+        draw(axes, label, values)
+    save(figure, FOLDER / name)
+    plt.close(figure)
 
 
 # ---------------------------------------------------------------- numbers
@@ -131,7 +138,7 @@ def differences(found):
             wrong.append(f"{name}: missing")
         elif not (np.abs(kept[name] - values).max() <= TOLERANCE * np.abs(values).max()):
             wrong.append(f"{name}: stored numbers differ by {np.abs(kept[name] - values).max():.2g}")
-    return wrong + [f"{name}.png: missing" for name in (*found, "all") if not (FOLDER / f"{name}.png").exists()]
+    return wrong + [f"{name}.png: missing" for name in (*found, "all", "families") if not (FOLDER / f"{name}.png").exists()]
 
 
 def main():
