@@ -137,7 +137,7 @@ static float *decoder_sines(const Decoder *d, size_t table) {
 }
 
 // Call after memory_take(), and after a change of the model's normalizers. Under ntk, every position uses the angles of
-// the whole length that the cache can hold, whatever the length so far: a key is rotated once, when it enters the cache.
+// the whole length that the cache can hold, whatever the length so far: a key is rotated once, when it enters it.
 static void decoder_ready(Decoder *d) {
     Model *m = d->m;
     if (!m->B && m->matmul_scratch) gemm_use(&m->mm, m->matmul_scratch, d->rows * widest_second(&m->config));

@@ -1,7 +1,7 @@
 """Attention alone, forward and backward, for each normalizer, against PyTorch's fastest method.
 
-    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,lssar,softmax+window=256] [--torch-lengths 1024]
-        [--rounds 3] [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
+    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,softmax+window=256]
+        [--torch-lengths 1024] [--rounds 3] [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
 
 Ours is attention/attention_cpu.c, run by build/bench/attention_cpu. PyTorch's is scaled_dot_product_attention for
 softmax, and otherwise torch.compile of the formula in dev/reference/model.py, as a researcher would write it. Both use

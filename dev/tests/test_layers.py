@@ -23,7 +23,7 @@ def arguments(out):
 
 @pytest.mark.parametrize("attn", LISTS)
 def test_decoding_equals_recomputing(data, tmp_path, attn):
-    """dev/tests/logits.c compares one pass with the cache, for prompts of several lengths, with and without documents."""
+    """dev/tests/logits.c compares one pass with the cache, for prompts of several lengths and with documents, too."""
     block = SHAPES["gau" if LISTS.index(attn) % 3 == 1 else "llama"]
     folder, printed = tiny.train(data, tmp_path / "out", "--attn", attn, *block, steps=2)
     assert "layers    " in printed
@@ -78,8 +78,8 @@ def test_evaluation(data, tmp_path):
                       "--attn", LIST)
     assert needle["results"]
     evaluate("scores", "--task", "scores", "--attn", LIST)
-    texts, _ = tiny.sample(folder, "--prompt", "the cat", "--num-samples", 9, "--max-new-tokens", 60, "--temperature", 1)
-    alone, _ = tiny.sample(folder, "--prompt", "the cat", "--num-samples", 1, "--max-new-tokens", 60, "--temperature", 1)
+    texts, alone = (tiny.sample(folder, "--prompt", "the cat", "--num-samples", count, "--max-new-tokens", 60)[0]
+                    for count in (9, 1))
     assert len(texts) == 9 and texts[0] == alone[0]
 
 
