@@ -138,7 +138,8 @@ def differences(found):
             wrong.append(f"{name}: missing")
         elif not (np.abs(kept[name] - values).max() <= TOLERANCE * np.abs(values).max()):
             wrong.append(f"{name}: stored numbers differ by {np.abs(kept[name] - values).max():.2g}")
-    return wrong + [f"{name}.png: missing" for name in (*found, "all", "families") if not (FOLDER / f"{name}.png").exists()]
+    names = [*found, "all", "families"]
+    return wrong + [f"{name}.png: missing" for name in names if not (FOLDER / f"{name}.png").exists()]
 
 
 def main():
