@@ -330,7 +330,6 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     }
     for (size_t i = 0; i < s->prompt_count; i++)
         if (s->prompts[i].count > longest) longest = s->prompts[i].count;
-    model_check_length(&m->config, longest + new_tokens);
     size_t read = s->o.interactive ? s->context : longest + new_tokens - 1;    // a conversation reads its last token
     if (attention_p_keys(&m->config.attn, read) > m->config.seq_len)
         fail(

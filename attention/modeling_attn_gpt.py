@@ -10,10 +10,14 @@ visible; d is the head size, L the length with which the model was trained ("seq
 far:
 
     qk              none; l2: q and k over their Euclidean norms
-    scale, offset   z_ij = c_i (q_i . k_j) + o_i, q and k after RoPE
+    scale, offset   z_ij = c_i (q_i . k_j) + o_i, q and k after RoPE; with a "cap" C, C tanh(z_ij / C) takes its place
     phi             f_ij = phi(z_ij); masked entries are 0 after phi
     norm            A_ij = f_ij / Z_i
     post            a change of the row A_i
+
+A layer with a "window" W sees the last W keys, and n is at most W. Its "rope" is "none", so that q and k are not
+rotated, or a theta of its own, without scaling. Where layers differ, "layers" has for each its "name", its stages and
+these keys.
 
 The output is sum_j A_ij v_j. A row whose Z, or sum in post, is 0 has output 0. Learned scalars: s (attn_scale), b
 (attn_bias) and sink (attn_sink) for each layer and head, and p (attn_pn) for the whole model. With padding, n counts
@@ -45,10 +49,10 @@ STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
 
 class AttnGPTConfig(LlamaConfig):
     """The keys of LlamaConfig, including those of grouped-query attention, and a few more. attention_normalizer has
-    name, seq_len, the six keys of the five stages, and fixed and block where they apply; qk_norm is true for an RMSNorm
-    over each head's q and k before RoPE, qkv_bias if the projections to q, k and v have biases. gate is "channel" or
-    "head" if attention's output is multiplied by sigmoids of gates, one for each of its channels or heads.
-    final_logit_softcapping is c in c tanh(logits / c)."""
+    name, seq_len, the six keys of the five stages or layers, and cap, window, rope, fixed and block where they apply;
+    qk_norm is true for an RMSNorm over each head's q and k before RoPE, qkv_bias if the projections to q, k and v have
+    biases. gate is "channel" or "head" if attention's output is multiplied by sigmoids of gates, one for each of its
+    channels or heads. final_logit_softcapping is c in c tanh(logits / c)."""
     model_type = "attn_gpt"
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -58,6 +62,12 @@ class AttnGPTConfig(LlamaConfig):
     def validate(self):
         """Replaces LlamaConfig's check, which requires that heads divide hidden_size even if head_dim is given. See
         check_config()."""
+
+
+def normalizers_of(config):
+    """attention_normalizer as each layer has it."""
+    whole = config.attention_normalizer
+    return [whole | own for own in whole.get("layers", [{}] * config.num_hidden_layers)]
 
 
 # ---- The normalizer. n (B, 1, T, 1): the number of keys that a query sees; z, f, A (B, heads, T, keys)
@@ -83,13 +93,16 @@ PHI = {
 
 def start_of_s(normalizer):
     """The initial value of s: the number in the name if there is one. Otherwise 1 / mean(ln n over n = 1..L), which
-    makes the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n. config.json has no other trace of
-    the 1 at which ssmax-fixed fixes s."""
+    makes the mean temperature that of softmax [SSMax], or 1 if p_n replaces ln n or that mean is 0. config.json has no
+    other trace of the 1 at which ssmax-fixed fixes s."""
     name, L = normalizer["name"], normalizer["seq_len"]
+    W = min(normalizer.get("window", L), L)
     said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
     if said:
         return float(said[-1])
-    return 1.0 if name.startswith("ssmax-fixed") or normalizer["scale"] == "pn" or L == 1 else L / math.lgamma(L + 1)
+    if name.startswith("ssmax-fixed") or normalizer["scale"] == "pn" or W == 1:
+        return 1.0
+    return L / (math.lgamma(W + 1) + (L - W) * math.log(W))
 
 
 # The learned scalars: one for each head of a layer, or one for each n up to L in the whole model; which normalizers
@@ -132,7 +145,7 @@ def scale_of(spec, n, d, L, scalars):
     if kind == "pn":
         if n.max() > L:
             raise ValueError(f"attention_normalizer scale=pn has a factor for each of {L} lengths, "
-                             f"but the text has {int(n.max())} tokens")
+                             f"but a token sees {int(n.max())}")
         return (s * p[n.long() - 1] + b) / root
     if kind == "log":
         return ln / math.log(L if value == "L" else float(value)) / root
@@ -217,20 +230,25 @@ def posted(A, visible, spec, n):
 
 def attention(q, k, v, visible, normalizer, scalars):
     """Returns A v (B, heads, T, d) and A (B, heads, T, keys). q (B, heads, T, d), k, v (B, key-value heads, keys, d)
-    after RoPE; visible (B, 1, T, keys). Row statistics are at least float32. Consecutive heads share a key-value
-    head."""
+    after RoPE; visible (B, 1, T, keys), before the window. Row statistics are at least float32. Consecutive heads share
+    a key-value head."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k = q.to(wide), k.to(wide)
     d, L = q.shape[-1], normalizer["seq_len"]
+    T = visible[:, :, -1:].sum(-1, keepdim=True).clamp(min=1).to(wide)
+    if window := normalizer.get("window"):
+        past = visible.shape[-1] - visible.shape[-2]
+        visible = visible & torch.ones_like(visible).triu(past + 1 - window)
     n = visible.sum(-1, keepdim=True).clamp(min=1).to(wide)     # 1 for a query that is padding
-    T = n[:, :, -1:]
     if normalizer["qk"] == "l2":
         q, k = (over(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True)) for x in (q, k))
     elif normalizer["qk"] != "none":
         raise ValueError(f"attention_normalizer: unknown qk {normalizer['qk']!r}")
     z = (scale_of(normalizer["scale"], n, d, L, scalars) * (q @ k.transpose(-1, -2))
          + offset_of(normalizer["offset"], n, L, T))
+    if cap := normalizer.get("cap"):
+        z = cap * torch.tanh(z / cap)
     A = normalized(z, visible, normalizer["phi"], normalizer["norm"], n, L, T, scalars)
     A = posted(A, visible, normalizer["post"], n).to(v.dtype)
     return A @ v, A
@@ -247,17 +265,18 @@ def padding_before(attention_mask):
 
 def fused_attention(q, k, v, start, normalizer, scalars):
     """attention() with None in place of A. start: padding_before(), or None without padding."""
-    text = "softmax" + "".join(f"+{stage}={normalizer[stage]}" for stage in STAGES)
-    return attn_c.attention(q, k, v, text, seq_len=normalizer["seq_len"], scalars=scalars or None, start=start), None
+    text = "softmax" + "".join(f"+{key}={normalizer[key]}" for key in (*STAGES, "cap") if key in normalizer)
+    return attn_c.attention(q, k, v, text, seq_len=normalizer["seq_len"], scalars=scalars or None, start=start,
+                            window=normalizer.get("window")), None
 
 
 def is_fused(config, x, start):
     """Can attn_c compute attention for x? On GPUs, the T of its kernels includes padding."""
-    normalizer = config.attention_normalizer
-    if start is not None and x.device.type == "cuda" and (
-            normalizer["offset"] == "-logT" or normalizer["norm"] in ("T", "T2")):
+    if start is not None and x.device.type == "cuda" and any(
+            normalizer["offset"] == "-logT" or normalizer["norm"] in ("T", "T2") for normalizer in
+            normalizers_of(config)):
         return False
-    width = config.intermediate_size if normalizer.get("block") else config.head_dim
+    width = config.intermediate_size if config.attention_normalizer.get("block") else config.head_dim
     return attn_c is not None and attn_c.supports(x, config.head_dim, width)
 
 
@@ -343,13 +362,16 @@ class Normalized(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.normalizer, self.rope_parameters = layer, config.attention_normalizer, config.rope_parameters
+        self.layer, self.normalizer, self.rope_parameters = layer, normalizers_of(config)[layer], config.rope_parameters
+        if theta := self.normalizer.get("rope"):
+            self.rope_parameters = None if theta == "none" else {"rope_type": "default", "rope_theta": theta}
         add_scalars(self, self.normalizer, "head", config.num_attention_heads)
 
     def attend(self, q, k, v, positions, lengths, compute, seen, cache, of_model):
         """compute(), seen: attention_for()."""
-        angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], lengths)
-        q, k = rope(q, positions, *angles), rope(k, positions, *angles)
+        if self.rope_parameters:
+            angles = rope_frequencies(self.rope_parameters, q.shape[-1], self.normalizer["seq_len"], lengths)
+            q, k = rope(q, positions, *angles), rope(k, positions, *angles)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
@@ -435,12 +457,13 @@ class GatedLayer(GradientCheckpointingLayer):
 class Decoder(nn.Module):
     def __init__(self, config):
         super().__init__()
-        normalizer = config.attention_normalizer
-        layer = GatedLayer if normalizer.get("block") == "gau" else Layer
+        normalizers = normalizers_of(config)
+        layer = GatedLayer if config.attention_normalizer.get("block") == "gau" else Layer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config)
-        add_scalars(self, normalizer, "n", normalizer["seq_len"])
+        with_p = next((normalizer for normalizer in normalizers if SCALARS["attn_pn"][1](normalizer)), normalizers[0])
+        add_scalars(self, with_p, "n", with_p["seq_len"])
 
     def forward(self, x, with_states, with_weights, *where):
         """Returns the output; the states, which are the input and each layer's output, of the last layer after the
@@ -484,9 +507,15 @@ def check_positions(positions, T, attention_mask):
 def check_config(config):
     """Raises ValueError for configurations that would be computed as something else."""
     normalizer = getattr(config, "attention_normalizer", None) or {}
-    lacking = [key for key in ("name", "seq_len", *STAGES) if key not in normalizer]
+    layers = normalizer.get("layers")
+    lacking = [key for key in ("name", "seq_len", *(STAGES if layers is None else ())) if key not in normalizer]
+    lacking += [f"{key} of layer {i}" for i, own in enumerate(layers or []) for key in ("name", *STAGES)
+                if key not in own]
     if lacking:
         raise ValueError(f"config.json: attention_normalizer lacks {', '.join(lacking)}")
+    if layers is not None and len(layers) != config.num_hidden_layers:
+        raise ValueError(f"config.json: attention_normalizer.layers has {len(layers)} layers, but num_hidden_layers is "
+                         f"{config.num_hidden_layers}")
     check_rope(config.rope_parameters)
     if config.gate not in (None, "channel", "head"):
         raise ValueError(f"config.json: unknown gate {config.gate!r}; expected \"channel\" or \"head\"")
@@ -527,7 +556,7 @@ class AttnGPT(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
         for name, parameter in module.named_parameters(recurse=False):
             if name in SCALARS:
-                nn.init.constant_(parameter, SCALARS[name][2](self.config.attention_normalizer))
+                nn.init.constant_(parameter, SCALARS[name][2](getattr(module, "normalizer", None)))     # p needs none
             elif name in ("q_gain", "k_gain"):
                 nn.init.ones_(parameter)
             elif name in ("q_offset", "k_offset"):

@@ -411,7 +411,6 @@ static size_t p_keys(const Eval *e) {
 void eval_check(const Eval *e) {
     size_t L = e->config->seq_len;
     const AttentionList *with_p = attention_has(&e->own, SCALAR_P) ? &e->own : &e->given;
-    model_check_length(e->config, e->longest);
     if (p_keys(e) <= L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
          "%s: %s has p_n for n up to L = %zu, but this evaluation asks for %zu.\n"

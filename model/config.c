@@ -38,39 +38,71 @@ static const Family FAMILIES[] = {
 
 static const Family NO_FAMILY = {.seq_len = 2048};
 
-#define SOFTCAP "final_logit_softcapping"           // Gemma 2's key
-#define SOFTMAX_WINDOW "softmax_sliding_window"    // the window that a Mistral has again after a switch back to softmax
+#define SOFTCAP "final_logit_softcapping"    // Gemma 2's key
+#define SLIDING "sliding_attention"          // in layer_types
+#define FULL    "full_attention"
 
-enum { MISTRAL_WINDOW = 4096 };    // what transformers assumes without the key sliding_window
+// What transformers assumes without the keys sliding_window, and in a Qwen max_window_layers.
+enum { DEFAULT_WINDOW = 4096, DEFAULT_FULL_LAYERS = 28 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing
 
+// Which layers have a sliding window.
+typedef enum { NO_WINDOW, SOME_WINDOWS, ALL_WINDOWS } Windows;
+
+// Are all layers softmax, with at most one window among them? *window is that one, or 0.
+static bool is_softmax(const ModelConfig *config, Windows *windows, size_t *window) {
+    LayerAttention softmax = {0};
+    char message[256];
+    size_t count = 0;
+    *window = 0;
+    if (!normalizer_parse(&softmax.normalizer, "softmax", message, sizeof message)) return false;
+    for (size_t l = 0; l < config->layers; l++) {
+        const LayerAttention *layer = attention_of(config, l);
+        if (!normalizer_equal(&layer->normalizer, &softmax.normalizer) || layer->rope != softmax.rope) return false;
+        if (!layer->window) continue;
+        if (*window && *window != layer->window) return false;
+        *window = layer->window;
+        count++;
+    }
+    *windows = count == 0 ? NO_WINDOW : count < config->layers ? SOME_WINDOWS : ALL_WINDOWS;
+    return true;
+}
+
 // The family of a model with softmax. transformers rejects a Llama whose channels are not divisible by its heads, even
 // if head_dim is given.
-static const Family *family_of(const ModelConfig *config) {
-    for (int i = 0; i < OUR_OWN; i++) {
-        const Family *family = &FAMILIES[i];
-        bool fits = i != LLAMA || config->channels % config->heads == 0;
-        if (fits && family->qk_norm == config->qk_norm && family->qkv_bias == config->qkv_bias &&
-            family->mistral == config->mistral)
-            return family;
-    }
-    return &FAMILIES[OUR_OWN];
+static const Family *family_of(const ModelConfig *config, Windows windows) {
+    bool mistral = windows == ALL_WINDOWS || (windows == NO_WINDOW && config->mistral);
+    if (config->qk_norm && config->qkv_bias) return &FAMILIES[OUR_OWN];
+    if (config->qk_norm) return &FAMILIES[QWEN3];
+    if (config->qkv_bias) return &FAMILIES[QWEN2];
+    if (mistral) return &FAMILIES[MISTRAL];
+    return &FAMILIES[windows == NO_WINDOW && config->channels % config->heads == 0 ? LLAMA : OUR_OWN];
+}
+
+// The family as which the model is saved: our own unless it is a plain softmax model. *window is its sliding window.
+static const Family *saved_family(const ModelConfig *config, Windows *windows, size_t *window) {
+    bool plain = block_shapes[config->block].plain && config->logit_softcap == 0 && !config->gate;
+    return plain && is_softmax(config, windows, window) ? family_of(config, *windows) : &FAMILIES[OUR_OWN];
 }
 
 bool model_is_plain(const ModelConfig *config) {
-    AttentionList softmax;
-    char message[256];
-    return block_shapes[config->block].plain && family_of(config) != &FAMILIES[OUR_OWN] && config->logit_softcap == 0 &&
-           !config->gate && attention_parse(&softmax, "softmax", config->layers, message, sizeof message) &&
-           attention_equal(&config->attn, &softmax, config->layers);
+    Windows windows;
+    size_t window;
+    return saved_family(config, &windows, &window) != &FAMILIES[OUR_OWN];
 }
 
-// Does a Mistral have this window? Not one that was trained on longer sequences under another normalizer, because its
-// attention was full.
-static bool has_window(size_t window, size_t seq_len) {
-    return window && window >= seq_len;
+// Adds the sliding windows by the family's own keys.
+static void write_windows(cJSON *json, const ModelConfig *config, const Family *family, Windows windows,
+                          size_t window) {
+    if (family == &FAMILIES[MISTRAL] && windows == NO_WINDOW) cJSON_AddNullToObject(json, "sliding_window");
+    else if (windows != NO_WINDOW) cJSON_AddNumberToObject(json, "sliding_window", (double)window);
+    if (family == &FAMILIES[MISTRAL] || windows == NO_WINDOW) return;
+    cJSON_AddBoolToObject(json, "use_sliding_window", true);
+    cJSON *types = cJSON_AddArrayToObject(json, "layer_types");
+    for (size_t l = 0; l < config->layers; l++)
+        cJSON_AddItemToArray(types, cJSON_CreateString(attention_of(config, l)->window ? SLIDING : FULL));
 }
 
 // Adds what our own family needs and no other has.
@@ -83,7 +115,6 @@ static void write_own(cJSON *json, const ModelConfig *config) {
     if (config->qkv_bias) cJSON_AddBoolToObject(json, "qkv_bias", true);
     if (config->gate) cJSON_AddStringToObject(json, "gate", gate_names[config->gate]);
     if (config->mistral) cJSON_AddStringToObject(json, "softmax_model_type", FAMILIES[MISTRAL].model_type);
-    if (config->window) cJSON_AddNumberToObject(json, SOFTMAX_WINDOW, config->window);
     if (config->logit_softcap != 0) cJSON_AddNumberToObject(json, SOFTCAP, config->logit_softcap);
 }
 
@@ -114,10 +145,44 @@ static void write_ends(cJSON *json, const ModelConfig *config) {
     else cJSON_AddNumberToObject(json, "eos_token_id", config->end_count ? config->ends[0] : config->end_of_text);
 }
 
+// The stages of a layer, and what it has besides.
+static void write_layer(cJSON *json, const LayerAttention *layer) {
+    const Normalizer *normalizer = &layer->normalizer;
+    for (size_t i = 0; i < STAGE_COUNT; i++) {
+        char text[64];
+        cJSON_AddStringToObject(json, stage_names[i], normalizer_stage_text(normalizer, i, text, sizeof text));
+    }
+    if (normalizer->cap != 0) cJSON_AddNumberToObject(json, "cap", normalizer->cap);
+    if (layer->window) cJSON_AddNumberToObject(json, "window", (double)layer->window);
+    if (layer->rope == NO_ROPE) cJSON_AddStringToObject(json, "rope", "none");
+    else if (layer->rope != 0) cJSON_AddNumberToObject(json, "rope", layer->rope);
+    if (normalizer->fixed) cJSON_AddBoolToObject(json, "fixed", true);
+}
+
+static void write_normalizer(cJSON *json, const ModelConfig *config) {
+    cJSON *attn = cJSON_AddObjectToObject(json, "attention_normalizer");
+    cJSON_AddStringToObject(attn, "name", config->attn.text);
+    cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
+    if (config->attn.count == 1) write_layer(attn, attention_of(config, 0));
+    else {
+        cJSON *layers = cJSON_AddArrayToObject(attn, "layers");
+        for (size_t l = 0; l < config->layers; l++) {
+            cJSON *layer = cJSON_CreateObject();
+            cJSON_AddStringToObject(layer, "name", normalizer_of(config, l)->text);
+            write_layer(layer, attention_of(config, l));
+            cJSON_AddItemToArray(layers, layer);
+        }
+    }
+    const BlockShape *block = &block_shapes[config->block];
+    if (!block->plain) cJSON_AddStringToObject(attn, "block", block->name);
+}
+
 char *model_config_json(const ModelConfig *config, bool bf16) {
-    cJSON *json = cJSON_CreateObject(), *attn;
-    bool plain = model_is_plain(config);
-    const Family *family = plain ? family_of(config) : &FAMILIES[OUR_OWN];
+    cJSON *json = cJSON_CreateObject();
+    Windows windows = NO_WINDOW;
+    size_t window = 0;
+    const Family *family = saved_family(config, &windows, &window);
+    bool plain = family != &FAMILIES[OUR_OWN];
     cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&family->class_name, 1));
     cJSON_AddStringToObject(json, "model_type", family->model_type);
     if (!plain) write_own(json, config);
@@ -136,9 +201,7 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     cJSON_AddBoolToObject(json, "tie_word_embeddings", config->tied);
     if (!config->qkv_bias) cJSON_AddBoolToObject(json, "attention_bias", false);
     cJSON_AddBoolToObject(json, "mlp_bias", false);
-    if (plain && has_window(config->window, config->seq_len))
-        cJSON_AddNumberToObject(json, "sliding_window", config->window);
-    else if (plain && config->mistral) cJSON_AddNullToObject(json, "sliding_window");
+    if (plain) write_windows(json, config, family, windows, window);
     cJSON_AddNumberToObject(json, "attention_dropout", 0);
     cJSON_AddNumberToObject(json, "initializer_range", 0.02);
     write_id(json, "bos_token_id", config->bos == NO_ID ? config->end_of_text : config->bos);
@@ -146,17 +209,7 @@ char *model_config_json(const ModelConfig *config, bool bf16) {
     write_id(json, "pad_token_id", config->pad);
     cJSON_AddBoolToObject(json, "use_cache", true);
     cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
-    attn = cJSON_AddObjectToObject(json, "attention_normalizer");
-    cJSON_AddStringToObject(attn, "name", config->attn.text);
-    cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
-    for (size_t i = 0; i < STAGE_COUNT; i++) {
-        char text[64];
-        cJSON_AddStringToObject(attn, stage_names[i],
-                                normalizer_stage_text(normalizer_of(config, 0), i, text, sizeof text));
-    }
-    if (normalizer_of(config, 0)->fixed) cJSON_AddBoolToObject(attn, "fixed", true);
-    const BlockShape *block = &block_shapes[config->block];
-    if (!block->plain) cJSON_AddStringToObject(attn, "block", block->name);
+    write_normalizer(json, config);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");
@@ -188,6 +241,8 @@ static const char *const HARMLESS[] = {
 
 #define LENGTH "max_position_embeddings"
 
+enum { MAX_LAYERS = 2048 };
+
 // Integers. All but LENGTH must be there.
 static const struct {
     const char *key;
@@ -197,7 +252,7 @@ static const struct {
     {"vocab_size",              offsetof(ModelConfig, vocab),    2, MAX_VOCAB},
     {"hidden_size",             offsetof(ModelConfig, channels), 2, 65536},
     {"intermediate_size",       offsetof(ModelConfig, ffn),      1, 262144},
-    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, 2048},
+    {"num_hidden_layers",       offsetof(ModelConfig, layers),   1, MAX_LAYERS},
     {"num_attention_heads",     offsetof(ModelConfig, heads),    1, 1024},
     {LENGTH,                    offsetof(ModelConfig, seq_len),  1, INT_MAX},
     // clang-format on
@@ -218,8 +273,10 @@ typedef struct {
     const cJSON *json;
     const char *ignored;    // comma-separated names, or NULL
     ModelConfig *config;
-    const Family *family;    // &NO_FAMILY if model_type is missing or not ours
-    bool foreign;            // not one of our families: check only the keys that a Llama also has
+    const Family *family;       // &NO_FAMILY if model_type is missing or not ours
+    bool foreign;               // not one of our families: check only the keys that a Llama also has
+    size_t window;              // the sliding window of a Mistral or Qwen, or 0
+    bool slides[MAX_LAYERS];    // which layers have it
     Reasons reasons;
     int ignorable;      // how many of the reasons are unknown keys
     char names[320];    // their names, comma-separated
@@ -461,29 +518,43 @@ static void read_family(Reader *r) {
                     value_of(type).text);
 }
 
-// A Mistral attends to its last sliding_window positions. That is full attention unless a sequence is longer.
+// The sliding window of a Mistral, in all of its layers, or of a Qwen, in those from max_window_layers on.
 static void read_window(Reader *r) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, "sliding_window");
-    const cJSON *used = get(r, "use_sliding_window");
-    size_t window = MISTRAL_WINDOW;
-    if (is_qwen(r) && used && !cJSON_IsFalse(used))
-        reasons_add(&r->reasons, "\"use_sliding_window\" is %s; only full attention is supported", value_of(used).text);
-    if (is_own(r) && r->config->mistral && get(r, SOFTMAX_WINDOW) &&
-        read_size(r, r->json, "", SOFTMAX_WINDOW, 1, INT_MAX, &window))
-        r->config->window = has_window(window, r->config->seq_len) ? window : 0;
-    if (r->family != &FAMILIES[MISTRAL] || cJSON_IsNull(item)) return;
-    if (item && !read_size(r, r->json, "", "sliding_window", 1, INT_MAX, &window)) return;
-    r->config->window = window;
-    if (window >= r->config->seq_len) return;
-    if (is_among("sliding_window", r->ignored)) {    // up to this length, attention is full
-        r->config->seq_len = window;
-        return;
+    const cJSON *used = get(r, "use_sliding_window"), *full = get(r, "max_window_layers");
+    if (is_qwen(r) && used && !cJSON_IsBool(used))
+        reasons_add(&r->reasons, "\"use_sliding_window\" is %s; expected true or false", value_of(used).text);
+    if (r->family != &FAMILIES[MISTRAL] && !(is_qwen(r) && cJSON_IsTrue(used))) return;
+    size_t first = is_qwen(r) ? DEFAULT_FULL_LAYERS : 0;
+    if (is_qwen(r) && full) read_size(r, r->json, "", "max_window_layers", 0, INT_MAX, &first);
+    if (!item) r->window = DEFAULT_WINDOW;
+    else if (!cJSON_IsNull(item) && !read_size(r, r->json, "", "sliding_window", 1, INT_MAX, &r->window))
+        r->window = 1;    // so that what depends on it can be checked
+    for (size_t l = first; l < r->config->layers && r->window; l++) r->slides[l] = true;
+}
+
+// Which layers have the window? In a Qwen, layer_types takes precedence over max_window_layers.
+static void read_layer_types(Reader *r) {
+    const cJSON *types = get(r, "layer_types"), *type;
+    bool known = !types || cJSON_IsArray(types);
+    size_t l = 0;
+    cJSON_ArrayForEach(type, types) {
+        const char *text = cJSON_GetStringValue(type);
+        bool slides = text && r->window && is_qwen(r) && !strcmp(text, SLIDING);
+        known = known && text && (slides || !strcmp(text, FULL));
+        if (l < MAX_LAYERS && is_qwen(r)) r->slides[l++] = slides;
     }
-    reasons_add(&r->reasons,
-                "\"sliding_window\" is %zu%s, but \"max_position_embeddings\" is %zu; only full attention is "
-                "supported",
-                window, item ? "" : " by default", r->config->seq_len);
-    add_ignorable(r, "sliding_window");
+    if (!known && is_qwen(r) && !r->window)
+        reasons_add(&r->reasons,
+                    "\"layer_types\" is %s; expected \"" FULL "\" in every layer, because \"use_sliding_window\" is "
+                    "not true or \"sliding_window\" is null",
+                    value_of(types).text);
+    else if (!known)
+        reasons_add(&r->reasons, "\"layer_types\" is %s; expected \"" FULL "\"%s in every layer", value_of(types).text,
+                    is_qwen(r) ? " or \"" SLIDING "\"" : "");
+    else if (types && is_qwen(r) && (size_t)cJSON_GetArraySize(types) != r->config->layers)
+        reasons_add(&r->reasons, "\"layer_types\" has %d items; expected one for each of %zu layers",
+                    cJSON_GetArraySize(types), r->config->layers);
 }
 
 static void read_softcap(Reader *r) {
@@ -506,7 +577,7 @@ static void read_norm_eps(Reader *r) {
 }
 
 static void read_layers(Reader *r) {
-    const cJSON *act = get(r, "hidden_act"), *types = get(r, "layer_types"), *type;
+    const cJSON *act = get(r, "hidden_act");
     static const char *const biases[] = {"attention_bias", "mlp_bias"};
     if (act && !(cJSON_IsString(act) && (!strcmp(act->valuestring, "silu") || !strcmp(act->valuestring, "swish"))))
         reasons_add(&r->reasons, "\"hidden_act\" is %s; expected \"silu\"", value_of(act).text);
@@ -514,11 +585,6 @@ static void read_layers(Reader *r) {
         if (get(r, biases[i]) && !cJSON_IsFalse(get(r, biases[i])))
             reasons_add(&r->reasons, "\"%s\" is %s; only Qwen2's biases, of q, k and v, are supported", biases[i],
                         value_of(get(r, biases[i])).text);
-    bool full = !types || cJSON_IsArray(types);
-    cJSON_ArrayForEach(type, types) full = full && cJSON_IsString(type) && !strcmp(type->valuestring, "full_attention");
-    if (!full)
-        reasons_add(&r->reasons, "\"layer_types\" is %s; expected \"full_attention\" in every layer",
-                    value_of(types).text);
 }
 
 static void read_files(Reader *r) {
@@ -696,45 +762,137 @@ static void check_ntk_length(Reader *r) {
                     value_of(length).text, length ? ", attention_normalizer.seq_len" : "");
 }
 
-// The stages spell out the name for other readers. Here they must agree with it.
-static void read_stages(Reader *r, const cJSON *attn, const char *name) {
-    const Normalizer *normalizer = normalizer_of(r->config, 0);
-    for (size_t i = 0; i < STAGE_COUNT; i++) {
-        char text[64];
-        const cJSON *stage = cJSON_GetObjectItemCaseSensitive(attn, stage_names[i]);
-        normalizer_stage_text(normalizer, i, text, sizeof text);
-        if (stage && (!cJSON_IsString(stage) || strcmp(stage->valuestring, text) != 0))
-            reasons_add(&r->reasons, "attention_normalizer \"%s\" means %s=%s, but the file says %s=%s", name,
-                        stage_names[i], text, stage_names[i], cJSON_IsString(stage) ? stage->valuestring : "(no text)");
+static const char *const LAYER_KEYS[] = {"cap", "window", "rope", "fixed"};    // besides the stages
+
+static bool is_layer_key(const char *key) {
+    return is_listed(key, stage_names, STAGE_COUNT) || is_listed(key, LAYER_KEYS, COUNT(LAYER_KEYS));
+}
+
+// The value as in --attn.
+static Value plain_value(const cJSON *item) {
+    Value value = value_of(item);
+    if (cJSON_IsString(item)) snprintf(value.text, sizeof value.text, "%s", item->valuestring);
+    return value;
+}
+
+// The keys of an object spell out a layer's attention for other readers. Here they must agree with the name; an object
+// without stages, which attn_c writes, spells out nothing but "fixed".
+static void read_layer(Reader *r, const cJSON *object, const char *name, const char *where,
+                       const LayerAttention *layer) {
+    cJSON *expected = cJSON_CreateObject();
+    bool spelled = false;
+    write_layer(expected, layer);
+    for (size_t i = 0; i < STAGE_COUNT; i++)
+        spelled |= cJSON_GetObjectItemCaseSensitive(object, stage_names[i]) != NULL;
+    for (size_t i = 0; i < STAGE_COUNT + COUNT(LAYER_KEYS); i++) {
+        const char *key = i < STAGE_COUNT ? stage_names[i] : LAYER_KEYS[i - STAGE_COUNT];
+        const cJSON *means = cJSON_GetObjectItemCaseSensitive(expected, key);
+        const cJSON *says = cJSON_GetObjectItemCaseSensitive(object, key);
+        if (i >= STAGE_COUNT && says && says_nothing(says)) says = NULL;
+        bool may_lack = i < STAGE_COUNT || (!spelled && strcmp(key, "fixed") != 0);
+        if (!says && (!means || may_lack)) continue;
+        if (!says || !means || !cJSON_Compare(means, says, true))
+            reasons_add(&r->reasons, "%s \"%s\" means %s=%s, but the file says %s=%s", where, name, key,
+                        means ? plain_value(means).text : "none", key, says ? plain_value(says).text : "none");
     }
-    if (cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(attn, "fixed")) != normalizer->fixed)
-        reasons_add(&r->reasons, "attention_normalizer \"%s\" %s, but the file says otherwise in \"fixed\"", name,
-                    normalizer->fixed ? "has a fixed s" : "has no fixed s");
+    cJSON_Delete(expected);
+}
+
+// "layers": an object for each layer.
+static void read_normalizer_layers(Reader *r, const cJSON *layers, const char *name) {
+    const cJSON *object, *item;
+    size_t l = 0, count = cJSON_IsArray(layers) ? (size_t)cJSON_GetArraySize(layers) : 0;
+    if (count != r->config->layers) {
+        reasons_add(&r->reasons, "attention_normalizer.layers has %zu objects; expected one for each of %zu layers",
+                    count, r->config->layers);
+        return;
+    }
+    cJSON_ArrayForEach(object, layers) {
+        char where[64];
+        snprintf(where, sizeof where, "attention_normalizer.layers[%zu]", l);
+        if (!cJSON_IsObject(object))
+            reasons_add(&r->reasons, "%s is %s; expected an object", where, value_of(object).text);
+        read_layer(r, object, name, where, attention_of(r->config, l++));
+        cJSON_ArrayForEach(item, object) if (!is_layer_key(item->string) && strcmp(item->string, "name") != 0)
+            reasons_add(&r->reasons, "%s.%s is %s: an unknown key", where, item->string, value_of(item).text);
+    }
+}
+
+// Adds the windows of a Mistral or Qwen to the name of its normalizer: that of each layer is equal to the one as many
+// layers before as the list is long. Without a window, a layer keeps what the name says.
+static void add_windows(Reader *r) {
+    ModelConfig *c = r->config;
+    char text[ATTENTION_TEXT] = "", name[ATTENTION_TEXT], message[1024], window[32];
+    size_t period = 1, at = 0;
+    const bool *slides = r->slides;
+    for (size_t l = period; l < c->layers; l++)
+        if (slides[l] != slides[l - period]) l = ++period - 1;
+    snprintf(window, sizeof window, "+window=%zu", r->window);
+    c->attn.items[0].count = 1;
+    attention_shortest(&c->attn, name, sizeof name);
+    for (size_t l = 0, count; l < period && at < sizeof text; l += count) {
+        char times[32] = "";
+        for (count = 1; l + count < period && slides[l + count] == slides[l];) count++;
+        if (count > 1) snprintf(times, sizeof times, "%zu*", count);
+        at += (size_t)snprintf(text + at, sizeof text - at, "%s%s%s%s", l ? "," : "", times, name,
+                               slides[l] ? window : "");
+    }
+    if (at >= sizeof text || !attention_parse(&c->attn, text, c->layers, message, sizeof message))
+        reasons_add(&r->reasons, "the windows change too often from layer to layer: %s",
+                    at >= sizeof text ? "their list is too long" : message);
+}
+
+// The windows of the name, if it has any, must be those of the family's keys.
+static void read_windows(Reader *r, const char *name) {
+    bool same = true, named = false;
+    if (r->family != &FAMILIES[MISTRAL] && !is_qwen(r)) return;
+    for (size_t l = 0; l < r->config->layers; l++) {
+        size_t window = attention_of(r->config, l)->window;
+        same &= window == (r->slides[l] ? r->window : 0);
+        named |= window != 0;
+    }
+    if (same) return;
+    if (!named && r->config->attn.count == 1) add_windows(r);
+    else
+        reasons_add(&r->reasons, "attention_normalizer \"%s\" has other windows than the keys of a %s; change one",
+                    name, r->family->model_type);
 }
 
 static void read_normalizer(Reader *r) {
     const cJSON *attn = get(r, "attention_normalizer"), *name = cJSON_GetObjectItemCaseSensitive(attn, "name"), *item;
+    const cJSON *layers = cJSON_GetObjectItemCaseSensitive(attn, "layers");
     char message[1024];
     if (!attn) {
         if (is_own(r))
             reasons_add(&r->reasons, "\"attention_normalizer\" is missing; \"model_type\" \"attn_gpt\" requires it");
-        else if (!attention_parse(&r->config->attn, "softmax", r->config->layers, message, sizeof message))
-            reasons_add(&r->reasons, "the file has no attention_normalizer, so it means softmax: %s", message);
+        else if (attention_parse(&r->config->attn, "softmax", r->config->layers, message, sizeof message))
+            read_windows(r, "softmax");
+        else reasons_add(&r->reasons, "the file has no attention_normalizer, so it means softmax: %s", message);
         return;
     }
     if (!cJSON_IsString(name)) {
         reasons_add(&r->reasons, "attention_normalizer has no \"name\"");
         return;
     }
-    if (attention_parse(&r->config->attn, name->valuestring, r->config->layers, message, sizeof message))
-        read_stages(r, attn, name->valuestring);
-    else reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
+    bool parsed = attention_parse(&r->config->attn, name->valuestring, r->config->layers, message, sizeof message);
+    if (!parsed) reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
+    else if (layers) read_normalizer_layers(r, layers, name->valuestring);
+    else if (r->config->attn.count == 1)
+        read_layer(r, attn, name->valuestring, "attention_normalizer", attention_of(r->config, 0));
+    bool by_layer = layers || (parsed && r->config->attn.count > 1);
+    if (parsed) read_windows(r, name->valuestring);
     if (cJSON_GetObjectItemCaseSensitive(attn, "seq_len"))
         read_size(r, attn, "attention_normalizer.", "seq_len", 1, INT_MAX, &r->config->seq_len);
-    static const char *const keys[] = {"name", "seq_len", "fixed", "block"};
-    cJSON_ArrayForEach(item, attn) if (!is_listed(item->string, keys, COUNT(keys)) &&
-                                       !is_listed(item->string, stage_names, STAGE_COUNT))
-        read_unknown(r, "attention_normalizer.", item);
+    static const char *const keys[] = {"name", "seq_len", "layers", "block"};
+    cJSON_ArrayForEach(item, attn) {
+        if (is_layer_key(item->string) && by_layer)
+            reasons_add(&r->reasons,
+                        "attention_normalizer.%s is %s; where layers differ, it belongs into the objects of "
+                        "\"layers\"",
+                        item->string, value_of(item).text);
+        else if (!is_layer_key(item->string) && !is_listed(item->string, keys, COUNT(keys)))
+            read_unknown(r, "attention_normalizer.", item);
+    }
 }
 
 // Without the key, attention is causal.
@@ -744,8 +902,9 @@ static void read_causal(Reader *r, const cJSON *item) {
 }
 
 static void read_rest(Reader *r) {
-    static const char *const OWN[] = {"auto_map",           "qk_norm",      "qkv_bias", "gate",
-                                      "softmax_model_type", SOFTMAX_WINDOW, SOFTCAP};
+    // softmax_sliding_window is in older files of a Mistral that was switched to another normalizer, without windows.
+    static const char *const OWN[] = {
+        "auto_map", "qk_norm", "qkv_bias", "gate", "softmax_model_type", "softmax_sliding_window", SOFTCAP};
     static const char *const WINDOWS[] = {"use_sliding_window", "sliding_window", "max_window_layers"};
     const cJSON *item;
     cJSON_ArrayForEach(item, r->json) {
@@ -765,10 +924,7 @@ static void read_rest(Reader *r) {
 static bool refuse(const Reader *r, const char *path, Error *error) {
     char remedy[128 + sizeof(ShellWord)];
     bool whole = strlen(r->names) + 1 < sizeof r->names;
-    if (r->reasons.count == 1 && !strcmp(r->names, "sliding_window") && r->family == &FAMILIES[MISTRAL])
-        snprintf(remedy, sizeof remedy,
-                 "To use it on texts up to the window's length, load it with --ignore-config-key sliding_window.");
-    else if (r->ignorable == r->reasons.count)
+    if (r->ignorable == r->reasons.count)
         snprintf(remedy, sizeof remedy,
                  "If the model computes the same without %s, load it with --ignore-config-key %s.",
                  r->ignorable == 1 ? "it" : "them", whole ? shell_word(r->names).text : "NAME,NAME,...");
@@ -821,6 +977,7 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_norm_eps(&r);
         read_softcap(&r);
         read_layers(&r);
+        read_layer_types(&r);
         read_files(&r);
         read_adapter(&r, folder);
         read_rope(&r);

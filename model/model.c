@@ -232,14 +232,6 @@ bool model_shape_complete(ModelConfig *config, char *message, size_t size) {
     return false;
 }
 
-void model_check_length(const ModelConfig *config, size_t T) {
-    if (!model_is_plain(config) || !config->window || T <= config->window) return;
-    fail(EXIT_USAGE,
-         "sequences of %zu tokens exceed this model's sliding window of %zu; only full attention is supported.\n"
-         "  Use at most %zu tokens.",
-         T, config->window, config->window);
-}
-
 bool model_gives_vocab(const char *text) {
     return !strncmp(text, "vocab=", 6) || strstr(text, ",vocab=");
 }
@@ -256,7 +248,6 @@ bool model_parse(ModelConfig *config, const char *text, Error *error) {
     config->tied = true;
     config->qk_norm = config->qkv_bias = config->mistral = false;
     config->gate = GATE_NONE;
-    config->window = 0;
     config->bos = config->pad = NO_ID;
     config->logit_softcap = 0;
     config->norm_eps = DEFAULT_NORM_EPS;

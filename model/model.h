@@ -51,7 +51,6 @@ typedef struct {
     GateKind gate;           // of attention's output, before its projection
     bool tied;               // the output projection shares the embedding's weights
     bool mistral;            // a Mistral, which computes what a Llama computes, and is saved as one
-    size_t window;           // its sliding window, which no sequence may exceed under softmax; 0: none
     double logit_softcap;    // c in c·tanh(logits/c), as in Gemma 2; 0: the logits are not capped
     double norm_eps;         // of every RMSNorm: x / sqrt(mean(x²) + norm_eps)
     double rope_theta;
@@ -120,10 +119,6 @@ const char *model_text(const ModelConfig *config, char *out, size_t size);
 
 // The layers in words: "12 layers, 12 heads of 64, 768 channels, ffn 2048". Returns out.
 const char *model_description(const ModelConfig *config, char *out, size_t size);
-
-// Ends the program with EXIT_USAGE if sequences of T tokens exceed the sliding window of a model with softmax. Under
-// another normalizer, attention is full.
-void model_check_length(const ModelConfig *config, size_t T);
 
 // Do both have the same shape, norm_eps included?
 bool model_same_shape(const ModelConfig *a, const ModelConfig *b);

@@ -524,11 +524,6 @@ void settle(Run *run) {
     for (size_t i = 0; i < run->switch_count; i++) check_normalizer(run, &run->switches[i].to, "--attn-switch");
     check_rope(run);
     check_softcap(o->logit_softcap);
-    if (model_is_plain(run->config) && run->config->window && run->config->seq_len > run->config->window)
-        fail(EXIT_USAGE,
-             "--norm-length %zu exceeds this model's sliding window of %zu; only full attention is supported.",
-             run->config->seq_len, run->config->window);
-    model_check_length(run->config, run->T);
     settle_batches(run);
     if (run->resumed) check_position(run);
     if (!o->train_data && o->resume && !run->resumed && !run->started_over)

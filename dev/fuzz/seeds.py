@@ -70,6 +70,9 @@ def config_seeds():
     stages = {"qk": "none", "scale": "logn", "offset": "none", "phi": "exp", "norm": "l1", "post": "none"}
     grouped = {**llama, "num_key_value_heads": 2}
     for normalizer in ({"name": "ssmax", "seq_len": 64, **stages}, {"name": "softmax1", "seq_len": 64},
+                       {"name": "ssmax+window=9+rope=500", "window": 9, "rope": 500, **stages},
+                       {"name": "ssmax+cap=2,ssmax+rope=none", "layers": [{"name": "ssmax+cap=2", **stages, "cap": 2},
+                                                                          {**stages, "rope": "none"}] * 2},
                        {"name": "softmax+qk=l2+post=reweight:3", "seq_len": 64}, {"name": "relu2-n+s=0.5"}, {"name": 7},
                        []):
         yield json.dumps({**llama, "attention_normalizer": normalizer}).encode()
@@ -86,6 +89,8 @@ def config_seeds():
     yield json.dumps({**grouped, "head_dim": 48, "rms_norm_eps": 1e-3}).encode()
     yield json.dumps({**grouped, "model_type": "qwen3", "max_window_layers": 4, "use_sliding_window": False}).encode()
     yield json.dumps({**grouped, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768}).encode()
+    yield json.dumps({**grouped, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
+                      "layer_types": ["sliding_attention", "full_attention"] * 2}).encode()
     yield json.dumps({**grouped, "model_type": "mistral", "sliding_window": 4096}).encode()
     yield json.dumps({**grouped, "model_type": "mistral", "sliding_window": 4}).encode()
     yield json.dumps({**grouped, "model_type": "attn_gpt", "qk_norm": True, "qkv_bias": True, "gate": "head",

@@ -130,8 +130,7 @@ def folder(base, tmp_path):
 
 FAMILIES = {
     "Llama": (LlamaConfig(**SMALL), []),
-    "Mistral": (MistralConfig(**SMALL, sliding_window=4),
-                ['"sliding_window" is 4, but "max_position_embeddings" is 64', "--ignore-config-key sliding_window"]),
+    "Mistral": (MistralConfig(**SMALL, sliding_window=4), []),
     "Mistral without a window": (MistralConfig(**SMALL, sliding_window=None), []),
     "Mistral with a wide window": (MistralConfig(**SMALL | dict(num_key_value_heads=2, head_dim=12), sliding_window=64),
                                    []),
@@ -139,13 +138,12 @@ FAMILIES = {
     "Qwen2": (Qwen2Config(**SMALL), []),
     "Qwen2, grouped, tied": (Qwen2Config(**SMALL | dict(num_key_value_heads=2, tie_word_embeddings=True)), []),
     "Qwen2 with a window": (Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-                            ['"use_sliding_window" is true', '"layer_types"']),
+                            []),
     "Qwen3": (Qwen3Config(**SMALL, head_dim=HEAD), []),
     "Qwen3, grouped": (Qwen3Config(**SMALL | dict(num_key_value_heads=2, rms_norm_eps=0.01, tie_word_embeddings=True),
                                    head_dim=12), []),
     "Qwen3 with a window": (Qwen3Config(**SMALL, head_dim=HEAD, use_sliding_window=True, sliding_window=4,
-                                        max_window_layers=1),
-                            ['"use_sliding_window" is true', '"layer_types"']),
+                                        layer_types=["sliding_attention", "full_attention"]), []),
     "Gemma": (GemmaConfig(**SMALL, head_dim=HEAD), ['"gemma"', "hidden_act"]),
     "OLMo 2": (Olmo2Config(**SMALL), ['"olmo2"']),
     "Phi-3": (Phi3Config(**SMALL), ['"phi3"']),
@@ -172,6 +170,30 @@ def test_families(name, data, tmp_path):
     edit(tmp_path / "model", model_type="llama")        # only families that compute the same may load
     message = assert_same_or_refused(model, tmp_path / "model", data)
     assert (message == "") == (name in ("Llama", "Mistral without a window")), message
+
+
+# The keys of a Qwen3's windows: what is wrong with them.
+WRONG_WINDOWS = {
+    '"layer_types" is ["sliding_attention","full_attention"]; expected "full_attention" in every layer, because '
+    '"use_sliding_window" is not true': dict(use_sliding_window=False),
+    'or "sliding_window" is null': dict(sliding_window=None),
+    '"sliding_window" is 0; expected a whole number': dict(sliding_window=0),
+    '"use_sliding_window" is "yes"; expected true or false': dict(use_sliding_window="yes", layer_types=None),
+    '"max_window_layers" is -1; expected a whole number': dict(max_window_layers=-1),
+    '"layer_types" has 1 items; expected one for each of 2 layers': dict(layer_types=["full_attention"]),
+    '; expected "full_attention" or "sliding_attention" in every layer': dict(layer_types=["chunked_attention"] * 2),
+    '"ssmax+window=5" has other windows than the keys of a qwen3; change one':
+        dict(attention_normalizer={"name": "ssmax+window=5", "seq_len": 64}),
+}
+
+
+def test_wrong_keys_of_windows(data, tmp_path):
+    build(FAMILIES["Qwen3 with a window"][0]).save_pretrained(tmp_path / "model")
+    for says, change in WRONG_WINDOWS.items():
+        folder = shutil.copytree(tmp_path / "model", tmp_path / "changed", dirs_exist_ok=True)
+        edit(folder, **change)
+        code, message = evaluate(folder, data)
+        assert code == 3 and says in message, (says, message)
 
 
 # ---------------------------------------------------------------- a Llama's variants

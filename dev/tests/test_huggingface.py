@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -34,6 +34,8 @@ OVERRIDES = ["softmax+post=reweight:3", "sigmoid-logn-l1+post=reweight:15", "sof
              "relu2-T+norm=T2", "ssmax+s=0.3+fixed",
              "lssa+norm=l1+0.5+post=recenter-l1", "softmax-floorlog+scale=floorlog:4"]
 NORMALIZERS = [*reference.PRESETS, *OVERRIDES]
+LISTS = ["softmax+window=6,ssmax+rope=none", "ssmax-fixed+window=1+rope=50,ssmax-pn+window=24+cap=1.5",
+         "softmax-recentered+window=5,ssmax+window=5+fixed", "relu2-l1+cap=2", "lssar+window=7+rope=none"]
 
 # name: training flags. The texts are longer than the training length, so that n > L occurs.
 CHECKPOINTS = {
@@ -57,6 +59,9 @@ CHECKPOINTS = {
     "yarn-softmax-qk-norm": ["--rope-scaling", "yarn:4:16", "--model", f"{SHAPE},qk_norm=1", "--rope-theta", 500],
     "yarn-ssmax": ["--rope-scaling", "yarn:4:16", "--attn", "ssmax"],
     "ntk-gau-ssmax": ["--rope-scaling", "ntk", "--attn", "ssmax", "--model", GAU],
+    "window-softmax": ["--attn", "softmax+window=7"],       # a Mistral
+    "windows-nope-grouped": ["--attn", "softmax-sink+window=9+cap=20,ssmax-bias+rope=none",
+                             "--model", f"{SHAPE},heads=4,kv_heads=2,tied=0"],
     "grouped-ssmax-bias-head-size": ["--attn", "ssmax-bias",
                                      "--model", f"{SHAPE},heads=3,kv_heads=1,head_dim=12,tied=0"],
 }
@@ -71,7 +76,7 @@ def folder(request, data, tmp_path_factory):
     return train(data, tmp_path_factory.mktemp("run") / "out", *CHECKPOINTS[request.param], steps=40)[0]
 
 
-PLAIN = ("llama", "qwen2", "qwen3")      # what transformers loads without our code
+PLAIN = ("llama", "mistral", "qwen2", "qwen3")      # what transformers loads without our code
 
 
 @functools.lru_cache(4)
@@ -88,8 +93,8 @@ def random_ids(length):
 
 def whole_length(name):
     """True if a row depends on the length of the whole text, so that later tokens, a cache and padding change it."""
-    normalizer = reference.parse_normalizer(name)
-    return normalizer.norm in ("T", "T2") or normalizer.offset == "-logT"
+    normalizers = [reference.parse_normalizer(name) for name in name.split(",")]
+    return any(normalizer.norm in ("T", "T2") or normalizer.offset == "-logT" for normalizer in normalizers)
 
 
 # ---------------------------------------------------------------- our models in transformers
@@ -127,15 +132,17 @@ def test_generate_and_sample_give_the_same_text(folder):
 
 
 def test_only_plain_models_are_llamas(folder):
-    """Only plain softmax in a Llama's block is written as a Llama, with QK norms as a Qwen3, or with biases as a Qwen2.
-    Without trust_remote_code the others are rejected rather than computed as softmax."""
+    """Only plain softmax in a Llama's block is written as a Llama, with QK norms as a Qwen3, with biases as a Qwen2, or
+    with a window as a Mistral. Without trust_remote_code the others are rejected rather than computed as softmax."""
     config = json.loads((folder / "config.json").read_text())
     normalizer = config["attention_normalizer"]
-    plain = normalizer["name"] == "softmax" and "block" not in normalizer
+    name = normalizer["name"]
+    plain = name in ("softmax", "softmax+window=7") and "block" not in normalizer
     names = load_file(folder / "model.safetensors")
     norms, biases = (any(name.endswith(end) for name in names) for end in ("q_norm.weight", "q_proj.bias"))
     plain = plain and not (norms and biases) and not {"final_logit_softcapping", "gate"} & config.keys()
-    assert config["model_type"] == ("attn_gpt" if not plain else "qwen3" if norms else "qwen2" if biases else "llama")
+    assert config["model_type"] == ("attn_gpt" if not plain else "qwen3" if norms else "qwen2" if biases
+                                    else "mistral" if "window" in name else "llama")
     if not plain:
         with pytest.raises(ValueError, match="trust_remote_code"):
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -162,7 +169,8 @@ def test_the_whole_family_is_tested(data, modeling):
     """These tests cover the presets of --attn help and every value of each stage. The modeling file has each phi."""
     table, values = run(BIN / "train_gpt2", "--attn", "help")[0].split("\n\n")[1:3]
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(reference.PRESETS)
-    there = set(re.findall(r"^  (\w+)=([-\w]+)", values, re.M)) - {("s", "X")}
+    there = set(re.findall(r"^  (\w+)=([-\w]+)", values, re.M)) - {
+        ("s", "X"), ("cap", "C"), ("window", "W"), ("rope", "none")}
     used = {(stage, re.split("[:+]", getattr(reference.parse_normalizer(name), stage))[0])
             for name in NORMALIZERS for stage in ("qk", "scale", "offset", "phi", "norm", "post")}
     assert used == there and {phi for stage, phi in there if stage == "phi"} == set(modeling.PHI)
@@ -197,11 +205,12 @@ def whole_pass(folder, ids):
 def loose_cache(name):
     """True for posts that subtract nearly equal numbers, which may lose the digits that dev/tests/logits.c
     requires of the cache."""
-    return whole_length(name) or reference.parse_normalizer(name).post not in ("none", "negate")
+    return whole_length(name) or any(reference.parse_normalizer(name).post not in ("none", "negate")
+                                     for name in name.split(","))
 
 
 @pytest.mark.drawn(24)
-@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("name", [*NORMALIZERS, *LISTS])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_normalizer_gives_our_logits(block, name, model_of):
     folder = model_of(block, name)
@@ -219,9 +228,9 @@ def test_pn_ends_at_its_length(block, model_of):
     cache."""
     model = load(model_of(block, "ssmax-pn"))
     assert model.generate(random_ids(T), max_new_tokens=1, min_new_tokens=1, do_sample=False).shape == (1, T + 1)
-    with pytest.raises(ValueError, match=f"{T} lengths, but the text has {T + 1}"):
+    with pytest.raises(ValueError, match=f"{T} lengths, but .* {T + 1}"):
         model(random_ids(T + 1))
-    with pytest.raises(ValueError, match=f"{T} lengths, but the text has {T + 1}"):
+    with pytest.raises(ValueError, match=f"{T} lengths, but .* {T + 1}"):
         model.generate(random_ids(T), max_new_tokens=2, min_new_tokens=2, do_sample=False)
 
 
@@ -368,15 +377,21 @@ ROPE = {        # --rope-scaling: rope_parameters
 }
 
 
+def said_of(name):
+    """The keys of attention_normalizer for a layer with this normalizer."""
+    of = asdict(reference.parse_normalizer(name))
+    rope = {"rope": of["rope"] if of["rope"] == "none" else float(of["rope"])} if of["rope"] else {}
+    return ({"name": name} | {key: value for key, value in of.items() if value and key not in ("s", "rope")} | rope)
+
+
 def pair(modeling, name, L, block="llama", tied=True, **change):
     """The modeling file's model in float64 with random weights, and a function that runs the reference with the same
     weights. `change` overrides the reference's shape."""
-    normalizer = reference.parse_normalizer(name)
-    gau = block == "gau"
+    names, gau = name.split(","), block == "gau"
     shape = reference.Config(**dict(layers=1 if gau else 2, heads=1 if gau else 2, channels=16, ffn=24, tied=tied,
                                     vocab=31, attn=name, L=L, block=block) | change)
-    said = {f.name: getattr(normalizer, f.name) for f in fields(normalizer) if f.name not in ("s", "fixed")}
-    said |= {"name": name, "seq_len": L, "fixed": normalizer.fixed} | ({"block": "gau"} if gau else {})
+    said = said_of(name) if len(names) == 1 else {"name": name, "layers": [said_of(name) for name in names]}
+    said |= {"seq_len": L} | ({"block": "gau"} if gau else {})
     config = modeling.AttnGPTConfig(
         vocab_size=31, hidden_size=16, intermediate_size=32 if gau else 24, num_hidden_layers=2,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads or shape.heads, qk_norm=bool(shape.qk_norm),
@@ -388,10 +403,12 @@ def pair(modeling, name, L, block="llama", tied=True, **change):
     model = modeling.AttnGPTForCausalLM(config).double().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("attn_scale") and normalizer.fixed:
-                parameter.fill_(normalizer.s_start(L))
-            else:
+            if parameter.requires_grad:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            else:       # a fixed s, which float32 has rounded
+                start = shape.normalizers[int(parameter_name.split(".")[2])].s_start(L)
+                torch.testing.assert_close(parameter, torch.full_like(parameter, start), rtol=1e-6, atol=0)
+                parameter.fill_(start)
     parameters = {key: value for key, value in model.state_dict().items() if key in reference.parameter_shapes(shape)}
     assert parameters.keys() == reference.parameter_shapes(shape).keys()
     return model, lambda ids, trace=None: reference.forward(parameters, ids, shape, trace)
@@ -409,7 +426,8 @@ HEADS = {
 @pytest.mark.parametrize("name, block, heads", [
     *((name, block, None) for block in BLOCKS for name in NORMALIZERS),
     *((name, "llama", heads) for heads in HEADS
-      for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered"))])
+      for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered")),
+    *((name, block, None) for name in LISTS for block in BLOCKS)])
 def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tmp_path):
     model, logits_of = pair(modeling, name, L=24, block=block, **HEADS.get(heads, {}))
     model.config.save_pretrained(tmp_path)

@@ -195,27 +195,36 @@ def test_overrides_train(data):
 # ---------------------------------------------------------------- config.json
 
 CONFIGS = ["softmax", "ssmax-fixed", "softmax+norm=l1+0.50+post=negate", "ssmax+s=0.5+fixed",
-           "lssar+post=reweight:12.5", "softmax+scale=log:64.0"]
+           "lssar+post=reweight:12.5", "softmax+scale=log:64.0", "softmax+cap=2.5+window=7+rope=500",
+           "ssmax-fixed+window=7,ssmax+rope=none+cap=2"]
+
+
+def stages_of(normalizer):
+    """The keys of attention_normalizer for a layer of the reference."""
+    number = {"l1+0.50": "l1+0.5", "log:64.0": "log:64"}
+    keys = {stage: number.get(getattr(normalizer, stage), getattr(normalizer, stage)) for stage in STAGES}
+    rope = float(normalizer.rope) if normalizer.rope not in ("", "none") else normalizer.rope
+    more = {"cap": normalizer.cap, "window": normalizer.window, "rope": rope, "fixed": normalizer.fixed}
+    return keys | {key: value for key, value in more.items() if value}
 
 
 @pytest.mark.parametrize("block", MODELS)
 def test_config_has_the_name_and_its_stages(data, tmp_path, block):
     for i, text in enumerate(CONFIGS):
         train(data, "--model", MODELS[block], "--attn", text, "--steps", 0, "--out", tmp_path / str(i))
-        known = reference.parse_normalizer(text)
-        number = {"l1+0.50": "l1+0.5", "log:64.0": "log:64"}
-        expected = {"name": text, "seq_len": T,
-                    **{stage: number.get(getattr(known, stage), getattr(known, stage)) for stage in STAGES}}
-        if known.fixed:
-            expected["fixed"] = True
-        if block == "gau":
-            expected["block"] = "gau"
-        assert attn_config(checkpoint(tmp_path / str(i), 0)) == expected
+        found = attn_config(checkpoint(tmp_path / str(i), 0))
+        expected = {"name": text, "seq_len": T} | ({"block": "gau"} if block == "gau" else {})
+        layers = [stages_of(normalizer) for normalizer in reference.parse_layers(text, 2)]
+        if "," in text:
+            layers = [{"name": name} | layer for name, layer in zip(["ssmax-fixed", "ssmax+cap=2"], layers)]
+            assert found == expected | {"layers": layers}
+        else:
+            assert found == expected | layers[0]
 
 
 CONTRADICTIONS = {
     "another stage": (dict(post="negate"), "means post=none, but the file says post=negate"),
-    "a stage that is no text": (dict(norm=1), "means norm=l1, but the file says norm=(no text)"),
+    "a stage that is no text": (dict(norm=1), "means norm=l1, but the file says norm=1"),
     "another name": (dict(name="softmax1"), "means scale=rsqrt-d, but the file says scale=logn"),
     "an unknown name": (dict(name="ssmx"), "Did you mean ssmax?"),
     "no name": (dict(name=None), "has no \"name\""),
@@ -233,6 +242,33 @@ def test_a_config_that_contradicts_itself_is_rejected(data, runs, tmp_path, case
     (bare / "config.json").write_text(json.dumps(config))
     for _, errors in (run(BIN / "sample_gpt2", "--model", bare, code=3), (None, init_from(data, bare, code=3))):
         assert str(bare / "config.json") in errors and says in errors, errors
+
+
+LIST_CONTRADICTIONS = {
+    "layers[0] .* means window=7, but the file says window=6": lambda a: a["layers"][0].update(window=6),
+    "layers[0] .* means window=7, but the file says window=none": lambda a: a["layers"][0].pop("window"),
+    "layers[0] .* means fixed=true, but the file says fixed=none": lambda a: a["layers"][0].pop("fixed"),
+    "layers[1] .* means rope=none, but the file says rope=500": lambda a: a["layers"][1].update(rope=500),
+    "layers[1] .* means cap=2, but the file says cap=2.5": lambda a: a["layers"][1].update(cap=2.5),
+    "layers[1] .* means phi=exp, but the file says phi=relu": lambda a: a["layers"][1].update(phi="relu"),
+    "layers[1].gate is 1: an unknown key": lambda a: a["layers"][1].update(gate=1),
+    "layers[1] is 5; expected an object": lambda a: a["layers"].__setitem__(1, 5),
+    "layers has 1 objects; expected one for each of 2 layers": lambda a: a["layers"].pop(),
+    'attention_normalizer.qk is "none"; where layers differ, it belongs into': lambda a: a.update(qk="none"),
+    "attention_normalizer.window is 7; where layers differ": lambda a: (a.pop("layers"), a.update(window=7)),
+}
+
+
+def test_a_list_that_contradicts_itself_is_rejected(data, tmp_path):
+    train(data, "--model", MODELS["llama"], "--attn", CONFIGS[-1], "--steps", 0, "--out", tmp_path / "out")
+    bare = bare_model(tmp_path / "out", tmp_path / "bare", 0)
+    whole = (bare / "config.json").read_text()
+    for says, change in LIST_CONTRADICTIONS.items():
+        config = json.loads(whole)
+        change(config["attention_normalizer"])
+        (bare / "config.json").write_text(json.dumps(config))
+        _, errors = run(BIN / "sample_gpt2", "--model", bare, code=3)
+        assert re.search(says.replace("[", r"\["), errors), (says, errors)
 
 
 def bare_model(out, bare, step=6):
