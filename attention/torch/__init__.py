@@ -30,21 +30,23 @@ def supports(x, head_dim, width):
     return dtype in DTYPES
 
 
-def attention(q, k, v, normalizer, *, seq_len=None, scalars=None, start=None, scaling=None):
+def attention(q, k, v, normalizer, *, seq_len=None, scalars=None, start=None, scaling=None, window=None):
     """Causal attention (B, heads, Tq, width of v) of q (B, heads, Tq, d), which are the last Tq positions of k (B, kv
     heads, Tk, d) and v (B, kv heads, Tk, width); kv heads divides heads. All in float32, bfloat16 or float64.
 
-    normalizer  a name of PRESETS, or a name with overrides such as "softmax+post=reweight:3"
+    normalizer  a name of PRESETS, or a name with overrides such as "softmax+post=reweight:3" or "softmax+cap=50"
     seq_len     the length that the model is trained with, for the normalizers that depend on it
     scalars     {name: tensor} of all learned scalars that the normalizer has: one for each head, attn_pn one for each
                 position up to seq_len. None: their initial values
     start       (B): how many positions at the beginning of each sequence are padding. Nothing sees them, and their
                 output is 0
-    scaling     replaces 1/sqrt(d) in the normalizers that have it"""
+    scaling     replaces 1/sqrt(d) in the normalizers that have it
+    window      how many keys a query sees, its own position included; None: all"""
     seq_len = check_types(normalizer, seq_len)
     if scalars is not None:
         scalars = flat(normalizer, seq_len, scalars)
-    return forward(q, k, v, scalars, start, normalizer, seq_len, None if scaling is None else real(scaling))
+    return forward(q, k, v, scalars, start, normalizer, seq_len, None if scaling is None else real(scaling),
+                   whole(window))
 
 
 def check_types(normalizer, seq_len):
@@ -55,6 +57,15 @@ def check_types(normalizer, seq_len):
         return seq_len
     if (number := exact_int(seq_len)) is None:
         raise ValueError(f"attn_c: {normalizer}: {library.EXPECTED_LENGTH}, found {seq_len!r}")
+    return number
+
+
+def whole(window):
+    """The int of any whole number; the operator checks its value."""
+    if window is None or type(window) is int:
+        return window
+    if (number := exact_int(window)) is None:
+        raise ValueError(f"attn_c: expected window to be a positive int or None, found {window!r}")
     return number
 
 
@@ -99,14 +110,14 @@ class Normalizer(torch.nn.Module):
     attn_scale (s), attn_bias (b) and attn_sink (heads), attn_pn (seq_len). A scalar that the normalizer fixes is a
     parameter without gradient."""
 
-    def __init__(self, normalizer, heads, seq_len, device=None, dtype=None):
+    def __init__(self, normalizer, heads, seq_len, device=None, dtype=None, window=None):
         super().__init__()
         seq_len, given, heads = check_types(normalizer, seq_len), heads, exact_int(heads)
         if heads is None or not 0 < heads < 1 << 31:
             raise ValueError(f"attn_c: {normalizer}: expected heads to be a positive int, found {given!r}")
-        self.normalizer, self.heads, self.seq_len = normalizer, heads, seq_len
+        self.normalizer, self.heads, self.seq_len, self.window = normalizer, heads, seq_len, whole(window)
         self.names = scalar_names(normalizer)
-        for name, scalar in library.scalars_of(normalizer, heads, seq_len).items():
+        for name, scalar in library.scalars_of(normalizer, heads, seq_len, self.window).items():
             value = torch.empty(scalar.size, device=device, dtype=dtype)
             self.register_parameter(name, torch.nn.Parameter(value, requires_grad=scalar.trained))
         self.reset_parameters()
@@ -114,10 +125,11 @@ class Normalizer(torch.nn.Module):
     @torch.no_grad()
     def reset_parameters(self):
         """Writes the initial values of all scalars, those that the normalizer fixes among them, as after to_empty()."""
-        for name, scalar in library.scalars_of(self.normalizer, self.heads, self.seq_len).items():
+        for name, scalar in library.scalars_of(self.normalizer, self.heads, self.seq_len, self.window).items():
             getattr(self, name).fill_(scalar.start)
 
-    def forward(self, q, k, v, start=None, scaling=None):
+    def forward(self, q, k, v, start=None, scaling=None, window=None):
+        """window: in place of the module's."""
         shape = getattr(q, "shape", ())
         if len(shape) == 4 and shape[1] != self.heads:
             raise ValueError(f"attn_c: {self}: expected q with {self.heads} heads, found {shape[1]} in {tuple(shape)}")
@@ -125,7 +137,9 @@ class Normalizer(torch.nn.Module):
         scalars = [own[name] if name in own else getattr(self, name) for name in self.names]
         scalars = joined(self.normalizer, self.seq_len, self.names, scalars)
         scaling = None if scaling is None else real(scaling)
-        return forward(q, k, v, scalars, start, self.normalizer, self.seq_len, scaling)
+        window = self.window if window is None else whole(window)
+        return forward(q, k, v, scalars, start, self.normalizer, self.seq_len, scaling, window)
 
     def extra_repr(self):
-        return f"{self.normalizer!r}, heads={self.heads}, seq_len={self.seq_len}"
+        window = f", window={self.window}" if self.window else ""
+        return f"{self.normalizer!r}, heads={self.heads}, seq_len={self.seq_len}{window}"

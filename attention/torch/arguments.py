@@ -52,7 +52,7 @@ def check_kinds(q, k, v):
         raise ValueError(f"attn_c: expected one dtype, found q in {q.dtype}, k in {k.dtype}, v in {v.dtype}")
 
 
-def check_values(q, k, v, dtype, scaling):
+def check_values(q, k, v, dtype, scaling, window):
     """q, k, v: shapes."""
     if dtype not in DTYPES:
         raise ValueError(f"attn_c: expected tensors in {', '.join(map(str, DTYPES))}, found {dtype}; convert them")
@@ -66,6 +66,8 @@ def check_values(q, k, v, dtype, scaling):
                          "queries are the last positions of the keys")
     if scaling is not None and not 0 < scaling < math.inf:
         raise ValueError(f"attn_c: expected scaling to be a positive number or None, found {scaling!r}")
+    if window is not None and not 0 < window < 1 << 31:
+        raise ValueError(f"attn_c: expected window to be a positive int or None, found {window!r}")
 
 
 def check_scalars(scalars, count, normalizer, heads):
@@ -84,11 +86,11 @@ def check_start(start, batch):
         raise ValueError(f"attn_c: expected start in integers, found {start.dtype}")
 
 
-def check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling):
+def check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window):
     """Returns how many values all scalars have together."""
     check_kinds(q, k, v)
     check_devices(q, k=k, v=v, scalars=scalars, start=start)
-    check_values(q.shape, k.shape, v.shape, q.dtype, scaling)
+    check_values(q.shape, k.shape, v.shape, q.dtype, scaling, window)
     count = sum(scalar.size for scalar in scalars_of(normalizer, int(q.shape[1]), seq_len).values())
     if scalars is not None:
         check_scalars(scalars, count, normalizer, q.shape[1])
@@ -110,12 +112,14 @@ def check_saved(dout, out, stats, q, v, kept):
                          f"point, found {out.dtype}, {stats.dtype} and {dout.dtype}")
 
 
-def check_positions(normalizer, seq_len, keys, start):
+def check_positions(normalizer, seq_len, keys, start, window):
     """For normalizers with a factor for each position up to seq_len."""
     positions = keys if start is None or not len(start) else keys - int(start.min())
+    positions = min(positions, window or positions)
     if positions > seq_len:
-        raise ValueError(f"attn_c: {normalizer} has a factor for each of {seq_len} lengths, but the text has "
-                         f"{positions} tokens; pass fewer, or use another normalizer")
+        raise ValueError(f"attn_c: {normalizer} has a factor for each of {seq_len} lengths, but the "
+                         f"{'window' if window else 'text'} has {positions} tokens; pass fewer, or use another "
+                         "normalizer")
 
 
 # ---- arrays
@@ -140,10 +144,10 @@ def statistics_dtype(q):
 
 
 @functools.lru_cache(256)
-def start_scalars(normalizer, heads, seq_len, dtype, device="cpu"):
+def start_scalars(normalizer, heads, seq_len, window, dtype, device="cpu"):
     """The initial values of a normalizer's scalars, flat."""
     values = [torch.full((scalar.size,), scalar.start, dtype=dtype, device=device)
-              for scalar in scalars_of(normalizer, heads, seq_len).values()]
+              for scalar in scalars_of(normalizer, heads, seq_len, window).values()]
     return torch.cat(values) if values else torch.empty(0, dtype=dtype, device=device)
 
 

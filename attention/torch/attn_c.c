@@ -16,7 +16,7 @@
 // last of the keys' positions.
 typedef struct {
     const Normalizer *normalizer;
-    size_t B, NH, NKV, queries, keys, HS, VS;
+    size_t B, NH, NKV, queries, keys, HS, VS, window;    // window: 0 without one
     int L, threads, bf16;    // bf16: the inputs were bfloat16, so rounding them loses nothing
     double scaling;          // replaces the 1/sqrt(d) of a scale that has one; 0 does not
     Strides q, k, v;
@@ -47,9 +47,10 @@ EXPORT const Normalizer *attn_c_normalizer(const char *text, int L, char *messag
 }
 
 // The number of values of scalar i, its initial value, and whether it is trained. 0: this normalizer does not have it.
-EXPORT size_t attn_c_scalar(const Normalizer *normalizer, size_t NH, int L, int i, double *start, bool *trained) {
+EXPORT size_t attn_c_scalar(const Normalizer *normalizer, size_t NH, int L, size_t window, int i, double *start,
+                            bool *trained) {
     if (!normalizer_has(normalizer, (Scalar)i)) return 0;
-    *start = normalizer_start(normalizer, (Scalar)i, L, 0);
+    *start = normalizer_start(normalizer, (Scalar)i, L, window);
     *trained = normalizer_trains(normalizer, (Scalar)i);
     return scalar_size(i, NH, (size_t)L);
 }
@@ -154,14 +155,19 @@ static AttentionShape shape_of(const Call *c, size_t sequences) {
                             .HS = c->HS,
                             .VS = c->VS,
                             .L = c->L,
+                            .window = c->window,
                             .past = c->keys - c->queries};
 }
 
-// In elements, for q and k of a part.
+static bool has_window(const Call *c) {
+    return c->window && c->window < c->keys;
+}
+
+// In elements, for q, k and first of a part.
 static size_t own_scratch(const Call *c, size_t sequences) {
     size_t q = is_l2(c->normalizer) || scaling_ratio(c) != 1 ? c->queries * c->NH * c->HS : 0;
     size_t k = is_l2(c->normalizer) ? c->keys * c->NKV * c->HS : 0;
-    return (sequences * (q + k) + 15) / 16 * 16;
+    return (sequences * (q + k + (has_window(c) ? c->queries : 0)) + 15) / 16 * 16;
 }
 
 // The elements of scratch that a forward or backward pass needs, whether sequences have padding or not.
@@ -204,6 +210,15 @@ static Part part_at(const Call *c, const real *q, const real *k, const real *v, 
         for (size_t i = 0; i < sequences; i++)
             prepare(p.own_k + i * keys * c->NKV * c->HS, p.k + i * c->k.sequence, c->k, keys, c->NKV, c->HS, true, 1);
         p.in.k = (ConstView){p.own_k, c->NKV * c->HS, c->HS};
+        own += sequences * keys * c->NKV * c->HS;
+    }
+    if (has_window(c)) {
+        int32_t *first = (int32_t *)own;    // the first key of each query; an element has at least 4 bytes
+        for (size_t i = 0; i < sequences * p.shape.T; i++) {
+            size_t keys = p.shape.past + i % p.shape.T + 1;
+            first[i] = (int32_t)(keys > c->window ? keys - c->window : 0);
+        }
+        p.in.first = first;
     }
     return p;
 }

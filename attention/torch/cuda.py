@@ -57,10 +57,10 @@ def fits(head_dim, width):
     return head_dim % 8 == 0 and 8 <= head_dim <= 128 and (width == head_dim or head_dim == 128 and width % 8 == 0)
 
 
-def check(q, k, v, scalars, start, normalizer, seq_len, scaling):
+def check(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     """What every implementation checks, and the limits of the kernels. Returns how many values all scalars have
     together."""
-    count = check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling)
+    count = check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     if q.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"attn_c: expected float32 or bfloat16 on a GPU, found {q.dtype}; convert them")
     if not fits(q.shape[3], v.shape[3]):
@@ -70,7 +70,7 @@ def check(q, k, v, scalars, start, normalizer, seq_len, scaling):
         raise ValueError(f"attn_c: {normalizer} depends on the length of each text, which is not supported with "
                          "padding on a GPU; process texts of different lengths apart")
     if "attn_pn" in scalars_of(normalizer, q.shape[1], seq_len):
-        check_positions(normalizer, seq_len, k.shape[2], start)
+        check_positions(normalizer, seq_len, k.shape[2], start, window)
     return count
 
 
@@ -154,21 +154,24 @@ def stats_size(q, v, normalizer, seq_len):
     return library().attn_c_cuda_stats(call_of(*one, normalizer, seq_len))
 
 
-def arguments(q, k, v, scalars, start, normalizer, seq_len, scaling):
+def arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     """What the kernels read: q with as many positions as k, k, v, first (B, Tk), scalars; and hidden (B, Tk), the
     padding."""
     l2, rsqrt_d, _ = traits(normalizer, seq_len)
     if scalars is None:
-        scalars = start_scalars(normalizer, q.shape[1], seq_len, torch.float32, q.device)
+        scalars = start_scalars(normalizer, q.shape[1], seq_len, window, torch.float32, q.device)
     else:
         scalars = scalars.to(torch.float32).contiguous()
     q = prepare(q, l2, ratio_of(scaling, q.shape[3], rsqrt_d))
     q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0)) if k.shape[2] > q.shape[2] else q
     first = hidden = None
+    at = torch.arange(k.shape[2], device=q.device, dtype=torch.int32)
     if start is not None:
         start = clamped(start, k.shape[2])
-        at = torch.arange(k.shape[2], device=q.device, dtype=torch.int32)
         first, hidden = torch.minimum(at, start[:, None]).contiguous(), at < start[:, None]
+    if window is not None and window < k.shape[2]:
+        earliest = (at - (window - 1)).clamp(min=0)
+        first = earliest.repeat(k.shape[0], 1) if first is None else torch.maximum(first, earliest)
     return arranged(q), arranged(prepare(k, l2, 1.0)), arranged(v), first, scalars, hidden
 
 
@@ -177,14 +180,14 @@ def without(x, hidden):
     return x if hidden is None else x.masked_fill(hidden[:, :, None, None], 0)
 
 
-def forward(q, k, v, scalars, start, normalizer, seq_len, scaling):
-    check(q, k, v, scalars, start, normalizer, seq_len, scaling)
+def forward(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
+    check(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     if not q.numel():
         stats = q.new_empty((*q.shape[:3], stats_size(q, v, normalizer, seq_len)), dtype=torch.float32)
         return by_position(q, q.shape[2], v.shape[3]), stats
     past = k.shape[2] - q.shape[2]
     with on_device(q):
-        q, k, v, first, scalars, hidden = arguments(q, k, v, scalars, start, normalizer, seq_len, scaling)
+        q, k, v, first, scalars, hidden = arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
         if past == 0:
             out, stats = run_forward(q, k, v, first, scalars, normalizer, seq_len)
         else:
@@ -206,10 +209,10 @@ def backward(dout, out, stats, q, k, v, scalars, *others):
         return gradients(dout, out, stats.contiguous(), q, k, v, scalars, *others)
 
 
-def gradients(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, scaling):
+def gradients(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     """dout, out (B, Tq, heads, width)"""
     given_q, given_k, given_scalars, past = q, k, scalars, k.shape[2] - q.shape[2]
-    q, k, v, first, scalars, hidden = arguments(q, k, v, scalars, start, normalizer, seq_len, scaling)
+    q, k, v, first, scalars, hidden = arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     if past:        # statistics of the queries in front, too
         out, stats = run_forward(q, k, v, first, scalars, normalizer, seq_len)
         dout = F.pad(dout, (0, 0, 0, 0, past, 0))

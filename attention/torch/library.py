@@ -25,7 +25,7 @@ class Strides(Structure):
 class Call(Structure):
     """Call in attn_c.c."""
     _fields_ = [("normalizer", c_void_p),
-                *((name, c_size_t) for name in ("B", "NH", "NKV", "queries", "keys", "HS", "VS")),
+                *((name, c_size_t) for name in ("B", "NH", "NKV", "queries", "keys", "HS", "VS", "window")),
                 *((name, c_int) for name in ("L", "threads", "bf16")), ("scaling", c_double),
                 *((name, Strides) for name in "qkv")]
 
@@ -64,7 +64,7 @@ def load(name):
     library.attn_c_normalizer.restype = c_void_p
     library.attn_c_normalizer.argtypes = c_char_p, c_int, c_char_p, c_size_t
     library.attn_c_scalar.restype = c_size_t
-    library.attn_c_scalar.argtypes = c_void_p, c_size_t, c_int, c_int, POINTER(c_double), POINTER(c_bool)
+    library.attn_c_scalar.argtypes = c_void_p, c_size_t, c_int, c_size_t, c_int, POINTER(c_double), POINTER(c_bool)
     library.attn_c_scalar_name.restype = library.attn_c_preset.restype = c_char_p
     library.attn_c_scratch.restype = c_size_t
     library.attn_c_scratch.argtypes = [POINTER(Call)]
@@ -126,12 +126,12 @@ class ScalarStart(NamedTuple):
 
 
 @functools.cache
-def scalars_of(text, heads, seq_len):
+def scalars_of(text, heads, seq_len, window=None):
     """{name: ScalarStart} of the learned scalars that a normalizer has."""
     start, trained, found = c_double(), c_bool(), {}
     for i, name in enumerate(SCALARS):
-        size = load(level_here()).attn_c_scalar(parsed(text, seq_len), heads, seq_len or 0, i, byref(start),
-                                                byref(trained))
+        size = load(level_here()).attn_c_scalar(parsed(text, seq_len), heads, seq_len or 0, window or 0, i,
+                                                byref(start), byref(trained))
         if size:
             found[name] = ScalarStart(size, start.value, trained.value)
     return found

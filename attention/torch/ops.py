@@ -3,8 +3,8 @@ autocast (cuda.py has the implementations for GPUs). attention() and Normalizer 
 
 Shapes: q (B, heads, Tq, d), k (B, kv heads, Tk, d), v (B, kv heads, Tk, any width), in any memory format; the queries
 are the last Tq positions. scalars: those that the normalizer has, flat, in the order of library.SCALARS; None: their
-initial values. start (B): how many keys at the beginning of each sequence are padding; None: none. seq_len, scaling:
-None if not given. out (B, heads, Tq, width of v), in memory as by_position(); stats: for the backward pass. The
+initial values. start (B): how many keys at the beginning of each sequence are padding; None: none. seq_len, scaling,
+window: None if not given. out (B, heads, Tq, width of v), in memory as by_position(); stats: for the backward pass. The
 gradients have the shapes of their inputs."""
 import functools
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from .arguments import (as_by_position, by_position, check_arguments, check_devi
 from .library import Call, Strides, byref, library_for, parsed, scalars_of
 
 ARGUMENTS = ("Tensor q, Tensor k, Tensor v, Tensor? scalars, Tensor? start, str normalizer, int? seq_len, "
-             "float? scaling")
+             "float? scaling, int? window=None")
 library = torch.library.Library("attn_c", "DEF")
 library.define(f"attention({ARGUMENTS}) -> (Tensor out, Tensor stats)", tags=torch.Tag.pt2_compliant_tag)
 library.define(f"attention_backward(Tensor dout, Tensor out, Tensor stats, {ARGUMENTS}) -> "
@@ -48,12 +48,12 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def plan(normalizer, seq_len, scaling, bf16, dtype, threads, q, k, v, q_step, k_step, v_step):
+def plan(normalizer, seq_len, scaling, window, bf16, dtype, threads, q, k, v, q_step, k_step, v_step):
     """dtype: of the arrays that C reads, which were bfloat16 before if `bf16`. q, k, v: shapes; q_step...: strides."""
-    check_values(q, k, v, dtype, scaling)
+    check_values(q, k, v, dtype, scaling, window)
     strides = (Strides(step[0], step[1], step[2]) for step in (q_step, k_step, v_step))
-    call = Call(parsed(normalizer, seq_len), q[0], q[1], k[1], q[2], k[2], q[3], v[3], seq_len or 0, threads, bf16,
-                scaling or 0, *strides)
+    call = Call(parsed(normalizer, seq_len), q[0], q[1], k[1], q[2], k[2], q[3], v[3], window or 0, seq_len or 0,
+                threads, bf16, scaling or 0, *strides)
     if q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) < FEW:
         call.threads = 1
     lib = library_for(dtype)
@@ -65,7 +65,7 @@ def plan(normalizer, seq_len, scaling, bf16, dtype, threads, q, k, v, q_step, k_
                 lib.attn_c_backward)
 
 
-def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling):
+def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling, window):
     """The arguments as C reads them: the arrays (the caller must hold on to them) and the plan. The caller has called
     check_kinds(). All tensors are on the CPU: the dispatcher and is_plain() see to that."""
     dtype = q.dtype
@@ -76,9 +76,10 @@ def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling):
     if not steps[0][3] == steps[1][3] == steps[2][3] == 1:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         steps = q.stride(), k.stride(), v.stride()
-    p = plan(normalizer, seq_len, scaling, bf16, dtype, torch.get_num_threads(), q.shape, k.shape, v.shape, *steps)
+    p = plan(normalizer, seq_len, scaling, window, bf16, dtype, torch.get_num_threads(), q.shape, k.shape, v.shape,
+             *steps)
     if scalars is None:
-        scalars = start_scalars(normalizer, q.shape[1], seq_len, dtype)
+        scalars = start_scalars(normalizer, q.shape[1], seq_len, window, dtype)
     else:
         check_scalars(scalars, p.scalars, normalizer, q.shape[1])
         scalars = (scalars if scalars.dtype == dtype else scalars.to(dtype)).contiguous()     # to() alone takes 1 µs
@@ -86,7 +87,7 @@ def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling):
         check_start(start, q.shape[0])
         start = clamped(start, k.shape[2])
     if p.by_position:
-        check_positions(normalizer, seq_len, k.shape[2], start)
+        check_positions(normalizer, seq_len, k.shape[2], start, window)
     return q, k, v, start, scalars, p
 
 
@@ -94,12 +95,12 @@ def pointer(x):
     return None if x is None else x.data_ptr()
 
 
-def forward_cpu(q, k, v, scalars, start, normalizer, seq_len, scaling, keep=True):
+def forward_cpu(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None, keep=True):
     """keep: are the statistics returned? Otherwise they take room in the scratch memory, since each array takes a
     microsecond or two."""
     check_kinds(q, k, v)
     given = q.dtype
-    q, k, v, start, scalars, p = prepare(q, k, v, scalars, start, normalizer, seq_len, scaling)
+    q, k, v, start, scalars, p = prepare(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     out = q.new_empty_strided(*p.out)
     stats = q.new_empty_strided(*p.stats) if keep else None
     if out.numel():
@@ -115,11 +116,11 @@ def rows_of(x, dtype):
     return x.to(dtype).transpose(1, 2).contiguous()
 
 
-def backward_cpu(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, scaling):
+def backward_cpu(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     check_kinds(q, k, v)
     check_saved(dout, out, stats, q, v, ROW_STATS)
     given, of_scalars = q.dtype, scalars
-    q, k, v, start, scalars, p = prepare(q, k, v, scalars, start, normalizer, seq_len, scaling)
+    q, k, v, start, scalars, p = prepare(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     dout, out, stats = rows_of(dout, q.dtype), rows_of(out, q.dtype), stats.contiguous()
     dq, dk, dv, dscalars = like(q), like(k), like(v), torch.zeros_like(scalars)
     if out.numel():
@@ -148,15 +149,15 @@ def kept_by(q, v, normalizer, seq_len):
 
 
 @torch.library.register_fake("attn_c::attention", lib=library)
-def forward_fake(q, k, v, scalars, start, normalizer, seq_len, scaling):
-    check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling)
+def forward_fake(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
+    check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     stats = q.new_empty((*q.shape[:3], kept_by(q, v, normalizer, seq_len)), dtype=statistics_dtype(q))
     return by_position(q, q.shape[2], v.shape[3]), stats
 
 
 @torch.library.register_fake("attn_c::attention_backward", lib=library)
-def backward_fake(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, scaling):
-    count = check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling)
+def backward_fake(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
+    count = check_arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     check_devices(q, dout=dout, out=out, stats=stats)
     check_saved(dout, out, stats, q, v, kept_by(q, v, normalizer, seq_len))
     return like(q), like(k), like(v), (stats if scalars is None else scalars).new_empty(count)

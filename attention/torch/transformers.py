@@ -34,17 +34,10 @@ def reject(name, found, remedy):
     raise ValueError(f"attn_c: {name} is not supported, found {found}; {remedy}")
 
 
-def reject_window(window, tokens):
-    reject("a sliding window shorter than the text", f"sliding_window={window} for {tokens} tokens",
-           f"pass at most {window} tokens, or {OTHER}")
-
-
-def check_arguments(module, keys, sliding_window=None, is_causal=None, **arguments):
-    """keys: how many there are. A module that is not causal has an attribute that says so; its calls may not."""
+def check_arguments(module, is_causal=None, **arguments):
+    """A module that is not causal has an attribute that says so; its calls may not."""
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         reject("attention that is not causal", f"is_causal=False in {type(module).__name__}", OTHER)
-    if sliding_window and sliding_window < keys:      # 0: none, as in Qwen2-MoE
-        reject_window(sliding_window, keys)
     for name, value in arguments.items():
         if name in UNSUPPORTED and value is not None or isinstance(value, torch.Tensor) and name not in HARMLESS:
             reject(name, describe(value), OTHER)
@@ -61,28 +54,33 @@ def describe(value):
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
          attention_mask=None, local_size=None, config=None, reads_length=False, **_):
-    """The number of padding tokens at the beginning of each sequence (B), or None if there are none. local_size is the
-    length of a sliding window, which hides nothing from a text that is not longer. kv_offset is how many tokens a cache
-    has dropped because of its window. Gemma 3 also builds a mask for full attention, without local_size; if every layer
-    has a window, it is sized by such a cache, and the window's length is in the config. reads_length: does the
-    normalizer depend on the length of each text?"""
+    """The number of padding tokens at the beginning of each sequence (B), or None if there are none. Not every model
+    passes sliding_window to its attention, so the mask of a window that hides something says so: it has an element
+    more, or none without padding. kv_offset is how many tokens a cache has dropped because of its window. reads_length:
+    does the normalizer depend on the length of each text?"""
     parts = mask_names(mask_function)
-    local_size = local_size or getattr(config, "sliding_window", None)
-    if local_size and ("sliding_window_overlay" in parts or kv_offset != 0):
-        if kv_offset + kv_length > local_size:
-            reject_window(local_size, kv_offset + kv_length)
-        parts = [name for name in parts if name != "sliding_window_overlay"]
-    if parts:
+    in_window = "sliding_window_overlay" in parts and local_size < kv_offset + kv_length
+    if parts := [name for name in parts if name != "sliding_window_overlay"]:
         reject("a mask other than a causal one with padding", " and ".join(parts),
                OTHER + (COMPILED if "packed_sequence_mask_function" in parts else ""))
     if attention_mask is not None and not isinstance(q_offset, torch.Tensor):       # one would be of a fixed cache
         check_length(attention_mask, q_offset + q_length)
-    if kv_offset != 0 or isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_length:
+    if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
         reject("a cache whose length is fixed", f"{kv_length} keys for {q_length} queries from position {q_offset} on",
                "use transformers' DynamicCache")
+    if kv_offset != 0 and reads_length:
+        reject("a cache that drops tokens under a normalizer that depends on the length of each text",
+               f"{kv_offset} dropped tokens", "pass use_cache=False")
+    padding = padding_of(attention_mask, kv_offset, kv_length, reads_length)
+    if not in_window:
+        return padding
+    return torch.empty(0, dtype=torch.int32) if padding is None else torch.cat([padding, padding[:1]])
+
+
+def padding_of(attention_mask, kv_offset, kv_length, reads_length):
     if attention_mask is None:
         return None
-    seen = attention_mask[:, :kv_length].bool()
+    seen = attention_mask[:, kv_offset:kv_offset + kv_length].bool()
     if torch.compiler.is_compiling():
         torch._assert_async((texts_in(seen) <= 1).all(), "attn_c: expected an attention_mask with padding at the "
                             "beginning or the end, found padding between tokens")
@@ -134,19 +132,27 @@ def check_padding(seen, reads_length):
 def registered(normalizer):
     """The attention function of a normalizer, as transformers calls it."""
 
-    def forward(module, query, key, value, attention_mask, scaling=None, **arguments):
-        check_arguments(module, key.shape[2], **arguments)
+    def forward(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **arguments):
+        check_arguments(module, **arguments)
         if attention_mask is not None and attention_mask.ndim != 1:
             reject("a prepared mask", describe(attention_mask), "pass attention_mask as (batch, tokens), 0 for padding")
+        sliding_window = sliding_window or None     # 0: none, as in Qwen2-MoE
+        if attention_mask is not None and len(attention_mask) != len(key):      # see mask()
+            if sliding_window is None:
+                reject("a sliding window of which only the mask tells", f"it in {type(module).__name__}", OTHER)
+            attention_mask = attention_mask[:-1] if len(attention_mask) else None
+        elif sliding_window and sliding_window < key.shape[2]:
+            reject("a sliding window without its mask", f"sliding_window={sliding_window} for {key.shape[2]} keys",
+                   OTHER)
         own = getattr(module, "normalizer", None)
         if isinstance(own, Normalizer):
             if own.normalizer != normalizer:
                 raise ValueError(f"attn_c: this layer has the scalars of {own.normalizer}, but attn_implementation is "
                                  f"attn_c:{normalizer}; attach() the normalizer to use, or detach()")
-            out = own(query, key, value, start=attention_mask, scaling=scaling)
+            out = own(query, key, value, start=attention_mask, scaling=scaling, window=sliding_window)
         else:
             out = attention(query, key, value, normalizer, seq_len=trained_length(module), start=attention_mask,
-                            scaling=scaling)
+                            scaling=scaling, window=sliding_window)
         return out.transpose(1, 2), None
 
     return forward

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ import model as reference       # noqa: E402
 
 OVERRIDES = ["softmax+qk=l2", "softmax+post=reweight:3", "softmax+scale=const:0.3", "softmax+scale=log:L",
              "sigmoid+offset=-logT", "relu2-T+norm=T2", "relu-l1+norm=l1+0.5", "ssmax+s=0.3+fixed",
-             "lssa+norm=l1+0.5+post=recenter-l1"]
+             "lssa+norm=l1+0.5+post=recenter-l1", "ssmax-bias+cap=1.5"]
 NAMES = [*reference.PRESETS, *OVERRIDES]
 L = 150
 # Processes that have imported PyTorch and computed nothing yet: forks of one that has only done that.
@@ -66,12 +66,12 @@ SHAPES = [Shape(2, 4, 2, 33, 33, 16, 16), Shape(2, 2, 1, 70, 70, 24, 8), Shape(2
 class Case:
     """Inputs in a dtype, and the reference's output and gradients for the same numbers in float64."""
 
-    def __init__(self, name, shape, dtype, seed=0, start=None):
+    def __init__(self, name, shape, dtype, seed=0, start=None, window=None):
         draw = torch.Generator().manual_seed(seed)
         rand = lambda *size: torch.randn(*size, generator=draw, dtype=torch.float64).to(dtype)
         s = shape
-        self.name, self.shape, self.dtype, self.start = name, shape, dtype, start
-        self.normalizer = reference.parse_normalizer(name)
+        self.name, self.shape, self.dtype, self.start, self.window = name, shape, dtype, start, window
+        self.normalizer = replace(reference.parse_normalizer(name), window=window or 0)
         starts = reference.scalars_at_start(self.normalizer, s.heads, L)
         self.inputs = {"q": rand(s.B, s.heads, s.queries, s.d), "k": rand(s.B, s.kv_heads, s.keys, s.d),
                        "v": rand(s.B, s.kv_heads, s.keys, s.width)}
@@ -103,7 +103,7 @@ class Case:
 
     def package(self, attn_c, **how):
         return self.by(lambda q, k, v, scalars: attn_c.attention(q, k, v, self.name, seq_len=L, scalars=scalars or None,
-                                                                 start=self.start, **how))
+                                                                 start=self.start, window=self.window, **how))
 
 
 def assert_close(found, expected, tolerance):
@@ -123,6 +123,33 @@ def test_equals_the_reference(attn_c, name, dtype, tolerance):
     for shape in SHAPES:
         case = Case(name, shape, dtype)
         assert_close(case.package(attn_c), case.reference(), tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 65, 1000])
+@pytest.mark.parametrize("name", ["softmax", "ssmax-bias", "softmax-sink", "softmax-recentered", "lssar", "relu2-T"])
+def test_windows(attn_c, name, window):
+    """And p_n, of which as many as the window are enough."""
+    for shape in SHAPES:
+        case = Case(name, shape, torch.float64, window=window)
+        assert_close(case.package(attn_c), case.reference(), 1e-12)
+
+
+def test_scalars_in_a_window(attn_c):
+    """s starts at the mean over the window; p_n reaches as far as the window."""
+    case = Case("ssmax", SHAPES[1], torch.float64, window=7)
+    q, k, v = (case.inputs[key] for key in "qkv")
+    starts = {"attn_scale": torch.full((2,), case.normalizer.s_start(L), dtype=torch.float64)}
+    expected = attn_c.attention(q, k, v, "ssmax", seq_len=L, scalars=starts, window=7)
+    module = attn_c.Normalizer("ssmax", heads=2, seq_len=L, window=np.int64(7), dtype=torch.float64)
+    for found in module(q, k, v), attn_c.attention(q, k, v, "ssmax", seq_len=L, window=7):
+        assert (found - expected).abs().max() < 1e-12
+    assert "window=7" in repr(module) and not torch.equal(module(q, k, v, window=8), expected)
+    case = Case("ssmax-pn", SHAPES[1], torch.float64, window=9)
+    case.inputs["attn_pn"] = case.inputs["attn_pn"][:9]
+    short = attn_c.attention(q, k, v, "ssmax-pn", seq_len=9, scalars={key: x for key, x in case.inputs.items()
+                                                                      if key not in "qkv"}, window=9)
+    named = {key: case.inputs[row.tensor] for key, row in reference.SCALARS.items() if row.tensor in case.inputs}
+    assert (short - reference.attention(q, k, v, case.normalizer, 9, named)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,16 +181,16 @@ def test_every_library_of_this_processor(attn_c, monkeypatch, level):
     ops.plan.cache_clear()      # of this library's plans
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_changes_nothing(attn_c, name):
+@pytest.mark.parametrize("name, window", [*((name, None) for name in NAMES), ("ssmax-bias", 6), ("lssar", 3)])
+def test_padding_changes_nothing(attn_c, name, window):
     """Sequences after padding have the output and the gradients that they have alone; those of padding are 0."""
     for shape in Shape(3, 4, 2, 20, 20, 8, 8), Shape(3, 2, 2, 4, 20, 8, 8):
         start = [0, 5, 18]
-        padded = Case(name, shape, torch.float64, start=torch.tensor(start))
+        padded = Case(name, shape, torch.float64, start=torch.tensor(start), window=window)
         found, past = padded.package(attn_c), shape.keys - shape.queries
         summed = {}
         for b, first in enumerate(start):
-            alone, skipped = Case(name, shape, torch.float64), max(0, first - past)
+            alone, skipped = Case(name, shape, torch.float64, window=window), max(0, first - past)
             cut = {"q": skipped, "k": first, "v": first, "out": skipped}
             alone.dout = alone.dout[b:b + 1, :, skipped:]
             alone.inputs = {key: x[b:b + 1, :, cut[key]:] if key in cut else x for key, x in alone.inputs.items()}
@@ -399,7 +426,7 @@ def test_operators_obey_pytorchs_rules(attn_c):
     q, k, v = (case.inputs[key].requires_grad_() for key in "qkv")
     scalars = case.inputs["attn_scale"].requires_grad_()
     for start in None, torch.tensor([2, 0], dtype=torch.int32):
-        torch.library.opcheck(torch.ops.attn_c.attention.default, (q, k, v, scalars, start, "ssmax", L, None))
+        torch.library.opcheck(torch.ops.attn_c.attention.default, (q, k, v, scalars, start, "ssmax", L, None, 4))
 
 
 def test_compiled(attn_c):
@@ -540,6 +567,9 @@ BAD = {
     "expected start to be a dense tensor, found torch.sparse_coo": dict(start=torch.zeros(1).int().to_sparse()),
     "expected q to be a dense tensor, found a nested one":
         dict(q=lambda: torch.nested.nested_tensor([X[0]], layout=torch.jagged)),
+    "expected window to be a positive int or None, found 0": dict(window=0),
+    "expected window to be a positive int or None, found 2.0": dict(window=2.0),
+    "for each of 3 lengths, but the window has 4 tokens": dict(normalizer="ssmax-pn", seq_len=3, window=4),
     "for each of 5 lengths, but the text has 6 tokens": dict(normalizer="ssmax-pn", seq_len=5),
     "for each of 4 lengths, but the text has 5 tokens":
         dict(normalizer="ssmax-pn", seq_len=4, start=torch.tensor([3, 1]), q=X.expand(2, 4, 6, 8),

@@ -2,6 +2,7 @@
 for the stream. Compute capability 8.0, because the emulated TMA of 9.0 reads only what cudaMalloc() returned; scratch
 memory must be such memory here, too. ATTN_C_CUDA_SO=FILE uses this library instead of make's."""
 import ctypes
+import itertools
 import os
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def on_gpu(gpu, case, scaling=None):
 
     def compute(q, k, v, scalars):
         flat = torch.cat([scalars[name] for name in SCALARS if name in scalars]) if scalars else None
-        return ops.Attention.apply(q, k, v, flat, case.start, (case.name, 150, scaling))[0]
+        return ops.Attention.apply(q, k, v, flat, case.start, (case.name, 150, scaling, case.window))[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "forward_below", gpu.forward)
@@ -64,11 +65,11 @@ def test_equals_the_reference(gpu, name, dtype, tolerance):
         assert_close(on_gpu(gpu, case), case.reference(), tolerance)
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax-bias", "lssar"])
-def test_equals_the_cpu(gpu, attn_c, name):
-    """With padding, a scaling, and strides that the kernels can and cannot read."""
-    for shape in HEADS[:2]:
-        case = Case(name, shape, torch.float32, start=torch.tensor([0, 7]))
+@pytest.mark.parametrize("name, window", [("softmax", None), ("ssmax-bias", 5), ("lssar", None), ("lssar", 40)])
+def test_equals_the_cpu(gpu, attn_c, name, window):
+    """With padding, a window, a scaling, and strides that the kernels can and cannot read."""
+    for shape, start in itertools.product(HEADS[:2], [None, torch.tensor([0, 7])]):
+        case = Case(name, shape, torch.float32, start=start, window=window)
         assert_close(on_gpu(gpu, case, 0.3), case.package(attn_c, scaling=0.3), 1e-4)
     case = Case(name, HEADS[0], torch.float32)
     x = case.inputs["q"]

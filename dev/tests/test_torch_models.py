@@ -227,49 +227,64 @@ def call(**arguments):
     return run
 
 
-def sliding(interface):
-    config = MistralConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                           num_attention_heads=4, sliding_window=4, attn_implementation="attn_c:softmax")
-    MistralForCausalLM(config)(TOKENS)
+SLIDING = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, sliding_window=4, pad_token_id=0, initializer_range=0.3)
 
 
 def gemma(config, **change):
     return config(**dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
-                         num_attention_heads=4, num_key_value_heads=2, sliding_window=16, query_pre_attn_scalar=8,
-                         pad_token_id=0, layer_types=["sliding_attention", "full_attention"]) | change)
+                         num_attention_heads=4, num_key_value_heads=2, sliding_window=4, query_pre_attn_scalar=8,
+                         pad_token_id=0, initializer_range=0.3,
+                         layer_types=["sliding_attention", "full_attention"]) | change)
 
 
 @pytest.mark.parametrize("config", [
-    gemma(Gemma3TextConfig), gemma(Gemma2Config, attn_logit_softcapping=None),
-    MistralConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, sliding_window=16, pad_token_id=0)], ids=lambda c: c.model_type)
-def test_a_sliding_window_as_long_as_the_text(interface, config):
-    """It changes nothing, so models compute, generate, and stop with a message where it begins to matter."""
+    gemma(Gemma3TextConfig), gemma(Gemma3TextConfig, layer_types=["sliding_attention"] * 2),
+    gemma(Gemma2Config, attn_logit_softcapping=None), MistralConfig(**SLIDING)], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sliding_window(interface, config, padded):
+    """Gradients; and generation with a cache that drops tokens. Where every layer has a window, transformers makes a
+    Gemma 3's mask of full attention from such a cache, too."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    how = dict(do_sample=False, eos_token_id=None, attention_mask=PADDED)
-    with torch.no_grad():
-        logits, text = model(TOKENS, attention_mask=PADDED).logits, model.generate(TOKENS, max_new_tokens=5, **how)
-        model.set_attn_implementation("attn_c:softmax")
-        found = model(TOKENS, attention_mask=PADDED).logits
-        assert (found - logits)[PADDED.bool()].abs().max() < 1e-5 * logits.abs().max()
-        assert torch.equal(model.generate(TOKENS, max_new_tokens=5, **how), text)
-        assert model(TOKENS.repeat(1, 2)[:, :16]).logits.isfinite().all()
-        for run in (lambda: model(TOKENS.repeat(1, 2)[:, :17]),
-                    lambda: model.generate(TOKENS, max_new_tokens=6, **how)):
-            with pytest.raises(ValueError, match="sliding_window=16 for 17 tokens; pass at most 16 tokens"):
-                run()
+    model, mask = AutoModelForCausalLM.from_config(config).eval(), PADDED if padded else torch.ones_like(PADDED)
+    how = dict(do_sample=False, eos_token_id=None, attention_mask=mask, max_new_tokens=12)
 
+    def everything():
+        model.zero_grad()
+        logits = model(TOKENS, attention_mask=mask).logits * mask[..., None]
+        logits.square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        return [logits.detach(), *gradients], model.generate(TOKENS, **how)
 
-@pytest.mark.parametrize("config", [Gemma3TextConfig, MistralConfig])
-def test_a_sliding_window_in_every_layer(interface, config):
-    """For Gemma 3, transformers makes a mask of full attention all the same, from a cache that has dropped tokens."""
-    model = AutoModelForCausalLM.from_config(config(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, sliding_window=8, pad_token_id=0))
+    numbers, text = everything()
     model.set_attn_implementation("attn_c:softmax")
-    with pytest.raises(ValueError, match="sliding_window=8 for 9 tokens; pass at most 8 tokens"):
-        model.generate(TOKENS[:, :6], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    ours, our_text = everything()
+    assert torch.equal(our_text, text)
+    for x, y in zip(ours, numbers, strict=True):
+        assert (x - y).norm() <= 1e-5 * y.norm()
+
+
+def test_a_normalizer_in_a_sliding_window(interface):
+    """Its rows count the keys in the window: their number is the text's in a text that is no longer."""
+    model = MistralForCausalLM(MistralConfig(**SLIDING | {"num_hidden_layers": 1})).eval()
+    interface.attach(model, "ssmax", seq_len=64)
+    with torch.no_grad():
+        whole, part = model(TOKENS).logits, model(TOKENS[:, 8:], position_ids=torch.arange(8, 12)[None]).logits
+        text = model.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert torch.equal(model(text[:, :-1]).logits.argmax(-1)[:, 11:], text[:, 12:])
+    assert (whole[:, -1] - part[:, -1]).abs().max() < 1e-5 * whole.abs().max()
+
+
+def window_of_the_mask_alone(interface):
+    """As a Qwen2-MoE, which does not pass it to its attention."""
+    x = torch.zeros(1, 2, 4, 8)
+    mask = interface.mask(1, 4, 4, mask_function=sliding_window_causal_mask_function(3), local_size=3)
+    interface.registered("softmax")(torch.nn.Module(), x, x, x, mask)
+
+
+def dropping_cache(interface):
+    model = MistralForCausalLM(MistralConfig(**SLIDING, attn_implementation="attn_c:relu2-T"))
+    model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None)
 
 
 def softcap(interface):
@@ -318,15 +333,15 @@ def static_cache(interface):
 
 
 REJECTED = {
-    "a sliding window shorter than the text is not supported, found sliding_window=3 for 4 tokens; pass at most 3":
-        call(sliding_window=3),
+    "a sliding window without its mask is not supported, found sliding_window=3 for 4 keys": call(sliding_window=3),
+    "a sliding window of which only the mask tells is not supported, found it in Module": window_of_the_mask_alone,
+    "a cache that drops tokens under a normalizer that depends on the length": dropping_cache,
     "softcap is not supported, found 30.0": call(softcap=30.0),
     "s_aux is not supported, found a tensor": call(s_aux=torch.zeros(2)),
     r"block_indices is not supported, found a tensor \(1, 4, 2\)": call(block_indices=torch.zeros(1, 4, 2)),
     "attention that is not causal is not supported, found is_causal=False in Module; use another":
         call(is_causal=False),
     "a prepared mask is not supported, found a tensor": call(mask=torch.zeros(1, 1, 4, 4)),
-    "found sliding_window=4 for 12 tokens": sliding,
     "softcap is not supported, found 50.0; use another attn_implementation for this model": softcap,
     "dropout is not supported, found 0.2; set it to 0, or use another": call(dropout=0.2),
     "output_attentions is not supported, found True": call(output_attentions=True),
