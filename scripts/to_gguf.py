@@ -4,12 +4,13 @@
 
 FOLDER is a checkpoint, a run (its newest checkpoint is taken) or any Hugging Face folder of a Llama, Mistral, Qwen2 or
 Qwen3. train_gpt2, which must be built, checks it first.
-Models with another normalizer or gated units cannot be written, nor RoPE that is scaled in a way that llama.cpp does
-not have: it would compute something else.
+Models with another normalizer, windows or gated units cannot be written, nor RoPE that is scaled in a way that
+llama.cpp does not have: it would compute something else.
 """
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,10 +69,24 @@ def rope_of(config):
     return rope | {"rope_type": rope.get("rope_type") or rope.get("type") or "default", "rope_theta": theta}
 
 
+def context_length(config):
+    """The training length."""
+    return config.get("max_position_embeddings") or LENGTHS[config["model_type"]]
+
+
+def window_of(config):
+    """The layers' sliding window if it is shorter than the training length, or None."""
+    family, window = config["model_type"], config.get("sliding_window", 4096)
+    first = config.get("max_window_layers", 28)
+    types = config.get("layer_types") or ["sliding_attention"] * (config["num_hidden_layers"] > first)
+    there = family == "mistral" or config.get("use_sliding_window") and "sliding_attention" in types
+    return window if there and window and window < context_length(config) else None
+
+
 def check(config, folder):
     """Only what llama.cpp computes in the same way can be written."""
     normalizer = section(config, "attention_normalizer")
-    name = normalizer.get("name", "softmax")
+    name = re.sub(r"\+window=\d+", "", normalizer.get("name", "softmax"))      # window_of() tells
     kind, family = rope_of(config)["rope_type"], config.get("model_type")
     channels, heads, head_dim = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     reasons = []
@@ -214,17 +229,10 @@ def add_rope(writer, rope, head_dim):
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
 
 
-def context_length(config):
-    """The training length; in a Mistral at most the window, up to which attention is full."""
-    family, window = config["model_type"], config.get("sliding_window", 4096)
-    length = config.get("max_position_embeddings") or LENGTHS[family]
-    return min(length, window) if family == "mistral" and window else length
-
-
 def add_shape(writer, config):
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_context_length(context_length(config))
+    writer.add_context_length(window_of(config) or context_length(config))      # attention is full up to the window
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -376,6 +384,12 @@ def convert(folder, out, half, ignored):
     # Sizes may be written as 16.0.
     config = {key: int(value) if isinstance(value, float) and value.is_integer() else value
               for key, value in config.items()}
+    window = window_of(config)
+    if window and "sliding_window" not in ignored.split(","):
+        raise DataError(INPUT, f"{folder}/config.json: this model cannot be written as GGUF: its attention has a "
+                               f"window of {window}, and llama.cpp has none in a {config['model_type']}.\n"
+                               f"  For texts of up to {window} tokens, write it with --ignore-config-key "
+                               "sliding_window.")
     temporary = out.with_name(out.name + ".part")
     files.create(temporary).close()
     writer = gguf.GGUFWriter(temporary, ARCHITECTURES[config["model_type"]])

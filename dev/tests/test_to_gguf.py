@@ -119,18 +119,25 @@ def test_a_mistral_in_a_folder_of_that_name(data, tmp_path):
         logits(tmp_path, gguf_file="out.gguf", config=AutoConfig.from_pretrained(folder))
 
 
-def test_a_mistral_with_a_short_window(data, tmp_path):
+QWEN_WINDOW = dict(use_sliding_window=True, head_dim=8)
+
+
+@pytest.mark.parametrize("family, arch, more", [
+    ("mistral", "llama", {}), ("qwen2", "qwen2", QWEN_WINDOW | {"max_window_layers": 1}),
+    ("qwen3", "qwen3", QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention"]})])
+def test_a_window_shorter_than_the_training_length(family, arch, more, data, tmp_path):
     """It is written as the message says, as a model of the window's length."""
     import gguf
-    folder = of_transformers("mistral", sliding_window=16)(data, tmp_path / "model")
+    folder = of_transformers(family, sliding_window=16, **more)(data, tmp_path / "model")
     _, errors = convert(folder, tmp_path / "out.gguf", code=3)
-    assert '"sliding_window" is 16' in errors and "load it with --ignore-config-key sliding_window." in errors
+    assert f"window of 16, and llama.cpp has none in a {family}" in errors
+    assert "up to 16 tokens, write it with --ignore-config-key sliding_window." in errors
     convert(folder, tmp_path / "out.gguf", "--ignore-config-key", "sliding_window")
-    length = gguf.GGUFReader(tmp_path / "out.gguf").fields["llama.context_length"]
+    length = gguf.GGUFReader(tmp_path / "out.gguf").fields[f"{arch}.context_length"]
     assert length.contents() == 16
 
 
-@pytest.mark.parametrize("family, length", [("llama", 2048), ("mistral", 4096), ("qwen2", 32768), ("qwen3", 32768)])
+@pytest.mark.parametrize("family, length", [("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)])
 def test_the_length_that_a_config_leaves_out(family, length):
     assert re.search(rf'"{family}", .* {to_gguf.LENGTHS[family]}}},', (ROOT / "model/config.c").read_text())
     for config in {}, {"max_position_embeddings": None}:
@@ -296,7 +303,9 @@ WRONG = {
     "another family": ({"model_type": "gpt2"}, ["'gpt2'", "qwen3", "with transformers"]),
     "gates": ({"model_type": "attn_gpt", "gate": "head"}, ["its attention has gates (head)"]),
     "a cap": ({"model_type": "attn_gpt", "final_logit_softcapping": 30.0}, ["capped"]),
-    "a window": ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window", "only full attention"]),
+    "a list": ({"attention_normalizer": {"name": "softmax+window=8,softmax+rope=none"}},
+               ["rope=none", "softmax alone"]),
+    "a window in words": ({"model_type": "mistral", "sliding_window": "8"}, ["sliding_window", "whole number"]),
     "another activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
     "an unknown key": ({"residual_multiplier": 2.0}, ["residual_multiplier"]),
     "a lost tensor": ({"num_hidden_layers": 3}, ["model.layers.2."]),
