@@ -9,6 +9,7 @@
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/random.h"
+#include "runtime/size.h"
 
 // ---- prompts
 
@@ -139,13 +140,15 @@ static void begin_maps(Observer *o) {
 }
 
 // Divides each cell by its number of visible weights.
-static void write_map(Observer *o, size_t T) {
+static void write_map(Observer *o, size_t layer, size_t T) {
+    const LayerAttention *attention = attention_of(o->e->config, layer);
     size_t cells = o->side * o->side;
     for (size_t i = 0; i < o->heads * cells; i++) {
         size_t row = ((i % cells) / o->side) * o->cell, column = (i % o->side) * o->cell, visible = 0;
         for (size_t r = row; r < row + o->cell && r < T; r++) {
-            size_t end = column + o->cell < r + 1 ? column + o->cell : r + 1;
-            if (end > column) visible += end - column;
+            size_t end = smaller(column + o->cell, r + 1),
+                   first = larger(column, r + 1 - attention_keys(attention, r + 1));
+            if (end > first) visible += end - first;
         }
         if (visible) o->map[i] /= (float)visible;
     }
@@ -172,9 +175,11 @@ static double nan_or_larger(double a, double b) {
     return isnan(a) || a > b ? a : b;
 }
 
-static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
-    double sum = 0, absolute = 0, entropy = 0, n = (double)(i + 1), zeros = 0;
-    for (size_t j = 0; j <= i; j++) {
+// A: the weights of position i, which sees the keys from `first` on
+static void add_row(HeadStats *s, const float *A, float log_Z, size_t first, size_t i) {
+    size_t n = i + 1 - first;
+    double sum = 0, absolute = 0, entropy = 0, zeros = 0;
+    for (size_t j = first; j <= i; j++) {
         double a = fabs((double)A[j]);
         sum += A[j];
         absolute += a;
@@ -183,28 +188,28 @@ static void add_row(HeadStats *s, const float *A, float log_Z, size_t i) {
     }
     if (isnan(absolute)) zeros = NAN;
     s->rows++;
-    s->weights += n;
+    s->weights += (double)n;
     s->sum += sum;
     s->zeros += zeros;
     if (absolute != 0) {                                                   // also a NaN, which the sums keep
         entropy = nan_or_larger(entropy / absolute + log(absolute), 0);    // of p = a/absolute; rounding may pass 0
         s->entropy += entropy;
-        s->entropy_by_n[bin_of(i + 1)] += entropy;
+        s->entropy_by_n[bin_of(n)] += entropy;
         if (i > 0) s->first += fabs((double)A[0]) / absolute;
         for (size_t bin = 0, end = i + 1; end > 0; bin++) {
-            size_t beyond = (size_t)2 << bin, first = i + 1 > beyond ? i + 1 - beyond : 0;
+            size_t beyond = (size_t)2 << bin, begin = i + 1 > beyond ? i + 1 - beyond : 0;
             double weight = 0;
-            for (size_t j = first; j < end; j++) weight += fabs((double)A[j]);
+            for (size_t j = begin; j < end; j++) weight += fabs((double)A[j]);
             s->weight_by_distance[bin] += weight / absolute;
-            end = first;
+            end = begin;
         }
     }
-    s->rows_by_n[bin_of(i + 1)]++;
+    s->rows_by_n[bin_of(n)]++;
     if (isinf(log_Z)) return;
-    double x = log(n), y = isnan(absolute) ? (double)NAN : log_Z;
-    s->log_z_by_n[bin_of(i + 1)] += y;
-    s->fitted_by_n[bin_of(i + 1)]++;
-    if (i == 0) return;
+    double x = log((double)n), y = isnan(absolute) ? (double)NAN : log_Z;
+    s->log_z_by_n[bin_of(n)] += y;
+    s->fitted_by_n[bin_of(n)]++;
+    if (n == 1) return;
     s->fitted++;
     s->x += x;
     s->y += y;
@@ -221,7 +226,7 @@ void observe_head(Observer *o, float *weights, AttentionInput in, Scalars scalar
         at.rows = T - at.from < OBSERVED_ROWS ? T - at.from : OBSERVED_ROWS;
         attention_weights(weights, T, log_Z, in, scalars, shape, at);
         for (size_t r = 0; r < at.rows; r++) {
-            add_row(s, weights + r * T, log_Z[r], at.from + r);
+            add_row(s, weights + r * T, log_Z[r], in.first ? (size_t)in.first[at.from + r] : 0, at.from + r);
             if (maps_wanted(o)) add_to_map(o, at.h, weights + r * T, at.from + r);
         }
     }
@@ -239,7 +244,7 @@ void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C
         largest = nan_or_larger(largest, fabs((double)x[i]));
     }
     o->residual[layer] = (ResidualStats){fourth * (double)N / (second * second), largest};
-    if (maps_wanted(o)) write_map(o, T);
+    if (maps_wanted(o)) write_map(o, layer, T);
 }
 
 // ---- results

@@ -15,26 +15,29 @@
 
 // ---- a step
 
-// Appends "attn_scale": [[mean, least, largest] per layer], or the same for another learned scalar.
+// Appends "attn_scale": [[mean, least, largest] per layer], or the same for another learned scalar of the heads; nulls
+// for a layer that does not train it.
 static size_t scalar_statistics(char *out, size_t size, size_t at, const Weights *w, Scalar scalar) {
-    bool first = true;
-    for (size_t i = 0; i < w->list->count; i++) {
-        const Tensor *t = &w->list->tensors[i];
-        if (t->scalar != scalar || !tensor_trained(t, &w->config->attn)) continue;
-        const float *x = w->params + t->offset;
-        double sum = 0, least = x[0], largest = x[0];
-        for (size_t j = 0; j < t->elements; j++) {
-            sum += x[j];
-            least = fmin(least, x[j]);
-            largest = fmax(largest, x[j]);
+    const AttentionList *attn = &w->config->attn;
+    if (!attention_trains(attn, scalar)) return at;
+    at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
+    for (size_t l = 0; l < w->config->layers; l++) {
+        const float *x = w->params + w->list->layers[l].scalar[scalar];
+        const char *comma = l ? ", " : "";
+        if (!normalizer_trains(normalizer_of(w->config, l), scalar)) {
+            at += (size_t)snprintf(out + at, size - at, "%s[null, null, null]", comma);
+            continue;
         }
-        if (first) at += (size_t)snprintf(out + at, size - at, ", \"%s\": [", scalar_names[scalar]);
-        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", first ? "" : ", ",
-                               sum / (double)t->elements, least, largest);
-        first = false;
+        double sum = 0, least = x[0], largest = x[0];
+        for (size_t h = 0; h < w->config->heads; h++) {
+            sum += x[h];
+            least = fmin(least, x[h]);
+            largest = fmax(largest, x[h]);
+        }
+        at += (size_t)snprintf(out + at, size - at, "%s[%.6g, %.6g, %.6g]", comma, sum / (double)w->config->heads,
+                               least, largest);
     }
-    if (!first) at += (size_t)snprintf(out + at, size - at, "]");
-    return at;
+    return at + (size_t)snprintf(out + at, size - at, "]");
 }
 
 static bool trains_scalars_of_heads(const ModelConfig *config) {

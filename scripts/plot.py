@@ -630,13 +630,16 @@ def fit_text(a1, a2, r2):
 
 
 def checkpoint_scalars(path):
-    """(tokens, {symbol: [the heads' values in each layer]}) of the learned scalars in a checkpoint's
+    """(tokens, {symbol: [the heads' values in each layer, NaN without any]}) of the learned scalars in a checkpoint's
     model.safetensors."""
+    import numpy as np
     tokens, found = read_json(path.parent / "state.json").get("tokens"), {}
-    fixed = read_json(path.parent / "config.json").get("attention_normalizer", {}).get("fixed")
+    config = read_json(path.parent / "config.json")
+    fixed, layers = config.get("attention_normalizer", {}).get("fixed"), config.get("num_hidden_layers", 0)
     if tokens is not None and not fixed:
         for name, x in read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
-            found.setdefault(symbol(name.rpartition(".")[2]), []).append(x)
+            values = found.setdefault(symbol(name.rpartition(".")[2]), layers * [np.array([math.nan])])
+            values[int(name.split(".")[2])] = x
     return tokens, found
 
 

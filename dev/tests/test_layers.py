@@ -1,13 +1,14 @@
 """--attn with a list: normalizers, windows, caps and position rules that differ by layer, in training, resuming,
 switching, evaluation and decoding. What the layers compute: test_gpt2 (against the reference) and test_gradients."""
 import json
+import sys
 
 import numpy as np
 import pytest
 
 import tiny
 from tiny import END_OF_TEXT, T
-from trainer import assert_same_run, metrics
+from trainer import ROOT, assert_same_run, metrics
 
 DATA = tiny.write_data
 LIST = "ssmax+window=5+rope=none,softmax-sink+cap=4"
@@ -89,3 +90,18 @@ def test_a_window_of_one_name_changes_the_loss(data, tmp_path):
     full, wide, one = (metrics(tmp_path / name, ["loss"]) for name in ("full", "wide", "one"))
     assert full == wide and full[0] != one[0]
     assert arguments(tmp_path / "wide")["attn"] == "softmax+window=32"
+
+
+def test_reports(data, tmp_path):
+    """A learned scalar of some layers only: in the metrics it is null for the others, which plots skip; maps and
+    statistics of attention only count visible keys."""
+    folder, _ = tiny.train(data, tmp_path / "out", "--attn", "softmax,ssmax+window=2", "--val-every", 2, steps=2)
+    last = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["attn_scale"][0] == [None] * 3 and all(last["attn_scale"][1])
+    tiny.run(sys.executable, ROOT / "scripts/plot.py", "--scalars", tmp_path / "out", "--out", tmp_path / "plot.png")
+    tiny.run(tiny.BIN / "eval_gpt2", "--model", folder, "--out", tmp_path / "eval", "--task", "attention",
+             "--data", f"{data}/*_val_*.bin", "--samples", 1, "--picture", 0)
+    maps = np.load(tmp_path / "eval/map-0.npy")
+    assert np.array_equal(maps[1] > 0, np.broadcast_to(np.tri(T) - np.tri(T, k=-2) > 0, maps[1].shape))
+    layers = json.loads((tmp_path / "eval/eval.json").read_text())["results"][0]["layers"]
+    assert all(head["zeros"] == 0 for layer in layers for head in layer["heads"]), layers[1]["heads"]
