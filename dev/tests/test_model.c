@@ -12,7 +12,9 @@ static void test_sizes(void) {
     for (size_t i = 0; i < sizeof SIZES / sizeof *SIZES; i++) {
         ModelConfig config = {.seq_len = 1024};
         Error error;
+        char message[256];
         CHECK(model_parse(&config, SIZES[i].name, &error), "%s: %s", SIZES[i].name, error.text);
+        CHECK(attention_parse(&config.attn, "softmax", config.layers, message, sizeof message), "%s", message);
         uint64_t found = model_parameters(&config);
         CHECK(found == SIZES[i].parameters, "%s: %llu parameters, expected %llu", SIZES[i].name,
               (unsigned long long)found, (unsigned long long)SIZES[i].parameters);
