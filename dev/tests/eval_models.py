@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 torch.set_num_threads(1)
 SHAPES = {"llama": dict(layers=2, heads=2, channels=16, ffn=24),
           "grouped": dict(layers=2, heads=4, kv_heads=2, channels=16, ffn=24, head_dim=6, tied=0),
-          "QK norms": dict(layers=1, heads=2, kv_heads=1, channels=16, ffn=24, qk_norm=1, bias="qkv", gate="head"),
+          "QK norms": dict(layers=2, heads=2, kv_heads=1, channels=16, ffn=24, qk_norm=1, bias="qkv", gate="head"),
           "gau": dict(layers=1, channels=16, tied=0, block="gau")}
 SAFE = 0.7        # times the fixtures' weights, so that exp without a norm does not overflow float32
 
