@@ -29,7 +29,8 @@
 #   NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN
 #   NCCL_NSOCKS_PERTHREAD NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE
 #   NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN UCX_IB_GID_INDEX
-#   UCX_LOG_LEVEL UCX_NET_DEVICES UCX_TLS
+#   UCX_IB_SL UCX_IB_TRAFFIC_CLASS UCX_LOG_LEVEL UCX_MAX_RNDV_RAILS UCX_MEMTYPE_CACHE UCX_NET_DEVICES
+#   UCX_POSIX_USE_PROC_LINK UCX_RNDV_SCHEME UCX_TLS
 #
 # Example: scripts/launch.sh 2 ./train_gpt2 --train-data "data/shakespeare/*_train_*.bin" --out out/two
 # See doc/ranks.md and doc/gpu.md.
@@ -76,22 +77,45 @@ if [ "$ranks" -gt 1 ] && ! command -v "${mpirun[0]}" > /dev/null; then
     exit 2
 fi
 
+# Prints the name of each machine in HOSTFILE and the number of its slots, on the first line whether `slots=` gives it.
+# Without, a name counts once for each of its lines, as PBS writes them; if each has one line, they get equal shares.
+list_machines() {
+    awk -v ranks="$ranks" '
+        /^[[:space:]]*(#|$)/ { next }
+        !($1 in slots) { names[++n] = $1 }
+        !match($0, /[[:space:]]slots *= *[0-9]+/) { slots[$1]++; lines++; next }
+        { count = substr($0, RSTART, RLENGTH); sub(/.*=/, "", count); slots[$1] += count; given = 1 }
+        END {
+            print (given ? "given" : "counted")
+            for (i = 1; i <= n; i++) print names[i], (given || lines > n ? slots[names[i]] : int((ranks + n - 1) / n))
+        }' "$HOSTFILE"
+}
+
+# Ranks of a machine are neighbors: ranks 0 to 7 are on the first, 8 to 15 on the next.
 machines=1
-flags=(-np "$ranks" --oversubscribe --bind-to none)
+here=$ranks    # on the machine with the most
+names=()
+flags=(-np "$ranks" --map-by slot:OVERSUBSCRIBE --bind-to none)
 if [ -n "${HOSTFILE:-}" ]; then
     [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: cannot be read."
-    # A name may have several lines: PBS writes one for each core.
-    machines=$(awk '!/^[[:space:]]*(#|$)/ { print $1 }' "$HOSTFILE" | sort -u | wc -l)
+    all=0 most=0 hosts=
+    { read -r how
+      while read -r name count; do
+          names+=("$name") hosts+=,$name:$count all=$((all + count)) most=$((count > most ? count : most))
+      done; } < <(list_machines)
+    machines=${#names[@]}
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
-    flags+=(--hostfile "$HOSTFILE" --map-by node)
+    if [ "$ranks" -gt "$all" ]; then here=$(((ranks + machines - 1) / machines))
+    elif [ "$ranks" -gt "$most" ]; then here=$most; fi
+    if [ "$how" = given ]; then flags+=(--hostfile "$HOSTFILE"); else flags+=(--host "${hosts#,}"); fi
     forwarded=$(sed -n '/^# Other machines receive/,/^set/s/^#   //p' "$0")
-    read -ra names -d '' <<< "$forwarded ${FORWARD:-}" || true
-    for name in "${names[@]}"; do
+    read -ra variables -d '' <<< "$forwarded ${FORWARD:-}" || true
+    for name in "${variables[@]}"; do
         [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || usage "FORWARD=$FORWARD: expected names of variables."
         ! printenv "$name" > /dev/null || flags+=(-x "$name")
     done
     for name in $(compgen -e); do
-        case "$name ${names[*]} OMP_NUM_THREADS OMP_WAIT_POLICY " in
+        case "$name ${variables[*]} OMP_NUM_THREADS OMP_WAIT_POLICY " in
             *" ${name} "*) ;;
             NCCL_* | OMP_* | UCX_*) echo "launch.sh: other machines do not receive $name; FORWARD=$name passes it on." >&2 ;;
         esac
@@ -102,16 +126,16 @@ fi
 # By default, Open MPI binds a rank with all its threads to one core, and threads that wait for work and ranks that
 # wait for a message spin. With more of these than free cores, a parallel region takes a whole time slice, hundreds
 # of times as long as with these settings.
-here=$(((ranks + machines - 1) / machines))
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 threads=${OMP_NUM_THREADS:-$((cores / here > 0 ? cores / here : 1))}
 [ -n "${OMP_NUM_THREADS:-}" ] || flags+=(-x CORES_DIVIDED=1)    # a quota of CPU time may allow a rank fewer threads
-flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}" --mca mpi_yield_when_idle 1)
+flags+=(-x "OMP_NUM_THREADS=$threads" -x "OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}")
+export OMPI_MCA_mpi_yield_when_idle=1
 
 # When mpirun is asked to end, it waits GRACE seconds, sends SIGTERM, waits GRACE seconds again and kills the ranks,
 # which does not leave a run time to save. So mpirun gets a session of its own, out of reach of Ctrl-C, and a stop goes
 # to the ranks as SIGUSR1, which mpirun passes on at once; SIGUSR2, which nobody catches, ends them.
-flags+=(--mca odls_base_sigkill_timeout "${GRACE:-2}")
+export OMPI_MCA_odls_base_sigkill_timeout=${GRACE:-2} PRTE_MCA_odls_base_sigkill_timeout=${GRACE:-2}    # Open MPI 4 and 5
 [ -t 1 ] || flags+=(-x TERM=dumb)    # each rank sees a terminal that mpirun made
 
 # mpirun would outlive a launch.sh killed by SIGKILL, so the kernel sends it SIGUSR2 in that case.
@@ -220,10 +244,39 @@ wait_for_job() {
     job=
 }
 
+# Names the machines that cannot be reached, for which Open MPI would wait until TCP gives up. A batch system may have
+# other ways to start processes than ssh.
+is_here() {
+    local name=$1 address ours=" 127.0.0.1 ::1 $(hostname -I) "
+    [ "$name" != "$HOSTNAME" ] || return 0
+    for address in $(getent ahosts "$name" | awk '{ print $1 }'); do
+        [[ $ours != *" $address "* ]] || return 0
+    done
+    return 1
+}
+reach() {
+    local agent said
+    agent=${OMPI_MCA_plm_rsh_agent:-${PRTE_MCA_plm_rsh_agent:-ssh}}
+    read -ra agent <<< "${agent%% :*}"
+    [ "${agent##*/}" != ssh ] || agent+=(-o BatchMode=yes -o ConnectTimeout=10)
+    said=$(timeout 15 "${agent[@]}" "$1" true 2>&1 < /dev/null) || echo "  $1: ${said##*$'\n'}"
+}
+reach_machines() {
+    local name unreached
+    [ -z "${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}" ] || return 0
+    unreached=$(for name in "${names[@]}"; do is_here "$name" || reach "$name" & done; wait)
+    [ -n "$unreached" ] || return 0
+    echo "launch.sh: cannot reach these machines of HOSTFILE:" >&2
+    echo "$unreached" >&2
+    echo "  Check their names, and that ssh needs no password there: ssh NAME true" >&2
+    return 1
+}
+
 # Runs the job once. Sets status to its exit code.
 run_job() {
     lost=
     if [ "$machines" -gt 1 ]; then
+        reach_machines || { status=6; return; }
         exec {errors}> >(watch_errors)
         watcher=$!
     else

@@ -361,13 +361,16 @@ def test_squad_sft_says_what_is_missing(base, tmp_path):
 
 @pytest.fixture
 def launcher(tmp_path):
-    """A folder for PATH with an mpirun and an srun that only record their arguments."""
+    """A folder for PATH with an mpirun and an srun that only record their arguments, and a Slurm of two machines."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("mpirun", "srun"):
-        (folder / name).write_text(f'#!/bin/bash\nprintf "%s\\n" "$OMP_NUM_THREADS" {name} "$@" > {tmp_path}/called\n')
+    record = f'printf "%s\\n" "$OMP_NUM_THREADS" "${{0##*/}}" "$@" > {tmp_path}/called'
+    for name, text in (("mpirun", record), ("scontrol", "echo node-a; echo node-b"),
+                       ("srun", f'[ "$1" != --mpi=list ] || {{ echo "none pmi2 $PLUGINS" >&2; exit; }}\n{record}')):
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "PLUGINS": "pmix pmix_v4", "SLURM_JOB_ID": 7,
+            "SLURM_JOB_NUM_NODES": 2, "SLURM_NTASKS_PER_NODE": 8, "SLURM_JOB_NODELIST": "node-[a-b]", "TMPDIR": tmp_path}
 
 
 def called(tmp_path):
@@ -390,7 +393,7 @@ def test_slurm(launcher, tmp_path, script, flags):
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.M))
     assert text.index("#SBATCH") < text.index("set -euo")         # sbatch stops reading at the first command
     assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
-    assert asked["signal"] == "USR1@300"                          # SIGUSR1 makes the trainer save and end: test_signal
+    assert asked["signal"] == "B:USR1@300"                        # SIGUSR1 makes the trainer save and end: test_signal
     run([SCRIPTS / "run_multi_node.sbatch", SCRIPTS / script], *flags, "--dry-run", SLURM_CPUS_PER_TASK=6, DATA="/d",
         OUT="/o", **launcher)
     threads, own, program = called(tmp_path)
@@ -403,6 +406,24 @@ def test_slurm(launcher, tmp_path, script, flags):
     assert whole % (batch * processes) == 0
 
 
+def test_slurm_without_pmix(launcher, tmp_path):
+    """Then Open MPI's own launcher starts the ranks within the allocation, of a user's own command, too."""
+    sbatch, flags = SCRIPTS / "run_multi_node.sbatch", ["--out", "/o", "--resume"]
+    subprocess.run([sbatch, TRAIN, *flags], env=environment(**{x: str(y) for x, y in launcher.items()}), check=True,
+                   cwd=ROOT)
+    assert called(tmp_path)[1][0] == "srun" and called(tmp_path)[2] == flags
+    without = {x: str(y) for x, y in launcher.items()} | {"PLUGINS": ""}
+    subprocess.run([sbatch, TRAIN, *flags], env=environment(**without), check=True, cwd=ROOT)
+    _, own, program = called(tmp_path)
+    assert own[:3] == ["mpirun", "-np", "16"] and "OMP_NUM_THREADS=8" in own and program == flags
+    assert Path(own[own.index("--hostfile") + 1]).read_text() == "node-a slots=8\nnode-b slots=8\n"
+    (tmp_path / "bin/mpirun").unlink()
+    (tmp_path / "bin/grep").symlink_to(shutil.which("grep"))
+    done = subprocess.run(["/bin/bash", sbatch, TRAIN], env=without | {"PATH": str(tmp_path / "bin")}, text=True,
+                          capture_output=True, cwd=ROOT)
+    assert done.returncode == USAGE and "expected pmix in" in done.stderr and "or mpirun in PATH" in done.stderr
+
+
 def hostfile(tmp_path, text):
     (tmp_path / "hosts").write_text(text)
     return tmp_path / "hosts"
@@ -410,25 +431,48 @@ def hostfile(tmp_path, text):
 
 def test_hostfile(launcher, tmp_path):
     hosts = hostfile(tmp_path, "# two machines\nnode-a slots=8\n\nnode-b  slots=8 max_slots=8\n")
-    variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": 3,
+    variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "UCX_TLS": "tcp", "OMP_NUM_THREADS": 3,
                  "FORWARD": "MY_SETTING OTHER", "MY_SETTING": "a", "NCCL_TOKEN": "secret", "CUDA_TOKEN": "secret"}
     run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh"], "--steps", 7, DATA="/d",
         **variables)
     _, own, program = called(tmp_path)
-    assert own[:3] == ["mpirun", "-np", "16"] and own[own.index("--hostfile") + 1] == str(hosts)
+    assert own[:5] == ["mpirun", "-np", "16", "--map-by", "slot:OVERSUBSCRIBE"]
+    assert own[own.index("--hostfile") + 1] == str(hosts)
     handed_on = {own[i + 1] for i, word in enumerate(own) if word == "-x"}
-    assert {"PATH", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS=3", "MY_SETTING"} <= handed_on
+    assert {"PATH", "NCCL_SOCKET_IFNAME", "UCX_TLS", "OMP_NUM_THREADS=3", "MY_SETTING"} <= handed_on
     assert not any("TOKEN" in name for name in handed_on), "a variable that is on no list left this machine"
     assert program[:2] == ["--train-data", "/d/*_train_*.bin"] and program[-2:] == ["--steps", "7"]
     whole, batch = sequences(program)
     assert whole % (batch * 16) == 0
+    run([SCRIPTS / "run_multi_node_mpi.sh", TRAIN], "--steps", 7, **variables)
+    assert called(tmp_path)[1][:3] == own[:3] and called(tmp_path)[2] == ["--steps", "7"]
 
 
-def test_a_name_in_several_lines_is_one_machine(launcher, tmp_path):
-    hosts = hostfile(tmp_path, "node-a\n" * 4 + "node-b\n" * 4)
-    run([SCRIPTS / "launch.sh", 8, TRAIN], **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})
+@pytest.mark.parametrize("text, ranks, here, where", [
+    ("node-a\n" * 4 + "node-b\n" * 4, 8, 4, "node-a:4,node-b:4"),
+    ("node-a\nnode-b\n", 6, 3, "node-a:3,node-b:3"),
+    ("node-a slots=6\nnode-b slots=2\n", 8, 6, None),
+])
+def test_shares_of_the_cores(launcher, tmp_path, text, ranks, here, where):
+    """A name in several lines is one machine; without slots, equal shares. A rank's threads are those of the machine
+    with the most ranks."""
+    hosts = hostfile(tmp_path, text)
+    (tmp_path / "bin/nproc").write_text("#!/bin/sh\necho 24\n")
+    (tmp_path / "bin/nproc").chmod(0o755)
+    run([SCRIPTS / "launch.sh", ranks, TRAIN], **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})
     _, own, _ = called(tmp_path)
-    assert f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // 4)}" in own
+    assert f"OMP_NUM_THREADS={24 // here}" in own
+    assert own[own.index("--host" if where else "--hostfile") + 1] == (where or str(hosts))
+
+
+def test_machines_that_cannot_be_reached(launcher, tmp_path):
+    """They are named, and nothing is started."""
+    hosts = hostfile(tmp_path, "localhost\nnode-a\nnode-b\nnode-c\n")
+    (tmp_path / "bin/ssh").write_text("#!/bin/sh\nshift 4\n[ $1 = node-b ] || { echo No route to $1 >&2; exit 255; }\n")
+    (tmp_path / "bin/ssh").chmod(0o755)
+    said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
+    says(said, "cannot reach these machines", "node-a: No route to node-a\n", "node-c: No route to node-c\n")
+    assert "node-b" not in said and "localhost" not in said and not (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize("text", ["node-a slots=8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
@@ -447,8 +491,8 @@ def test_nothing_outlives_mpirun_when_a_machine_vanishes(tmp_path):
     mpirun.chmod(0o755)
     hosts = hostfile(tmp_path, "node-a slots=1\nnode-b slots=1\n")
     done = subprocess.run([SCRIPTS / "launch.sh", "2", TRAIN],
-                          env=environment(MPIRUN=str(mpirun), HOSTFILE=str(hosts), GRACE="20"), capture_output=True,
-                          text=True, timeout=30)
+                          env=environment(MPIRUN=str(mpirun), HOSTFILE=str(hosts), GRACE="20", SLURM_JOB_ID="7"),
+                          capture_output=True, text=True, timeout=30)
     assert done.returncode == 6 and "no heartbeat from rank 1" in done.stderr
 
 

@@ -99,8 +99,8 @@ def test_a_report_after_the_end_of_a_job(tmp_path):
     mpirun.chmod(0o755)
     (tmp_path / "hosts").write_text("one\ntwo\n")
     result = subprocess.run([str(LAUNCH), "--restart", "3", "2", "true", "--out", "out"], cwd=tmp_path, text=True,
-                            env=environment(MPIRUN=str(mpirun), HOSTFILE="hosts", PAUSE="0.3"), capture_output=True,
-                            timeout=60)
+                            env=environment(MPIRUN=str(mpirun), HOSTFILE="hosts", PAUSE="0.3", SLURM_JOB_ID="7"),
+                            capture_output=True, timeout=60)
     assert result.returncode == 0 and result.stderr.count("Restart ") == 1, result.stderr
 
 
