@@ -43,16 +43,19 @@ ifeq ($(MPI),)
 endif
 
 # The CUDA Toolkit is that of nvcc, /usr/local/cuda, or what scripts/setup_cuda.sh installed. cuBLASLt and NCCL come from
-# the Toolkit, from that script, or from Python's wheels. CUDA=DIR selects another Toolkit; CUDA= and NCCL=0 turn them off.
+# the Toolkit, from that script (in .cuda/12 for a Toolkit of CUDA 12), or from Python's wheels. CUDA=DIR selects another Toolkit; CUDA= and NCCL=0 turn them off.
 whole = $(foreach d,$(1),$(if $(and $(wildcard $(d)/bin/nvcc),$(wildcard $(d)/include/cuda_runtime.h)),$(d)))
 with  = $(firstword $(patsubst %/include/$(1),%,$(wildcard $(addsuffix /include/$(1),$(2)))))
 ifeq ($(origin CUDA),undefined)
   CUDA   := $(firstword $(call whole,$(patsubst %/bin/nvcc,%,$(shell readlink -f "$$(command -v nvcc)")) /usr/local/cuda .cuda/nvidia/cu13))
 endif
 ifneq ($(CUDA),)
+  twelve := $(shell grep -q 'define CUDART_VERSION *12' $(CUDA)/include/cuda_runtime_api.h 2>/dev/null && echo 12)
+  pypi    = .cuda/$(twelve)$(if $(twelve),/)nvidia
+  cublas  = $(if $(twelve),cublas,cu13)
   wheels  = $(shell for p in .venv/bin/python python3; do $$p -c 'import nvidia; print(*nvidia.__path__)'; done 2>/dev/null)
-  CUBLAS := $(or $(call with,cublasLt.h,$(CUDA) .cuda/nvidia/cu13),$(call with,cublasLt.h,$(addsuffix /cu13,$(wheels))))
-  NCCL   := $(or $(NCCL),$(call with,nccl.h,$(CUDA) /usr .cuda/nvidia/nccl),$(call with,nccl.h,$(addsuffix /nccl,$(wheels))))
+  CUBLAS := $(or $(call with,cublasLt.h,$(CUDA) $(pypi)/$(cublas)),$(call with,cublasLt.h,$(addsuffix /$(cublas),$(wheels))))
+  NCCL   := $(or $(NCCL),$(call with,nccl.h,$(CUDA) /usr $(pypi)/nccl),$(call with,nccl.h,$(addsuffix /nccl,$(wheels))))
 endif
 USE_NCCL := $(if $(filter 1,$(MPI)),$(filter-out 0,$(NCCL)))
 
@@ -123,8 +126,12 @@ endif
 all: $(addprefix $(BIN)/,$(PROGRAMS))
 
 $(addprefix $(BIN)/,$(PROGRAMS) test_gpt2): $(BIN)/%: $(BUILD)/%.o $(LIBRARY)
-	@echo '  LD  $@'
+	@echo '  LD  $@$(cannot_c)'
 	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $^ $(LD_LIBS)
+
+# What a program without these libraries cannot do.
+cannot_c  = $(if $(filter 1,$(MPI)),,$(if $(filter %train_gpt2,$@), (a single rank: without MPI; see make help)))
+cannot_cu = $(if $(USE_NCCL),,$(if $(findstring train_gpt2,$@), (a single GPU: without $(if $(filter 1,$(MPI)),NCCL,MPI); see make help)))
 
 # With fault points (dev/faults), which these two files have. All other objects are those of train_gpt2.
 FAULTY = runtime/file.o run/run.o
@@ -277,7 +284,7 @@ compile_cpu = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o 
 # cu_rules(folder, suffix of the programs' names, prerequisites, libraries, those of attn_c_cuda.so)
 define cu_rules
 $(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(1)/%.o $(BUILD)/runtime/cpu.o $(1)/flash.a $(1)/cuda.a $(BUILD)/library.a $(3)
-	@echo '  LD  $$@'
+	@echo '  LD  $$@$$(cannot_cu)'
 	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
 
 $(1)/tests/%: $(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(1)/cuda.a $(BUILD)/library.a $(3)
@@ -430,7 +437,7 @@ $(BUILD)/commit: FORCE
 
 # Prints what scripts/setup_cuda.sh has to install.
 lacking:
-	@echo $(if $(CUDA),,toolkit) $(if $(CUBLAS),,cublas) $(if $(NCCL),,nccl)
+	@echo $(if $(CUDA),,toolkit) $(if $(CUBLAS),,cublas$(twelve)) $(if $(NCCL),,nccl$(twelve))
 
 clean:
 	rm -rf build train_gpt2 sample_gpt2 eval_gpt2 test_gpt2 $(CU_PROGRAMS:%=%cu) $(CU_PROGRAMS:%=%cu_on_cpu)

@@ -1043,13 +1043,6 @@ static void model_update(Model *m, AdamW a) {
 #ifndef WITHOUT_MAIN
 // 5. Training
 
-static const RunProgram PROGRAM = {
-    "train_gpt2cu",
-    "Usage: train_gpt2cu --train-data GLOB [flags]\n\n"
-    "Trains a GPT on GPUs, one per rank. To run N ranks: scripts/launch.sh N ./train_gpt2cu ...",
-    true,
-};
-
 static Device start_device(Model *m, const TrainOptions *o) {
     device_start();
     CUDA_CHECK(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
@@ -1537,7 +1530,14 @@ static int train(Run *run) {
 int main(int argc, char **argv) {
     static Run run;
     static ModelConfig config;
-    run_open(&run, &PROGRAM, &config, argc, argv);
+    const RunProgram program = {
+        "train_gpt2cu",
+        "Usage: train_gpt2cu --train-data GLOB [flags]\n\n"
+        "Trains a GPT on GPUs, one per rank. To run N ranks: scripts/launch.sh N ./train_gpt2cu ...",
+        true,
+        collective_prepare(),
+    };
+    run_open(&run, &program, &config, argc, argv);
     return run.o.dtype == TRAIN_BF16 ? train<bf16>(&run) : train<float>(&run);
 }
 #endif

@@ -180,6 +180,13 @@ static void watch(Collective *c, double t) {
 
 // ---- start and end
 
+const char *collective_prepare(void) {
+    // NCCL would otherwise connect in the first sums, and take device memory after the plan was compared with what is
+    // free.
+    setenv("NCCL_RUNTIME_CONNECT", "0", 0);
+    return NULL;
+}
+
 Collective *collective_start(bool in_bf16) {
     ncclUniqueId id;
     int least, greatest;
@@ -189,9 +196,6 @@ Collective *collective_start(bool in_bf16) {
     memset(&id, 0, sizeof id);
     if (process.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     process_broadcast(&id, sizeof id);
-    // NCCL would otherwise connect in the first sums, and take device memory after the plan was compared with what is
-    // free.
-    setenv("NCCL_RUNTIME_CONNECT", "0", 0);
     NCCL_CHECK(ncclCommInitRank(&c->comm, process.size, id, process.rank));
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, greatest));
@@ -372,13 +376,12 @@ void collective_wait(Collective *c, cudaEvent_t event) {
 
 #else
 
+const char *collective_prepare(void) {
+    return "NCCL (scripts/setup_cuda.sh)";
+}
+
 Collective *collective_start(bool in_bf16) {
     (void)in_bf16;
-    if (process.size > 1)
-        fail(EXIT_USAGE,
-             "there are %d ranks, but this program was built without NCCL.\n"
-             "  Install it with scripts/setup_cuda.sh and rebuild with make, or start a single rank.",
-             process.size);
     return NULL;
 }
 

@@ -20,8 +20,12 @@ typedef struct Collective Collective;
 
 enum { COLLECTIVE_JOINS = 8 };    // see collective_wait()
 
+// Sets NCCL's environment, so call it before anything starts a thread. Returns NULL, or in a build without NCCL its
+// name, for process_check_build().
+const char *collective_prepare(void);
+
 // Collective; call it after process_start() and after selecting a device. Returns NULL with a single rank. With
-// `in_bf16`, gradients are transferred and summed as bf16. Ends with EXIT_USAGE if there are several ranks but no NCCL.
+// `in_bf16`, gradients are transferred and summed as bf16.
 Collective *collective_start(bool in_bf16);
 void collective_end(Collective *collective);
 

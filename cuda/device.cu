@@ -1,24 +1,39 @@
 #include "cuda/device.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "cuda/check.h"
+
+// Ends all ranks if two of them have the same GPU.
+static void check_own_gpu(int device) {
+    cudaDeviceProp properties;
+    cudaUUID_t *all = (cudaUUID_t *)calloc((size_t)process.size, sizeof *all);
+    if (!all) fail(EXIT_RESOURCE, "out of memory for the GPUs of %d ranks.", process.size);
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    all[process.rank] = properties.uuid;
+    process_gather(all, sizeof *all);
+    for (int r = 1; r < process.size; r++)
+        for (int s = 0; s < r; s++)
+            if (memcmp(&all[r], &all[s], sizeof *all) == 0)
+                fail(EXIT_USAGE,
+                     "ranks %d and %d have the same GPU.\n"
+                     "  Start one rank per GPU. Each rank must see all GPUs of its machine, or only its own\n"
+                     "  (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node or --gpus-per-task).",
+                     s, r);
+    free(all);
+}
 
 void device_start(void) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count < 1)
         fail(EXIT_PEER,
-             "CUDA found no usable GPU: %s.\n  nvidia-smi shows what the driver sees. train_gpt2 trains on the CPU.",
-             error == cudaSuccess ? "there is none" : cudaGetErrorString(error));
-    if (process.local_rank >= count)
-        fail(EXIT_PEER,
-             "rank %d: this machine has %d ranks, but this rank sees only %d GPU%s.\n"
-             "  Start one rank per GPU, and let each see all GPUs of the machine (CUDA_VISIBLE_DEVICES; with Slurm,\n"
-             "  --gpus-per-node, not --gpus-per-task).",
-             process.rank, process.local_size, count, count == 1 ? "" : "s");
-    CUDA_CHECK(cudaSetDevice(process.local_rank));
+             "CUDA found no usable GPU: %s.%s\n  nvidia-smi shows what the driver sees. train_gpt2 trains on the CPU.",
+             error == cudaSuccess ? "there is none" : cudaGetErrorString(error), cuda_advice(error).text);
+    CUDA_CHECK(cudaSetDevice(process.local_rank % count));
+    if (process.size > 1) check_own_gpu(process.local_rank % count);
 }
 
 // FLOP per clock and SM of dense matmuls with float32 sums. The vendor's bf16 figures refer to the GPU's highest clock,

@@ -8,7 +8,8 @@ typedef struct {
     double clock;                    // the highest, in Hz
 } Device;
 
-// Rank r of a machine uses device r. Ends with EXIT_PEER if there are too few GPUs, or none.
+// Collective. Rank r of a machine uses device r of those that it sees, counting on from 0 if it sees fewer. Ends with
+// EXIT_PEER if it sees none, and with EXIT_USAGE if two ranks have the same GPU.
 void device_start(void);
 
 // Describes the current device. Warns if its peak is unknown.

@@ -405,7 +405,11 @@ static inline void tensor_map(TensorMap *map, const X *p, int rank, const uint64
         boxed[i] = box[i];
         if (i > 0) stride[i - 1] = strides[i - 1];
     }
+#if CUDART_VERSION >= 12050
     CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
+#else
+    CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found));
+#endif
     CUresult result =
         !encode
             ? CUDA_ERROR_NOT_FOUND

@@ -91,6 +91,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     Error error;
     *run = (Run){.program = program, .config = config, .lock = -1, .checkpoints = -1, .opened = now()};
     start_program(program->name);
+    process_check_build(program->lacks);
     process_hold_signals(argv);
     train_options_init(o, normalizer_flag_help, program->gpus);
     OptionsHelp help = {program->usage, EXAMPLE, "training.md"};

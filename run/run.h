@@ -43,7 +43,8 @@ extern "C" {
 // The trainer that owns the run.
 typedef struct {
     const char *name, *usage;
-    bool gpus;    // accepts the flags for GPUs
+    bool gpus;            // accepts the flags for GPUs
+    const char *lacks;    // what several ranks need and this build lacks: see process_check_build()
 } RunProgram;
 
 // A batch of B sequences of T tokens.

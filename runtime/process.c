@@ -48,6 +48,23 @@ static int launched_size(void) {
     return from_environment(names, 1);
 }
 
+void process_check_build(const char *lacks) {
+    Error error;
+#ifndef USE_MPI
+    lacks = "MPI (libopenmpi-dev and openmpi-bin)";
+#endif
+    if (!lacks || launched_size() < 2) return;
+    error_set(&error, EXIT_USAGE,
+              "%d ranks were started, but this program was built without %s.\n"
+              "  Install it and run make again (`make help` shows what it finds), or start a single rank.",
+              launched_size(), lacks);
+    if (process_launched_rank() > 0) {
+        sleep(1);    // the launcher kills the others when the first one ends
+        error.text[0] = 0;
+    }
+    fail_with(&error);
+}
+
 // ---- signals
 
 static const int stop_signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
@@ -336,12 +353,6 @@ uint32_t process_address(void) {
 
 void process_start(int *argc, char ***argv) {
     (void)argc, (void)argv;
-    int size = launched_size();
-    if (size > 1)
-        fail(EXIT_USAGE,
-             "a launcher started %d processes, but this program was built without MPI.\n"
-             "  Install libopenmpi-dev and rebuild with make, or start a single rank.",
-             size);
 }
 
 void process_end(void) {}

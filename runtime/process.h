@@ -19,6 +19,11 @@ typedef struct {
 
 extern Process process;    // {0, 1, 0, 1} until process_start()
 
+// Ends the program with EXIT_USAGE if a launcher started it as one of several ranks, but it was built without MPI, or
+// without something else that they need: `lacks` names it, with how to get it; otherwise NULL. Call it before anything
+// that may fail.
+void process_check_build(const char *lacks);
+
 // If a launcher (mpirun, srun) started this process as one of several, starts MPI, fills `process`, and makes fail()
 // end all ranks (fail_hook, MPI_Abort). A dead rank takes the others down: mpirun kills them, and an MPI call that
 // fails exits with EXIT_PEER. A rank that is silent but not dead is the business of runtime/heartbeat.h.

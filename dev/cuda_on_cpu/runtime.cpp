@@ -81,6 +81,9 @@ static uint64_t shared_of(int capability) {
     return capability == 80 || capability == 87 ? 163 * 1024 : 99 * 1024;
 }
 
+// Which of the machine's devices is this process's device 0, and the CUDA version that the driver supports
+static int first_device, driver_version;
+
 static Settings from_environment() {
     Settings s;
     s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy", "straggler", "laggards"});
@@ -100,6 +103,8 @@ static Settings from_environment() {
     if (s.shared < STATIC_SHARED || s.shared > BLOCK_SHARED)
         die("CUDA_ON_CPU_SHARED=%zu is not from %d to %d", s.shared, STATIC_SHARED, BLOCK_SHARED);
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
+    first_device = (int)number("CUDA_ON_CPU_FIRST_DEVICE", 0);
+    driver_version = (int)number("CUDA_ON_CPU_DRIVER", CUDART_VERSION);
     s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
     s.resident = number("CUDA_ON_CPU_RESIDENT", PROCESSORS);
     if (s.resident == 0) die("CUDA_ON_CPU_RESIDENT=0: at least one block has to run");
@@ -1174,8 +1179,14 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 
 // ---- the device: the attributes of an H100 that a program may query
 
+cudaError_t cudaDriverGetVersion(int *version) {
+    *version = driver_version;
+    return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = settings().devices;
+    if (driver_version / 1000 < CUDART_VERSION / 1000) return result(cudaErrorInsufficientDriver);
     return *count ? cudaSuccess : result(cudaErrorNoDevice);
 }
 
@@ -1224,7 +1235,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->totalConstMem = 65536;
     p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = p->memoryPoolsSupported = 1;
     p->asyncEngineCount = 3;
-    p->pciBusID = device + 1;
+    p->pciBusID = first_device + device + 1;
+    gethostname(p->uuid.bytes, sizeof p->uuid.bytes - 1);
+    p->uuid.bytes[sizeof p->uuid.bytes - 1] = (char)p->pciBusID;
     return cudaSuccess;
 }
 

@@ -924,7 +924,44 @@ def test_too_little_memory_on_one_rank(cuda, data, tmp_path):
     assert "rank 1: this run needs" in text and "of device memory" in text and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("visible, code", [("$OMPI_COMM_WORLD_RANK", 0), ("3", 2)])
+def test_ranks_that_see_one_gpu(cuda, data, tmp_path, visible, code):
+    """As with Slurm's --gpus-per-task. Two ranks must not have the same one."""
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\nCUDA_ON_CPU_DEVICES=1 CUDA_ON_CPU_FIRST_DEVICE={visible} exec {cuda} "$@"\n')
+    wrapper.chmod(0o755)
+    text = train(data, *SMALL, "--steps", 1, "--batch", 1, program=wrapper, processes=2, code=code)
+    assert text.count("ranks 0 and 1 have the same GPU") == (code == 2)
+
+
+def test_the_environment_is_set_before_threads_start(cuda, data, tmp_path):
+    """Another thread may read it at the same time."""
+    (tmp_path / "setenv.c").write_text("""
+        #define _GNU_SOURCE
+        #include <dirent.h>
+        #include <dlfcn.h>
+        #include <stdio.h>
+        #include <string.h>
+        int setenv(const char *name, const char *value, int replace) {
+            int threads = 0;
+            DIR *tasks = opendir("/proc/self/task");
+            for (struct dirent *task; (task = readdir(tasks));) threads += task->d_name[0] != '.';
+            closedir(tasks);
+            if (strncmp(name, "NCCL_", 5) == 0) fprintf(stderr, "%s: %d threads\\n", name, threads);
+            return ((int (*)(const char *, const char *, int))dlsym(RTLD_NEXT, "setenv"))(name, value, replace);
+        }""")
+    library = tmp_path / "setenv.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "setenv.c", "-ldl"], check=True)
+    text = train(data, *SMALL, "--dry-run", program=cuda, env={"LD_PRELOAD": str(library), "OPENBLAS_NUM_THREADS": "1"})
+    assert re.findall("NCCL_.*", text) == ["NCCL_RUNTIME_CONNECT: 1 threads"]
+
+
 # ---- what is rejected, and what is reported
+
+
+def test_a_driver_older_than_the_toolkit(cuda, data):
+    text = train(data, *SMALL, "--steps", 1, program=cuda, env={"CUDA_ON_CPU_DRIVER": "12080"}, code=6)
+    assert "The driver supports CUDA 12.8; this program has CUDA 13." in text and "Install a newer driver" in text
 
 
 def test_rejected_before_anything_is_written(cuda, data, tmp_path):

@@ -8,6 +8,7 @@ attention's kernels, because one instance may spill where the others do not.
 """
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def compiled(log):
 @pytest.fixture(scope="module", autouse=True)
 def toolkit():
     lacking = make("-s", "lacking").stdout.split()
-    if {"toolkit", "cublas"} & set(lacking):
+    if {"toolkit", "cublas", "cublas12"} & set(lacking):
         pytest.skip(f"no {' and no '.join(sorted(lacking))} installed; scripts/setup_cuda.sh installs what is missing")
 
 
@@ -129,3 +130,27 @@ def test_registers(log):
     assert not over
     missing = set(most) - seen
     assert len(missing) < len(most) / 2 and not (ALL and missing), f"not compiled: {missing}"
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("version", ["12.4.127", "12.8.90"])
+def test_host_code_with_the_headers_of_cuda_12(tmp_path, version):
+    """Of the runtime, from PyPI; 12.4 is the oldest. What needs cuBLASLt's, which are in a wheel of 0.6 GB, is compiled
+    only in the long run. There is no nvcc of CUDA 12 on PyPI for the kernels."""
+    cuda = tmp_path / "cuda-12"
+    wheels = [f"nvidia-cuda-runtime-cu12=={version}", *["nvidia-cublas-cu12==12.8.4.1"] * ALL]
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:",
+                           "--target", tmp_path / "pypi", *wheels], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot download {' '.join(wheels)}")
+    shutil.copytree(tmp_path / "pypi/nvidia/cuda_runtime/include", cuda / "include")
+    real, nccl = make("-s", "--eval=where:; @echo $(CUDA) $(or $(NCCL),0)", "where").stdout.split()
+    for folder in ("crt", "nv"):                                # of the compiler and of CCCL
+        (cuda / "include" / folder).symlink_to(ROOT / real / "include" / folder)
+    sources = ["cuda/collective", "cuda/device", "cuda/graphs", "attention/flash90_instance_exp"]
+    if ALL:
+        sources += ["attention/flash", "cuda/matmul", "cuda/matmul_file", "train_gpt2", "eval_gpt2", "test_gpt2"]
+    built = make("-j2", f"BUILD={tmp_path}/build", "WERROR=1", f"CUDA={cuda}", "CU_OPT=-fsyntax-only",
+                 f"CUBLAS={tmp_path}/pypi/nvidia/cublas", f"NCCL={nccl}", *(f"{tmp_path}/build/on_cpu/{x}.o" for x in sources))
+    assert built.returncode == 0, built.stdout[-4000:]
+    assert make("-s", "lacking", f"CUDA={cuda}", "NCCL=0").stdout == "cublas12\n"     # not that of CUDA 13 in .cuda

@@ -307,6 +307,22 @@ def test_mpicc_of_any_mpi(tmp_path, shown, ranks):
     assert ("-DUSE_MPI" in lines) == ranks
 
 
+def test_a_build_without_mpi_or_nccl(tmp_path):
+    """make says what its programs cannot do, and several ranks of one say so, once."""
+    cuda = f"{tmp_path}/train_gpt2cu"
+    for words in (["all", "MPI=0"], [cuda, "MPI=0"], [cuda, "MPI=1", "NCCL=0"]):
+        printed = make(tmp_path, "-n", f"CUDA={tmp_path}", f"CUBLAS={tmp_path}", *words).stdout
+        linked = re.findall(r"LD  .*train_gpt2.*", printed)
+        assert len(linked) == 1 and "a single " in linked[0] and f"without {words[-1][:-2]};" in linked[0], linked
+    (tmp_path / "main.c").write_text('#include "runtime/process.h"\nint main(void) { process_check_build(NULL); }\n')
+    subprocess.run(["gcc", tmp_path / "main.c", "-o", tmp_path / "main", f"-I{ROOT}",
+                    *(ROOT / f"runtime/{name}.c" for name in ("process", "error", "utf8", "number")), "-lm"],
+                   check=True)
+    start([tmp_path / "main"], OMPI_COMM_WORLD_SIZE="1")
+    said = [start([tmp_path / "main"], code=USAGE, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=x) for x in "01"]
+    assert "2 ranks were started, but this program was built without MPI" in said[0] and not said[1]
+
+
 def test_clang_builds_without_warnings(tmp_path):
     """Files in which compilers differ; scripts/test.sh builds everything."""
     if subprocess.run("echo '#include <omp.h>' | clang -fsyntax-only -x c - 2>/dev/null", shell=True).returncode:
