@@ -687,6 +687,7 @@ typedef struct {
     MuonScratch muon;         // with Muon
 
     Gemm mm;
+    double seconds;                  // of the passes of this step so far
     uint64_t all_zero_rows, rows;    // since they were last reset: all-zero attention rows, all attention rows
     MemoryPlan plan;
 } Model;
@@ -1530,9 +1531,12 @@ int main(int argc, char **argv) {
     change_normalizers(&run, &model);
     while (run_continues(&run)) {
         if (!run.owed) {    // otherwise the run stopped between a step and its validation
-            for (loss = 0; run_batch(&run, &batch);)
+            for (loss = 0; run_batch(&run, &batch);) {
+                double start = now();
                 loss += model_step(&model, batch.inputs, batch.targets, batch.mask, batch.B, batch.T, batch.scale,
                                    batch.first);
+                model.seconds += now() - start;
+            }
             if (run.stopped) break;
 
             phase(PHASE_REDUCE);
@@ -1544,8 +1548,9 @@ int main(int argc, char **argv) {
             run_check_step(&run, loss, norm);
             model_update(&model, clip_scale(norm, o->grad_clip), update);
             phase(PHASE_OTHER);
-            run_step_done(&run, model.rows, model.all_zero_rows);
+            run_step_done(&run, model.seconds, model.rows, model.all_zero_rows);
             model.rows = model.all_zero_rows = 0;
+            model.seconds = 0;
             if (run_norms_due(&run)) measure_norms(&run, &model);
         }
 
@@ -1567,7 +1572,7 @@ int main(int argc, char **argv) {
 
     if (run_save_due_at_end(&run)) run_save(&run);
     if (run_validation_due_at_end(&run) && validate(&run, &model, &loss)) run_validated_at_end(&run, loss);
-    if (run_is_main() && o->profile && run.step > run.first_step)
+    if (o->profile && run.step > run.first_step)
         profile_print(&run.progress, phase_seconds, first_step, run.step - run.first_step);
     return end(&run, &model);
 }

@@ -112,6 +112,12 @@ struct StepReport {
     unsigned long long all_zero_rows;
 };
 
+// When the passes of a micro-batch start and end on the device.
+struct PassTimes {
+    cudaEvent_t start, end;
+    bool pending;    // not in Model.pass_seconds yet
+};
+
 struct Model {
     const ModelConfig *config;
     const TrainOptions *o;    // the flags
@@ -174,6 +180,12 @@ struct Model {
         uint8_t *mask;
         cudaEvent_t copied;
     } slots[2];
+    // With several ranks, of the newest micro-batches. When the host may fill a slot again, the device has finished the
+    // passes of three micro-batches ago.
+    PassTimes passes[3];
+    double pass_seconds;           // of the oldest step whose report the host has not read
+    size_t micro_batches;          // so far
+    size_t reported_batches;       // of these, up to the end of the newest step
     StepReport *report;            // pinned: the newest step's, once `reported` has happened
     cudaEvent_t reported;          // the device has finished that step
     bool unread;                   // the host has queued that step and not read its report yet
@@ -1135,6 +1147,10 @@ static Weights take_training(Model *m) {
     }
     CUDA_CHECK(cudaMallocHost((void **)&m->report, sizeof *m->report));
     CUDA_CHECK(cudaEventCreateWithFlags(&m->reported, cudaEventDisableTiming));
+    for (PassTimes &times : m->passes) {
+        CUDA_CHECK(cudaEventCreate(&times.start));
+        CUDA_CHECK(cudaEventCreate(&times.end));
+    }
     m->gathered = (cudaEvent_t *)calloc(bucket_count(m), sizeof *m->gathered);
     if (!m->gathered) fail(EXIT_RESOURCE, "out of memory for %zu events.", bucket_count(m));
     for (size_t i = 0; i < bucket_count(m); i++)
@@ -1235,10 +1251,24 @@ static BatchTokens upload_batch(Model *m, const Batch *batch, bool trains) {
     return there;
 }
 
+// Adds the time of passes that the device has finished.
+static void add_passes(Model *m, PassTimes *times) {
+    float ms;
+    if (!times->pending) return;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, times->start, times->end));
+    m->pass_seconds += 1e-3 * ms;
+    times->pending = false;
+}
+
 template <class X>
 static void micro_batch(ModelOf<X> *m, const Batch *batch) {
     BatchTokens there = upload_batch(m, batch, true);
+    PassTimes *times = &m->passes[m->micro_batches++ % 3];
+    add_passes(m, times);
+    if (m->collective) CUDA_CHECK(cudaEventRecord(times->start, m->stream));
     model_step(m, there, batch->B, batch->T, batch->scale, batch->first, batch->last);
+    if (m->collective) CUDA_CHECK(cudaEventRecord(times->end, m->stream));
+    times->pending = m->collective;
     m->rows += m->config->layers * batch->B * batch->T * m->config->heads;
 }
 
@@ -1260,6 +1290,7 @@ static void step_end(Model *m) {
     CUDA_CHECK(cudaMemsetAsync(m->all_zero_rows, 0, sizeof *m->all_zero_rows, m->stream));
     CUDA_CHECK(cudaEventRecord(m->reported, m->stream));
     m->reported_marks = m->timers.mark_count;
+    m->reported_batches = m->micro_batches;
     m->reported_rows = m->rows;
     m->rows = 0;
     m->unread = true;
@@ -1279,7 +1310,10 @@ static void read_step(Run *run, Model *m) {
     }
     run_check_step(run, m->report->numbers.loss, m->report->numbers.norm);
     if (arriving) collective_synchronize(m->collective, m->stream);
-    run_step_done(run, m->reported_rows, m->report->all_zero_rows);
+    for (size_t i = m->micro_batches < 3 ? 0 : m->micro_batches - 3; i < m->reported_batches; i++)
+        add_passes(m, &m->passes[i % 3]);
+    run_step_done(run, m->pass_seconds, m->reported_rows, m->report->all_zero_rows);
+    m->pass_seconds = 0;
 }
 
 // The time between pause_step() and its counterpart belongs to no step.
@@ -1449,6 +1483,10 @@ static int end(Run *run, Model *m) {
     for (const auto &slot : m->slots)
         if (slot.copied) CUDA_CHECK(cudaEventDestroy(slot.copied));
     if (m->reported) CUDA_CHECK(cudaEventDestroy(m->reported));
+    for (const PassTimes &times : m->passes) {
+        if (times.start) CUDA_CHECK(cudaEventDestroy(times.start));
+        if (times.end) CUDA_CHECK(cudaEventDestroy(times.end));
+    }
     for (size_t i = 0; m->gathered && i < bucket_count(m); i++) CUDA_CHECK(cudaEventDestroy(m->gathered[i]));
     CUDA_CHECK(cudaStreamDestroy(m->stream));
     free(m->gathered);
@@ -1522,7 +1560,7 @@ static int train(Run *run) {
     }
     if (run_validation_due_at_end(run) && validate(run, m, &loss)) run_validated_at_end(run, loss);
     phase_collect(&m->timers, m->timers.mark_count);
-    if (run_is_main() && o->profile && run->step > run->first_step)
+    if (o->profile && run->step > run->first_step)
         profile_print(&run->progress, m->timers.seconds, m->timers.first_step, run->step - run->first_step);
     return end(run, m);
 }

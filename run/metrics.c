@@ -116,6 +116,11 @@ void metrics_write(Metrics *metrics, const StepMetrics *m) {
     add_number(line, NUMBERS, "tok_per_s", 6, m->tok_per_s);
     add_number(line, NUMBERS, "mfu", 4, m->mfu);
     if (m->validated) add_number(line, NUMBERS, "val_loss", 9, m->val_loss);
+    if (m->slowest_ms > 0) {
+        add_number(line, NUMBERS, "slowest_rank", 9, m->slowest_rank);
+        add_number(line, NUMBERS, "slowest_ms", 6, m->slowest_ms);
+        add_number(line, NUMBERS, "mean_ms", 6, m->mean_ms);
+    }
     size_t n = strlen(line);
     if (more) {
         memcpy(line + n, m->more, more);
@@ -212,17 +217,30 @@ bool metrics_cut(const char *path, int64_t last, Error *error) {
 
 // ---- the terminal's line
 
+typedef struct {
+    char text[32];
+} Duration;
+
+static Duration duration(double ms) {
+    Duration d;
+    if (ms < 1000) snprintf(d.text, sizeof d.text, "%.*f ms", ms < 9.95 ? 1 : 0, ms);
+    else snprintf(d.text, sizeof d.text, "%.*f s", ms < 99950 ? 2 : 0, ms / 1000);
+    return d;
+}
+
 void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, double seconds_left) {
-    char time[32], validation[32] = "", left[64] = "";
+    char validation[32] = "", slow[128] = "", left[64] = "";
     int width = snprintf(NULL, 0, "%lld", (long long)steps);
-    if (m->ms < 1000) snprintf(time, sizeof time, "%.*f ms", m->ms < 9.95 ? 1 : 0, m->ms);
-    else snprintf(time, sizeof time, "%.*f s", m->ms < 99950 ? 2 : 0, m->ms / 1000);
+    if (m->slowest_ms > 0)
+        snprintf(slow, sizeof slow, " | rank %d slow: %s, mean %s", m->slowest_rank, duration(m->slowest_ms).text,
+                 duration(m->mean_ms).text);
     if (m->validated) snprintf(validation, sizeof validation, " | val %.4f", m->val_loss);
     if (seconds_left >= 0) snprintf(left, sizeof left, " | %s left", human_duration(seconds_left).text);
     snprintf(out, size,
-             "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak | %s tokens%s",
+             "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak%s | %s tokens%s",
              width < 5 ? 5 : width, (long long)m->step, (long long)steps, m->loss, validation, m->lr, m->grad_norm,
-             time, human_count(m->tok_per_s).text, 100 * m->mfu, human_count((double)m->tokens).text, left);
+             duration(m->ms).text, human_count(m->tok_per_s).text, 100 * m->mfu, slow,
+             human_count((double)m->tokens).text, left);
 }
 
 static bool on_terminal(void) {

@@ -18,7 +18,10 @@ typedef struct {
     float loss, lr, grad_norm;
     double ms;    // of this step
     double tok_per_s;
-    double mfu;          // fraction of the machine's peak
+    double mfu;    // fraction of the machine's peak
+    // If a rank's passes took more than 1.1 times the mean of all ranks: that rank, its time and the mean. Otherwise 0.
+    int slowest_rank;
+    double slowest_ms, mean_ms;
     bool validated;      // did this step have a validation?
     float val_loss;      // if so
     const char *more;    // further members of the line's JSON object, each preceded by ", "; or NULL
@@ -49,7 +52,8 @@ bool metrics_cut(const char *path, int64_t last, Error *error);
 // Formats a step as one line:
 //     step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens |
 //         1 h 34 min left
-// With a validation loss, "| val 5.1234" follows the loss. A negative seconds_left means unknown and is omitted.
+// With a validation loss, "| val 5.1234" follows the loss, and with a slowest rank, "| rank 5 slow: 1.31 s, mean 1.02 s"
+// the peak. A negative seconds_left means unknown and is omitted.
 void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, double seconds_left);
 
 // What stdout shows; {0} at the start.

@@ -21,6 +21,7 @@ static void plan_memory(Run *run) {
     bool masked = mixture_masked(run->train) || (run->val && shards_masked(run->val));
     run->more_size = 1024 + 3 * (64 + 64 * run->config->layers) + norms_room(run);
     memory_add(plan, "scratch", (void **)&run->more, run->more_size);
+    memory_add(plan, "scratch", (void **)&run->passes, (size_t)process.size * sizeof *run->passes);
     memory_add(plan, "batch", (void **)&run->window, (run->T + 1) * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->inputs, N * sizeof(int32_t));
     memory_add(plan, "batch", (void **)&run->targets, N * sizeof(int32_t));

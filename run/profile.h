@@ -30,8 +30,9 @@ typedef enum { PHASES(PHASE_KIND) PHASE_COUNT } Phase;
 #undef PHASE_KIND
 extern const char *const phase_names[PHASE_COUNT];
 
-// Prints each phase's time per step and share of the total. `seconds` covers `steps` steps and what follows each. If
-// there are several, the first is left out, because it sets up what the others use: `first` is its part.
+// Collective. Prints each phase's time per step and share of the total, and with several ranks each one's time in
+// PHASE_REDUCE. `seconds` covers `steps` steps and what follows each. If there are several, the first is left out,
+// because it sets up what the others use: `first` is its part.
 void profile_print(Progress *progress, const double seconds[PHASE_COUNT], const double first[PHASE_COUNT],
                    int64_t steps);
 

@@ -284,7 +284,24 @@ void run_check_step(Run *run, double loss, double norm) {
     run->last.grad_norm = (float)norm;
 }
 
-void run_step_done(Run *run, uint64_t rows, uint64_t all_zero) {
+// Records the rank whose passes took much longer than the mean, if there is one. Collective.
+static void find_slowest(Run *run, double passes) {
+    double *of = run->passes, mean = 0;
+    int slowest = 0;
+    if (process.size == 1) return;
+    of[process.rank] = passes;
+    process_gather(of, sizeof *of);
+    for (int r = 0; r < process.size; r++) {
+        mean += of[r] / process.size;
+        if (of[r] > of[slowest]) slowest = r;
+    }
+    if (!(of[slowest] > 1.1 * mean)) return;
+    run->last.slowest_rank = slowest;
+    run->last.slowest_ms = 1000 * of[slowest];
+    run->last.mean_ms = 1000 * mean;
+}
+
+void run_step_done(Run *run, double passes, uint64_t rows, uint64_t all_zero) {
     double end = now(), seconds = end - run->mark, speed = (double)run->step_tokens / seconds;
     run->mark = end;
     run->rows = rows;
@@ -294,6 +311,7 @@ void run_step_done(Run *run, uint64_t rows, uint64_t all_zero) {
     run->last.ms = 1000 * seconds;
     run->last.tok_per_s = speed;
     run->last.mfu = speed * run->token_flops / run->flops;
+    find_slowest(run, passes);
     run->owed = true;
 }
 

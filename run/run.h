@@ -151,8 +151,9 @@ typedef struct {
     uint8_t *window_mask, *mask;    // NULL if every token counts
     char *more;                     // members of the metrics line that only some runs have
     size_t more_size;
-    double *norms;    // squared, of each kind and group (norms.c); NULL without --norms-every
-    bool normed;      // are they those of the last step?
+    double *passes;    // scratch: the seconds that each rank's passes took
+    double *norms;     // squared, of each kind and group (norms.c); NULL without --norms-every
+    bool normed;       // are they those of the last step?
 } Run;
 
 // Parses the flags, starts MPI and the heartbeat, checks flags, run folder and data, and fills in *config. Ends the
@@ -205,7 +206,8 @@ void run_check_step(Run *run, double loss, double norm);
 
 // Call this once the devices have finished all work of the step, including the update: the step's time ends here.
 // `rows` counts the attention rows of this rank's micro-batches, and `all_zero` those among them that are all zero.
-void run_step_done(Run *run, uint64_t rows, uint64_t all_zero);
+// `passes` has the seconds that this rank's forward and backward passes took, without its waiting for others.
+void run_step_done(Run *run, double passes, uint64_t rows, uint64_t all_zero);
 
 // Prints the step and writes its metrics. `more` has further members of the JSON object, each preceded by ", ", and
 // `line` further text for the printed line, preceded by " | "; both may be "". If run_reports_scalars(), the learned

@@ -247,7 +247,7 @@ wait_for_job() {
 # Names the machines that cannot be reached, for which Open MPI would wait until TCP gives up. A batch system may have
 # other ways to start processes than ssh.
 is_here() {
-    local name=$1 address ours=" 127.0.0.1 ::1 $(hostname -I) "
+    local name=$1 address ours=" 127.0.0.1 ::1 $(hostname -I 2> /dev/null) "
     [ "$name" != "$HOSTNAME" ] || return 0
     for address in $(getent ahosts "$name" | awk '{ print $1 }'); do
         [[ $ours != *" $address "* ]] || return 0

@@ -924,6 +924,30 @@ def test_too_little_memory_on_one_rank(cuda, data, tmp_path):
     assert "rank 1: this run needs" in text and "of device memory" in text and not (tmp_path / "out").exists()
 
 
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("trainer, flags", [
+    ("cpu", ["--model", "layers=2,heads=4,channels=256,ffn=512,vocab=97", "--seq-len", 40, "--batch", 8,
+             "--total-batch-tokens", 2 * 320 * 4]),
+    ("cuda", [*SMALL, "--batch", 1, "--total-batch-tokens", 2 * 20 * 5])])
+def test_a_slow_rank_is_named(request, data, tmp_path, trainer, flags):
+    """Most of the time, rank 1 is stopped. Its passes take most of the step's time, however many there are."""
+    program = request.getfixturevalue("cuda") if trainer == "cuda" else TRAIN
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f"""#!/bin/bash
+        [ "$OMPI_COMM_WORLD_RANK" = 1 ] || exec {program} "$@"
+        {program} "$@" & pid=$!
+        while kill -STOP $pid && sleep 0.06 && kill -CONT $pid && sleep 0.02; do :; done 2>/dev/null
+        wait $pid""")
+    wrapper.chmod(0o755)
+    out = tmp_path / "out"
+    text = train(data, *flags, "--steps", 5, "--profile", "--out", out, program=wrapper, processes=2)
+    named = [row for row in metrics(out, ["slowest_rank", "slowest_ms", "mean_ms", "ms"]) if row[0] == 1]
+    assert len(named) > 2 and text.count(" | rank 1 slow: ") == len(named), text
+    assert all(1.1 * mean < slowest < 1.1 * ms and slowest > 0.3 * ms for _, slowest, mean, ms in named)
+    first, second = map(float, re.search(r"all-reduce by rank, ms/step: (\S+) (\S+)\n", text).groups())
+    assert first >= 0 and second >= 0
+
+
 @pytest.mark.parametrize("visible, code", [("$OMPI_COMM_WORLD_RANK", 0), ("3", 2)])
 def test_ranks_that_see_one_gpu(cuda, data, tmp_path, visible, code):
     """As with Slurm's --gpus-per-task. Two ranks must not have the same one."""

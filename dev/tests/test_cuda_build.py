@@ -151,6 +151,7 @@ def test_host_code_with_the_headers_of_cuda_12(tmp_path, version):
     if ALL:
         sources += ["attention/flash", "cuda/matmul", "cuda/matmul_file", "train_gpt2", "eval_gpt2", "test_gpt2"]
     built = make("-j2", f"BUILD={tmp_path}/build", "WERROR=1", f"CUDA={cuda}", "CU_OPT=-fsyntax-only",
-                 f"CUBLAS={tmp_path}/pypi/nvidia/cublas", f"NCCL={nccl}", *(f"{tmp_path}/build/on_cpu/{x}.o" for x in sources))
+                 f"CUBLAS={tmp_path}/pypi/nvidia/cublas", f"NCCL={nccl}",
+                 *(f"{tmp_path}/build/on_cpu/{source}.o" for source in sources))
     assert built.returncode == 0, built.stdout[-4000:]
     assert make("-s", "lacking", f"CUDA={cuda}", "NCCL=0").stdout == "cublas12\n"     # not that of CUDA 13 in .cuda

@@ -370,7 +370,8 @@ def launcher(tmp_path):
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}", "PLUGINS": "pmix pmix_v4", "SLURM_JOB_ID": 7,
-            "SLURM_JOB_NUM_NODES": 2, "SLURM_NTASKS_PER_NODE": 8, "SLURM_JOB_NODELIST": "node-[a-b]", "TMPDIR": tmp_path}
+            "SLURM_JOB_NUM_NODES": 2, "SLURM_NTASKS_PER_NODE": 8, "SLURM_JOB_NODELIST": "node-[a-b]",
+            "TMPDIR": tmp_path}
 
 
 def called(tmp_path):
