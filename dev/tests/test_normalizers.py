@@ -501,9 +501,13 @@ def test_make_attn(data, tmp_path):
     train(data, *flags, "--attn", "ssmax", "--out", tmp_path / "all")
     train(data, *flags, "--attn", "ssmax", "--out", tmp_path / "one", program=program)
     assert_same_run(tmp_path / "all", tmp_path / "one", 5)
-    for text in ("softmax", "ssmax-bias", "ssmax+post=reweight:3"):
+    listed = [*flags, "--attn", "ssmax+window=3+cap=9,ssmax+rope=none", "--out"]
+    train(data, *listed, tmp_path / "all lists")
+    train(data, *listed, tmp_path / "one list", program=program)
+    assert_same_run(tmp_path / "all lists", tmp_path / "one list", 5)
+    for text in ("softmax", "ssmax-bias", "ssmax+post=reweight:3", "ssmax,softmax"):
         refused = train(data, "--attn", text, "--steps", 1, program=program, code=2)
-        assert f"--attn {text}: this program was built only for ssmax" in refused
+        assert f"--attn {text}: " in refused and "this program was built only for ssmax" in refused
     train(data, "--attn", "softmax", "--steps", 0, "--out", tmp_path / "softmax")
     alone = ["--attn", "ssmax", "--seq-len", T, "--steps", 1]
     refused = train(data, "--init-from", checkpoint(tmp_path / "softmax", 0), *alone, model=False, program=program,
