@@ -2,9 +2,9 @@
 // the same config.json again.
 //
 // Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/options.c runtime/flag_file.c
-// Sources: runtime/process.c runtime/spelling.c attention/normalizer.c model/model.c model/config.c model/rope.c
+// Sources: runtime/process.c runtime/spelling.c attention/normalizer.c attention/list.c model/model.c model/config.c
 // Sources: runtime/tokenizer.c runtime/tokenizer_json.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
-// Sources: runtime/number.c
+// Sources: runtime/number.c model/rope.c
 #include <stdlib.h>
 #include <string.h>
 
