@@ -1,8 +1,8 @@
 """Builds the CUDA sources with nvcc, without a GPU: there must be no warnings, no spilled registers, and no more
 registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`).
 
-By default it builds every other kernel for sm_90, and two instances of attention for sm_80 and sm_90: exp, which has
-kernels for Hopper, and one drawn by commit.
+By default it builds what the commit draws: the kernels of one program for sm_90; of attention, the instance exp for sm_80
+or for sm_90, where it has kernels for Hopper, and another instance for the other of the two.
 CUDA_BUILD=all builds every source and instance for both, in about six minutes on two cores: run it after a change to
 attention's kernels, because one instance may spill where the others do not.
 """
@@ -75,23 +75,25 @@ def log(tmp_path_factory):
     instances = (ROOT / "attention/flash_instances.h").read_text()
     rows90 = re.findall(r"^FLASH_INSTANCE\((\w+), bf16, PHI_", instances, re.M)
 
-    def one_instance(name):
+    def one_instance(name, gpus):
         """Builds a row of flash_instances.h, or the kernels of a program for ssmax alone, in a folder of its own."""
         row = "" if name == "ssmax" else f"_{name}"
-        files = ["flash_instance"] + ["flash90_instance"] * (not row or name in rows90)
-        return make(*flags, "GPUS=80 90", *([] if row else ["ATTN=ssmax"]), f"BUILD={build}/{name}",
+        files = ["flash_instance"] + ["flash90_instance"] * ("90" in gpus and (not row or name in rows90))
+        return make(*flags, f"GPUS={gpus}", *([] if row else ["ATTN=ssmax"]), f"BUILD={build}/{name}",
                     *(f"{build}/{name}/cuda/attention/{file}{row}.o" for file in files))
 
     if ALL:
-        others = [one_instance("ssmax")]
+        others = [one_instance("ssmax", "80 90")]
         tests = [f"{build}/cuda/tests/{path.stem}" for path in (ROOT / "dev/tests").glob("test_*.cu")]
         programs = [f"{build}/{name}cu" for name in ("train_gpt2", "eval_gpt2", "test_gpt2")]
         run = make(*flags, *programs, f"{build}/cuda/flash.so", *tests)
     else:
         rows = re.findall(r"^FLASH_INSTANCE\((\w+),", instances, re.M)
         flags[-1] += " -Xcompiler -fsyntax-only"     # nothing is linked, so the host compiler only checks its code
-        others = [one_instance(name) for name in dict.fromkeys(["exp", *draw.sample(["ssmax", *rows], 1)])]
-        sources = ["train_gpt2.cu", "eval_gpt2.cu", "attention/flash.cu",
+        names = ["exp", *draw.sample(["ssmax", *(row for row in rows if row != "exp")], 1)]
+        gpus = draw.sample([("80", "90"), ("90", "80")], 1)[0]
+        others = [one_instance(*each) for each in zip(names, gpus)]
+        sources = [*draw.sample(["train_gpt2.cu", "eval_gpt2.cu"], 1), "attention/flash.cu",
                    *(f"cuda/{path.name}" for path in (ROOT / "cuda").glob("*.cu"))]
         run = make(*flags, "GPUS=90", *(f"{build}/cuda/{name.removesuffix('.cu')}.o" for name in sources))
     for build in run, *others:
