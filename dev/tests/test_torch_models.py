@@ -206,7 +206,7 @@ def with_cache(model, mask, compute):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_masks_shorter_or_longer_than_the_keys(interface, compiled):
     """transformers ignores the end of a longer one, and takes what a shorter one lacks for padding."""
-    model = make_llama()
+    model = make_llama(num_hidden_layers=1)
     with torch.no_grad():
         own = with_cache(model, PADDED, model)
         model.set_attn_implementation("attn_c:softmax")
@@ -472,15 +472,17 @@ def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):
 
 def test_wheel(attn_c, tmp_path):
     """pip builds it without the trainer's libraries, also where a path has a space, and it works where it is
-    installed. -O0 is for speed: the fixture attn_c has built the same sources with -O3."""
+    installed. For speed, all but one source have been compiled by the fixture attn_c."""
     clone = tmp_path / "a clone"
+    shutil.copytree(ROOT / "build/torch", clone / "build/torch")
     for name in "attention", "runtime":
         shutil.copytree(ROOT / name, clone / name)
     for name in "LICENSE", "Makefile", "pyproject.toml", "setup.py":
         shutil.copy(ROOT / name, clone)
+    (clone / "runtime/utf8.c").touch()
     subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel", "--no-deps",
                     "--no-build-isolation", "-w", tmp_path, clone], check=True,
-                   env=dict(os.environ, TORCH_CUDA="0", WERROR="1", OPT="-O0"))
+                   env=dict(os.environ, TORCH_CUDA="0"))
     [wheel] = tmp_path.glob("attn_c-*-py3-none-linux_x86_64.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("attn_c/")}
     python = {f"attn_c/{file.name}" for file in (ROOT / "attention/torch").glob("*.py")}
@@ -589,8 +591,9 @@ def test_plotting_example(attn_c, tmp_path, monkeypatch):
     draw = torch.Generator().manual_seed(1)
     qk = {name: torch.randn(2, 20, 8, generator=draw) for name in "qk"}
     torch.save(qk, tmp_path / "qk.pt")
+    monkeypatch.setattr(attn_c, "PRESETS", [*attn_c.PRESETS][:2])       # each has a panel
     run = example("plot_weights.py", tmp_path / "qk.pt", tmp_path / "w.png", "--row", 12)
-    assert run.returncode == 0 and (tmp_path / "w.png").stat().st_size > 20000, run.stderr
+    assert run.returncode == 0 and (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG", run.stderr
     assert "expected a query from 0 to 19, found 20" in refused("plot_weights.py", tmp_path / "qk.pt",
                                                                 tmp_path / "w.png", "--row", 20)
     for out, message in (("w.xyz", "w.xyz: .xyz is not a format of pictures. Expected one of ."),
