@@ -332,7 +332,7 @@ GRAPHS = {
 }
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs_change_nothing(cuda, data, tmp_path, name):
     """The same bits and the same launches of kernels with and without graphs, with validations (whose last batch is
