@@ -258,7 +258,7 @@ def test_kill_9(tmp_path):
     rng, kills = random.Random(7), 0
     while True:
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not (out / "small.json").exists() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         started = (out / "small.json").stat().st_mtime_ns
@@ -708,8 +708,8 @@ def test_a_long_document_takes_linear_time(tmp_path, monkeypatch):
     assert time.process_time() - started < 2.5
 
 
-@pytest.mark.parametrize("name, text", [("a.jsonl", b"{" * (1 << 27)), ("a.txt", b"a" * (1 << 27)),
-                                        ("a.json", b"[" + b" " * (1 << 27)), ("a.json", b'["' + b"a" * (1 << 27))])
+@pytest.mark.parametrize("name, text", [("a.jsonl", b"{" * (1 << 26)), ("a.txt", b"a" * (1 << 26)),
+                                        ("a.json", b"[" + b" " * (1 << 26)), ("a.json", b'["' + b"a" * (1 << 26))])
 def test_a_bomb_takes_little_memory(tmp_path, name, text):
     (tmp_path / f"{name}.zst").write_bytes(zst(text))
     del text
