@@ -21,7 +21,7 @@ from trainer import ROOT, TRAIN, make_data, read_header, train
 import events
 import files
 import plot
-from pictures import charts, runs
+from pictures import runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -235,13 +235,6 @@ def test_the_panels_show_every_run(tmp_path):
     assert untruncated.get_ylim()[1] > 11 and not untruncated.texts
 
 
-def test_each_of_many_runs_has_a_style_of_its_own():
-    """As many as there are normalizers; the palettes have 10 and 20 colors."""
-    colors = plot.run_colors(34)
-    for styles in zip(colors, plot.dashes_of(colors)), charts.colors_of(34):
-        assert len({(tuple(color), str(dash)) for color, dash in styles}) == 34
-
-
 def test_names_are_shown_as_they_are(tmp_path):
     """Dollars make no formulas, and a name that begins with an underscore is in the legend."""
     folders = [str(make_run(tmp_path / name)) for name in (r"m$\foo$1", "x $x$", "_a", "_child0")]
@@ -253,32 +246,12 @@ def test_names_are_shown_as_they_are(tmp_path):
         assert [text.partition(":")[0] for text in legend(figure)] == [r"m$\foo$1", "x $x$", "_a", "_child0"]
 
 
-@pytest.mark.parametrize("values, said", [([5.0] * 2 + [4.0] * 28, "the first steps reach 5.00"),
-                                          ([4.0] * 15 + [9.0] + [4.0] * 14, "values reach 9.00"),
-                                          ([2.0] * 5 + [4.0] * 25, "values fall to 2.00"), ([4.0] * 30, None)])
-def test_an_axis_that_cuts_values_off_says_so(values, said):
-    axes = plot.pyplot().figure().add_subplot()
-    axes.plot(range(30), values)
-    axes.axvline(3)
-    axes.set_ylim(3, 4.5)
-    plot.say_what_is_cut_off(axes)
-    assert texts(axes) == ([f"axis truncated: {said}"] if said else [])
-
-
 def test_a_run_that_stopped_or_diverged_says_so(tmp_path):
     lost = '{"step": 16, "tokens": 8192, "loss": null}\n{"step": 17, "tokens": 8704, "loss": null}\n'
     figure = plot.picture([str(make_run(tmp_path / "a", 15, lost, known={"arguments": {"steps": 40}}))])
     assert "x: not finite from step 16 on, step 17 of 40" in legend(figure)[0]
     crosses = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[8.192, 8.704]]
-
-
-def test_a_run_that_diverges_does_not_flatten_the_others(tmp_path):
-    """Nor does it before its losses are no numbers."""
-    run = make_run(tmp_path / "a", 40)
-    bad = make_run(tmp_path / "b", 40, change=lambda line: {"loss": 1e6} if line["step"] == 30 else {})
-    for axes in plot.picture([run, bad]).axes[0], runs.comparison([run, bad], False, None).axes[0]:
-        assert axes.get_ylim()[1] < 20 and "values reach 1000000" in "".join(texts(axes))
 
 
 def resumed(run, step, **changed):
@@ -304,13 +277,6 @@ def test_resumes_are_marked(tmp_path):
     for _ in range(plot.MOST_RESUMES):
         resumed(run, 20)
     assert [mark[2] for mark in plot.read_marks(run, plot.read_metrics(run))[1:]] == [""] * 6, "too many to label"
-
-
-def test_labels_at_one_place_are_shown_once(tmp_path):
-    folders = [make_run(tmp_path / name, 30) for name in "abc"]
-    for folder, lr in zip(folders, (0.1, 0.2, 0.2)):
-        resumed(folder, 10, lr=(1, lr))
-    assert [text[-3:] for text in texts(plot.picture(folders).axes[0]) if "→" in text] == ["0.1", "0.2"]
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -403,17 +369,6 @@ def test_scalars_by_layer(tmp_path, second, name):
             band = axes.collections[layer].get_paths()[0].vertices[:, 1]
             assert (band.min(), band.max()) == pytest.approx((mean[0] - factor, mean[2] + 2 * factor))
     assert len({line.get_color() for line in s.lines}) == 3 and bar.get_ylim() == (0, 2)
-
-
-def test_each_run_has_a_column(tmp_path):
-    both, short = make_scalars(tmp_path / "a"), make_scalars(tmp_path / "b", layers=2, keys=("attn_scale",))
-    figure = plot.scalars_picture([str(both), str(short)])
-    assert [[len(axes.lines), axes.axison] for axes in figure.axes[:4]] == [[3, True], [2, True], [3, True], [0, False]]
-    assert [texts(axes)[0] for axes in figure.axes[:2]] == ["a", "b"]
-    one, other = (axes.lines[1].get_color() for axes in figure.axes[:2])
-    assert one == other, "a layer has one color in all runs"
-    result = command(both, short, "--scalars", "--out", tmp_path / "no ending")
-    assert result.stdout == f"{tmp_path}/no ending.png\n" and (tmp_path / "no ending.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("dtype, error", [("F32", 1e-6), ("BF16", 2**-7)])
@@ -612,16 +567,6 @@ def test_differences_of_steps_that_differ_in_size(tmp_path, seeded):
     expected = [3.2 + 8 / step - (3.5 + 8 / (2 * step)) for step in steps]
     assert list(figure.axes[3].lines[0].get_ydata()) == pytest.approx(expected)
     assert legend(figure)[1] == f"b: validation 3.2800, difference {expected[-1]:+.4f} at 51.2 thousand tokens"
-
-
-def test_a_switch_after_the_end_of_the_baseline(seeded):
-    """It is marked in the losses, but not in the differences, which end before it."""
-    switch = {"step": 90, "event": "attn-switch", "from": "softmax", "attn": "ssmax"}
-    write_known(seeded[0], {"arguments": {"seed": 0}, "lineage": [switch]})
-    figure = runs.comparison([seeded[0], seeded[4]], False, seeded[4])
-    marked = [[text for text in texts(axes) if "→" in text] for axes in figure.axes]
-    assert marked == [["softmax → ssmax"]] * 2 + [[]] * 2
-    assert figure.axes[2].get_xlim()[1] < 45 < figure.axes[0].get_xlim()[1]
 
 
 def test_a_run_without_a_finite_loss(tmp_path, seeded):

@@ -220,11 +220,6 @@ def test_losses_by_position(tmp_path):
     assert "trained at 64" not in texts(panel(figure, "Loss by position, sequences of 8"))
 
 
-def test_short_sequences_come_first(tmp_path):
-    picture, = plot_eval.pictures([write(tmp_path, "positions", position_rows(512) + position_rows(64))])
-    assert [panel.title.split()[-2] for panel in picture.panels] == ["64", "512"]
-
-
 def test_differences_to_a_baseline(tmp_path):
     """Of losses by position and by length, at the lengths that both have."""
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -264,38 +259,6 @@ def test_baselines_that_cannot_be_subtracted(tmp_path):
                                    ([needles], needles, "has the task needle. Only losses are compared")):
         with pytest.raises(plot.Refused, match=message):
             plot_eval.subtract(plot_eval.read(folders)[0], base)
-
-
-def test_what_the_axis_of_losses_leaves_out(tmp_path):
-    """Early positions may lie above the axis, below it, or both; not if the axis can reach them."""
-    for early, said in (([0.5] * 4, "earlier ones fall to 0.50)"), ([50.0] * 4, "earlier ones reach 50.00)"),
-                        ([9.0, 9.0, 0.5, 0.5], "earlier ones reach 9.00 and fall to 0.50)"), ([3.5] * 4, None),
-                        ([4.2] * 4, None)):
-        rows = position_rows(1024)
-        rows[0]["loss_by_position"] = early + [3.0 + t / 1020 for t in range(1020)]
-        axes = panel(figure_of(write(tmp_path, "positions", rows), "positions"), "Loss")
-        assert axes.get_xlabel() == "position" + (f" (axis truncated: {said}" if said else "")
-        assert axes.get_ylim()[1] < 5, "the first positions do not flatten the rest"
-
-
-def test_marks_of_different_training_lengths_name_their_models(tmp_path):
-    """Otherwise a mark would seem to be about every curve beside it."""
-    models = [("a", "softmax", 128), ("b", "softmax", 32), ("c", "softmax", 32)]
-    positions = [row | {"model": name} for name, *_ in models for row in position_rows(100)]
-    axes = panel(figure_of(write(tmp_path / "p", "positions", positions, models), "positions"), "Loss")
-    assert texts(axes) == ["trained at 32, see below"]
-    assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b; c", "trained at 128, beyond this axis: a"]
-    assert [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2] == [32]
-    folder = write(tmp_path / "l", "loss", loss_rows("a") + loss_rows("b"), models[:2])
-    axes = panel(figure_of(folder, "lengths"), "Loss")
-    assert texts(axes) == ["trained at 32, see below", "trained at 128, see below"]
-    assert axes.get_xlabel().split("\n")[1:] == ["trained at 32: b", "trained at 128: a"]
-
-
-def test_the_stated_window_of_the_running_mean(tmp_path, undrawn):
-    said = "from t/1.12 to 1.12 t"
-    assert said in (ROOT / "doc/reports.md").read_text() and tasks.WINDOW == 1.12
-    assert said in report.report([str(folder_of("positions", tmp_path))], "t")
 
 
 # ---------------------------------------------------------------- needle
@@ -389,15 +352,6 @@ def test_sums_and_perplexities_of_the_prompts(attention_figure, tmp_path):
     assert not [panel for panel in picture.panels if "perplexity" in panel.title]
 
 
-def with_heads(rows, **values):
-    """The rows with some statistics of all heads replaced."""
-    for row in rows:
-        for layer in row.get("layers", []):
-            for one in layer["heads"]:
-                one |= values
-    return rows
-
-
 @pytest.mark.parametrize("task", plot_eval.DRAW)
 def test_eval_json_lists_the_pictures_beside_it(task, tmp_path, monkeypatch):
     """The next eval_gpt2 removes what is listed. The rest of the file stays as it is."""
@@ -415,52 +369,6 @@ def test_eval_json_lists_the_pictures_beside_it(task, tmp_path, monkeypatch):
         monkeypatch.setattr(charts, "figure", lambda _: plot.pyplot().figure())     # the next ones are empty
     call("plot_eval.py", folder, "--out", tmp_path / "b.png")
     assert (folder / "eval.json").read_text() == after
-
-
-@pytest.mark.parametrize("total, zeros, missing", [
-    (1 + 2e-7, 1e-5, {"Sum of a row's weights", "Share of weights that are exactly 0", "Row sum and perplexity"}),
-    (0.9, 0, {"Share of weights that are exactly 0", "Row sum and perplexity"}),
-    (1, 0.001, {"Sum of a row's weights", "Row sum and perplexity"}), (None, 0.5, set())])
-def test_panels_with_one_value_are_left_out(tmp_path, total, zeros, missing):
-    """total None: a sum of its own for each head."""
-    rows = with_heads(attention_rows(), zeros=zeros, **({} if total is None else {"sum": total}))
-    picture, = plot_eval.pictures([write(tmp_path, "attention", rows)])
-    for title in "Sum of a row's weights", "Share of weights that are exactly 0", "Row sum and perplexity":
-        assert any(panel.title.startswith(title) for panel in picture.panels) == (title not in missing), title
-    for title, said in ("Sum of", "all rows sum to 1"), ("Share of", "less than 0.01% of any head's weights are 0"):
-        assert (said in picture.title.lower()) == any(title in name for name in missing)
-
-
-def test_entropies_of_two_models_have_the_same_colors(tmp_path):
-    rows = attention_rows() + with_heads(attention_rows(attn="ssmax"), entropy=50.0)
-    figure = figure_of(write(tmp_path, "attention", rows), "attention")
-    limits = [panel(figure, f"Entropy: {name}").images[0].get_clim() for name in ("softmax", "ssmax (untrained)")]
-    assert limits == [(2, 50), (2, 50)]
-
-
-@pytest.mark.parametrize("largest, said", [(5e5, ["100", "10,000"]), (2e9, ["10²", "10⁹"])])
-def test_logarithmic_labels_have_one_form(largest, said):
-    axes = plot.pyplot().figure().add_subplot()
-    axes.plot([30, largest])
-    charts.positive_axis(axes, [30, largest])
-    axes.figure.draw_without_rendering()
-    labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert all(any(word in label for label in labels) for word in said)
-    assert not any("e+" in label for label in labels) and len({label.isascii() for label in labels}) == 1
-    assert [charts.power_of_ten(x, 0) for x in (1e-3, 1, 2e7, 5e12)] == ["10⁻³", "10⁰", "2 × 10⁷", "5 × 10¹²"]
-
-
-@pytest.mark.parametrize("task", ALL)
-def test_names_with_dollars_are_no_formulas(tmp_path, task):
-    """In labels, titles and legends; and no label of an axis is a formula."""
-    models = r"m$\foo$1", "x $x$"
-    rows = [row | {"model": model} for model in models for row in ALL[task]()]
-    write(tmp_path, task, rows, [(model, "softmax") for model in models])
-    for figure in figures(tmp_path):
-        figure.draw_without_rendering()
-        found = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
-                 if text.get_parse_math() or "mathdefault" in text.get_text()]
-        assert not any("$" in text for text in found), found
 
 
 @pytest.mark.parametrize("T, layers, heads", [(16, 1, 1), (2, 1, 2), (9, 3, 1)])
@@ -534,19 +442,6 @@ def test_codes_of_odd_weights(value):
     assert top == 0 and (decode(codes, top, False) == 0).all()
 
 
-def test_the_sheet_of_all_maps(tmp_path):
-    folder = attention_folder(tmp_path)
-    figure = figure_of(folder, "attention-maps")
-    assert figure.axes[0].get_title(loc="left") == "a, softmax\n16 tokens" and figure.axes[0].get_aspect() == 1
-    array = np.load(folder / "map-softmax.npy")
-    image = attention.sheet(array, 1, 16, 16)
-    assert image.shape == (2 * 16 + 2, 3 * 16 + 4, 4)
-    codes, _ = attention.encode(array[1, 2], False)
-    tile = image[18:34, 36:52]
-    assert ((tile[..., :3][codes > 0] == attention.palette(False)[codes[codes > 0]]).all()
-            and (tile[..., 3] == np.where(codes > 0, 255, 0)).all())
-
-
 def test_maps_that_are_missing_or_of_another_file(tmp_path):
     folder = attention_folder(tmp_path)
     (folder / "map-softmax.npy").unlink()
@@ -580,21 +475,6 @@ def test_pn_and_its_fit(tmp_path):
     points, fit = panel(figure, "p_n").lines
     assert list(points.get_ydata()) == row["attn_pn"] and fit.get_ydata()[-1] == pytest.approx(row["attn_pn"][-1])
     assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_xlabel() and panel(figure, "p_n").get_legend() is None
-
-
-def test_scalars_of_one_of_several_models_name_it(tmp_path):
-    rows = [score_rows()[0], {"model": "b", "attn": "softmax", "layers": []}]
-    picture, = plot_eval.pictures([write(tmp_path, "scores", rows, [("a", "ssmax-bias"), ("b", "softmax")])])
-    assert picture.panels[0].title == "s by layer (points: heads): a, ssmax-bias"
-
-
-def test_only_models_with_scalars_are_in_their_legend(tmp_path, undrawn):
-    rows = [*(score_rows()[0] | {"model": name} for name in "ac"), {"model": "b", "attn": "softmax", "layers": []}]
-    folder = write(tmp_path, "scores", rows, [("a", "ssmax-bias"), ("c", "ssmax-bias"), ("b", "softmax")])
-    picture, = plot_eval.pictures([folder])
-    assert [label for label, *_ in picture.legend] == ["a, ssmax-bias", "c, ssmax-bias"]
-    text = report.report([str(folder)], "t")
-    assert page.legend(picture.legend) in text and "b, softmax</li>" not in text
 
 
 def test_a_normalizer_without_scalars_has_no_picture(tmp_path):
@@ -757,18 +637,6 @@ def test_large_maps_are_averaged_in_the_page(tmp_path, monkeypatch):
     assert data["tops"][1][1] == pytest.approx(averaged(weights, 3).max(), rel=1e-5)
 
 
-def test_an_svg_follows_the_page():
-    drawn = charts.Panel("t", lambda axes: (axes.plot([1, 2], color="black"),
-                                            axes.text(0, 0, "word", bbox={"facecolor": "white"}),
-                                            axes.text(1, 1, "x $x$", color="#010101")))
-    text = charts.svg(drawn, "a")
-    assert "var(--ink)" in text and "var(--paper)" in text and ">word<" in text and ">x $x$<" in text
-    assert "#010101" in text
-    assert not re.search(r"#000000|#ffffff|<metadata|<\?xml", text) and text == charts.svg(drawn, "a")
-    names = [set(re.findall(r'id="([^"]+)"', charts.svg(drawn, name))) for name in "ab"]
-    assert names[0] and not names[0] & names[1], "ids that occur twice in a page refer to the wrong place"
-
-
 def make_run(folder, attn="softmax", steps=30, **flags):
     """A run that switches to ssmax."""
     def change(line):
@@ -808,41 +676,6 @@ def rows_of(text, heading):
     """The cells of the first table after a heading."""
     table = re.search(r"<table>.*?</table>", text[text.index(heading):], re.S)[0]
     return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.S)]
-
-
-def test_a_page_says_no_weight_only_of_no_weight(tmp_path):
-    """A weight below the scale has the code of 0, so the page gives a bound for both."""
-    if not shutil.which("node"):
-        pytest.skip("needs node")
-    text = (ROOT / "scripts/pictures/attention.js").read_text()
-    functions = "".join(re.search(rf"    function {name}\(.*?\n    }}\n", text, re.S)[0]
-                        for name in ("weight", "reading_of"))
-    plain = re.search(r"    const plain = .*?;\n", text, re.S)[0]
-    code = f"""{plain}const s = {{tops: [[1]], signed: false, cell: 1}}, state = {{layer: 0, head: 0}};
-const data = {{decades: {attention.DECADES}}}, current = () => s;
-{functions}
-const found = [0, 1, 255].map(reading_of);
-s.tops = [[0]];
-found.push(reading_of(1));
-s.signed = true, s.cell = 2, s.tops = [[2]];
-found.push(reading_of(128), reading_of(1));
-console.log(JSON.stringify(found));"""
-    done = subprocess.run(["node", "-e", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["not visible", "weight below 1.02e-5", "weight 1", "no weight",
-                                       "mean weight within ±2.09e-5", "mean weight -2"]
-
-
-def test_a_run_has_the_line_style_of_its_evaluations(tmp_path, undrawn):
-    """Also beyond the 20 colors, where evaluations have dashes."""
-    rows = [row for i in range(21) for row in loss_rows(f"m{i}")]
-    folder = write(tmp_path / "loss", "loss", rows, [(f"m{i}", "softmax") for i in range(21)])
-    run_folder = calls.make_run(tmp_path / "m20", known={"arguments": {"attn": "softmax"}})
-    text = report.report([str(folder), str(run_folder), str(make_run(tmp_path / "other"))], "t")
-    entries = re.findall(r"<li>(<svg.*?</svg>)(.*?)</li>", text)
-    mine = [swatch for swatch, label in entries if label == "m20"]
-    assert len(mine) == 2 and mine[0] == mine[1] and "stroke-dasharray" in mine[0]
-    assert len({swatch for swatch, _ in entries}) == 22, "each model and run has a style of its own"
 
 
 def test_the_report_has_everything(whole_report):
