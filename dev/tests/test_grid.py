@@ -664,24 +664,6 @@ def error_bars(axes):
             for lines in bars[2] for segment in lines.get_segments()]
 
 
-def test_pictures_show_the_spread_over_seeds(tmp_path):
-    """Of all seeds of a row, around the mean of those that all rows have."""
-    plan = reported(tmp_path, UNEVEN)
-    evals = plan.grid.evals
-    for (run, seed_part) in [(run, run.seed / 10) for run in plan.grid.runs() if run.row != "exp"]:
-        entry = plan.results.entries[grid_store.key_of(plan.grid, run, {})]
-        entry["curves"] = {"val": [[32 * i, 4.0 + 1 / i + seed_part] for i in range(1, 9)]}
-    figure = grid_report.lengths_picture(plan, "lengths", evals)
-    spread = np.std([5.0, 4.0, 4.8], ddof=1)
-    bars = error_bars(figure.axes[0])
-    assert len(bars) == 6 and "standard deviation over seeds" in figure.get_suptitle().replace("\n", " ")
-    assert ((8, pytest.approx(6 - spread)), (8, pytest.approx(6 + spread))) in bars
-    figure = grid_report.curves_picture(plan)
-    assert "bands" in figure.get_suptitle() and len(figure.axes[0].collections) == 2
-    band = figure.axes[0].collections[0].get_paths()[0].get_extents()
-    assert band.y1 == pytest.approx(5.1 + 0.1) and [text.get_text() for text in figure.axes[0].texts]
-
-
 NASTY = r"a_b & 50% #1 $x$ {y} \z ~^ <i> | \"q\" --lr [2] * α → ±1 ü 中"
 
 
@@ -720,29 +702,6 @@ def test_tables_for_latex(tmp_path):
     assert "exp & diverged & " in training[1]
 
 
-def test_claims_of_ones_own_have_no_column_of_papers(tmp_path):
-    claim = '[[claim]]\nname = "c"\nours = "ssmax < softmax"\n'
-    plan = reported(tmp_path, {"softmax": {1: 5.0}, "ssmax": {1: 4.5}}, claim)
-    plan.grid.paper = ""
-    assert "paper" not in grid_report.write(plan, tmp_path, {}, draw=False)
-
-
-def test_names_are_shown_as_they_are(tmp_path):
-    """Dollars make no formulas, no label of an axis is one, and a name that begins with an underscore is in the
-    legend."""
-    formula = '[[formula]]\nname = "f"\nlow = 0\nhigh = 1\ns = 1\nagainst = "n"\nn = [1, 1024]\n'
-    plan = reported(tmp_path, {"softmax": {1: 5.0}, "_ssmax": {1: 4.5}}, formula)
-    plan.grid.rows["_ssmax"].group = r"m$\foo$1"
-    drawn = {name: figure for name, figure in grid_report.pictures(plan) if figure}
-    for figure in drawn.values():
-        figure.draw_without_rendering()
-        texts = figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
-        assert not any(text.get_parse_math() or "mathdefault" in text.get_text() for text in texts)
-    axes = next(axes for axes in drawn["lengths"].axes if axes.get_title(loc="left") == r"m$\foo$1")
-    assert "_ssmax" in [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "100" in [label.get_text() for label in drawn["f"].axes[0].get_xticklabels()]
-
-
 def test_names_are_no_html(tmp_path):
     """In the report in Markdown: paper, groups, failures and tables. The plain text has them as they are."""
     plan = reported(tmp_path, {"softmax": {1: 5.0}, "ssmax": {1: 4.5}})
@@ -754,11 +713,6 @@ def test_names_are_no_html(tmp_path):
         assert name in text and name not in markdown
     assert "A &lt;b&gt; &amp; C" in markdown and "### &lt;i&gt;\n" in markdown
     assert grid_report.Table("", ["<u>|"], [["a & b"]]).markdown() == "| &lt;u&gt;\\| |\n|---|\n| a &amp; b |\n"
-
-
-def test_the_largest_gradient_norm_is_that_of_all_seeds(tmp_path):
-    plan = reported(tmp_path, {"softmax": {1: 4.5, 2: 5.0, 3: 4.0}, "ssmax": {1: 4.9, 2: 4.1, 3: 4.2}})
-    assert [table.rows[0][3] for table in grid_report.training_tables(plan)] == ["5", "4.9"]
 
 
 @pytest.mark.parametrize("last, most, text", [([0.0], [9.2e-05], "0% (most: 0.0092%)"),
@@ -813,6 +767,7 @@ def test_needle_scores_are_not_drawn_as_needles_found(tmp_path):
     assert grid_report.needle_scores_note(plan, "lengths", plan.grid.evals[:1]) == []
 
 
+@pytest.mark.drawn(3, of="further calls")
 def test_the_report_has_the_command_that_draws_needle_scores(tmp_path):
     """It draws what eval_gpt2 wrote into the run folders."""
     path = write(tmp_path, ROWS, SCORES, data=byte_text.write_text(tmp_path / "text"))
@@ -851,14 +806,6 @@ def test_sides_of_a_claim(tmp_path, ours, of, of_right, said):
     plan = reported(tmp_path, UNEVEN, AFTERWARDS, f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n'
                     f'of = "{of}"\nof-right = "{of_right}"\n')
     assert grid_report.verdict_on(plan, plan.grid.claims[0]).ours == said
-
-
-@pytest.mark.parametrize("most, titles, labels", [(12, ["B"], ["lssa+post=reweight:1", "lssa+post=reweight:3"]),
-                                                  (1, ["lssa"], ["P=1", "P=3"])])
-def test_an_evaluation_under_another_normalizer_has_a_short_label(tmp_path, most, titles, labels):
-    plan = reported(tmp_path, UNEVEN, AFTERWARDS)
-    found = grid_report.lines_of(plan, plan.grid.evals[1:], most)
-    assert list(found) == titles and [line.label for line in found[titles[0]]] == labels
 
 
 def test_terms_of_a_claim():
