@@ -274,11 +274,6 @@ ncclResult_t add(Kind kind, const void *send, void *receive, size_t count, ncclD
 
 extern "C" {
 
-ncclResult_t ncclGetVersion(int *version) {
-    *version = NCCL_VERSION_CODE;
-    return ncclSuccess;
-}
-
 const char *ncclGetErrorString(ncclResult_t result) {
     switch (result) {
     case ncclSuccess: return "no error";
@@ -319,16 +314,6 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     *error = comm->error;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommCount(ncclComm_t comm, int *count) {
-    *count = comm->ranks;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank) {
-    *rank = comm->rank;
     return ncclSuccess;
 }
 

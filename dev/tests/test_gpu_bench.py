@@ -34,7 +34,7 @@ def dry(monkeypatch):
 
 # ---- timings of attention
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", reference.PRESETS)
 def test_pytorchs_methods_compute_the_normalizer(name):
     """Those are the formula, SDPA, and FlexAttention, which has no backward pass on CPUs."""
@@ -64,16 +64,7 @@ BY_FLEX = [name for name in (*reference.PRESETS, "relu-l1+norm=l1+1", "relu2-l1+
            if "flex" in attention_gpu.way_names(name)]
 
 
-def test_normalizers_without_flex_attention():
-    reasons = {name: reason for name, normalizer in reference.PRESETS.items()
-               if (reason := attention_gpu.not_by_flex(normalizer))}
-    assert reasons == {**dict.fromkeys(("identity", "identity-l1", "gelu-l1", "mish-l1", "softpick"),
-                                       "phi has both signs"),
-                       **dict.fromkeys(("softmax-recentered-l1", "lssar"), "a second sweep over the keys")}
-    assert {*reasons} == {*reference.PRESETS} - {*BY_FLEX}
-
-
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", BY_FLEX)
 def test_flex_attention_by_logarithms_of_phi(name):
     """In float64 against the reference: the output of flex_attention, and the gradients of a dense softmax with the
@@ -231,20 +222,6 @@ def test_attention_goes_on(tmp_path):
     assert len(budgets) == 3 and budgets == sorted(budgets, reverse=True) and budgets[-1] < 500
 
 
-@needs_flash
-def test_others_go_on(tmp_path):
-    """One of PyTorch's methods fails while it is checked."""
-    records, budgets = measured(tmp_path, "others", ["--lengths", "9", "--attn", "ssmax,gelu-l1"],
-                                {"ssmax 9 sdpa": 1}, 0)
-    failed = {key: r["failed"] for key, r in records.items() if "failed" in r}
-    assert failed == {("ssmax", 9, "sdpa"): ERROR} and len(budgets) == 2
-    assert {key: len(r["both_ms"]) for key, r in records.items() if key not in failed} == {
-        **{("ssmax", 9, way): 2 for way in ("ours", "flex", "compile")},
-        **{("gelu-l1", 9, way): 2 for way in ("ours", "compile")}}
-    (table,) = parts_of(tmp_path / "report")["others"]["tables"].values()
-    assert table["notes"][-1] == "not by FlexAttention, phi has both signs: `gelu-l1`"
-
-
 # ---- ncu
 
 # ncu's output around its table, and the beginning of each of its rows.
@@ -384,14 +361,6 @@ def test_pytorch_that_hangs_has_failed(tmp_path, monkeypatch):
     assert gpu_step.run_torch(end=time.monotonic() + 60, variant="autocast") == {"failed": "timed out after 0.2 s"}
 
 
-def test_the_largest_batch():
-    """Memory is linear in the batch: what is free after the fixed part, divided by a sequence's share; at least 16."""
-    fixed = 16 * gpu_step.parameters("124M") / 1e9
-    found = gpu_step.largest_batch({"B": 16, "peak_gb": fixed + 0.016}, "124M", "autocast")
-    assert found == int(0.97 * (4.0 - gpu_step.MARGIN_GB - fixed) / 0.001) // 8 * 8 or found == 16
-    assert gpu_step.parameters("124M") == 123551232 + (50304 - 50257) * 768
-
-
 # ---- timings of evaluation
 
 def time_evaluation(folder, monkeypatch, *flags, evaluate=trainer.TRAIN.parent / "eval_gpt2"):
@@ -421,49 +390,3 @@ def test_evaluation_without_time_is_left(tmp_path, monkeypatch):
     assert time_evaluation(tmp_path, monkeypatch, "--budget", "-8") == (gpu_report.UNFINISHED, [])
     table, = parts_of(tmp_path)["evaluation"]["tables"].values()
     assert "forward bf16, evaluation bf16" in table["notes"][0]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_same_model_in_pytorch(tied, monkeypatch):
-    import cpu_step
-    sizes = {**gpu_step.TINY["tiny"], "tied": tied}
-    monkeypatch.setitem(gpu_step.TINY, "tiny", sizes)
-    assert sum(p.numel() for p in cpu_step.torch_model()(8, **sizes).parameters()) == gpu_step.parameters("tiny")
-
-
-def test_cases_that_do_not_fit_are_named(tmp_path, monkeypatch):
-    """The phases come after our first case, and the largest batches last. If there is too little time to compile, only
-    ours are measured."""
-    order = []
-    monkeypatch.setattr(gpu_step, "DRY", False)
-    monkeypatch.setattr(gpu_step, "free_gb", lambda: 80.0)
-
-    def measure(options, model, B, T, variant, steps):
-        order.append((model, variant))
-        return {"ms": [2.0], "peak_gb": 5.0, "tok_per_s": 1.0}
-
-    monkeypatch.setattr(gpu_step, "measure", measure)
-    monkeypatch.setattr(gpu_step, "phases", lambda report, options: order.append("phases"))
-
-    def left(part, budget, folder):
-        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), part, "--budget", str(budget)])
-        report = gpu_report.Report(folder)
-        report.resume(part)
-        return gpu_step.part_step(report, gpu_step.parse())
-
-    assert left("step", 1000, tmp_path / "a") == []
-    of = [("124M", variant) for variant in gpu_step.VARIANTS]
-    assert order == [of[0], "phases", *of[1:], *of[:-2]]       # the last two only with B = 16
-    order.clear()
-    assert left("larger", 1000, tmp_path / "a") == [] and [model for model, _ in order] == ["162M"] * 6
-    order.clear()
-    found = left("step", 30, tmp_path / "b")
-    assert found == [f"{variant} of 124M, batch {batch}"
-                     for batch in ("16", "largest") for variant in ("autocast", "bf16")]
-    assert order == [("124M", "ours"), "phases", ("124M", "no graphs"), ("124M", "any order"), ("124M", "ours")]
-
-
-def test_pytorch_is_timed_by_the_hosts_clock(monkeypatch):
-    """It times as many steps as requested, after skipping as many as ours does, each from one end to the next."""
-    found = gpu_step.torch_steps({"variant": "autocast", "model": "tiny", "B": 2, "T": 16, "steps": 5, "uncounted": 3})
-    assert len(found["ms"]) == 5 and all(ms > 0 for ms in found["ms"])
