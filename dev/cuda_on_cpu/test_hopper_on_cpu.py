@@ -210,7 +210,6 @@ def test_every_defect_is_listed(programs):
     assert run(programs, "plain", "help", 0).stdout.split() == list(FOUND)
 
 
-@pytest.mark.drawn(40)
 @pytest.mark.parametrize("name", FOUND)
 def test_defect_is_found(programs, name):
     assert_found(programs, name, *FOUND[name])
