@@ -190,8 +190,10 @@ cases() { sed -nE "s/^case=(\w*$1) .*/\1/p" dev/reference/fixtures/cases.txt; }
 group_races() { [ -z "$cuda" ] || python_tests races dev/tests/test_races.py -n $((1 + all)); }
 
 group_fuzz() {
+    local drawn=()
     if command -v clang >/dev/null && ls "$(clang -print-resource-dir)"/lib/linux/libclang_rt.fuzzer-* >/dev/null 2>&1; then
-        one_test fuzz dev/fuzz/run.sh $((all ? 900 : 7))
+        [ $all = 1 ] || drawn=($(dev/draw.py 4 $(cd dev/fuzz && ls fuzz_*.c | sed 's/\.c$//')))
+        one_test fuzz dev/fuzz/run.sh $((all ? 900 : 7)) "${drawn[@]}"
     else
         echo "left out: fuzzing, because clang or its libFuzzer is missing (scripts/setup.sh --test installs it if it can)"
         count fuzz 0 0 1
