@@ -54,9 +54,10 @@ def run(script, *flags, code=0, program=TRAIN, **variables):
 
 
 def check_help(path, text):
-    """It ends with an example and a page, and has no Python in it."""
-    example, page = re.search(r"\nExamples?:(.*?)\n\n?See (doc/\w+\.md)\.\n$", text, re.S).groups()
-    assert Path(path).name in example and (ROOT / page).exists(), f"{path}: {example}{page}"
+    """It ends with an example and its pages, and has no Python in it."""
+    found = re.search(r"\nExamples?:(.*?)\n\n?See ([^\n]+)\.\n$", text, re.S)
+    assert found and Path(path).name in found[1], f"{path}: {text}"
+    assert all((ROOT / page).is_file() for page in found[2].split(" and ")), f"{path}: {found[2]}"
     assert str(ROOT) not in text and "['" not in text and "None" not in text, text
 
 
