@@ -123,7 +123,7 @@ static void computer_ready(Computer *c) {
     Model *m = c->model;
     CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());    // the copy does not run on our stream
-    round_parameters(m, 0, m->list.floats, 0);
+    round_parameters(m, 0);
 }
 
 static void close_computer(Computer *c) {

@@ -61,7 +61,7 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
 static void subject_set(const float *params) {
     CUDA_CHECK(cudaMemcpy(subject->params, params, subject->list.floats * sizeof(float), cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
-    round_parameters(subject, 0, subject->list.floats, 0);
+    round_parameters(subject, 0);
 }
 
 static double from_device(const double *there) {
@@ -101,7 +101,7 @@ static double subject_step(const int32_t *inputs, const int32_t *targets, size_t
 
 static double subject_norm(void) {
     gradient_squares(subject->sums + SUM_SQUARES, subject->sums + SUM_PARTIALS, subject->grads, subject->segments,
-                     subject->segment_count, subject->segment_blocks, stream);
+                     subject->segment_count, subject->segment_blocks, false, stream);
     return sqrt(from_device(subject->sums + SUM_SQUARES));
 }
 

@@ -48,6 +48,7 @@ static bool aside;    // charge everything to PHASE_ASIDE
 static void phase(Phase next) {
     static Phase current = PHASE_OTHER;
     static double since;
+    process_progress();
     if (aside && next != PHASE_ASIDE) return;
     double t = now();
     if (since > 0) phase_seconds[current] += t - since;

@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -129,13 +130,19 @@ struct Model {
     bool forward_only;    // no backward pass: no memory for gradients and moments
     const float *p_n;     // if not NULL, replaces the learned p_n of the normalizer: (T) or longer
 
-    float *params, *grads;    // (list.floats); params are the master weights
-    bf16 *params_bf16;        // a rounded copy for the matmuls, with --dtype bf16
+    float *grads;         // (list.floats)
+    bf16 *params_bf16;    // (list.floats) a rounded copy for the matmuls, with --dtype bf16
+    // The parameters, with --dtype bf16 the master weights. Those of tensor i start at masters[i]: where they are in
+    // `list`, or with `sharded` where find_masters() puts them.
+    float *params;    // (master_floats)
+    size_t *masters, master_floats;
+    CollectivePart *vectors;    // (vector_count) with `sharded`: the vectors in params, and the ranks that update them
+    size_t vector_count;
+    bool sharded;    // ZeRO-1 in bf16: this rank has no master weights of matrices that other ranks update
     // With ZeRO-1, the parameters that other ranks have updated in a step arrive bucket by bucket. The last `arriving`
     // buckets are those that the stream has not waited for yet.
     cudaEvent_t *gathered;    // (bucket_count) a bucket is there
     size_t arriving;
-    int64_t updated;          // that step
     CollectivePart *parts;    // (list.count) each tensor with the alignment gap after it, and the rank that updates it
     // The state of the tensors that this rank owns, without gaps, in the order of their update rules. That of tensor i
     // starts at states[i].
@@ -226,8 +233,18 @@ static const bf16 *weight(const ModelOf<bf16> *m, size_t offset) {
     return m->params_bf16 + offset;
 }
 
+// A vector of weights, which kernels read in float32. `offset` is that of its tensor.
+static float *weight32(const Model *m, size_t offset) {
+    if (!m->sharded) return m->params + offset;
+    auto before = [](const CollectivePart &part, size_t at) { return part.from < at; };
+    return m->params + m->masters[std::lower_bound(m->parts, m->parts + m->list.count, offset, before) - m->parts];
+}
+
 static Scalars layer_scalars(const Model *m, size_t layer) {
-    Scalars scalars = scalars_of(&m->list, m->params, layer, &m->config->attn);
+    Scalars scalars = {{NULL}};
+    for (int x = 0; x < SCALAR_COUNT; x++)
+        if (normalizer_has(normalizer_of(m->config, layer), (Scalar)x))
+            scalars.of[x] = weight32(m, m->list.layers[layer].scalar[x]);
     if (scalars.of[SCALAR_P] && m->p_n) scalars.of[SCALAR_P] = m->p_n;
     return scalars;
 }
@@ -236,9 +253,14 @@ static ScalarGrads layer_scalar_grads(const Model *m, float *grads, size_t layer
     return scalar_grads_of(&m->list, grads, layer, &m->config->attn);
 }
 
-static GauGains gains_in(const Model *m, float *array, size_t layer) {
+static GauGains gains_of(const Model *m, size_t layer) {
     const LayerOffsets *at = &m->list.layers[layer];
-    return {array + at->q_gain, array + at->q_offset, array + at->k_gain, array + at->k_offset};
+    return {weight32(m, at->q_gain), weight32(m, at->q_offset), weight32(m, at->k_gain), weight32(m, at->k_offset)};
+}
+
+static GauGains gain_grads_in(const Model *m, float *grads, size_t layer) {
+    const LayerOffsets *at = &m->list.layers[layer];
+    return {grads + at->q_gain, grads + at->q_offset, grads + at->k_gain, grads + at->k_offset};
 }
 
 static float norm_eps(const Model *m) {
@@ -329,6 +351,35 @@ static void find_states(Model *m) {
     }
 }
 
+static bool is_matrix(const Model *m, size_t tensor) {
+    return m->list.tensors[tensor].ndim == 2;
+}
+
+// Does this rank have the tensor in m->params?
+static bool has_master(const Model *m, size_t tensor) {
+    return !m->sharded || !is_matrix(m, tensor) || owns(m, tensor);
+}
+
+// Lays out m->params. With ZeRO-1 in bf16, first come the vectors, which every rank needs in float32 and has at the
+// same places, then the matrices that this rank updates. Matmuls read matrices in bf16, so the others are only in
+// m->params_bf16.
+static void find_masters(Model *m) {
+    size_t count = m->list.count, floats = 0;
+    m->sharded = m->zero && m->in_bf16;
+    m->masters = (size_t *)calloc(count, sizeof *m->masters);
+    m->vectors = (CollectivePart *)calloc(count, sizeof *m->vectors);
+    if (!m->masters || !m->vectors) fail(EXIT_RESOURCE, "out of memory for the places of %zu tensors.", count);
+    for (int matrices = 0; matrices < 2; matrices++) {
+        for (size_t i = 0; i < count; i++) {
+            if (is_matrix(m, i) != matrices || !has_master(m, i)) continue;
+            m->masters[i] = m->sharded ? floats : m->parts[i].from;
+            if (!matrices) m->vectors[m->vector_count++] = {floats, m->parts[i].floats, m->parts[i].owner};
+            floats += m->parts[i].floats;
+        }
+    }
+    m->master_floats = floats;
+}
+
 // With --zero 1, each tensor has one owner; otherwise, each rank updates all tensors, as the owner of all.
 static void find_owners(Model *m) {
     size_t count = m->list.count;
@@ -340,6 +391,7 @@ static void find_owners(Model *m) {
     }
     if (m->zero) collective_assign_owners(m->parts, count, process.size);
     find_states(m);
+    find_masters(m);
 }
 
 static void plan_muon(Model *m) {
@@ -372,7 +424,7 @@ static size_t sums_bytes(const Model *m) {
 static void plan_parameters(Model *m) {
     size_t floats = m->list.floats;
     find_owners(m);
-    memory_add(&m->plan, "parameters", (void **)&m->params, floats * sizeof(float));
+    memory_add(&m->plan, "parameters", (void **)&m->params, m->master_floats * sizeof(float));
     if (m->in_bf16) memory_add(&m->plan, "parameters in bfloat16", (void **)&m->params_bf16, floats * sizeof(bf16));
     memory_add(&m->plan, SCRATCH, (void **)&m->sums, sums_bytes(m));
     if (m->forward_only) return;
@@ -560,7 +612,7 @@ static Projected<X> gradients_of(const Activations<X> &a) {
 static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
     const ModelConfig *c = m->config;
     const LayerOffsets *at = &m->list.layers[layer];
-    return {N, c->heads, c->kv_heads, head_size(c), norm_eps(m), m->params + at->q_norm, m->params + at->k_norm};
+    return {N, c->heads, c->kv_heads, head_size(c), norm_eps(m), weight32(m, at->q_norm), weight32(m, at->k_norm)};
 }
 
 static Rope rope_of(const Model *m, size_t layer, size_t B, size_t T) {
@@ -637,10 +689,10 @@ static void layer_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int count
     size_t G = gate_width(c);
     Activations<X> of = layer_of(m, l, m->from);
     phase(m, PHASE_NORM);
-    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    rmsnorm_forward(of.h1, of.r1, of.x, weight32(m, at->norm1), N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.joined, of.h1, weight(m, at->q), (const X *)NULL, {N, C, W}, m->stream);
-    if (c->qkv_bias) bias_forward(of.joined, m->params + at->q_bias, N, W, m->stream);
+    if (c->qkv_bias) bias_forward(of.joined, weight32(m, at->q_bias), N, W, m->stream);
     if (c->gate)
         matmul_forward(&m->matmul, of.att_gate, of.h1, weight(m, at->att_gate), (const X *)NULL, {N, C, G}, m->stream);
     phase(m, PHASE_NORM);
@@ -656,7 +708,7 @@ static void layer_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int count
     matmul_forward(&m->matmul, of.x_mid, c->gate ? of.gated : of.att, weight(m, at->o), of.x, {N, E, C}, m->stream);
 
     phase(m, PHASE_NORM);
-    rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
+    rmsnorm_forward(of.h2, of.r2, of.x_mid, weight32(m, at->norm2), N, C, norm_eps(m), m->stream);
     phase(m, PHASE_FEED_FORWARD);
     matmul_forward(&m->matmul, of.gate_up, of.h2, weight(m, at->gate), (const X *)NULL, {N, C, 2 * F}, m->stream);
     phase(m, PHASE_SWIGLU);
@@ -682,13 +734,13 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     phase(m, PHASE_SWIGLU);
     swiglu_backward(of.dgate_up, of.dact, of.gate_up, N, F, m->stream);
     phase(m, PHASE_NORM);
-    if (m->o->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, m->params + at->norm2, N, C, norm_eps(m), m->stream);
+    if (m->o->recompute) rmsnorm_forward(of.h2, of.r2, of.x_mid, weight32(m, at->norm2), N, C, norm_eps(m), m->stream);
     phase(m, PHASE_FEED_FORWARD);
     matmul_backward(&m->matmul, of.dh, grads + at->gate, of.dgate_up, of.h2, weight(m, at->gate), {N, C, 2 * F}, add,
                     m->stream);
     phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm2, add}, m->partials, of.dh,
-                        {of.x_mid, m->params + at->norm2, of.r2, N, C}, m->stream);
+                        {of.x_mid, weight32(m, at->norm2), of.r2, N, C}, m->stream);
 
     if (c->gate && m->o->recompute) {
         phase(m, PHASE_GATE);
@@ -708,7 +760,7 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     if (c->qk_norm)
         qk_norm_backward(of.djoined, {grads + at->q_norm, add}, {grads + at->k_norm, add}, m->partials, of.qk_inputs,
                          of.qk_inverse, qk_norm_of(m, l, N), m->stream);
-    if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, weight32(m, at->norm1), N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     if (c->qkv_bias) bias_backward({grads + at->q_bias, add}, m->partials, of.djoined, N, W, m->stream);
     matmul_backward(&m->matmul, of.dh, grads + at->q, of.djoined, of.h1, weight(m, at->q), {N, C, W}, add, m->stream);
@@ -720,7 +772,7 @@ static void layer_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add
     }
     phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, dh,
-                        {of.x, m->params + at->norm1, of.r1, N, C}, m->stream);
+                        {of.x, weight32(m, at->norm1), of.r1, N, C}, m->stream);
 }
 
 template <class X>
@@ -729,11 +781,11 @@ static void unit_forward(ModelOf<X> *m, size_t l, size_t B, size_t T, int counte
     size_t N = B * T - m->from, C = m->config->channels, E = m->config->ffn, W = joined_width(m->config);
     Activations<X> of = layer_of(m, l, m->from);
     phase(m, PHASE_NORM);
-    rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    rmsnorm_forward(of.h1, of.r1, of.x, weight32(m, at->norm1), N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     matmul_forward(&m->matmul, of.joined, of.h1, weight(m, at->u), (const X *)NULL, {N, C, W}, m->stream);
     phase(m, PHASE_ROPE);
-    gau_forward(projected_of(of), gains_in(m, m->params, l), rope_of(m, l, B, T), E, m->stream);
+    gau_forward(projected_of(of), gains_of(m, l), rope_of(m, l, B, T), E, m->stream);
     attention_layer_forward(m, layer_of(m, l, 0), l, B, T, counter);
     phase(m, PHASE_GATE);
     gau_gate_forward(of.act, of.joined, of.att, N, E, W, m->stream);
@@ -755,15 +807,15 @@ static void unit_backward(ModelOf<X> *m, size_t l, size_t B, size_t T, bool add)
     gau_gate_backward(of.datt, of.djoined, of.dact, of.joined, of.att, N, E, W, m->stream);
     attention_layer_backward(m, of, l, B, T);
     phase(m, PHASE_ROPE);
-    gau_backward(gradients_of(of), gains_in(m, grads, l), add, m->partials, projected_of(of), gains_in(m, m->params, l),
+    gau_backward(gradients_of(of), gain_grads_in(m, grads, l), add, m->partials, projected_of(of), gains_of(m, l),
                  rope_of(m, l, B, T), E, m->stream);
     phase(m, PHASE_NORM);
-    if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, m->params + at->norm1, N, C, norm_eps(m), m->stream);
+    if (m->o->recompute) rmsnorm_forward(of.h1, of.r1, of.x, weight32(m, at->norm1), N, C, norm_eps(m), m->stream);
     phase(m, PHASE_PROJECTIONS);
     matmul_backward(&m->matmul, of.dh, grads + at->u, of.djoined, of.h1, weight(m, at->u), {N, C, W}, add, m->stream);
     phase(m, PHASE_NORM);
     rmsnorm_backward<X>({of.dx, true}, {grads + at->norm1, add}, m->partials, of.dh,
-                        {of.x, m->params + at->norm1, of.r1, N, C}, m->stream);
+                        {of.x, weight32(m, at->norm1), of.r1, N, C}, m->stream);
 }
 
 template <class X>
@@ -789,7 +841,7 @@ static void model_final_norm(ModelOf<X> *m, size_t N) {
     Activations<X> of = layer_of(m, m->config->layers - 1, m->from);
     size_t C = m->config->channels;
     phase(m, PHASE_NORM);
-    rmsnorm_forward(of.h, of.r, of.x_next, m->params + m->list.norm, N - m->from, C, norm_eps(m), m->stream);
+    rmsnorm_forward(of.h, of.r, of.x_next, weight32(m, m->list.norm), N - m->from, C, norm_eps(m), m->stream);
     phase(m, PHASE_OTHER);
 }
 
@@ -838,12 +890,15 @@ static void cap_logits(const Model *m, float *logits) {
     for (size_t v = 0; v < m->config->vocab && c != 0; v++) logits[v] = c * tanhf(logits[v] / c);
 }
 
-// Refreshes the copy that the matmuls read, of the parameters from <= i < to, after anything but this rank's adamw()
+// Refreshes the copy that the matmuls read, of the parameters that this rank updates, after anything but the update
 // changed the master weights.
-static void round_parameters(const Model *m, size_t from, size_t to, int64_t step) {
-    if (m->in_bf16)
-        parameters_round(m->params_bf16, m->params, from, to, m->o->stochastic_rounding, (uint64_t)m->o->seed, step,
-                         m->stream);
+static void round_parameters(const Model *m, int64_t step) {
+    for (size_t i = 0; i < m->list.count && m->in_bf16; i++) {
+        const CollectivePart *part = &m->parts[i];
+        if (owns(m, i))
+            parameters_round(m->params_bf16, m->params + m->masters[i], part->from, part->from + part->floats,
+                             m->o->stochastic_rounding, (uint64_t)m->o->seed, step, m->stream);
+    }
 }
 
 // Makes the stream wait until the parameters of the first `buckets` buckets are there.
@@ -853,8 +908,7 @@ static void await_parameters(Model *m, size_t buckets) {
         phase(m, PHASE_REDUCE);
         CUDA_CHECK(cudaStreamWaitEvent(m->stream, m->gathered[i], 0));
         if (i + 1 == bucket_count(m)) collective_join(m->collective, m->stream);
-        phase(m, PHASE_UPDATE);
-        round_parameters(m, bucket_start(m, i), bucket_start(m, i + 1), m->updated);
+        phase(m, PHASE_OTHER);
     }
 }
 
@@ -874,7 +928,7 @@ static void final_norm_backward(ModelOf<X> *m, size_t N, bool add) {
     const Activations<X> *a = &m->activations;
     phase(m, PHASE_NORM);
     rmsnorm_backward<X>({a->dx, false}, {m->grads + m->list.norm, add}, m->partials, a->dh,
-                        {layer_of(m, layers - 1, 0).x_next, m->params + m->list.norm, a->r, N, C}, m->stream);
+                        {layer_of(m, layers - 1, 0).x_next, weight32(m, m->list.norm), a->r, N, C}, m->stream);
 }
 
 template <class X>
@@ -968,7 +1022,7 @@ static size_t add_segments(const Model *m, AdamSegment *table, size_t count, int
     for (size_t i = 0; i < m->list.count; i++) {
         const Tensor *t = &m->list.tensors[i];
         if (!updates(m, i, rule)) continue;
-        table[count++] = {t->offset, t->offset + t->elements, m->states[i], t->lr_scale, t->decay, 0};
+        table[count++] = {t->offset, t->offset + t->elements, m->masters[i], m->states[i], t->lr_scale, t->decay, 0};
     }
     return count;
 }
@@ -995,23 +1049,27 @@ static void gradients_end(Model *m, double clip) {
     collective_join(m->collective, m->stream);
     phase(m, PHASE_UPDATE);
     gradient_squares(m->sums + SUM_SQUARES, m->sums + SUM_PARTIALS, m->grads, m->segments, m->segment_count,
-                     m->segment_blocks, m->stream);
+                     m->segment_blocks, false, m->stream);
     collective_sum(m->collective, m->sums + SUM_STEP, m->zero ? 2 : 1, m->stream);    // with ZeRO also the squares
     collective_join(m->collective, m->stream);
     step_numbers(m->numbers, m->sums + SUM_STEP, m->sums + SUM_SQUARES, clip, m->stream);
 }
 
-// Starts to gather the parameters that other ranks have updated in this step, in the order in which the next forward
-// pass needs them.
-static void gather_parameters(Model *m, int64_t step) {
+// Starts to gather the parameters that other ranks have updated, in the order in which the next forward pass needs
+// them: all in the type in which matmuls read them, and the vectors in float32.
+static void gather_parameters(Model *m) {
+    const CollectivePart *vectors = m->vectors;
     for (size_t i = 0; i < bucket_count(m); i++) {
-        size_t count;
+        size_t count, vector_count = 0;
         const CollectivePart *parts = bucket_parts(m, i, &count);
-        collective_gather_parts(m->collective, m->params, parts, count, m->stream);
+        void *params = m->in_bf16 ? (void *)m->params_bf16 : m->params;
+        for (size_t j = 0; j < count && m->sharded; j++) vector_count += !is_matrix(m, (size_t)(parts - m->parts) + j);
+        collective_gather_parts(m->collective, params, m->in_bf16, parts, count, m->stream);
+        collective_gather_parts(m->collective, m->params, false, vectors, vector_count, m->stream);
         collective_record(m->collective, m->gathered[i]);
+        vectors += vector_count;
     }
     m->arriving = bucket_count(m);
-    m->updated = step;
 }
 
 static MuonMatrix muon_matrix(const Model *m, size_t tensor) {
@@ -1019,7 +1077,7 @@ static MuonMatrix muon_matrix(const Model *m, size_t tensor) {
     return {t->shape[0],
             t->shape[1],
             t->offset,
-            m->params + t->offset,
+            m->params + m->masters[tensor],
             m->in_bf16 ? m->params_bf16 + t->offset : NULL,
             m->state[STATE_MEAN] + m->states[tensor],
             m->grads + t->offset};
@@ -1047,7 +1105,7 @@ static void muon_update(Model *m, AdamW a) {
 static void model_update(Model *m, AdamW a) {
     static void (*const UPDATES[])(Model *m, AdamW a) = {UPDATE_RULES(UPDATE_FUNCTION)};
     for (auto update : UPDATES) update(m, a);
-    if (m->zero) gather_parameters(m, a.step);
+    if (m->zero) gather_parameters(m);
     phase(m, PHASE_OTHER);
 }
 
@@ -1055,10 +1113,11 @@ static void model_update(Model *m, AdamW a) {
 #ifndef WITHOUT_MAIN
 // 5. Training
 
-static Device start_device(Model *m, const TrainOptions *o) {
+static Device start_device(Model *m, const Run *run) {
+    const TrainOptions *o = &run->o;
     device_start();
     CUDA_CHECK(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
-    m->collective = collective_start(o->reduce_dtype == TRAIN_BF16);
+    m->collective = collective_start(o->reduce_dtype == TRAIN_BF16, run->heartbeat ? 0 : (double)o->progress_timeout);
     m->timers.on = o->profile;
     Device device = device_read();
     if (o->matmuls) matmul_file_open(&m->matmul_file, o->matmuls, device.name, MATMUL_WORKSPACE, !o->deterministic);
@@ -1170,53 +1229,88 @@ static double peak_of(const Model *m, const Device *device) {
 
 // ---- parameters between host and device
 
-// Copies the optimizer's state of the tensors that this rank owns: host arrays hold that of all tensors, device arrays
-// only theirs.
-static void copy_state(const Model *m, bool to_host) {
-    for (size_t i = 0; i < m->list.count; i++) {
-        const CollectivePart part = m->parts[i];
-        if (!owns(m, i)) continue;
-        for (size_t s = 0; s < STATE_ARRAYS; s++) {
-            if (!update_state[m->list.tensors[i].update][s]) continue;
-            float *host = m->host.state[s] + part.from, *device = m->state[s] + m->states[i];
-            CUDA_CHECK(cudaMemcpy(to_host ? host : device, to_host ? device : host, part.floats * sizeof(float),
-                                  cudaMemcpyDefault));
-        }
+// An array that a tensor has on this rank's device, or NULL: its parameters, or one of its states, which only its owner
+// has. `array` as in WeightsPiece.
+static float *device_array(const Model *m, size_t tensor, size_t array) {
+    if (array == WEIGHTS_PARAMS) return has_master(m, tensor) ? m->params + m->masters[tensor] : NULL;
+    bool kept = owns(m, tensor) && update_state[m->list.tensors[tensor].update][array];
+    return kept ? m->state[array] + m->states[tensor] : NULL;
+}
+
+// Copies all arrays of a tensor that are on this rank's device, from or to the host, whose arrays hold all tensors.
+static void copy_tensor(const Model *m, size_t tensor, bool to_host) {
+    for (size_t array = 0; array <= WEIGHTS_PARAMS; array++) {
+        float *host = weights_array(&m->host, array) + m->parts[tensor].from, *device = device_array(m, tensor, array);
+        if (device)
+            CUDA_CHECK(cudaMemcpy(to_host ? host : device, to_host ? device : host,
+                                  m->parts[tensor].floats * sizeof(float), cudaMemcpyDefault));
     }
 }
 
 // Copies parameters and moments to the device. They must be identical on every rank and be those after step `step`.
 static void upload(Model *m, int64_t step) {
-    graphs_drop(&m->graphs);    // another normalizer may follow
-    CUDA_CHECK(cudaMemcpy(m->params, m->host.params, m->list.floats * sizeof(float), cudaMemcpyHostToDevice));
-    copy_state(m, false);
+    for (size_t i = 0; i < m->list.count; i++) copy_tensor(m, i, false);
     upload_segments(m);
     CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
-    round_parameters(m, 0, m->list.floats, step);
+    round_parameters(m, step);
+    if (!m->sharded) return;
+    gather_parameters(m);
+    await_parameters(m, bucket_count(m));
 }
 
-// Copies parameters and moments to the host of rank 0. Collective.   everywhere: to those of the other ranks as well,
-// which --zero 1 always does
-static void download(Model *m, bool everywhere) {
-    size_t bytes = m->list.floats * sizeof(float);
+// Copies the learned scalars, and of their moments those that this rank has.
+static void copy_scalars(Model *m, bool to_host) {
     collective_synchronize(m->collective, m->stream);
-    if (!everywhere && !m->zero && process.rank > 0) return;
-    CUDA_CHECK(cudaMemcpy(m->host.params, m->params, bytes, cudaMemcpyDeviceToHost));
-    for (size_t s = 0; m->zero && s < STATE_ARRAYS; s++) memset(m->host.state[s], 0, bytes);
-    copy_state(m, true);
-    for (size_t s = 0; m->zero && s < STATE_ARRAYS; s++)    // each number belongs to one rank; the others add 0
-        process_sum_float(m->host.state[s], m->list.floats);
+    for (size_t i = 0; i < m->list.count; i++)
+        if (m->list.tensors[i].scalar != SCALAR_NONE) copy_tensor(m, i, to_host);
 }
 
-// Copies only the learned scalars to the host.
-static void download_scalars(Model *m) {
-    collective_synchronize(m->collective, m->stream);
+// Copies the scalars of another normalizer to the device.
+static void upload_scalars(Model *m) {
+    graphs_drop(&m->graphs);
+    copy_scalars(m, false);
+    upload_segments(m);
+    CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
+}
+
+// Brings a piece of a tensor from the rank that has it to the host of rank 0. Collective.
+static void bring(const Model *m, const WeightsPiece *piece) {
+    const float *device = device_array(m, piece->tensor, piece->array);
+    bool divided = piece->array == WEIGHTS_PARAMS ? m->sharded : m->zero;
+    int from = divided ? m->parts[piece->tensor].owner : 0;
+    size_t bytes = piece->floats * sizeof(float);
+    if (process.rank == from) CUDA_CHECK(cudaMemcpy(piece->data, device + piece->from, bytes, cudaMemcpyDeviceToHost));
+    process_bring(piece->data, bytes, from);
+}
+
+// A hash of what every rank has, each on its device: the weights as matmuls read them, the vectors, and unless they are
+// sharded the master weights. Overwrites parameters on the host.
+static uint64_t hash_common(const Model *m) {
+    XXH3_state_t *state = XXH3_createState();
+    if (!state) fail(EXIT_RESOURCE, "out of memory for a hash.");
+    XXH3_64bits_reset(state);
+    auto add = [&](const CollectivePart &part, const void *device, size_t element) {
+        void *host = m->host.params + part.from;
+        CUDA_CHECK(cudaMemcpy(host, device, part.floats * element, cudaMemcpyDeviceToHost));
+        XXH3_64bits_update(state, host, part.floats * element);
+    };
     for (size_t i = 0; i < m->list.count; i++) {
-        const Tensor *t = &m->list.tensors[i];
-        if (t->scalar == SCALAR_NONE) continue;
-        CUDA_CHECK(cudaMemcpy(m->host.params + t->offset, m->params + t->offset, t->elements * sizeof(float),
-                              cudaMemcpyDeviceToHost));
+        const CollectivePart &part = m->parts[i];
+        if (!m->sharded || !is_matrix(m, i)) add(part, m->params + m->masters[i], sizeof(float));
+        if (m->in_bf16 && is_matrix(m, i)) add(part, m->params_bf16 + part.from, sizeof(bf16));
     }
+    uint64_t hash = XXH3_64bits_digest(state);
+    XXH3_freeState(state);
+    return hash;
+}
+
+static void save(Run *run, Model *m) {
+    Save save;
+    collective_synchronize(m->collective, m->stream);
+    if (process.size > 1) run_compare(run, hash_common(m));
+    run_save_start(run, &save);
+    while (run_save_piece(run, &save)) bring(m, &save.piece);
+    run_save_end(run, &save);
 }
 
 // ---- a step
@@ -1396,14 +1490,14 @@ static bool validate(Run *run, ModelOf<X> *m, double *loss) {
 template <class X>
 static void change_normalizer(Run *run, ModelOf<X> *m, Change *change) {
     if (run->val && !validate(run, m, &change->before)) return;
-    download(m, true);
+    copy_scalars(m, true);
     run_change_apply(run, change);
-    upload(m, run->step);
+    upload_scalars(m);
     if (!run->val || validate(run, m, &change->after)) {
         run_change_finish(run, change);
     } else {
         run_change_undo(run, change);
-        upload(m, run->step);
+        upload_scalars(m);
     }
 }
 
@@ -1451,7 +1545,7 @@ static void measure_norms(Run *run, Model *m) {
     run_norms_start(run);
     for (int kind = 0; kind < NORMS_KINDS; kind++) {
         gradient_squares(m->sums + SUM_SQUARES, partials, kind == NORMS_OF_GRADIENT ? m->grads : m->params, m->segments,
-                         m->segment_count, m->segment_blocks, m->stream);
+                         m->segment_count, m->segment_blocks, kind == NORMS_OF_WEIGHTS, m->stream);
         collective_synchronize(m->collective, m->stream);
         CUDA_CHECK(cudaMemcpy(m->host_sums, partials, m->segment_blocks * sizeof(double), cudaMemcpyDeviceToHost));
         const double *blocks = m->host_sums;
@@ -1491,6 +1585,8 @@ static int end(Run *run, Model *m) {
     CUDA_CHECK(cudaStreamDestroy(m->stream));
     free(m->gathered);
     free(m->states);
+    free(m->masters);
+    free(m->vectors);
     free(m->parts);
     tensors_free(&m->list);
     return code;
@@ -1507,7 +1603,7 @@ static int train(Run *run) {
 
     // Plan and check the memory. Nothing is written yet.
     m->config = run->config;
-    Device device = start_device(m, o);
+    Device device = start_device(m, run);
     plan_training(m, run);
     describe_matmuls(matmuls, sizeof matmuls, &device, &m->matmul_file, o);
     run_plan(run, &m->host_plan, matmuls, &m->plan, device_memory().free);
@@ -1538,26 +1634,20 @@ static int train(Run *run) {
 
         pause_step(run, m);
         if (run_validation_due(run) && validate(run, m, &loss)) run_validated(run, loss);
-        if (run_reports_scalars(run)) download_scalars(m);
+        if (run_reports_scalars(run)) copy_scalars(m, true);
         unpause_step(run, m);
         if (run->stopped) break;
         report(run, m, m->timers.mark_count);
 
         pause_step(run, m);
         if (run_sample_due(run)) draw_sample(run, m);
-        if (run_finish_step(run)) {
-            download(m, false);
-            run_save(run);
-        }
+        if (run_finish_step(run)) save(run, m);
         unpause_step(run, m);
         change_normalizers(run, m);
     }
 
     finish_late(run, m);    // after a stop
-    if (run_save_due_at_end(run)) {
-        download(m, false);
-        run_save(run);
-    }
+    if (run_save_due_at_end(run)) save(run, m);
     if (run_validation_due_at_end(run) && validate(run, m, &loss)) run_validated_at_end(run, loss);
     phase_collect(&m->timers, m->timers.mark_count);
     if (o->profile && run->step > run->first_step)

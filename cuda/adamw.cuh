@@ -6,17 +6,18 @@
 // If numbers.finite is 0, nothing changes. The numbers are on the device, so the host need not wait for the gradient's
 // norm before it launches the update.
 //
-// params, grads: flat float arrays (with bf16, params are the master weights). mean, square: float; each range's
-// moments start at its `state`, which equals its `from` if this rank has all moments. With ZeRO-1, a rank has only the
-// moments of the tensors that it owns, one after the other. rounded: a bf16 copy of params, or NULL. It is rounded to
+// grads: a flat float array. params (with bf16, the master weights), mean, square: float; each range's parameters start
+// at its `param` and its moments at its `state`, which equal its `from` if this rank has them all. With ZeRO-1, a rank
+// has only those of the tensors that it owns, one after the other. rounded: a flat bf16 copy of params, or NULL. It is
+// rounded to
 // nearest or stochastically: up with a probability equal to the fraction that is cut off, so that the expected value is
-// exact. The 16 random bits of element i of params are half-word i mod 8 of Philox4x32-10 (runtime/philox.h) at
+// exact. The 16 random bits of element i of `rounded` are half-word i mod 8 of Philox4x32-10 (runtime/philox.h) at
 // (seed, step, i div 8), so they depend neither on the grid nor on which rank owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
 // Each block handles at most SEGMENT_PART elements of one range, which it finds by bisection in the table (7 steps for
-// the 110 ranges of 124M). Ranges whose `from` and `state` are multiples of 8, as all of tensors_of()'s are, use
-// 16-byte accesses; others go element by element.
+// the 110 ranges of 124M). Ranges whose `from`, `param` and `state` are multiples of 8, as all of tensors_of()'s
+// are, use 16-byte accesses; others go element by element.
 //
 // Memory traffic for 124M parameters: params, mean and square are read and written, grads read, and the bf16 copy
 // written: 30 bytes per parameter, 3.71 GB, 1.11 ms at 3.35 TB/s.
@@ -33,8 +34,9 @@ enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
 
 // A range of elements, from <= i < to, of the flat arrays. segments_ready() sets `block`.
 typedef struct {
-    size_t from, to;    // of params and grads
-    size_t state;       // the position of element `from` in mean and square
+    size_t from, to;    // of grads and rounded
+    size_t param;       // the position of element `from` in params
+    size_t state;       // and in mean and square
     double lr_scale;    // of the learning rate
     bool decay;
     unsigned block;    // the first block of this range
@@ -54,7 +56,7 @@ static inline size_t segments_ready(AdamSegment *segments, size_t count) {
 
 // The elements that one block updates.
 typedef struct {
-    size_t from, to, state;
+    size_t from, to, param, state;
     double lr_scale;
     bool decay;
 } SegmentPart;
@@ -69,8 +71,8 @@ DEVICE SegmentPart segment_part(const AdamSegment *segments, size_t count) {
     }
     AdamSegment s = segments[low];
     size_t skipped = (size_t)(blockIdx.x - s.block) * SEGMENT_PART, from = s.from + skipped;
-    SegmentPart part = {from, s.to - from > SEGMENT_PART ? from + SEGMENT_PART : s.to, s.state + skipped, s.lr_scale,
-                        s.decay};
+    size_t to = s.to - from > SEGMENT_PART ? from + SEGMENT_PART : s.to;
+    SegmentPart part = {from, to, s.param + skipped, s.state + skipped, s.lr_scale, s.decay};
     return part;
 }
 
@@ -141,11 +143,12 @@ DEVICE void store_rounded(bf16 *rounded, float x[W], size_t i, uint64_t seed, ui
     store_vector<W>(rounded + i, x);
 }
 
-// Updates W elements, starting at element i of the flat arrays and element s of the moments.
+// Updates W elements, starting at element i of the flat arrays, `at` of the parameters, and s of the moments.
 template <int W, bool STOCHASTIC>
-DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float scale, float rate, float keep) {
+DEVICE void adamw_update(AdamArrays x, size_t i, size_t at, size_t s, AdamRates a, float scale, float rate,
+                         float keep) {
     float p[W], m[W], v[W], g[W];
-    load_vector<W, READ_LAST>(p, x.params + i);
+    load_vector<W, READ_LAST>(p, x.params + at);
     load_vector<W, READ_LAST>(m, x.mean + s);
     load_vector<W, READ_LAST>(v, x.square + s);
     load_vector<W, READ_LAST>(g, x.grads + i);
@@ -155,7 +158,7 @@ DEVICE void adamw_update(AdamArrays x, size_t i, size_t s, AdamRates a, float sc
         v[j] = a.b2 * v[j] + a.one_b2 * d * d;
         p[j] = keep * p[j] - rate * m[j] / (sqrtf(v[j] * a.square_scale) + a.eps);
     }
-    store_vector<W>(x.params + i, p);
+    store_vector<W>(x.params + at, p);
     store_vector<W>(x.mean + s, m);
     store_vector<W>(x.square + s, v);
     if (x.rounded) store_rounded<W, STOCHASTIC>(x.rounded, p, i, a.seed, a.step);
@@ -167,32 +170,32 @@ KERNEL void adamw_kernel(AdamArrays x, const AdamSegment *segments, size_t count
     SegmentPart part = segment_part(segments, count);
     float scale = x.numbers->scale, rate = (float)(part.lr_scale * a.rate);
     float keep = part.decay ? (float)(1 - part.lr_scale * a.decay) : 1.0f;
-    bool vectors = part.from % ADAMW_WIDTH == 0 && part.state % ADAMW_WIDTH == 0;
+    bool vectors = (part.from | part.param | part.state) % ADAMW_WIDTH == 0;
     if (!x.numbers->finite) return;
     for (size_t i = part.from + threadIdx.x * ADAMW_WIDTH; i < part.to; i += SEGMENT_THREADS * ADAMW_WIDTH) {
-        size_t s = part.state + (i - part.from);
+        size_t at = part.param + (i - part.from), s = part.state + (i - part.from);
         if (vectors && i + ADAMW_WIDTH <= part.to) {
-            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, s, a, scale, rate, keep);
+            adamw_update<ADAMW_WIDTH, STOCHASTIC>(x, i, at, s, a, scale, rate, keep);
         } else {
             for (size_t j = 0; j < ADAMW_WIDTH && i + j < part.to; j++)
-                adamw_update<1, STOCHASTIC>(x, i + j, s + j, a, scale, rate, keep);
+                adamw_update<1, STOCHASTIC>(x, i + j, at + j, s + j, a, scale, rate, keep);
         }
     }
 }
 
 // Recreates the bf16 copy of the parameters from <= i < to exactly as the update of this step left it: before the first
-// step, after loading, and for parameters that other ranks updated. `from` is a multiple of ADAMW_WIDTH.
+// step, and after loading. params[0] is element `from`, which is a multiple of ADAMW_WIDTH.
 // registers: at most 40 (round_kernel)
 template <bool STOCHASTIC>
 KERNEL void round_kernel(bf16 *rounded, const float *params, size_t from, size_t to, uint64_t seed, uint64_t step) {
     size_t i = from + ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * ADAMW_WIDTH;
     float x[ADAMW_WIDTH];
     if (i + ADAMW_WIDTH <= to) {
-        load_vector<ADAMW_WIDTH>(x, params + i);
+        load_vector<ADAMW_WIDTH>(x, params + (i - from));
         store_rounded<ADAMW_WIDTH, STOCHASTIC>(rounded, x, i, seed, step);
     } else {
         for (; i < to; i++) {
-            x[0] = params[i];
+            x[0] = params[i - from];
             store_rounded<1, STOCHASTIC>(rounded, x, i, seed, step);
         }
     }
@@ -209,7 +212,7 @@ static inline void adamw(AdamArrays x, const AdamSegment *segments, size_t count
            stream, x, segments, count, adam_rates(a, seed));
 }
 
-//   rounded[from..to-1] written   params   step: that of the last update
+//   rounded[from..to-1] written   params (to - from)   step: that of the last update
 static inline void parameters_round(bf16 *rounded, const float *params, size_t from, size_t to, bool stochastic,
                                     uint64_t seed, int64_t step, cudaStream_t stream) {
     size_t part = (size_t)SEGMENT_THREADS * ADAMW_WIDTH;

@@ -53,10 +53,6 @@ void collective_assign_owners(CollectivePart *parts, size_t count, int ranks) {
 #ifdef USE_NCCL
 #include <nccl.h>
 
-#ifndef COLLECTIVE_PATIENCE    // a test defines less
-#define COLLECTIVE_PATIENCE 600    // seconds to wait for ranks that seem to be alive
-#endif
-
 typedef struct {
     int pid;    // 0 if it is on another machine or invisible from here
     unsigned long long started;
@@ -74,9 +70,10 @@ struct Collective {
     size_t current;                    // of joins: that of the last operation
     bool joined;                       // is it joined already?
     bool in_bf16;
-    bf16 *wire;      // the scratch memory: gradients as bf16
-    Peer *peers;     // by rank
-    double since;    // when this rank started to wait for the others
+    bf16 *wire;         // the scratch memory: gradients as bf16
+    Peer *peers;        // by rank
+    double since;       // when this rank started to wait for the others
+    double patience;    // see collective.h
 };
 
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
@@ -171,9 +168,11 @@ static void watch(Collective *c, double t) {
         snprintf(text, sizeof text, "NCCL lost another rank: %s.", ncclGetErrorString(error));
         end_run(text);
     }
-    if (!waits_for_others(c)) c->since = t;
-    if (t - c->since > COLLECTIVE_PATIENCE) {
-        snprintf(text, sizeof text, "timed out after %d s waiting for the other ranks.", COLLECTIVE_PATIENCE);
+    bool waits = waits_for_others(c);
+    process_waits(waits ? "NCCL" : NULL);
+    if (!waits) c->since = t;
+    if (c->patience > 0 && t - c->since > c->patience) {
+        snprintf(text, sizeof text, "timed out after %.0f s waiting for the other ranks.", c->patience);
         end_run(text);
     }
 }
@@ -187,7 +186,7 @@ const char *collective_prepare(void) {
     return NULL;
 }
 
-Collective *collective_start(bool in_bf16) {
+Collective *collective_start(bool in_bf16, double patience) {
     ncclUniqueId id;
     int least, greatest;
     if (process.size == 1) return NULL;
@@ -204,6 +203,7 @@ Collective *collective_start(bool in_bf16) {
         CUDA_CHECK(cudaEventCreateWithFlags(&join.done, cudaEventDisableTiming));
     }
     c->in_bf16 = in_bf16;
+    c->patience = patience;
     meet(c);
     return c;
 }
@@ -322,15 +322,17 @@ void collective_reduce_parts(Collective *c, float *x, const CollectivePart *part
     finish(c);
 }
 
-void collective_gather_parts(Collective *c, float *x, const CollectivePart *parts, size_t count, cudaStream_t stream) {
+void collective_gather_parts(Collective *c, void *x, bool in_bf16, const CollectivePart *parts, size_t count,
+                             cudaStream_t stream) {
     if (!c || count == 0) return;
-    size_t next;
+    size_t next, element = in_bf16 ? sizeof(bf16) : sizeof(float);
     begin(c, stream);
     NCCL_CHECK(ncclGroupStart());
     for (size_t i = 0; i < count; i = next) {
         CollectivePart run = run_of_parts(parts, count, i, &next);
-        float *at = x + run.from;
-        NCCL_CHECK(ncclBroadcast(at, at, run.floats, ncclFloat32, run.owner, c->comm, c->stream));
+        void *at = (char *)x + run.from * element;
+        NCCL_CHECK(
+            ncclBroadcast(at, at, run.floats, in_bf16 ? ncclBfloat16 : ncclFloat32, run.owner, c->comm, c->stream));
     }
     NCCL_CHECK(ncclGroupEnd());
     finish(c);
@@ -353,7 +355,7 @@ static void wait_until(Collective *c, Query query) {
     c->since = watched;
     for (;;) {
         cudaError_t state = query();
-        if (state == cudaSuccess) return;
+        if (state == cudaSuccess) break;
         if (state != cudaErrorNotReady) CUDA_CHECK(state);
         double t = now();
         if (t - watched > 1) {
@@ -362,6 +364,7 @@ static void wait_until(Collective *c, Query query) {
         }
         usleep(20);
     }
+    process_waits(NULL);
 }
 
 void collective_synchronize(Collective *c, cudaStream_t stream) {
@@ -380,8 +383,8 @@ const char *collective_prepare(void) {
     return "NCCL (scripts/setup_cuda.sh)";
 }
 
-Collective *collective_start(bool in_bf16) {
-    (void)in_bf16;
+Collective *collective_start(bool in_bf16, double patience) {
+    (void)in_bf16, (void)patience;
     return NULL;
 }
 
@@ -393,7 +396,7 @@ void collective_use(Collective *, void *) {}
 void collective_all_reduce(Collective *, float *, size_t, cudaStream_t) {}
 void collective_sum(Collective *, double *, size_t, cudaStream_t) {}
 void collective_reduce_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
-void collective_gather_parts(Collective *, float *, const CollectivePart *, size_t, cudaStream_t) {}
+void collective_gather_parts(Collective *, void *, bool, const CollectivePart *, size_t, cudaStream_t) {}
 void collective_record(Collective *, cudaEvent_t) {}
 void collective_join(Collective *, cudaStream_t) {}
 void collective_synchronize(Collective *, cudaStream_t stream) {

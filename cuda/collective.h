@@ -7,9 +7,9 @@
 //
 // While a rank waits here, it watches the others. If a rank on the same machine dies, the run ends within two seconds;
 // if one on another machine dies, it ends once NCCL notices the lost connection. Both end with a message, unless a
-// launcher that kills all ranks when one fails is faster. Ranks and machines that fall silent without dying are the
-// business of runtime/heartbeat.h. Ranks that are alive but never reach the same operation time out after
-// COLLECTIVE_PATIENCE. Tests: dev/tests/test_collective.cu.
+// launcher that kills all ranks when one fails is faster. Ranks and machines that fall silent without dying, or whose
+// main thread hangs, are the business of runtime/heartbeat.h. Without a heartbeat, ranks that never reach the same
+// operation time out after `patience` seconds. Tests: dev/tests/test_collective.cu.
 #ifndef CUDA_COLLECTIVE_H
 #define CUDA_COLLECTIVE_H
 
@@ -25,8 +25,8 @@ enum { COLLECTIVE_JOINS = 8 };    // see collective_wait()
 const char *collective_prepare(void);
 
 // Collective; call it after process_start() and after selecting a device. Returns NULL with a single rank. With
-// `in_bf16`, gradients are transferred and summed as bf16.
-Collective *collective_start(bool in_bf16);
+// `in_bf16`, gradients are transferred and summed as bf16. patience: 0 waits forever.
+Collective *collective_start(bool in_bf16, double patience);
 void collective_end(Collective *collective);
 
 // The floats x[from] to x[from + floats - 1] of an array.
@@ -60,8 +60,8 @@ void collective_sum(Collective *collective, double *x, size_t n, cudaStream_t st
 void collective_reduce_parts(Collective *collective, float *x, const CollectivePart *parts, size_t count,
                              cudaStream_t stream);
 
-// All parts of x = what their owners have there, transferred as float32. `parts` as above.
-void collective_gather_parts(Collective *collective, float *x, const CollectivePart *parts, size_t count,
+// All parts of x, which is bf16 or float, = what their owners have there. `parts` as above.
+void collective_gather_parts(Collective *collective, void *x, bool in_bf16, const CollectivePart *parts, size_t count,
                              cudaStream_t stream);
 
 // Records `event` when the operations so far are done. Later work in a stream that waits for it may use their results.

@@ -21,18 +21,20 @@
 enum { NORM_THREADS = 1024 };
 
 // registers: at most 32 (squares_kernel, sum_kernel)
-// partials[block] = the block's sum
+// partials[block] = the block's sum   of_params: x is laid out as the parameters rather than as the gradients
 template <int THREADS>
-KERNEL void squares_kernel(double *partials, const float *grads, const AdamSegment *segments, size_t count) {
+KERNEL void squares_kernel(double *partials, const float *x, const AdamSegment *segments, size_t count,
+                           bool of_params) {
     SegmentPart part = segment_part(segments, count);
     double sum = 0;
-    for (size_t i = part.from + threadIdx.x * 4; i < part.to; i += THREADS * 4) {
-        if (part.from % 4 == 0 && i + 4 <= part.to) {
+    size_t from = of_params ? part.param : part.from, to = from + (part.to - part.from);
+    for (size_t i = from + threadIdx.x * 4; i < to; i += THREADS * 4) {
+        if (from % 4 == 0 && i + 4 <= to) {
             float g[4];
-            load_vector<4>(g, grads + i);
+            load_vector<4>(g, x + i);
             for (int j = 0; j < 4; j++) sum += (double)g[j] * g[j];
         } else {
-            for (size_t j = i; j < i + 4 && j < part.to; j++) sum += (double)grads[j] * grads[j];
+            for (size_t j = i; j < i + 4 && j < to; j++) sum += (double)x[j] * x[j];
         }
     }
     sum = block_sum_double<THREADS>(sum);
@@ -55,12 +57,12 @@ static KERNEL void step_numbers_kernel(StepNumbers *out, const double *loss, con
 
 // ---- launchers
 
-//   out (1) written: the sum of squares   partials (blocks) scratch   segments, blocks: as for adamw()
-static inline void gradient_squares(double *out, double *partials, const float *grads, const AdamSegment *segments,
-                                    size_t count, size_t blocks, cudaStream_t stream) {
+//   out (1) written: the sum of squares of x   partials (blocks) scratch   segments, blocks: as for adamw()
+static inline void gradient_squares(double *out, double *partials, const float *x, const AdamSegment *segments,
+                                    size_t count, size_t blocks, bool of_params, cudaStream_t stream) {
     if (blocks)
-        launch(squares_kernel<SEGMENT_THREADS>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, partials,
-               grads, segments, count);
+        launch(squares_kernel<SEGMENT_THREADS>, dim3((unsigned)blocks), dim3(SEGMENT_THREADS), 0, stream, partials, x,
+               segments, count, of_params);
     launch(sum_kernel<NORM_THREADS>, dim3(1), dim3(NORM_THREADS), 0, stream, out, partials, blocks);
 }
 

@@ -205,38 +205,79 @@ bool weights_load_optimizer(const Weights *w, const char *folder, Error *error) 
     return done;
 }
 
-bool weights_save(const Weights *w, int folder, const char *path, FileHash *hash, Error *error) {
+float *weights_array(const Weights *w, size_t array) {
+    return array == WEIGHTS_PARAMS ? w->params : w->state[array];
+}
+
+// Do the files contain this array of the tensor?
+static bool is_saved(const Weights *w, const Tensor *t, size_t array) {
+    return tensor_exists(t, &w->config->attn) && (array == WEIGHTS_PARAMS || update_state[t->update][array]);
+}
+
+bool weights_next_piece(const Weights *w, WeightsPiece *p) {
+    p->from += p->floats;
+    for (; p->tensor < w->list->count; p->tensor++, p->array = 0) {
+        const Tensor *t = &w->list->tensors[p->tensor];
+        for (; p->array <= WEIGHTS_PARAMS; p->array++, p->from = 0) {
+            if (!is_saved(w, t, p->array) || p->from == t->elements) continue;
+            size_t left = t->elements - p->from;
+            p->floats = left < WEIGHTS_PIECE ? left : WEIGHTS_PIECE;
+            p->data = weights_array(w, p->array) + t->offset + p->from;
+            return true;
+        }
+    }
+    return false;
+}
+
+static const char *const FORMAT[] = {"format", "pt", NULL};
+
+static DType model_dtype(const Weights *w) {
+    return w->bf16 ? DTYPE_BF16 : DTYPE_F32;
+}
+
+SafetensorsWriter *weights_create_model(const Weights *w, int folder, const char *path, FileHash *hash, Error *error) {
     TensorRow *rows = malloc(w->list->count * sizeof *rows);
-    if (!rows) return error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
+    if (!rows) fail(EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
     size_t count = 0;
     for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
-        if (!tensor_exists(t, &w->config->attn)) continue;
-        rows[count++] = (TensorRow){
-            t->name, w->bf16 ? DTYPE_BF16 : DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, w->params + t->offset};
+        if (tensor_exists(t, &w->config->attn))
+            rows[count++] = (TensorRow){t->name, model_dtype(w), t->ndim, {t->shape[0], t->shape[1]}, NULL};
     }
-    bool done = safetensors_write(folder, path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error);
+    SafetensorsWriter *writer = safetensors_create(folder, path, rows, count, FORMAT, hash, error);
     free(rows);
-    return done;
+    return writer;
 }
 
-bool weights_save_optimizer(const Weights *w, int folder, const char *path, FileHash *hash, Error *error) {
+SafetensorsWriter *weights_create_optimizer(const Weights *w, int folder, const char *path, FileHash *hash,
+                                            Error *error) {
     OptimizerPart parts[OPTIMIZER_PARTS];
     size_t most = w->list->count * OPTIMIZER_PARTS, count = 0;
     TensorRow *rows = malloc(most * sizeof *rows);
     char (*names)[128] = malloc(most * sizeof *names);
-    bool done = rows && names;
-    for (size_t i = 0; done && i < w->list->count; i++) {
+    if (!rows || !names) fail(EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
+    for (size_t i = 0; i < w->list->count; i++) {
         const Tensor *t = &w->list->tensors[i];
         size_t of_tensor = optimizer_parts(parts, w, t);
         for (size_t p = 0; p < of_tensor; p++, count++) {
             snprintf(names[count], sizeof names[count], "%s.%s", t->name, parts[p].suffix);
-            rows[count] = (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, parts[p].data};
+            rows[count] = (TensorRow){names[count], DTYPE_F32, t->ndim, {t->shape[0], t->shape[1]}, NULL};
         }
     }
-    done = done ? safetensors_write(folder, path, rows, count, (const char *const[]){"format", "pt", NULL}, hash, error)
-                : error_set(error, EXIT_RESOURCE, "%s: out of memory for its list of tensors.", path);
+    SafetensorsWriter *writer = safetensors_create(folder, path, rows, count, FORMAT, hash, error);
     free(rows);
     free(names);
+    return writer;
+}
+
+bool weights_write_piece(const WeightsFiles *files, const Weights *w, const WeightsPiece *p, Error *error) {
+    bool params = p->array == WEIGHTS_PARAMS, in_optimizer = !params || w->bf16;
+    return (!params || safetensors_append(files->model, model_dtype(w), p->data, p->floats, error)) &&
+           (!in_optimizer || safetensors_append(files->optimizer, DTYPE_F32, p->data, p->floats, error));
+}
+
+bool weights_close(const WeightsFiles *files, bool done, Error *error) {
+    if (files->model) done = safetensors_finish(files->model, done, error);
+    if (files->optimizer) done = safetensors_finish(files->optimizer, done, error);
     return done;
 }

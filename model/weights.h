@@ -4,6 +4,7 @@
 
 #include "model/model.h"
 #include "runtime/file.h"
+#include "runtime/safetensors.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -49,9 +50,46 @@ bool weights_load(const Weights *weights, const char *folder, const AttentionLis
 // Reads the optimizer's state, and with bf16 the master weights, from a folder with optimizer.safetensors.
 bool weights_load_optimizer(const Weights *weights, const char *folder, Error *error);
 
-// Write model.safetensors and optimizer.safetensors to these paths, and return their hashes.
-bool weights_save(const Weights *weights, int folder, const char *path, FileHash *hash, Error *error);
-bool weights_save_optimizer(const Weights *weights, int folder, const char *path, FileHash *hash, Error *error);
+// ---- writing model.safetensors and optimizer.safetensors, piece by piece: with ZeRO-1 other ranks have parts of the
+// arrays
+//
+//     WeightsPiece piece = {0};
+//     WeightsFiles files = {weights_create_model(...), weights_create_optimizer(...)};
+//     while (ok && weights_next_piece(&weights, &piece))
+//         bring its numbers to piece.data; ok = weights_write_piece(&files, &weights, &piece, &error);
+//     ok = weights_close(&files, ok, &error);
+
+enum { WEIGHTS_PARAMS = STATE_ARRAYS };
+
+// state[array] or, for WEIGHTS_PARAMS, params
+float *weights_array(const Weights *weights, size_t array);
+
+// Up to WEIGHTS_PIECE consecutive numbers of a tensor in one of the arrays.
+enum { WEIGHTS_PIECE = 4 << 20 };
+typedef struct {
+    size_t tensor, array;    // see weights_array()
+    size_t from, floats;     // of the tensor's elements
+    float *data;             // where they are in that array
+} WeightsPiece;
+
+// Advances to the next piece of what the files contain; a piece of zeros stands before the first. Returns false after
+// the last. The order depends on the model only, so that all ranks go through the same pieces.
+bool weights_next_piece(const Weights *weights, WeightsPiece *piece);
+
+// Both files, open for writing; NULL if it could not be created.
+typedef struct {
+    SafetensorsWriter *model, *optimizer;
+} WeightsFiles;
+
+// Create the files. weights_close() sets their hashes.
+SafetensorsWriter *weights_create_model(const Weights *weights, int folder, const char *path, FileHash *hash,
+                                        Error *error);
+SafetensorsWriter *weights_create_optimizer(const Weights *weights, int folder, const char *path, FileHash *hash,
+                                            Error *error);
+bool weights_write_piece(const WeightsFiles *files, const Weights *weights, const WeightsPiece *piece, Error *error);
+
+// Syncs and closes both files. If this fails, or with `done` false, removes those that it has not closed.
+bool weights_close(const WeightsFiles *files, bool done, Error *error);
 
 #ifdef __cplusplus
 }

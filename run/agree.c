@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "model/model.h"
 #include "runtime/error.h"
@@ -19,7 +20,8 @@ static bool is_own_path(const char *flag) {
 
 // Flags that change nothing in the results.
 static bool is_own_choice(const char *flag) {
-    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "profile");
+    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "progress-timeout") ||
+           !strcmp(flag, "profile");
 }
 
 static void add_flags(cJSON *facts, const TrainOptions *o) {
@@ -47,6 +49,8 @@ static void add_model(cJSON *facts, const ModelConfig *config) {
     cJSON_Delete(json);
     free(text);
 }
+
+// ---- before the start
 
 // What all ranks must agree on, as a flat object of texts.
 static cJSON *common_facts(const Run *run) {
@@ -95,4 +99,51 @@ void check_same_on_all_ranks(const Run *run) {
     free(text);
     cJSON_Delete(mine);
     cJSON_Delete(first);
+}
+
+// ---- before a save
+
+enum { NAMED = 8 };    // the most ranks that a message names
+
+typedef struct {
+    uint64_t hash;
+    char host[56];
+} Holding;
+
+// The rank whose hash most ranks have; the lowest of several.
+static int most_common(const Holding *all) {
+    int best = 0, best_count = 0;
+    for (int r = 0; r < process.size; r++) {
+        int count = 0;
+        for (int other = 0; other < process.size; other++) count += all[other].hash == all[r].hash;
+        if (count <= best_count) continue;
+        best = r;
+        best_count = count;
+    }
+    return best;
+}
+
+void run_compare(const Run *run, uint64_t hash) {
+    if (process.size == 1) return;
+    Holding *all = calloc((size_t)process.size, sizeof *all);
+    if (!all) fail(EXIT_RESOURCE, "out of memory for the hashes of %d ranks.", process.size);
+    all[process.rank].hash = hash;
+    gethostname(all[process.rank].host, sizeof all->host - 1);
+    process_gather(all, sizeof *all);
+    const int most = most_common(all);
+    const Holding common = all[most];
+    char who[1024] = "";
+    int count = 0;
+    for (int r = 0, length = 0; r < process.size; r++) {
+        if (all[r].hash == common.hash || ++count > NAMED) continue;
+        length += snprintf(who + length, sizeof who - (size_t)length, "%srank %d on %s", count > 1 ? ", " : "", r,
+                           all[r].host);
+    }
+    free(all);
+    if (!count) return;
+    fail(EXIT_PEER,
+         "step %lld: %s%s: other parameters than on rank %d on %s, although ranks must have the same ones.\n"
+         "  A GPU, memory or a network has computed or moved something wrong. Nothing of this step is saved; earlier\n"
+         "  checkpoints are intact. Check the machine (nvidia-smi -q -d ECC), then resume with --resume.",
+         (long long)run->step, who, count > NAMED ? " and more" : "", most, common.host);
 }

@@ -5,8 +5,7 @@
 //     int root = -1;    // OUT/ckpt, open from the first save on
 //     Checkpoint c;
 //     if (!checkpoint_begin(&c, &root, out, step, &error)) ...
-//     ok = weights_save(&weights, c.folder_fd, checkpoint_path(&c, MODEL), checkpoint_hash(&c, MODEL), &error)
-//       && file_write_text(c.folder_fd, checkpoint_path(&c, "config.json"), text, &error)
+//     ok = file_write_text(c.folder_fd, checkpoint_path(&c, "config.json"), text, &error) && ...
 //       && checkpoint_commit(&c, &error);
 //     if (!ok) { checkpoint_abandon(&c); ... }
 //

@@ -207,14 +207,14 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
     return ok;
 }
 
-int64_t run_json_rank_timeout(const char *out, int64_t otherwise) {
+int64_t run_json_number(const char *out, const char *flag, int64_t otherwise) {
     Error ignored;
-    uint64_t timeout;
+    uint64_t number;
     cJSON *json = json_read(folder_path(out, "run.json").text, JSON_SMALL, &ignored);
     const cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
-    bool found = json_u64(cJSON_GetObjectItemCaseSensitive(arguments, "rank-timeout"), &timeout);
+    bool found = json_u64(cJSON_GetObjectItemCaseSensitive(arguments, flag), &number);
     cJSON_Delete(json);
-    return found ? (int64_t)timeout : otherwise;
+    return found ? (int64_t)number : otherwise;
 }
 
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error) {

@@ -48,8 +48,8 @@ typedef struct {
 // switches to repeat at the end of the lineage; the caller owns it.
 bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *before, RunJson *found, Error *error);
 
-// Returns the --rank-timeout that run.json has, or `otherwise` if it has none.
-int64_t run_json_rank_timeout(const char *out, int64_t otherwise);
+// Returns the whole number that run.json has for this flag, or `otherwise` if it has none.
+int64_t run_json_number(const char *out, const char *flag, int64_t otherwise);
 
 // Compares the fingerprint of the "train" or "val" data with the run's. Different data is an error (EXIT_USAGE).
 bool run_json_same_data(const char *out, const char *which, const char *fingerprint, Error *error);

@@ -74,10 +74,9 @@ static bool data_whole(const Run *run, Error *error) {
 }
 
 // The heartbeat starts before settle() takes over a resumed run's flags, because a rank may die meanwhile.
-static int64_t rank_timeout(const TrainOptions *o) {
-    int64_t timeout = o->rank_timeout;
-    if (run_is_main() && o->resume && o->out && !train_options_given(o, "rank-timeout"))
-        timeout = run_json_rank_timeout(o->out, timeout);
+static int64_t timeout_of(const TrainOptions *o, const char *flag, int64_t timeout) {
+    if (run_is_main() && o->resume && o->out && !train_options_given(o, flag))
+        timeout = run_json_number(o->out, flag, timeout);
     process_broadcast(&timeout, sizeof timeout);
     return timeout;
 }
@@ -98,7 +97,8 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     options_parse(o->table, o->count, argc, argv, help);
     if (normalizer_help(o->attn)) exit(EXIT_DONE);
     process_start(&argc, &argv);
-    run->heartbeat = heartbeat_start(rank_timeout(o));
+    run->heartbeat = heartbeat_start(timeout_of(o, "rank-timeout", o->rank_timeout),
+                                     timeout_of(o, "progress-timeout", o->progress_timeout));
     rank0_try(lock_folder(run, false, &error), &error);
     settle(run);
     start_threads(o->threads);
@@ -139,6 +139,7 @@ void run_load(Run *run, Weights weights) {
     size_t bytes = weights.list->floats * sizeof(float);
     Error error;
     run->weights = weights;
+    process_does("loading the weights");
     if (!run->weights_folder[0]) {
         weights_init(&run->weights, (uint64_t)run->o.seed);
         return;
@@ -199,6 +200,7 @@ bool run_continues(const Run *run) {
 // Loads sequence `g` of the data into row `row` of the batch.
 static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     Error error;
+    process_does("reading data");
     if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
     memcpy(run->inputs + row * run->T, run->window, run->T * sizeof(int32_t));
     memcpy(run->targets + row * run->T, run->window + 1, run->T * sizeof(int32_t));
@@ -228,6 +230,7 @@ bool run_batch(Run *run, Batch *batch) {
         const Source *source = mixture_find(run->train, &g);
         load_window(run, source->shards, g, b);
     }
+    process_does("training");
     *batch = (Batch){.inputs = run->inputs,
                      .targets = run->targets,
                      .mask = run->mask,
@@ -357,6 +360,7 @@ bool run_validation_batch(Run *run, Batch *batch) {
     for (uint64_t g = run->window_first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < run->window_count;
          g += ranks)
         load_window(run, run->val, g, B++);
+    process_does("validating");
     run->window_first += (uint64_t)run->o.batch * ranks;
     *batch = (Batch){.inputs = run->inputs, .targets = run->targets, .mask = run->mask, .B = B, .T = run->T};
     return true;

@@ -24,6 +24,7 @@
 #include <limits.h>
 
 #include "model/model.h"
+#include "run/checkpoint.h"
 #include "run/metrics.h"
 #include "run/schedule.h"
 #include "run/train_options.h"
@@ -258,7 +259,7 @@ void run_validated_at_end(Run *run, double loss);
 // ---- switches of normalizer
 //
 //     while (run_change_due(run, &change)) {
-//         measure change.before;  download the parameters and moments;  run_change_apply(run, &change);  upload them
+//         measure change.before;  download the scalars and their moments;  run_change_apply(run, &change);  upload them
 //         measure change.after;   run_change_finish(run, &change)
 //     }
 //
@@ -298,8 +299,31 @@ void run_sample_end(Run *run, const Sample *sample);
 // Call this last after each step. Is a checkpoint due?
 bool run_finish_step(Run *run);
 
-// Saves a checkpoint and prunes old ones. The parameters and moments on the host must be up to date. If a save fails
-// mid-run, it is reported, and training continues; at the end of the run, it ends the program with EXIT_RESOURCE.
+// Ends the run with EXIT_PEER if this hash, of parameters that every rank has, is not the same on all ranks: a run
+// whose ranks have drifted apart trains on wrong gradients. Call it before a save. Collective.
+void run_compare(const Run *run, uint64_t hash);
+
+// Saves a checkpoint and prunes old ones. If a save fails mid-run, it is reported, and training continues; at the end
+// of the run, it ends the program with EXIT_RESOURCE.
+//
+//     run_save_start(run, &save);
+//     while (run_save_piece(run, &save)) bring what save.piece names to save.piece.data of rank 0
+//     run_save_end(run, &save);
+
+typedef struct {
+    WeightsPiece piece;
+    bool done;    // no error so far; the rest is only used on rank 0
+    Error error;
+    double started;
+    Checkpoint checkpoint;
+    WeightsFiles files;
+} Save;
+
+void run_save_start(Run *run, Save *save);
+bool run_save_piece(const Run *run, Save *save);
+void run_save_end(Run *run, Save *save);
+
+// Compares and saves parameters and moments that every rank has on the host.
 void run_save(Run *run);
 bool run_save_due_at_end(const Run *run);    // after the loop: a stop, or --steps 0
 

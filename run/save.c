@@ -145,21 +145,28 @@ static void sync_metrics(const Run *run) {
     if (!file_sync(AT_FDCWD, folder_path(run->o.out, "metrics.jsonl").text, &error)) warn("%s", error.text);
 }
 
-static bool write_checkpoint(Run *run, bool *whole, Error *error) {
-    Checkpoint c;
+static bool begin_checkpoint(Run *run, Save *save) {
+    Checkpoint *c = &save->checkpoint;
+    const Weights *w = &run->weights;
+    if (!restore_run_folder(run, &save->error)) return false;
     sync_metrics(run);
-    if (!checkpoint_begin(&c, &run->checkpoints, run->o.out, (uint64_t)run->step, error)) return false;
+    if (!checkpoint_begin(c, &run->checkpoints, run->o.out, (uint64_t)run->step, &save->error)) return false;
+    save->files.model = weights_create_model(w, c->folder_fd, checkpoint_path(c, "model.safetensors"),
+                                             checkpoint_hash(c, "model.safetensors"), &save->error);
+    if (save->files.model)
+        save->files.optimizer = weights_create_optimizer(w, c->folder_fd, checkpoint_path(c, "optimizer.safetensors"),
+                                                         checkpoint_hash(c, "optimizer.safetensors"), &save->error);
+    return save->files.optimizer != NULL;
+}
+
+// Writes the other files.
+static bool complete_checkpoint(const Run *run, Checkpoint *c, bool *whole, Error *error) {
     char *config = model_config_json(run->config, run->weights.bf16), *state = state_json(run);
-    bool done = weights_save(&run->weights, c.folder_fd, checkpoint_path(&c, "model.safetensors"),
-                             checkpoint_hash(&c, "model.safetensors"), error) &&
-                weights_save_optimizer(&run->weights, c.folder_fd, checkpoint_path(&c, "optimizer.safetensors"),
-                                       checkpoint_hash(&c, "optimizer.safetensors"), error) &&
-                file_write_text(c.folder_fd, checkpoint_path(&c, "config.json"), config, error) &&
-                file_write_text(c.folder_fd, checkpoint_path(&c, "state.json"), state, error) &&
+    bool done = file_write_text(c->folder_fd, checkpoint_path(c, "config.json"), config, error) &&
+                file_write_text(c->folder_fd, checkpoint_path(c, "state.json"), state, error) &&
                 (model_is_plain(run->config) ||
-                 file_write_text(c.folder_fd, checkpoint_path(&c, MODELING_FILE), modeling_text, error)) &&
-                copy_tokenizer(run, &c, whole, error) && checkpoint_commit(&c, error);
-    if (!done) checkpoint_abandon(&c);
+                 file_write_text(c->folder_fd, checkpoint_path(c, MODELING_FILE), modeling_text, error)) &&
+                copy_tokenizer(run, c, whole, error) && checkpoint_commit(c, error);
     free(config);
     free(state);
     return done;
@@ -175,26 +182,52 @@ static void follow_tokenizer(Run *run) {
     strcpy(run->tokenizer_folder, folder_path(run->o.out, name).text);
 }
 
-void run_save(Run *run) {
-    Error error;
-    bool done = true, whole = true, last = run->stopped || run->step == run->o.steps;
+void run_save_start(Run *run, Save *save) {
+    memset(save, 0, sizeof *save);
+    save->done = true;
+    process_does("saving a checkpoint");
+    if (!run_is_main()) return;
+    save->started = now();
+    progress_end(&run->progress);
+    save->done = begin_checkpoint(run, save);
+}
+
+// After an error the other ranks, which do not know of it, still send their pieces.
+bool run_save_piece(const Run *run, Save *save) {
+    if (run_is_main() && save->done && save->piece.floats)
+        save->done = weights_write_piece(&save->files, &run->weights, &save->piece, &save->error);
+    return weights_next_piece(&run->weights, &save->piece);
+}
+
+void run_save_end(Run *run, Save *save) {
+    bool whole = true, last = run->stopped || run->step == run->o.steps;
     if (run_is_main()) {
-        double start = now();
-        progress_end(&run->progress);
-        done = restore_run_folder(run, &error) && write_checkpoint(run, &whole, &error);
-        if (done) {
+        Error *error = &save->error;
+        save->done = weights_close(&save->files, save->done, error) &&
+                     complete_checkpoint(run, &save->checkpoint, &whole, error);
+        if (save->done) {
             printf("saved %s/ckpt/step-%08lld in %.1f s\n", utf8_printed(run->o.out).text, (long long)run->step,
-                   now() - start);
+                   now() - save->started);
             uint64_t best = run->o.keep_best && run->best.step >= 0 ? (uint64_t)run->best.step : UINT64_MAX;
-            if (!checkpoint_prune(&run->checkpoints, run->o.out, (int)run->o.keep, best, &error))
-                warn("%s", error.text);
+            if (!checkpoint_prune(&run->checkpoints, run->o.out, (int)run->o.keep, best, error))
+                warn("%s", error->text);
             if (whole || access(run->tokenizer_folder, F_OK) != 0) follow_tokenizer(run);
-        } else if (!last) {
-            warn("%s\n  Training continues; earlier checkpoints are intact.", error.text);
+        } else {
+            checkpoint_abandon(&save->checkpoint);
+            if (!last) warn("%s\n  Training continues; earlier checkpoints are intact.", error->text);
         }
         fflush(stdout);
     }
-    process_agree(done || !last, &error);
-    if (!process_max_int(!done)) run->saved = run->step;
+    process_agree(save->done || !last, &save->error);
+    process_does("training");
+    if (!process_max_int(!save->done)) run->saved = run->step;
     else if (run->o.keep_best && run->best.step == run->step) run->best = run->last_best;
+}
+
+void run_save(Run *run) {
+    Save save;
+    if (process.size > 1) run_compare(run, XXH3_64bits(run->weights.params, run->weights.list->floats * sizeof(float)));
+    run_save_start(run, &save);
+    while (run_save_piece(run, &save)) {}
+    run_save_end(run, &save);
 }

@@ -33,6 +33,7 @@ static const TrainOptions DEFAULTS = {
     .ckpt_every = 1000,
     .keep = 2,
     .rank_timeout = 60,
+    .progress_timeout = 600,
     .deterministic = true,
     .graphs = true,
 };
@@ -90,6 +91,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"profile",     OPT_SWITCH, &o->profile, .group = "Run", .help = "print the time per phase, from the second step on", .on_resume = true},
         {"threads",     OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Run", .help = THREADS_HELP, .on_resume = true},
         {"rank-timeout", OPT_INT, &o->rank_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "end the run after this many seconds without a heartbeat from a rank; 0: never", .on_resume = true},
+        {"progress-timeout", OPT_INT, &o->progress_timeout, 0, 1e6, .arg = "S", .group = "Run", .help = "end a run of several ranks if one of them does nothing for this many seconds, for example because a file system hangs; 0: never", .on_resume = true},
         {"dry-run",     OPT_SWITCH, &o->dry_run, .group = "Run", .help = "check everything and print the plan; write nothing", .on_resume = true},
         {"follow-links", OPT_SWITCH, &o->follow_links, .group = "Run", .help = "copy a tokenizer's files into checkpoints even if they are links out of their folder", .on_resume = true, .per_call = true},
         {"foreign-folder", OPT_SWITCH, &o->foreign_folder, .group = "Run", .help = "accept an --out that belongs to another user and that everybody may write to", .on_resume = true, .per_call = true},

@@ -19,7 +19,7 @@ typedef struct {
     const char *train_data, *val_data, *model, *attn, *attn_switch, *rope_scaling, *init_from, *ignore_config_key,
         *lr_scale, *out;
     int64_t norm_length, batch, total_batch_tokens, steps, warmup, seed, val_every, val_tokens, sample_every,
-        norms_every, ckpt_every, keep, threads, rank_timeout;
+        norms_every, ckpt_every, keep, threads, rank_timeout, progress_timeout;
     IntList seq_len;
     double lr, min_lr_frac, decay_frac, weight_decay, beta1, beta2, grad_clip, rope_theta, z_loss, logit_softcap;
     int schedule, decay_shape, pack, dtype, optimizer;

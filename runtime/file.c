@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "own.h"
+#include "process.h"
 
 // ---- fault points
 
@@ -189,6 +190,7 @@ bool file_write(File *file, const void *data, size_t size, Error *error) {
             snprintf(act, sizeof act, "writing %zu bytes at offset %" PRIu64, piece, file->size);
             return write_error(error, file->path, act);
         }
+        process_progress();
         if (file->hash) XXH3_128bits_update(file->state, at, (size_t)written);
         file->size += (uint64_t)written;
         at += written;
@@ -243,6 +245,7 @@ ssize_t file_read_up_to(int fd, void *out, size_t size, uint64_t offset) {
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return -1;
         if (got == 0) break;
+        process_progress();
         done += (size_t)got;
     }
     return (ssize_t)done;

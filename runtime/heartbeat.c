@@ -57,31 +57,38 @@ typedef struct {
 
 typedef enum { ALIVE = 1, DEAD } Kind;
 
-// Each rank sends ALIVE to rank 0, and rank 0 to each rank that it has heard. The text of DEAD names the dead ranks.
+// Each rank sends ALIVE to rank 0, and rank 0 to each rank that it has heard. The text of ALIVE says what the sender's
+// main thread does, that of DEAD names the dead ranks.
 typedef struct {
     uint8_t code[KEY_BYTES];    // authenticates what follows
     uint64_t number;            // of the sender's datagrams, from 1; no receiver takes one twice
     int32_t kind, from, to;     // ranks
+    int32_t waits;              // ALIVE: is the sender's main thread waiting for other ranks?
+    double idle;                // ALIVE: for how many seconds that thread has made no progress
     char text[1024];
 } Datagram;
 
 typedef struct {
     double heard;       // when its last datagram arrived
     uint64_t number;    // of that datagram; 0 before the first
+    bool waits;         // of its main thread, as in that datagram
+    double idle;
+    char does[128];
 } Peer;
 
 struct Heartbeat {
-    double timeout, interval;    // seconds
+    double timeout, progress, interval;    // seconds; the first two may be 0
     Secret secret;
     int socket, stop[2];    // writing to stop[1] ends the thread
     pid_t parent;
     int daemon;    // a pidfd of the parent if it is mpirun or its daemon, otherwise -1
     pthread_t thread;
     Place *places;      // by rank
-    Peer *peers;        // by rank; ranks other than 0 only use the entry of rank 0
+    Peer *peers;        // by rank; ranks other than 0 use their own entry and that of rank 0
     uint64_t sent;      // datagrams
     atomic_bool met;    // rank 0 has answered
     double woken;       // when the thread last looked at its socket
+    uint64_t count;     // of the main thread's progress, by then
     uint32_t lost;      // datagrams that had come by then and that the socket had no room for
 };
 
@@ -125,7 +132,13 @@ static bool is_authentic(const uint8_t *code, const void *data, size_t size, con
 enum { SIGNED = offsetof(Datagram, number) };    // where the authenticated part begins
 
 static void send_to(Heartbeat *h, int rank, Kind kind, const char *text) {
-    Datagram datagram = {.number = ++h->sent, .kind = (int32_t)kind, .from = process.rank, .to = rank};
+    const Peer *mine = &h->peers[process.rank];
+    Datagram datagram = {.number = ++h->sent,
+                         .kind = (int32_t)kind,
+                         .from = process.rank,
+                         .to = rank,
+                         .waits = mine->waits,
+                         .idle = mine->idle};
     const struct sockaddr_in *to = &h->places[rank].at;
     snprintf(datagram.text, sizeof datagram.text, "%s", text);
     size_t size = offsetof(Datagram, text) + strlen(datagram.text) + 1;
@@ -136,7 +149,7 @@ static void send_to(Heartbeat *h, int rank, Kind kind, const char *text) {
 
 // Not as an answer to the others' heartbeats, which may be lost in a flood of other datagrams.
 static void send_heartbeats(Heartbeat *h) {
-    if (process.rank != 0) send_to(h, 0, ALIVE, "");
+    if (process.rank != 0) send_to(h, 0, ALIVE, h->peers[process.rank].does);
     for (int r = 1; process.rank == 0 && r < process.size; r++)
         if (h->peers[r].number) send_to(h, r, ALIVE, "");
 }
@@ -201,18 +214,30 @@ static bool claim_machine(const Heartbeat *h, int *claim) {
     return *claim < 0 || bind(*claim, (struct sockaddr *)&name, sizeof name) == 0;
 }
 
+typedef enum { SILENT, STUCK, DEADLOCK } Reason;
+
 // Uses write(), because a stuck main thread may hold the lock of stderr, and waits at most one second for a blocked
 // reader.
-static void say_dead(const Heartbeat *h, const char *who) {
+static void say_dead(const Heartbeat *h, Reason reason, const char *who) {
+    static const struct {
+        const char *found, *why, *flag;
+    } REASONS[] = {
+        [SILENT] = {"no heartbeat from", "Its machine or the network is down, or the process is suspended.",
+                    "--rank-timeout"},
+        [STUCK] = {"no progress of", "A file system or a GPU may no longer answer there.", "--progress-timeout"},
+        [DEADLOCK] = {"all ranks wait for each other, without progress of",
+                      "A message was lost, or this is a defect of the program.", "--progress-timeout"},
+    };
     char text[2048];
     int length =
         snprintf(text, sizeof text,
-                 "%s: no heartbeat from %s for %.0f s.\n"
-                 "  Its machine or the network is down, or the process is suspended. All other ranks exit now.\n"
+                 "%s: %s %s for %.0f s.\n"
+                 "  %s All other ranks exit now.\n"
                  "  Saved checkpoints are intact: resume with --resume, with a HOSTFILE that omits the machine\n"
                  "  if it is still down.\n"
-                 "  To wait longer, set a longer --rank-timeout; 0 waits forever.\n",
-                 program_name, who, h->timeout);
+                 "  To wait longer, set a longer %s; 0 waits forever.\n",
+                 program_name, REASONS[reason].found, who, reason == SILENT ? h->timeout : h->progress,
+                 REASONS[reason].why, REASONS[reason].flag);
     struct pollfd room = {.fd = STDERR_FILENO, .events = POLLOUT};
     if (poll(&room, 1, 1000) == 1 && write(STDERR_FILENO, text, (size_t)length) < 0) return;
 }
@@ -225,10 +250,10 @@ static void tell_dead(Heartbeat *h, const char *who) {
 
 // Ends this process. The main thread may be stuck inside MPI, NCCL or a file system, so nothing here waits for it.
 // `told` is true if another rank noticed first and has printed the message.
-static _Noreturn void end_dead(Heartbeat *h, const char *who, bool told) {
+static _Noreturn void end_dead(Heartbeat *h, Reason reason, const char *who, bool told) {
     int claim;
     bool first = claim_machine(h, &claim);
-    if (!told && (first || process.rank == 0)) say_dead(h, who);
+    if (!told && (first || process.rank == 0)) say_dead(h, reason, who);
     for (int i = 0; i < 3; i++, usleep(50000)) tell_dead(h, who);
     if (first) outlive_daemon(h, claim);
     _exit(EXIT_PEER);
@@ -257,9 +282,44 @@ static void check_silence(Heartbeat *h, double t) {
     double oldest = t;
     char who[900] = "";
     for (int r = process.rank == 0; r < peer_count(); r++) oldest = fmin(oldest, h->peers[r].heard);
-    if (t - oldest < h->timeout) return;
+    if (h->timeout == 0 || t - oldest < h->timeout) return;
     name_silent(h, t - h->timeout + 2 * h->interval, who, sizeof who);
-    end_dead(h, who, false);
+    end_dead(h, SILENT, who, false);
+}
+
+// ---- whose main thread is stuck
+
+// Notes what this rank's own main thread does, `pause` seconds after the last look. A suspended process does not age.
+static void look_at_main(Heartbeat *h, double pause) {
+    Peer *mine = &h->peers[process.rank];
+    Activity a = process_activity();
+    mine->idle = a.count == h->count ? mine->idle + fmin(pause, h->interval) : 0;
+    h->count = a.count;
+    mine->waits = a.waits != NULL;
+    if (a.waits) snprintf(mine->does, sizeof mine->does, "in %s, %s", a.waits, a.what);
+    else snprintf(mine->does, sizeof mine->does, "%s", a.what);
+}
+
+// On rank 0. A rank that waits for others makes no progress while they work, save or hang, so it counts as stuck only
+// if all ranks wait. Ranks that wait for the same file system are named along with the first.
+static void check_progress(Heartbeat *h) {
+    double longest = 0, shortest = INFINITY;
+    char who[900] = "";
+    size_t length = 0, count = 0;
+    for (int r = 0; r < process.size; r++) {
+        const Peer *peer = &h->peers[r];
+        shortest = fmin(shortest, peer->waits ? peer->idle : 0);
+        if (!peer->waits) longest = fmax(longest, peer->idle);
+    }
+    bool deadlock = shortest >= h->progress;
+    if (process.rank != 0 || h->progress == 0 || (longest < h->progress && !deadlock)) return;
+    for (int r = 0; r < process.size && length < sizeof who; r++) {
+        const Peer *peer = &h->peers[r];
+        if (peer->waits != deadlock || peer->idle < h->progress - 2 * h->interval || ++count > NAMED) continue;
+        length += (size_t)snprintf(who + length, sizeof who - length, "%srank %d on %s (%s)", count > 1 ? ", " : "", r,
+                                   h->places[r].host, peer->does);
+    }
+    end_dead(h, deadlock ? DEADLOCK : STUCK, who, false);
 }
 
 // How many datagrams the socket has had no room for.
@@ -290,9 +350,12 @@ static void receive(Heartbeat *h, const Datagram *datagram, double t) {
     Peer *peer = &h->peers[rank];
     bool first = !peer->number;
     if (datagram->number <= peer->number) return;
-    if (datagram->kind == DEAD) end_dead(h, datagram->text, true);
+    if (datagram->kind == DEAD) end_dead(h, SILENT, datagram->text, true);
     peer->number = datagram->number;
     peer->heard = t;
+    peer->waits = datagram->waits;
+    peer->idle = datagram->idle;
+    snprintf(peer->does, sizeof peer->does, "%.*s", (int)sizeof peer->does - 1, datagram->text);
     if (process.rank != 0) h->met = true;
     else if (first) send_to(h, rank, ALIVE, "");
 }
@@ -319,9 +382,11 @@ static void *beat(void *data) {
         poll(fds, 2, (int)(1000 * fmax(0, next - now())) + 1);
         if (fds[0].revents) return NULL;
         double t = now();
+        look_at_main(h, t - h->woken);
         forgive_deafness(h, t);
         receive_some(h, t);
         check_silence(h, t);
+        check_progress(h);
         if (t < next) continue;
         send_heartbeats(h);
         next = t + (h->met || process.rank == 0 ? h->interval : fmin(h->interval, 1.0 / MEETING_RATE));
@@ -404,8 +469,8 @@ static void warn_apart(const Heartbeat *h, int rank) {
              center->host);
 }
 
-Heartbeat *heartbeat_start(int64_t timeout) {
-    if (process.size == 1 || timeout == 0) return NULL;
+Heartbeat *heartbeat_start(int64_t timeout, int64_t progress) {
+    if (process.size == 1 || (timeout == 0 && progress == 0)) return NULL;
     if (process_max_int(!can_authenticate())) {
         warn("built without libsodium (libsodium-dev), so several machines run without heartbeats (--rank-timeout).");
         return NULL;
@@ -416,7 +481,8 @@ Heartbeat *heartbeat_start(int64_t timeout) {
     if (!h || !h->peers || !h->places)
         fail(EXIT_RESOURCE, "out of memory for the heartbeat of %d ranks.", process.size);
     h->timeout = (double)timeout;
-    h->interval = fmin(2, h->timeout / 20);
+    h->progress = (double)progress;
+    h->interval = fmin(2, (double)(timeout && (timeout < progress || !progress) ? timeout : progress) / 20);
     h->socket = h->stop[0] = h->stop[1] = -1;
     h->parent = getppid();
     h->daemon = open_daemon(h->parent);

@@ -7,6 +7,10 @@
 // If rank 0 falls silent, each of the others notices on its own. If mpirun or its daemon does not exit in time, it is
 // killed.
 //
+// A main thread may hang although its machine is alive: a file system stops answering, for example. So each heartbeat
+// says for how long that thread has made no progress (process_does() and others) and whether it waits for other ranks.
+// Rank 0 ends the run if a rank that does not wait, or if all ranks, have made no progress for a timeout of their own.
+//
 // UDP rather than TCP: after an outage, the next datagram gets through, whereas TCP waits for its next retransmission,
 // which backs off to two minutes. Tests: dev/tests/test_machines.py.
 #ifndef RUNTIME_HEARTBEAT_H
@@ -20,9 +24,10 @@ extern "C" {
 
 typedef struct Heartbeat Heartbeat;
 
-// Collective; call it after process_start(). `timeout` is in seconds. Returns NULL, meaning no heartbeat, with a single
-// rank, with a timeout of 0, or (after a warning) if some rank cannot reach rank 0 by UDP.
-Heartbeat *heartbeat_start(int64_t timeout);
+// Collective; call it after process_start(). The timeouts, for silence and for progress, are in seconds; 0: none.
+// Returns NULL, meaning no heartbeat, with a single rank, without a timeout, or (after a warning) if some rank cannot
+// reach rank 0 by UDP.
+Heartbeat *heartbeat_start(int64_t timeout, int64_t progress);
 
 // Collective; call it before process_end(). Waits for all ranks, then ends the thread. NULL is allowed.
 void heartbeat_stop(Heartbeat *heartbeat);

@@ -176,6 +176,33 @@ bool process_stop_requested(void) {
     return stop_requested;
 }
 
+// ---- what the main thread does
+
+// Global, because it is what one thread of the process does, whichever function it is in.
+static struct {
+    const char *_Atomic what, *_Atomic waits;
+    atomic_uint_fast64_t count;
+} activity = {.what = "starting"};
+
+void process_progress(void) {
+    activity.count++;
+}
+
+void process_does(const char *what) {
+    activity.what = what;
+    process_progress();
+}
+
+void process_waits(const char *in) {
+    if (activity.waits == in) return;
+    activity.waits = in;
+    process_progress();
+}
+
+Activity process_activity(void) {
+    return (Activity){activity.what, activity.waits, activity.count};
+}
+
 #ifdef USE_MPI
 
 // ---- several ranks
@@ -234,6 +261,15 @@ static void check(int status, const char *what) {
          process.rank, process.size, what, text);
 }
 
+// A call of MPI that may wait for other ranks.
+#define WAIT(function, ...) \
+    do { \
+        process_waits(#function); \
+        int status = function(__VA_ARGS__); \
+        process_waits(NULL); \
+        check(status, #function); \
+    } while (0)
+
 void process_start(int *argc, char ***argv) {
     if (launched_size() < 2) return;
     int threads;
@@ -272,7 +308,7 @@ static int chunk(size_t n, size_t at) {
 }
 
 static void all_reduce(void *values, int n, MPI_Datatype type, MPI_Op op) {
-    check(MPI_Allreduce(MPI_IN_PLACE, values, n, type, op, MPI_COMM_WORLD), "MPI_Allreduce");
+    WAIT(MPI_Allreduce, MPI_IN_PLACE, values, n, type, op, MPI_COMM_WORLD);
 }
 
 void process_sum_float(float *values, size_t n) {
@@ -292,16 +328,24 @@ int64_t process_max_int(int64_t value) {
 
 void process_broadcast(void *data, size_t bytes) {
     for (size_t at = 0; process.size > 1 && at < bytes; at += CHUNK)
-        check(MPI_Bcast((char *)data + at, chunk(bytes, at), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+        WAIT(MPI_Bcast, (char *)data + at, chunk(bytes, at), MPI_BYTE, 0, MPI_COMM_WORLD);
 }
 
 void process_gather(void *all, size_t bytes) {
-    if (process.size > 1)
-        check(MPI_Allgather(MPI_IN_PLACE, 0, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD), "MPI_Allgather");
+    if (process.size > 1) WAIT(MPI_Allgather, MPI_IN_PLACE, 0, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
 }
 
 void process_barrier(void) {
-    if (process.size > 1) check(MPI_Barrier(MPI_COMM_WORLD), "MPI_Barrier");
+    if (process.size > 1) WAIT(MPI_Barrier, MPI_COMM_WORLD);
+}
+
+void process_bring(void *data, size_t bytes, int from) {
+    for (size_t at = 0; from > 0 && at < bytes; at += CHUNK) {
+        char *piece = (char *)data + at;
+        int n = chunk(bytes, at);
+        if (process.rank == from) WAIT(MPI_Send, piece, n, MPI_BYTE, 0, 0, MPI_COMM_WORLD);
+        if (process.rank == 0) WAIT(MPI_Recv, piece, n, MPI_BYTE, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    }
 }
 
 // This machine's address in the first TCP connection of this process to another one, or 0.
@@ -340,9 +384,9 @@ uint32_t process_address(void) {
     bool elsewhere = process.local_rank == 0 && process.rank != 0;    // the first rank on its machine
     int other = process.size - (int)process_max_int(elsewhere ? process.size - process.rank : 0);
     if (other == process.size) return htonl(INADDR_LOOPBACK);
-    if (process.rank == other) check(MPI_Send(NULL, 0, MPI_BYTE, 0, 0, MPI_COMM_WORLD), "MPI_Send");
+    if (process.rank == other) WAIT(MPI_Send, NULL, 0, MPI_BYTE, 0, 0, MPI_COMM_WORLD);
     if (process.rank != 0) return 0;
-    check(MPI_Recv(NULL, 0, MPI_BYTE, other, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE), "MPI_Recv");
+    WAIT(MPI_Recv, NULL, 0, MPI_BYTE, other, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
     uint32_t address = connected_address();
     return address ? address : host_address();
 }
@@ -372,6 +416,9 @@ void process_gather(void *all, size_t bytes) {
     (void)all, (void)bytes;
 }
 void process_barrier(void) {}
+void process_bring(void *data, size_t bytes, int from) {
+    (void)data, (void)bytes, (void)from;
+}
 uint32_t process_address(void) {
     return 0;
 }

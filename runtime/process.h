@@ -45,10 +45,28 @@ void process_broadcast(void *data, size_t bytes);    // from rank 0
 void process_gather(void *all, size_t bytes);        // bytes from each rank, at all + rank * bytes
 void process_barrier(void);
 
+// On rank 0, data (bytes) = that of rank `from`, which makes the same call. Other ranks do nothing.
+void process_bring(void *data, size_t bytes, int from);
+
 // Collective. On rank 0, returns the IPv4 address, in network byte order, that MPI uses between it and other machines:
 // that of its TCP connection to one of them, or if it has none (InfiniBand), an address of the host's name. Loopback if
 // all ranks run on one machine; 0 if there is no such address.
 uint32_t process_address(void);
+
+// What the main thread does, for the watch that --progress-timeout sets (runtime/heartbeat.h). `what` follows a rank's
+// name in a message: "reading data". Each of these calls is progress. Files and collectives call them themselves.
+void process_does(const char *what);
+void process_progress(void);
+
+// From now on the main thread waits for other ranks, in a call of this name; NULL: no longer.
+void process_waits(const char *in);
+
+// Safe to call from another thread. The texts are literals.
+typedef struct {
+    const char *what, *waits;
+    uint64_t count;    // of all progress so far
+} Activity;
+Activity process_activity(void);
 
 // A barrier after something that may have failed on some ranks. If `done` is false on any rank, all ranks exit with
 // that rank's error, which is printed once.

@@ -125,48 +125,62 @@ static char *make_header(const TensorRow *rows, size_t count, const char *const 
     return text;
 }
 
-static bool write_row(File *file, const TensorRow *row, uint16_t *buffer, Error *error) {
-    size_t elements = row_elements(row);
-    if (row->dtype == DTYPE_F32) return file_write(file, row->data, elements * 4, error);
-    for (size_t at = 0; at < elements; at += PIECE) {
-        size_t n = elements - at < PIECE ? elements - at : PIECE;
-        for (size_t i = 0; i < n; i++) buffer[i] = bf16_from_float(row->data[at + i]);
-        if (!file_write(file, buffer, n * 2, error)) return false;
+struct SafetensorsWriter {
+    File *file;
+    uint16_t *rounded;    // (PIECE)
+};
+
+SafetensorsWriter *safetensors_create(int folder, const char *path, const TensorRow *rows, size_t count,
+                                      const char *const *metadata, FileHash *hash, Error *error) {
+    size_t size;
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i].dtype != DTYPE_F32 && rows[i].dtype != DTYPE_BF16) {
+            error_set(error, EXIT_USAGE, "%s: tensor %s: can only write F32 or BF16, found %s.", path, rows[i].name,
+                      dtype_name(rows[i].dtype));
+            return NULL;
+        }
+    }
+    File *file = file_create(folder, path, hash, error);
+    if (!file) return NULL;
+    SafetensorsWriter *w = allocate(sizeof *w);
+    *w = (SafetensorsWriter){file, allocate(PIECE * sizeof *w->rounded)};
+    char *header = make_header(rows, count, metadata, &size);
+    bool ok = file_write(file, header, size, error);
+    free(header);
+    if (ok) return w;
+    safetensors_finish(w, false, error);
+    return NULL;
+}
+
+bool safetensors_append(SafetensorsWriter *w, DType dtype, const float *data, size_t n, Error *error) {
+    if (dtype == DTYPE_F32) return file_write(w->file, data, n * 4, error);
+    for (size_t at = 0; at < n; at += PIECE) {
+        size_t count = n - at < PIECE ? n - at : PIECE;
+        for (size_t i = 0; i < count; i++) w->rounded[i] = bf16_from_float(data[at + i]);
+        if (!file_write(w->file, w->rounded, count * 2, error)) return false;
     }
     return true;
 }
 
-static bool write_rows(File *file, const TensorRow *rows, size_t count, Error *error) {
-    uint16_t *buffer = allocate(PIECE * sizeof *buffer);
-    bool ok = true;
-    for (size_t d = 0; d < 2; d++) {
-        for (size_t i = 0; i < count && ok; i++) {
-            if (rows[i].dtype == written_dtypes[d]) ok = write_row(file, &rows[i], buffer, error);
-        }
-    }
-    free(buffer);
+bool safetensors_finish(SafetensorsWriter *w, bool done, Error *error) {
+    if (!done) file_discard(w->file);
+    bool ok = done && file_close(w->file, error);
+    free(w->rounded);
+    free(w);
     return ok;
 }
 
 bool safetensors_write(int folder, const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
                        FileHash *hash, Error *error) {
-    size_t size;
-    for (size_t i = 0; i < count; i++) {
-        if (rows[i].dtype != DTYPE_F32 && rows[i].dtype != DTYPE_BF16) {
-            return error_set(error, EXIT_USAGE, "%s: tensor %s: can only write F32 or BF16, found %s.", path,
-                             rows[i].name, dtype_name(rows[i].dtype));
+    SafetensorsWriter *w = safetensors_create(folder, path, rows, count, metadata, hash, error);
+    bool ok = w != NULL;
+    for (size_t d = 0; d < 2; d++) {
+        for (size_t i = 0; i < count && ok; i++) {
+            if (rows[i].dtype == written_dtypes[d])
+                ok = safetensors_append(w, rows[i].dtype, rows[i].data, row_elements(&rows[i]), error);
         }
     }
-    File *file = file_create(folder, path, hash, error);
-    if (!file) return false;
-    char *header = make_header(rows, count, metadata, &size);
-    bool ok = file_write(file, header, size, error) && write_rows(file, rows, count, error);
-    free(header);
-    if (!ok) {
-        file_discard(file);
-        return false;
-    }
-    return file_close(file, error);
+    return w && safetensors_finish(w, ok, error);
 }
 
 // ---- reading headers

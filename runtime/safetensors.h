@@ -53,10 +53,22 @@ typedef struct {
     const float *data;    // row-major
 } TensorRow;
 
-// Writes and syncs the file piece by piece, without a second copy of the model. F32 tensors come first, so that every
-// tensor is aligned; the format's own library uses the same order. `folder` as for file_create(); `metadata` is key,
-// value, ..., NULL, or NULL for none; `hash` is the file's, or NULL if it is not needed. A file that could not be
-// completed is removed.
+// A file whose data is not in memory as a whole.
+typedef struct SafetensorsWriter SafetensorsWriter;
+
+// Creates the file and writes its header. F32 tensors come first, so that every tensor is aligned; the format's own
+// library uses the same order. `folder` as for file_create(); `metadata` is key, value, ..., NULL, or NULL for none;
+// `hash` is the file's, or NULL if it is not needed. `data` of the rows is not used. Returns NULL on error.
+SafetensorsWriter *safetensors_create(int folder, const char *path, const TensorRow *rows, size_t count,
+                                      const char *const *metadata, FileHash *hash, Error *error);
+
+// Appends the next n numbers, in the order of the file. `dtype` is that of their row.
+bool safetensors_append(SafetensorsWriter *writer, DType dtype, const float *data, size_t n, Error *error);
+
+// Syncs and closes the file. If this fails, or with `done` false, removes it. The writer is freed in any case.
+bool safetensors_finish(SafetensorsWriter *writer, bool done, Error *error);
+
+// Does all of this for tensors that are in memory.
 bool safetensors_write(int folder, const char *path, const TensorRow *rows, size_t count, const char *const *metadata,
                        FileHash *hash, Error *error);
 

@@ -19,7 +19,8 @@ FORMAT = 1
 # Flags that change neither what a run learns nor what is kept of it, apart from the rounding of sums taken in another
 # order. The batch counts by total-batch-tokens.
 NOT_NUMBERS = {"batch", "val-every", "norms-every", "ckpt-every", "keep", "keep-best", "sample-every", "threads",
-               "profile", "rank-timeout", "zero", "recompute", "graphs", "matmuls", "ignore-config-key"}
+               "profile", "rank-timeout", "progress-timeout", "zero", "recompute", "graphs", "matmuls",
+               "ignore-config-key"}
 WHOLE = 1 << 30      # a text of more bytes than this is hashed in samples
 SAMPLE = 1 << 20
 

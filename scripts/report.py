@@ -24,7 +24,8 @@ from pictures import runs as pictures_of_runs
 from pictures.results import shown
 
 # Flags that say nothing about the result.
-SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "graphs", "matmuls"}
+SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "progress-timeout", "graphs",
+        "matmuls"}
 
 
 MOST_NAMED = 6      # more folders are counted, not named

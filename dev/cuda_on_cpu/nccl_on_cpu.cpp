@@ -124,6 +124,13 @@ void add_ranks(Collective &c) {
     }
 }
 
+// Is this the result in which CUDA_ON_CPU_FLIP=RANK:N flips a sign, the N-th that this rank receives?
+bool is_wrong(const Collective &c) {
+    static int received;
+    const char *flip = getenv("CUDA_ON_CPU_FLIP"), *number = flip ? strchr(flip, ':') : NULL;
+    return number && atoi(flip) == c.comm->rank && ++received == atoi(number + 1);
+}
+
 // Copies what has arrived to its destination.
 void finish(Collective &c) {
     if (c.call.kind == ALL_REDUCE || c.call.kind == REDUCE_SCATTER || c.call.kind == REDUCE) {
@@ -135,6 +142,7 @@ void finish(Collective &c) {
     if (c.receives()) cuda_on_cpu::writes(c.receive, c.receive_bytes());
     const char *from = c.gathered.data() + (c.call.kind == BROADCAST ? c.call.root * c.bytes() : 0);
     if (c.receives()) memcpy(c.receive, from, c.receive_bytes());
+    if (c.receives() && is_wrong(c)) ((unsigned char *)c.receive)[c.element() - 1] ^= 0x80;
 }
 
 bool failed(Collective &c, int status) {

@@ -26,9 +26,10 @@ using namespace cuda_on_cpu;
 
 // ---- settings
 
-// The names that the program has read. CUDA_ON_CPU_LONG belongs to the emulation's own test.
+// The names that the program has read. CUDA_ON_CPU_LONG belongs to the emulation's own test, CUDA_ON_CPU_FLIP to
+// nccl_on_cpu.cpp.
 static std::vector<std::string> &known() {
-    static std::vector<std::string> names = {"CUDA_ON_CPU_LONG"};
+    static std::vector<std::string> names = {"CUDA_ON_CPU_LONG", "CUDA_ON_CPU_FLIP"};
     return names;
 }
 

@@ -1,8 +1,6 @@
 // collective: cuda/collective.h on one to four ranks, started by scripts/launch.sh from the folder of the Makefile:
 // sums, owners of parts, and the effect of a dead rank on the others. Each worker is this program itself, with a word
 // as its argument.
-static int patience = 600;
-#define COLLECTIVE_PATIENCE patience
 #include "cuda/collective.cu"
 
 #include <math.h>
@@ -106,8 +104,8 @@ static void check_parts(size_t n, const vector<float> &mine, const vector<float>
         if (part.owner == process.rank)
             expect(sum_error(own, part.from, part.from + part.floats, in_bf16) <= 1, "the sum of a part", n);
 
-    collective_gather_parts(collective, owned.device, parts.data(), first, stream);
-    collective_gather_parts(collective, owned.device, parts.data() + first, rest, stream);
+    collective_gather_parts(collective, owned.device, false, parts.data(), first, stream);
+    collective_gather_parts(collective, owned.device, false, parts.data() + first, rest, stream);
     vector<float> gathered = owned.read();
     expect_same(gathered, "the gathered array on every rank");
     for (const CollectivePart &part : parts)
@@ -155,9 +153,9 @@ static void check_records(void) {
     }
     Array x(mine), copy(vector<float>(n, NAN));
     for (cudaEvent_t &event : events) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    collective_gather_parts(collective, x.device, parts.data(), first, stream);
+    collective_gather_parts(collective, x.device, false, parts.data(), first, stream);
     collective_record(collective, events[0]);
-    collective_gather_parts(collective, x.device, parts.data() + first, parts.size() - first, stream);
+    collective_gather_parts(collective, x.device, false, parts.data() + first, parts.size() - first, stream);
     collective_record(collective, events[1]);
     CUDA_CHECK(cudaStreamWaitEvent(stream, events[0], 0));
     CUDA_CHECK(cudaMemcpyAsync(copy.device, x.device, cut * sizeof(float), cudaMemcpyDeviceToDevice, stream));
@@ -279,7 +277,6 @@ static void work_stuck(void) {
     Array x(vector<float>(1000, 1.0f));
     CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     while (process.rank == 1) pause();
-    patience = 3;
     collective_all_reduce(collective, x.device, x.n, stream);
     collective_join(collective, stream);
     CUDA_CHECK(cudaEventRecord(event, stream));
@@ -295,7 +292,6 @@ static void sleep_briefly(void *) {
 // The work before a sum takes longer than the ranks wait for each other.
 static void work_slow(void) {
     Array x(vector<float>(1000, 1.0f));
-    patience = 3;
     for (int i = 0; i < 10; i++) CUDA_CHECK(cudaLaunchHostFunc(stream, sleep_briefly, NULL));
     collective_all_reduce(collective, x.device, x.n, stream);
     for (float y : x.read()) expect(y == (float)process.size, "a sum after other work", x.n);
@@ -316,7 +312,7 @@ static int work(const char *what, int argc, char **argv) {
     process_start(&argc, &argv);
     CUDA_CHECK(cudaSetDevice(process.local_rank));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    collective = collective_start(!strcmp(what, "bf16"));
+    collective = collective_start(!strcmp(what, "bf16"), !strcmp(what, "stuck") || !strcmp(what, "slow") ? 3 : 600);
     if (!strcmp(what, "die")) work_die();
     else if (!strcmp(what, "stuck")) work_stuck();
     else if (!strcmp(what, "slow")) work_slow();

@@ -962,8 +962,8 @@ static uint16_t rounded_bits(float x, size_t i, bool stochastic, uint64_t seed, 
 
 enum { FLAT = 22000, SEED = 123456789 };
 
-// Ranges of a flat array of FLAT elements: long, short and empty; with packed moments (as with several ranks) or not;
-// at multiples of 8 or anywhere.
+// Ranges of a flat array of FLAT elements: long, short and empty; with parameters and moments packed (as with several
+// ranks) or not; at multiples of 8 or anywhere.
 static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     static const size_t RANGES[][2] = {{16, 9016},    {9032, 9040},   {9100, 9100},
                                        {9104, 13200}, {13216, 13217}, {14000, 21987}};
@@ -971,7 +971,8 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
     size_t state = 0;
     for (size_t i = 0; i < sizeof RANGES / sizeof *RANGES; i++) {
         size_t from = RANGES[i][0] + (odd && RANGES[i][1] > RANGES[i][0] + 3 ? 3 : 0), to = RANGES[i][1];
-        segments.push_back({from, to, packed ? state : from, i % 3 == 0 ? 0.3 : 1, i % 2 == 0, 0});
+        segments.push_back(
+            {from, to, packed ? state + 16 : from, packed ? state : from, i % 3 == 0 ? 0.3 : 1, i % 2 == 0, 0});
         state += (to - from + 7) / 8 * 8 + (odd ? 1 : 0);
     }
     return segments;
@@ -980,13 +981,13 @@ static std::vector<AdamSegment> make_segments(bool packed, bool odd) {
 static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, const std::vector<AdamSegment> &segments,
                          double scale, AdamW a) {
     for (const AdamSegment &s : segments)
-        for (size_t i = s.from, j = s.state; i < s.to; i++, j++) {
+        for (size_t i = s.from, j = s.state, k = s.param; i < s.to; i++, j++, k++) {
             double x = g[i] * scale;
             m[j] = a.beta1 * m[j] + (1 - a.beta1) * x;
             v[j] = a.beta2 * v[j] + (1 - a.beta2) * x * x;
             double step =
                 m[j] / (1 - pow(a.beta1, (double)a.step)) / (sqrt(v[j] / (1 - pow(a.beta2, (double)a.step))) + a.eps);
-            p[i] -= s.lr_scale * a.lr * (step + (s.decay ? a.weight_decay * p[i] : 0));
+            p[k] -= s.lr_scale * a.lr * (step + (s.decay ? a.weight_decay * p[k] : 0));
         }
 }
 
@@ -1019,21 +1020,23 @@ static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t st
     compare("params", params, p, 1e-6);
     compare("mean", mean, m, 1e-6);
     compare("square", square, v, 1e-6);
-    std::vector<bool> mine(FLAT), of_moments(FLAT);
+    std::vector<bool> mine(FLAT), of_params(FLAT), of_moments(FLAT);
+    std::vector<size_t> param(FLAT);
     for (const AdamSegment &s : segments)
         for (size_t i = s.from; i < s.to; i++) {
-            mine[i] = true;
-            of_moments[s.state + (i - s.from)] = true;
+            param[i] = s.param + (i - s.from);
+            mine[i] = of_params[param[i]] = of_moments[s.state + (i - s.from)] = true;
         }
-    compare_untouched("params outside of the ranges", params, [&](size_t i) { return !mine[i]; });
+    compare_untouched("params outside of the ranges", params, [&](size_t i) { return !of_params[i]; });
     compare_untouched("moments outside of the ranges", mean, [&](size_t i) { return !of_moments[i]; });
     compare_untouched("the copy outside of the ranges", rounded, [&](size_t i) { return !mine[i] || copy == NO_COPY; });
     size_t wrong = 0;
     double drift = 0;
     for (size_t i = 0; i < FLAT && copy != NO_COPY; i++) {
         if (!mine[i]) continue;
-        wrong += bits_of(rounded.at(i)) != rounded_bits(params.at(i), i, copy == STOCHASTIC, SEED, (uint64_t)step);
-        drift += (value_of(rounded.at(i)) - value_of(params.at(i))) / FLAT;
+        float x = params.at(param[i]);
+        wrong += bits_of(rounded.at(i)) != rounded_bits(x, i, copy == STOCHASTIC, SEED, (uint64_t)step);
+        drift += (value_of(rounded.at(i)) - x) / FLAT;
     }
     check("elements of the copy that are wrong", (double)wrong, 0);
     check_true("the copy's errors have a mean", fabs(drift) < 5e-5);    // of 1e-3 each
@@ -1086,7 +1089,7 @@ static void test_round(size_t n, bool stochastic) {
     Numbers x = fill(params, "p", 0, 3);
     size_t half = n / 2 / ADAMW_WIDTH * ADAMW_WIDTH;
     run_twice({&rounded}, [&] {
-        parameters_round(rounded.device(), params.device(), half, n, stochastic, SEED, 7, stream);
+        parameters_round(rounded.device(), params.device() + half, half, n, stochastic, SEED, 7, stream);
         parameters_round(rounded.device(), params.device(), 0, half, stochastic, SEED, 7, stream);
     });
     size_t wrong = 0;
@@ -1181,8 +1184,8 @@ static void test_muons(void) {
     test_muon(40, 130, false, NEAREST, false);
 }
 
-static void test_norm(bool odd, double size) {
-    if (!case_begins("norms%s size=%g", odd ? " odd" : "", size)) return;
+static void test_norm(bool odd, bool of_params, double size) {
+    if (!case_begins("norms%s%s size=%g", odd ? " odd" : "", of_params ? " of parameters" : "", size)) return;
     std::vector<AdamSegment> segments = make_segments(true, odd);
     size_t blocks = segments_ready(segments.data(), segments.size());
     Tensor<AdamSegment> table(segments.size());
@@ -1191,10 +1194,11 @@ static void test_norm(bool odd, double size) {
     Numbers g = fill(grads, "g", 0.1 * size, size), sum(1);
     upload(table, segments);
     for (const AdamSegment &s : segments)
-        for (size_t i = s.from; i < s.to; i++) sum[0] += g[i] * g[i];
+        for (size_t i = 0, from = of_params ? s.param : s.from; i < s.to - s.from; i++)
+            sum[0] += g[from + i] * g[from + i];
     run_twice({&partials, &squares}, [&] {
         gradient_squares(squares.device(), partials.device(), grads.device(), table.device(), segments.size(), blocks,
-                         stream);
+                         of_params, stream);
     });
     check("relative error", fabs(squares.at(0) - sum[0]) / sum[0], 1e-13);
     case_ends();
@@ -1226,12 +1230,13 @@ static void test_norms(void) {
     for (double squares : {(double)NAN, (double)INFINITY}) test_step_numbers(5.5, squares, 1);
     for (double loss : {(double)NAN, (double)INFINITY, -(double)INFINITY}) test_step_numbers(loss, 7.3, 1);
     for (double size : {1.0, 1e-30, 1e30}) {    // squares of the last two are no floats
-        test_norm(false, size);
-        test_norm(true, size);
+        test_norm(false, false, size);
+        test_norm(false, true, size);
+        test_norm(true, false, size);
     }
     if (case_begins("norms of nothing")) {
         Tensor<double> squares(1);
-        run_twice({&squares}, [&] { gradient_squares(squares.device(), NULL, NULL, NULL, 0, 0, stream); });
+        run_twice({&squares}, [&] { gradient_squares(squares.device(), NULL, NULL, NULL, 0, 0, false, stream); });
         check_true("not 0", squares.at(0) == 0);
         case_ends();
     }

@@ -1,6 +1,6 @@
 // process: sums, broadcasts and stops of several ranks, started by scripts/launch.sh from the folder of the Makefile;
-// what happens when one of them fails or is killed; the mode of a program's threads. Without MPI only the tests of a
-// single process run. Each worker is this program itself, with a word as its argument.
+// what happens when one of them fails, hangs or is killed; the mode of a program's threads. Without MPI only the tests
+// of a single process run. Each worker is this program itself, with a word as its argument.
 #include <errno.h>
 #include <float.h>
 #include <math.h>
@@ -11,6 +11,7 @@
 #include "run/metrics.h"
 #include "runtime/clock.h"
 #include "runtime/error.h"
+#include "runtime/heartbeat.h"
 #include "runtime/process.h"
 #include "runtime/start.h"
 
@@ -87,6 +88,23 @@ static void work_hang(void) {
     fail(EXIT_DIVERGED, "all ranks failed");
 }
 
+// The main thread of rank 1 makes no progress while rank 0 waits for it: it hangs for good, or works for three seconds,
+// or waits itself, for something that never comes.
+static void work_stuck(const char *how) {
+    enum { TIMEOUT = 1 };
+    static char data[1 << 20];
+    Heartbeat *heartbeat = heartbeat_start(60, TIMEOUT);
+    process_does("reading data");
+    for (int i = 0; process.rank == 1 && (i < 30 || !strcmp(how, "stuck")); i++) {
+        if (!strcmp(how, "busy")) process_progress();
+        if (!strcmp(how, "deadlock")) process_bring(data, sizeof data, 1);
+        usleep(100000);
+    }
+    process_barrier();
+    heartbeat_stop(heartbeat);
+    printf("rank %d came through\n", process.rank);
+}
+
 // Says what a progress line would look like.
 static void work_show(void) {
     Progress progress = {0};
@@ -123,6 +141,7 @@ static int work(const char *what, int argc, char **argv) {
     else if (!strcmp(what, "hang")) work_hang();
     else if (!strcmp(what, "stop")) work_stop();
     else if (!strcmp(what, "show")) work_show();
+    else work_stuck(what);
     process_end();
     return 0;
 }
@@ -250,6 +269,22 @@ static void test_death(void) {
     CHECK(code == EXIT_DIVERGED && now() - start < 30, "exit that hangs: code %d after %.1f s", code, now() - start);
 }
 
+static void test_progress(void) {
+    check_group("a rank that does nothing ends the others, but not one that works");
+    char output[8192];
+    int code = check_fork(launch, &(Job){"2", "stuck"}, output, sizeof output);
+    CHECK(code == EXIT_PEER && strstr(output, "no progress of rank 1 on ") &&
+              strstr(output, " (reading data) for 1 s.") && strstr(output, "--progress-timeout") &&
+              !strstr(output, "came through"),
+          "code %d: %s", code, output);
+    code = check_fork(launch, &(Job){"2", "deadlock"}, output, sizeof output);
+    CHECK(code == EXIT_PEER && strstr(output, "all ranks wait for each other, without progress of rank 0 on ") &&
+              strstr(output, "(in MPI_Barrier, reading data), rank 1 on ") && strstr(output, "(in MPI_Send, reading"),
+          "code %d: %s", code, output);
+    code = check_fork(launch, &(Job){"2", "busy"}, output, sizeof output);
+    CHECK(code == 0 && strstr(output, "rank 0 came through"), "code %d: %s", code, output);
+}
+
 // Starts two ranks, sends the signals (the first number is the milliseconds between them), and returns the output and
 // the exit status.
 static void stop_from_outside(void *data) {
@@ -334,6 +369,7 @@ int main(int argc, char **argv) {
     if (system("command -v mpirun > /dev/null") == 0) {
         test_sums();
         test_death();
+        test_progress();
         test_stop();
         test_terminal();
     } else {

@@ -13,8 +13,8 @@ from . import charts, results
 from .charts import Panel, Picture
 
 # Flags that do not make two runs of a group different experiments.
-OWN = {"seed", "out", "resume", "threads", "rank-timeout", "profile", "keep", "ckpt-every", "sample-every",
-       "norms-every", "dry-run"}
+OWN = {"seed", "out", "resume", "threads", "rank-timeout", "progress-timeout", "profile", "keep", "ckpt-every",
+       "sample-every", "norms-every", "dry-run"}
 NAMED = {"attn", "attn-switch"}     # in a run's normalizer
 
 
