@@ -65,7 +65,7 @@ def plan(normalizer, seq_len, scaling, window, bf16, dtype, threads, q, k, v, q_
                 lib.attn_c_backward)
 
 
-def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling, window):
+def prepare(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     """The arguments as C reads them: the arrays (the caller must hold on to them) and the plan. The caller has called
     check_kinds(). All tensors are on the CPU: the dispatcher and is_plain() see to that."""
     dtype = q.dtype

@@ -653,7 +653,8 @@ def test_bad_input_of_the_operators(attn_c, message, meta):
 
 def test_which_normalizers_depend_on_the_training_length(attn_c):
     x = torch.ones(1, 2, 3, 8)
-    dependent = {"ssmax", "ssmax-bias", "ssmax-pn", "sigmoid", "relu-L", "relu2-L", "softmax+scale=log:L"}
+    dependent = {"ssmax", "ssmax-bias", "ssmax-pn", "sigmoid", "relu-L", "relu2-L", "softmax+scale=log:L",
+                 "ssmax-bias+cap=1.5"}
     for name in NAMES:
         if name in dependent:
             with pytest.raises(ValueError, match="depends on the length that the model is trained with"):
