@@ -14,7 +14,7 @@
 # OMPI_MCA_btl_tcp_if_include=eth0. All machines receive these variables (scripts/launch.sh --help lists all).
 #
 # Example: HOSTFILE=hosts scripts/run_multi_node_mpi.sh scripts/run_124M_fineweb.sh --batch 32
-# See doc/gpu.md.
+# See doc/many_gpus.md.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 

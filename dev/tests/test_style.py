@@ -73,6 +73,19 @@ def test_columns():
     assert len(PYTHON) > 90 and len(MARKDOWN) > 15 and not long, "\n".join(long)
 
 
+def test_pages():
+    """A page for users has at most 250 lines, and no page has a space before a percent sign."""
+    wrong = []
+    for path in MARKDOWN:
+        lines = (ROOT / path).read_text().splitlines()
+        if path.startswith(("doc/", "attention/")) and len(lines) > 250:
+            wrong.append(f"{path}: {len(lines)} lines")
+        text = re.sub(r"^```.*?^```$", lambda code: "\n" * code[0].count("\n"), "\n".join(lines), flags=re.M | re.S)
+        wrong += [f"{path}:{number}: {line}" for number, line in enumerate(text.splitlines(), 1)
+                  if re.search(r"\d %", line)]
+    assert not wrong, "\n".join(wrong)
+
+
 def prose(text):
     """(number, line) of a Markdown text's prose: all but tables, code blocks, headings, images and lines with a URL
     that would be long alone."""
