@@ -22,7 +22,6 @@ from trainer import ROOT
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "dev/bench")]
 import gpu_check
 import gpu_report
-import gpu_text
 from gpu_check import Part
 from gpu_report import NO_GPU, UNFINISHED
 
@@ -349,14 +348,6 @@ def test_packed_programs_are_used(tmp_path):
     assert "built from other sources" in machine.call("build") and machine.calls("made") == 3
 
 
-def test_two_ranks_need_programs_that_were_built_here(tmp_path):
-    two = "echo 'stand-in, 1, 1 MiB'; echo 'stand-in, 1, 1 MiB'"
-    machine = packed(tmp_path, mpirun="exit 1", **{"nvidia-smi": two})
-    said = machine.call("several", code=1)
-    assert "make, sm_90: ok" in said and "sums of two ranks: sums: FAILED" in said
-    assert machine.calls("made") == 3 and len(verdicts_of(machine.out, "several")) == 5
-
-
 # As glibc's, for a program that was linked with a newer one.
 LDD = "echo \"$1: libc.so.6: version \\`GLIBC_2.99' not found (required by $1)\""
 
@@ -397,17 +388,6 @@ def test_a_probe_without_a_gpu(tmp_path):
     machine.edit("dev/bench/gpu_report.py", "ASK_LIMIT = 10", "ASK_LIMIT = 1")
     assert "GPU: missing" in machine.call("probe", "build", code=NO_GPU) and machine.calls("made") == 0
     assert {name: part["status"] for name, part in parts_of(machine.out).items()} == {"probe": "not measured: no GPU"}
-
-
-def test_without_a_tool(tmp_path):
-    """The sanitizer's part fails without it; that of ncu has nothing that anything depends on."""
-    machine = Machine(tmp_path)
-    if any(shutil.which(name, path=machine.path) for name in ("compute-sanitizer", "ncu")):
-        pytest.skip("the profilers are among the system's programs")
-    machine.call("counters")
-    assert verdicts_of(machine.out, "counters") == {"counters": "info"}
-    machine.call("sanitizer", code=1)
-    assert verdicts_of(machine.out, "sanitizer") == {"compute-sanitizer": "FAILED"}
 
 
 # Like the real one: ends with the program's exit code, or with --error-exitcode if there are findings.
@@ -478,14 +458,6 @@ def test_evaluation_part(tmp_path, dry):
     report = (tmp_path / "out/report.md").read_text()
     assert_well_formed(report)
     assert report.count(gpu_report.MISSING) == 24         # a dry run measures nothing
-
-
-def test_training_text_without_shards(tmp_path):
-    """Without shards and network there is still text to train on, the same each time."""
-    for name in ("a", "b"):
-        gpu_text.write(tmp_path / name)
-    a, b = (tmp_path / name / "text_train_000001.bin" for name in ("a", "b"))
-    assert a.read_bytes() == b.read_bytes() and a.stat().st_size > 1e6
 
 
 # ---- the rehearsal
