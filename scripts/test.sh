@@ -129,7 +129,11 @@ variant() {
 }
 variant_blas() { variant blas ONEDNN=0 MPI=0; }
 variant_loops() { variant plain ONEDNN=0 BLAS=0 MPI=0; }
-variant_clang() { make -j"$jobs" CC=clang BUILD=build/clang all attn_c >/dev/null && variant clang CC=clang; }
+variant_clang() {
+    local targets=(all)
+    [ $all = 0 ] || targets+=(attn_c)
+    make -j"$jobs" CC=clang BUILD=build/clang "${targets[@]}" >/dev/null && variant clang CC=clang
+}
 
 group_san() { c_tests san sanitized; }
 sanitized() {
