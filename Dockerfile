@@ -1,4 +1,4 @@
-# attn.c with its trainer for GPUs, on Debian. doc/gpu.md, "Eight GPUs", says how to run it.
+# attn.c with its trainer for GPUs, on Debian. doc/many_gpus.md says how to run it.
 #
 #   docker build -t attn.c .
 FROM debian:bookworm

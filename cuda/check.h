@@ -24,8 +24,7 @@ static inline CudaAdvice cuda_advice(cudaError_t error) {
     switch (error) {
     case cudaErrorInsufficientDriver:
     case cudaErrorUnsupportedPtxVersion:
-        remedy =
-            "\n  Install a newer driver, or build with a CUDA Toolkit that this one supports (doc/gpu.md, \"Eight GPUs\").";
+        remedy = "\n  Install a newer driver, or build with a CUDA Toolkit that this one supports (doc/many_gpus.md).";
         break;
     case cudaErrorNoKernelImageForDevice:
         remedy = "\n  Build for this GPU: make train_gpt2cu GPUS=90 is for compute capability 9.0.";

@@ -30,15 +30,15 @@ def test_the_commands_in_a_new_debian(tmp_path):
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     (root / "attn.c").mkdir()
     subprocess.run(["xargs", "-0", "cp", "--parents", "-t", root / "attn.c"], cwd=ROOT, input=files, check=True)
-    # this machine's network, and its mirrors of Debian and PyPI
-    for path in map(Path, ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")):
-        if path.exists():
-            (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, root / path.relative_to("/"))
+    # this machine's network, its package index, and the certificates that it trusts
+    settings = [text for word, text in LINES if word == "ENV"]
+    settings += ["GPUS=90", "INSTANCES=exp float", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
+    for path, to in (("/etc/resolv.conf", "etc"), ("/etc/pip.conf", "etc"), ("/etc/ssl/certs/ca-certificates.crt", "root")):
+        if Path(path).exists():
+            shutil.copy(path, root / to)
+            settings += ["PIP_CERT=/root/ca-certificates.crt"] * (to == "root")
 
     def run(command):
-        settings = [text for word, text in LINES if word == "ENV"] + ["GPUS=90", "INSTANCES=exp float", "HOME=/root",
-                                                                      "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
         inside = shlex.join(["env", "-i", *settings, "sh", "-c", f"cd /attn.c && {command}"])
         done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c",
                                f"mount --rbind /dev {root}/dev && mount -t proc proc {root}/proc && "
