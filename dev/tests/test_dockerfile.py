@@ -33,10 +33,10 @@ def test_the_commands_in_a_new_debian(tmp_path):
     # this machine's network, its package index, and the certificates that it trusts
     settings = [text for word, text in LINES if word == "ENV"]
     settings += ["GPUS=90", "INSTANCES=exp float", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
-    for path, to in (("/etc/resolv.conf", "etc"), ("/etc/pip.conf", "etc"), ("/etc/ssl/certs/ca-certificates.crt", "root")):
-        if Path(path).exists():
-            shutil.copy(path, root / to)
-            settings += ["PIP_CERT=/root/ca-certificates.crt"] * (to == "root")
+    for path in map(Path, ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")):
+        if path.exists():
+            shutil.copy(path, root / ("root" if path.suffix == ".crt" else "etc"))
+            settings += ["PIP_CERT=/root/ca-certificates.crt"] * (path.suffix == ".crt")
 
     def run(command):
         inside = shlex.join(["env", "-i", *settings, "sh", "-c", f"cd /attn.c && {command}"])
