@@ -122,7 +122,7 @@ void losses_add(Eval *e, size_t i, const double *sums, const uint64_t *counts, d
            human_grouped(count).text, shown(loss), shown(exp(loss)));
     if (e->after) printf(" %+9.4f", shown(loss - at->loss[0]));
     if (e->masked) printf(" %13.4f", shown(loss * (double)count / (double)at->windows));
-    if (all_zero > 0) printf("   %.2g %% all-zero rows", 100 * all_zero);
+    if (all_zero > 0) printf("   %.2g%% all-zero rows", 100 * all_zero);
     printf("\n");
     fflush(stdout);
     add_row(e, at, sums, counts, count, all_zero);

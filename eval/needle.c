@@ -385,10 +385,10 @@ static void end_length(Needle *n) {
         cJSON_AddNumberToObject(depth, "right", here);
         cJSON_AddNumberToObject(depth, "first_digit", n->not_finite[d] ? NAN : (double)n->first_digit[d] / samples);
         cJSON_AddItemToArray(depths, depth);
-        printf(" %6.1f %%", shown(100 * here));
+        printf(" %7.1f%%", shown(100 * here));
         right += here / (double)n->depth_count;
     }
-    printf(" %8.1f %%", shown(100 * right));
+    printf(" %9.1f%%", shown(100 * right));
     print_best_head(n, isfinite(right));
     fflush(stdout);
     cJSON_AddNumberToObject(n->row, "right", right);
@@ -465,7 +465,7 @@ void needle_begin(Needle *n) {
            (size_t)o->samples, "length", "theta");
     for (size_t d = 0; d < n->depth_count; d++) {
         if (o->random_depth) printf("   random");
-        else printf(" %6lld %%", (long long)o->depths.values[d]);
+        else printf(" %7lld%%", (long long)o->depths.values[d]);
     }
     printf(" %10s %10s\n", "mean", "best head");
 }

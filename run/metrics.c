@@ -237,7 +237,7 @@ void metrics_line(char *out, size_t size, const StepMetrics *m, int64_t steps, d
     if (m->validated) snprintf(validation, sizeof validation, " | val %.4f", m->val_loss);
     if (seconds_left >= 0) snprintf(left, sizeof left, " | %s left", human_duration(seconds_left).text);
     snprintf(out, size,
-             "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f %% of peak%s | %s tokens%s",
+             "step %*lld/%lld | loss %.4f%s | lr %.1e | norm %.2f | %s, %s tok/s, %.0f%% of peak%s | %s tokens%s",
              width < 5 ? 5 : width, (long long)m->step, (long long)steps, m->loss, validation, m->lr, m->grad_norm,
              duration(m->ms).text, human_count(m->tok_per_s).text, 100 * m->mfu, slow,
              human_count((double)m->tokens).text, left);

@@ -158,7 +158,7 @@ static void print_data(const Run *run) {
     for (const Source *s = train->sources; train->weighted && s < train->sources + train->count; s++) {
         double share = (double)s->weight / (double)train->period;
         char percent[32];
-        snprintf(percent, sizeof percent, "%.4g %%", 100 * share);
+        snprintf(percent, sizeof percent, "%.4g%%", 100 * share);
         Utf8Printer globs = utf8_printer(stdout);
         printf("\n  %-7s ", percent);
         utf8_print(&globs, s->globs, strlen(s->globs));

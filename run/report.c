@@ -82,7 +82,7 @@ void run_report(Run *run, const char *more, const char *line) {
     int digits = 0;
     if (share < 9.95) digits = 1;
     if (share < 0.1) digits = 4;
-    if (share > 0) snprintf(text + length, sizeof text - length, " | %.*f %% all-zero rows", digits, share);
+    if (share > 0) snprintf(text + length, sizeof text - length, " | %.*f%% all-zero rows", digits, share);
     progress_show(&run->progress, text, run->step == run->o.steps || run->last.validated);
 }
 

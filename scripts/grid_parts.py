@@ -389,7 +389,7 @@ def train_values(grid, part, diverged):
     clip = grid.rows[part.run.row].flags.get("grad-clip", 1)
     norms = [x for x in plot.column(lines, "grad_norm") if x == x]
     empty = {int(step): float(share) / 100
-             for step, share in re.findall(r"^step +(\d+)/.*\| (\S+) % all-zero rows", part.output(), re.M)}
+             for step, share in re.findall(r"^step +(\d+)/.*\| (\S+?) ?% all-zero rows", part.output(), re.M)}
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     val = [[line["tokens"], line["val_loss"]] for line in lines if line.get("val_loss") is not None]
     clipped = sum(x > clip for x in norms) / len(norms) if clip and norms else 0.0

@@ -742,7 +742,7 @@ def test_all_zero_rows(cuda, data, tmp_path):
     for name, program in {"cpu": None, "cuda": cuda}.items():
         text = train(data, *SMALL, "--model", QK_NORM, "--attn", "relu-l1", "--val-data", data / "d_val_000000.bin",
                      "--val-every", 1, "--val-tokens", 80, "--steps", 4, "--out", tmp_path / name, program=program)
-        said.append([float(share) for share in re.findall(r"([\d.]+) % all-zero rows", text)])
+        said.append([float(share) for share in re.findall(r"([\d.]+)% all-zero rows", text)])
     assert len(said[0]) == 4 and 0 < said[0][0] < 100
     np.testing.assert_allclose(said[1], said[0], atol=2)
 

@@ -112,7 +112,7 @@ def test_sources_with_different_tokenizers(tmp_path):
         byte_text.write_text(folder)
     text = ",".join(f"{folder}/*_train_*.bin:1" for folder in folders)
     plan = train(tmp_path, "--train-data", text, "--batch", 1, "--seq-len", 8, "--dry-run", model=False)
-    says(plan, "data      3 sources", "\n  33.33 % ", " epochs\n")
+    says(plan, "data      3 sources", "\n  33.33% ", " epochs\n")
     whole = json.loads((folders[2] / "tokenizer.json").read_text())
     (folders[2] / "tokenizer.json").write_text(json.dumps(whole, indent=1))
     flags = ["--batch", 1, "--seq-len", 8, "--dry-run"]

@@ -413,7 +413,7 @@ def test_all_zero_rows_are_reported(softmax, data, tmp_path):
     output, result = evaluate(softmax["llama"][0], data, tmp_path, *flags, f"0,{2 * L}")
     shares = [row["all_zero_rows"] for row in result["results"]]
     assert shares[:2] == [0, 0] and 0 < shares[3] < shares[2] < 1
-    assert all(f"{100 * share:.2g} % all-zero rows" in output for share in shares[2:])
+    assert all(f"{100 * share:.2g}% all-zero rows" in output for share in shares[2:])
     assert (evaluate(softmax["llama"][0], data, tmp_path, *flags, 2 * L)[1]["results"][1]["all_zero_rows"]
             == shares[3])
 

@@ -73,14 +73,14 @@ static void test_line(void) {
     metrics_line(line, sizeof line, &m, 5000, 5640);
     same(
         line,
-        "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | 123 k tokens | 1 h 34 min left");
+        "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73% of peak | 123 k tokens | 1 h 34 min left");
     m.slowest_rank = 5;
     m.slowest_ms = 1310;
     m.mean_ms = 102.4;
     metrics_line(line, sizeof line, &m, 5000, -1);
     same(
         line,
-        "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73 % of peak | rank 5 slow: 1.31 s, mean 102 ms | 123 k tokens");
+        "step   120/5000 | loss 6.0312 | lr 5.9e-04 | norm 0.84 | 1.16 s, 221 tok/s, 73% of peak | rank 5 slow: 1.31 s, mean 102 ms | 123 k tokens");
     m.slowest_ms = 0;
     m.validated = true;
     m.val_loss = 5.1234f;
@@ -89,7 +89,7 @@ static void test_line(void) {
     metrics_line(line, sizeof line, &m, 1234567, -1);
     same(
         line,
-        "step     120/1234567 | loss 6.0312 | val 5.1234 | lr 5.9e-04 | norm 0.84 | 42 ms, 24.6 k tok/s, 73 % of peak | 123 k tokens");
+        "step     120/1234567 | loss 6.0312 | val 5.1234 | lr 5.9e-04 | norm 0.84 | 42 ms, 24.6 k tok/s, 73% of peak | 123 k tokens");
     m.val_loss = NAN;
     metrics_line(line, sizeof line, &m, 1234567, -1);
     CHECK(strstr(line, " | val nan | "), "%s", line);

@@ -552,7 +552,7 @@ def test_the_step_line_shows_all_zero_rows(data, tmp_path):
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         printed = train(data, *flags, "--model", MODELS["llama"], "--steps", 3, "--out", out)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        found = re.findall(r"\| (\S+) % all-zero rows", printed)
+        found = re.findall(r"\| (\S+)% all-zero rows", printed)
         kept = [100 * line["all_zero_rows"] for line in lines if "all_zero_rows" in line]
         assert kept == pytest.approx([float(share) for share in found], abs=0.5)
         return found
