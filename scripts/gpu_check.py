@@ -113,6 +113,12 @@ class Job:
         if code:
             raise Failed(code)
 
+    def output(self, *words):
+        """Runs a command and returns what it prints."""
+        before = os.fstat(self.file.fileno()).st_size
+        self.run(*words)
+        return os.pread(self.file.fileno(), 1 << 24, before).decode(errors="replace")
+
     def compare(self, compare, *words):
         """Prints what a comparison of runs found, and returns whether they agree."""
         try:
@@ -606,23 +612,112 @@ def free_runs(job):
     job.expect([job.compare(gpu_report.same, *runs)])
 
 
+# ---------------------------------------------------------------- several GPUs
+
+BF16 = ("--dtype", "bf16", "--zero", 1, "--optimizer", "muon")
+
+
 def part_several(call):
-    """Both runs see the same batches, so their losses differ only by the order of sums."""
     collective = f"{call.tests}/test_collective"
     if call.build != "build":
         call.check("make test_collective", 30, 200, "make", f"-j{os.cpu_count()}", *call.programs.flags, collective)
-    for word in ("sums", "bf16"):
-        call.check(f"sums of two ranks: {word}", 15, 60, "scripts/launch.sh", 2, collective, word)
-    for zero in (0, 1):
-        call.check(f"losses of two ranks, --zero {zero}", 30, 240, two_beside_one, zero)
+    for ranks in rank_counts(call):
+        for word in ("sums", "bf16"):
+            call.check(f"sums of {ranks} ranks: {word}", 15, 60, "scripts/launch.sh", ranks, collective, word)
+        for zero in (0, 1):
+            call.check(f"losses of {ranks} ranks, --zero {zero}", 30, 240, several_beside_one, ranks, 1e-5,
+                       "--dtype", "fp32", "--zero", zero)
+        call.check(f"losses of {ranks} ranks in bf16 with ZeRO-1 and Muon", 30, 240, several_beside_one, ranks, 5e-3,
+                   *BF16)
+        call.check(f"{ranks} ranks twice: the same bits", 30, 240, several_twice, ranks)
+    call.check("a killed rank ends the job, which resumes", 30, 240, kill_a_rank, rank_counts(call)[-1])
+    for model in SCALED:
+        call.check(f"scaling of {model}", 120, 560, scale, model)
 
 
-def two_beside_one(job, zero):
-    one, two = f"{job.folder}/one", f"{job.folder}/two"
-    train(job, one, 10, "--dtype", "fp32")
-    train(job, two, 10, "--dtype", "fp32", "--batch", 1 if job.call.dry else 4, "--zero", zero,
-          program=["scripts/launch.sh", 2, job.call.train])
-    job.expect([job.compare(gpu_report.close, 1e-5, one, two)])
+def rank_counts(call):
+    return [ranks for ranks in (2, 4, 8) if ranks <= (4 if call.dry else call.gpus)]
+
+
+def train_several(job, ranks, out, steps, *flags):
+    train(job, out, steps, *flags, program=["scripts/launch.sh", ranks, job.call.train] if ranks > 1 else None)
+
+
+def several_beside_one(job, ranks, bound, *flags):
+    """Both runs see the same batches, so their losses differ only by rounding."""
+    one, many = f"{job.folder}/one", f"{job.folder}/many"
+    train_several(job, 1, one, 10, *flags, "--batch", 8)
+    train_several(job, ranks, many, 10, *flags, "--batch", 8 // ranks)
+    job.expect([job.compare(gpu_report.close, bound, one, many)])
+
+
+def several_twice(job, ranks):
+    one, other = f"{job.folder}/one", f"{job.folder}/other"
+    for out in (one, other):
+        train_several(job, ranks, out, 10, *BF16)
+    job.expect([job.compare(gpu_report.same, one, other)])
+
+
+def kill_a_rank(job, ranks):
+    """Rank 1 is killed after a checkpoint. The job must end by itself, with an error, and resume."""
+    out = Path(job.folder) / "killed"
+    words = ["scripts/launch.sh", ranks, job.call.train, "--train-data", f"{job.call.data}/*_train_*.bin",
+             *recipe(job.call).split(), *BF16, "--val-every", 0, "--ckpt-every", 2, "--steps", 10**6, "--out", out]
+    process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=job.file,
+                               stderr=job.file)
+    job.call.running.add(process)
+    try:
+        while not list(out.glob("ckpt/step-*")) and process.poll() is None and job.took() < job.seconds:
+            time.sleep(0.1)
+        begun, victims = time.monotonic(), processes_of_rank(job.call.train, 1)
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        code = process.wait(max(1, job.seconds - job.took()))
+    finally:
+        process.terminate()
+        job.call.running.discard(process)
+    took = time.monotonic() - begun
+    steps = max(int(path.name[5:]) for path in out.glob("ckpt/step-*")) + 2
+    job.run(*words, "--resume", "--steps", steps)
+    job.say(f"{ranks} ranks ended {took:.1f} s after rank 1 was killed, with exit code {code}, and resumed")
+    job.expect([victims, code not in (0, 75)])
+
+
+def processes_of_rank(program, rank):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "exe").samefile(program):
+                ours = f"OMPI_COMM_WORLD_RANK={rank}\0".encode() in files.read(folder / "environ", None)
+                found += [int(folder.name)] if ours else []
+        except OSError:            # it has ended, or belongs to somebody else
+            pass
+    return found
+
+
+SCALED = {"124M": ("--batch", 32), "1.3B": ("--batch", 8, "--zero", 1)}
+
+
+def scale(job, model):
+    """Tokens per second on one GPU and on several, and the time per step that the stream waits for sums and weights of
+    other ranks, which --profile measures in a run without graphs."""
+    one = None
+    for ranks in (1, *rank_counts(job.call)):
+        program = ["scripts/launch.sh", ranks, job.call.train] if ranks > 1 else [job.call.train]
+        shape = recipe(job.call).split() if job.call.dry else ["--model", model, "--seq-len", 1024, *SCALED[model]]
+        words = [*program, "--train-data", f"{job.call.data}/*_train_*.bin", *shape, "--dtype", "bf16",
+                 "--val-every", 0]
+        said = job.output(*words, "--steps", steps_of(job.call, 30))
+        found = re.findall(r"([\d.]+) ?([kM]?) tok/s", said)
+        speeds = [float(number) * {"": 1, "k": 1e3, "M": 1e6}[unit] for number, unit in found[len(found) // 2:]]
+        speed = sorted(speeds)[len(speeds) // 2]
+        one = one or speed
+        profile = job.output(*words, "--profile", "--steps", steps_of(job.call, 12))
+        waits = re.search(r"gradient all-reduce +([\d.]+)", profile)
+        line = (f"{model} on {ranks} GPU{'s'[:ranks > 1]}: {speed:,.0f} tokens/s, {speed / one / ranks:.1%} of {ranks} "
+                f"times one, {waits[1] if waits else 0} ms per step in collectives")
+        job.call.fact(line)
+        job.say(line)
 
 
 # ---------------------------------------------------------------- timings
@@ -742,8 +837,9 @@ PARTS = (
          "runs compute-sanitizer's memcheck, racecheck and synccheck on our kernels, but not on cuBLASLt's"),
     Part("larger", 240, 1, "programs triton", timing(45, "gpu_step", "--ours", "{train}"),
          "times the training step at 162M against PyTorch's"),
-    Part("several", 60, 2, "mpi text", part_several,
-         "tests two ranks with a GPU each, with MPI and NCCL: sums, and a run compared with that of one rank"),
+    Part("several", 900, 2, "mpi text", part_several,
+         "on 2, 4 and 8 GPUs of a node, with MPI and NCCL: sums, losses beside one rank's, repeated bits, a killed "
+         "rank, and scaling at 124M and 1.3B; call it until it is complete"),
 )
 PART = {part.name: part for part in PARTS}
 ALL = [part.name for part in PARTS if part.name not in ("pack", "several")]
