@@ -40,10 +40,14 @@ static bool is_hopper(void) {
     return major == 9;
 }
 
+static int flash_of(const Normalizer *a, size_t element) {
+    return flash_find(element, NORMALIZER_PHI(a), NORMALIZER_POST(a), a->cap > 0);
+}
+
 // Does flash90_backward.cuh compute the gradients?
 static bool backward_is_90(FlashShape shape, size_t element) {
     const Normalizer *a = shape.normalizer;
-    int instance = flash_find(element, NORMALIZER_PHI(a), NORMALIZER_POST(a));
+    int instance = flash_of(a, element);
     bool built = false;
 #ifdef USE_HOPPER
     built = is_hopper();
@@ -94,13 +98,18 @@ static unsigned position_pieces(FlashShape shape) {
     return (unsigned)((shape.B * shape.NH - 1) / POSITION_HEADS + 1);
 }
 
+// The largest number of visible keys.
+static size_t positions_of(FlashShape shape) {
+    return shape.window && shape.window < shape.T ? shape.window : shape.T;
+}
+
 // The partial sums of the scalars' gradients. Per-head and per-position scalars share the space: the former are added
 // up before the latter are computed.
 static size_t partials_of(FlashShape shape) {
     size_t most = SCALAR_COUNT * shape.NH * scalar_pieces(shape);
     for (int x = 0; x < SCALAR_COUNT; x++)
         if (scalar_width(x) == PER_POSITION && normalizer_has(shape.normalizer, (Scalar)x))
-            most = std::max(most, shape.T * position_pieces(shape));
+            most = std::max(most, positions_of(shape) * position_pieces(shape));
     return most;
 }
 
@@ -112,10 +121,10 @@ static size_t dq_sets_of(FlashShape shape, size_t element) {
 
 // The first byte of each array in scratch, and how many bytes there are in all.
 struct FlashScratch {
-    size_t rows, g, by_number;            // FlashCall's, of each row (rows: for each part of v)
-    size_t prefix, segments;              // prefix sums of v and sums of their segments, for the posts that recenter
-    size_t dq_sums, dk_sums, counters;    // FlashCall's, for flash90_backward.cuh
-    size_t partials;                      // partials_of()
+    size_t rows, g, by_number, offsets;    // FlashCall's, of each row (rows: for each part of v)
+    size_t prefix, segments;               // prefix sums of v and sums of their segments, for the posts that recenter
+    size_t dq_sums, dk_sums, counters;     // FlashCall's, for flash90_backward.cuh
+    size_t partials;                       // partials_of()
     size_t bytes;
 };
 
@@ -129,6 +138,7 @@ static FlashScratch scratch_of(FlashShape shape, size_t element) {
     place(&at.rows, parts * rows, sizeof(FlashRow));
     place(&at.g, rows, sizeof(float));
     if (phi_learns(NORMALIZER_PHI(shape.normalizer))) place(&at.by_number, rows, sizeof(float));
+    if (shape.normalizer->cap > 0) place(&at.offsets, shape.B * shape.T, sizeof(float));
     if (recenters(shape)) {
         place(&at.prefix, sequences * shape.T * shape.VS, sizeof(float));
         place(&at.segments, sequences * ((shape.T - 1) / SEGMENT + 1) * shape.VS, sizeof(float));
@@ -164,6 +174,7 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
     call.phi = NORMALIZER_PHI(a);
     call.post = NORMALIZER_POST(a);
     call.power = (float)a->post.value;
+    call.cap = (float)a->cap;
     call.B = (int)shape.B;
     call.T = (int)shape.T;
     call.NH = (int)shape.NH;
@@ -186,6 +197,7 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
     call.rows = (FlashRow *)(from + at.rows);
     call.g = (float *)(from + at.g);
     if (phi_learns(call.phi)) call.by_number = (float *)(from + at.by_number);
+    if (call.cap > 0) call.offsets = (float *)(from + at.offsets);
     if (recenters(shape)) call.prefix = (float *)(from + at.prefix);
     return call;
 }
@@ -218,7 +230,9 @@ template <class X>
 static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashShape shape, float in_unit,
                              void *scratch, cudaStream_t stream) {
     double *partials = (double *)((char *)scratch + scratch_of(shape, sizeof(X)).partials);
-    unsigned pieces = scalar_pieces(shape), blocks = (call.T - 1) / POSITION_THREADS + 1;
+    const int positions = (int)positions_of(shape);
+    const bool in_window = positions < call.T;
+    unsigned pieces = scalar_pieces(shape), blocks = (positions - 1) / POSITION_THREADS + 1;
     if (any_has(grads, PER_HEAD)) {
         launch(flash_scalars_kernel<X>, dim3(pieces, call.NH), dim3(SCALAR_THREADS), 0, stream, partials, grads, call,
                in_unit);
@@ -226,11 +240,17 @@ static void scalar_gradients(ScalarGrads grads, const FlashCall<X> &call, FlashS
     }
     for (int x = 0; x < SCALAR_COUNT; x++) {
         if (!grads.of[x] || scalar_width(x) != PER_POSITION) continue;
-        launch(flash_positions_kernel<X>, dim3(blocks, position_pieces(shape)), dim3(POSITION_THREADS), 0, stream,
-               partials, x, call, in_unit);
+        launch(flash_positions_kernel<X>, dim3(blocks + in_window, position_pieces(shape)), dim3(POSITION_THREADS), 0,
+               stream, partials, x, positions, in_window, call, in_unit);
         launch(flash_positions_add_kernel<POSITION_THREADS>, dim3(blocks), dim3(POSITION_THREADS), 0, stream,
-               grads.of[x], partials, (int)position_pieces(shape), call.T);
+               grads.of[x], partials, (int)position_pieces(shape), positions);
     }
+}
+
+void flash_window_starts(int32_t *first, const int32_t *starts, size_t B, size_t T, size_t window,
+                         cudaStream_t stream) {
+    launch(flash_window_kernel<256>, dim3((unsigned)((T - 1) / 256 + 1), (unsigned)B), dim3(256), 0, stream, first,
+           starts, (int)T, (int)std::min(window, T));
 }
 
 // ---- selection of the instance
@@ -267,7 +287,7 @@ static void pass_if(Pass<X> *pass, int wanted) {
 template <class X, int... all>
 static Pass<X> pass_of(const Normalizer *a, std::integer_sequence<int, all...>) {
     Pass<X> pass = {};
-    (pass_if<X, all>(&pass, flash_find(sizeof(X), NORMALIZER_PHI(a), NORMALIZER_POST(a))), ...);
+    (pass_if<X, all>(&pass, flash_of(a, sizeof(X))), ...);
     return pass;
 }
 
@@ -296,7 +316,6 @@ static void check_shared(FlashShape shape, size_t element) {
 
 void flash_check(FlashShape shape, size_t element) {
     size_t HS = shape.HS, VS = shape.VS;
-    if (shape.normalizer->cap != 0) fail(EXIT_USAGE, "attention: the kernels do not support +cap= yet.");
     if (HS < 8 || HS > 128 || HS % 8)
         fail(EXIT_USAGE,
              "attention: no kernel for a head size of %zu; expected a multiple of 8, at most 128 (head_dim in --model, "
@@ -315,6 +334,9 @@ void flash_check(FlashShape shape, size_t element) {
     if (shape.NKV < 1 || shape.NH % shape.NKV)
         fail(EXIT_USAGE, "attention: %zu heads are not divisible by %zu key-value heads (see --model).", shape.NH,
              shape.NKV);
+    // Their slopes under a cap are df/dz, but phi_slope_by_number() expects phi'.
+    if (shape.normalizer->cap > 0 && phi_learns(NORMALIZER_PHI(shape.normalizer)))
+        fail(EXIT_USAGE, "attention: no kernel for +cap= with a phi that has a learned number.");
     check_shared(shape, element);
 }
 

@@ -20,7 +20,7 @@
 //   flash_sums.cuh        the small kernels before and after them
 //   flash.cuh             this description, and the launches
 //
-// The numbers of a row: z = scale s + bias, f = phi(z). In the forward pass:
+// The numbers of a row: z = scale s + bias, f = phi(z); flash_row.cuh has the cap of z. In the forward pass:
 //   exp, expm1 over their sum    bias = o - the largest z so far (sums are rescaled by exp(new bias - old bias))
 //   else                         bias = o
 //   plain                        out = (f · V)/Z, then negated, or with max(f, 0) for f, as post requires

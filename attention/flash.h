@@ -23,6 +23,7 @@ struct FlashShape {
     int L;                           // the training length
     size_t from = 0;                 // see flash_forward
     bool any_order = false;    // may dq be summed in any order? Otherwise the same input always gives the same bits
+    size_t window = 0;         // the most keys that FlashInput's `first` lets a row see; 0: no such limit
 };
 
 // The heads of q, k, v or out anywhere in memory: position t of head h of sequence b is at p + (b·T + t)·row + h·head,
@@ -38,7 +39,7 @@ struct FlashView {
 // and the learned scalars.
 // first (B,T) is the first key that each position sees: at most the position itself, and nondecreasing along a
 // sequence. NULL: every position sees its sequence from the start. n, the number of visible keys, counts from the first
-// visible key.
+// visible key. In a window (flash_window_starts), work grows as T·W.
 template <class X>
 struct FlashInput {
     FlashView<const X> q, k, v;
@@ -77,6 +78,10 @@ size_t flash_stats(FlashShape shape, size_t element);
 
 // The bytes of device scratch that a forward or backward pass with elements of `element` bytes needs.
 size_t flash_scratch(FlashShape shape, size_t element);
+
+// FlashInput's `first` in a window of so many keys: first[b,t] = max(starts[b,t], t + 1 - window)
+//   first (B,T) written   starts (B,T): the first key of each position's document; NULL: 0
+void flash_window_starts(int32_t *first, const int32_t *starts, size_t B, size_t T, size_t window, cudaStream_t stream);
 
 // Can flash_backward() undo RoPE? It saves a pass over the gradients of q and k.
 bool flash_undoes_rope(FlashShape shape, size_t element);
@@ -132,6 +137,8 @@ struct FlashCall {
     int phi, post;
     float power;    // the number of the post
     int B, T, NH, NKV, HS, VS, L, from;
+    float cap;         // of z, in the instances that select phi at run time; 0: none
+    float *offsets;    // (B,T): with a cap, row_offset() for the backward pass
 };
 
 // What a post requires of the kernels.
@@ -179,12 +186,13 @@ constexpr bool flash_rectifies(int phi) {
     return phi == PHI_EXPM1 || phi == FLASH_ANY_PHI;
 }
 
-// The instance for these elements, phi and post, or -1. First match wins. All plain posts have the same instances.
-constexpr int flash_find(size_t element, int phi, int post) {
+// The instance for these elements, phi and post, or -1. First match wins. All plain posts have the same instances. With
+// a cap of z, only those that select phi at run time: the others, which most models run, owe it no instruction.
+constexpr int flash_find(size_t element, int phi, int post, bool capped) {
     const bool plain = post_is_plain(post), drops = plain && post_needs(post) & POST_VANISHES;
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
-        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && (!drops || flash_rectifies(phi)));
+        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && !capped && (!drops || flash_rectifies(phi)));
         if (have.element == element && phi_fits && have.post == (plain ? POST_NONE : post)) return i;
     }
     return -1;
@@ -192,11 +200,11 @@ constexpr int flash_find(size_t element, int phi, int post) {
 
 // A build for one normalizer (make ATTN=NAME) contains only its instances.
 #ifdef ATTN_ONLY
-constexpr int flash_only(size_t element) {
-    return flash_find(element, NORMALIZER_PHI((Normalizer *)0), NORMALIZER_POST((Normalizer *)0));
+constexpr int flash_only(size_t element, bool capped) {
+    return flash_find(element, NORMALIZER_PHI((Normalizer *)0), NORMALIZER_POST((Normalizer *)0), capped);
 }
 constexpr bool flash_is_built(int instance) {
-    return instance == flash_only(2) || instance == flash_only(4);
+    return instance == flash_only(2, false) || instance == flash_only(2, true) || instance == flash_only(4, false);
 }
 #else
 constexpr bool flash_is_built(int) {

@@ -526,7 +526,7 @@ DEVICE void backward90_weigh(Backward90Consumer<P> &c, const Backward90Shared<P>
         Part &s = *(Part *)(c.s + 2 * k), &d = *(Part *)(c.d + 2 * k);
         if (k + 1 < PARTS) backward90_rows(rows[(k + 1) % 2], shared, step, k + 1);
         auto rows_of = [&](int nt) { return now[nt]; };
-        dkv_values<P::PHI, P::POST, true>(s, d, rows_of, [](Element) { return false; }, call);
+        dkv_values<P::PHI, P::POST, true>(s, d, rows_of, [](Element) { return false; }, Chunk(), call);
         pack_operand(c.w[k], c.s[2 * k], c.s[2 * k + 1]);
         pack_operand(c.dz[k], c.d[2 * k], c.d[2 * k + 1]);
     }

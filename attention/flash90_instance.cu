@@ -26,7 +26,7 @@ void flash90_instance_backward(const FlashCall<bf16> &call, cudaStream_t stream)
 }
 
 #ifndef INSTANCE
-#define INSTANCE flash_only(2)
+#define INSTANCE flash_only(2, false)
 #endif
 template void flash90_instance_forward<INSTANCE>(const FlashCall<bf16> &call, cudaStream_t stream);
 template void flash90_instance_backward<INSTANCE>(const FlashCall<bf16> &call, cudaStream_t stream);

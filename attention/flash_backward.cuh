@@ -42,16 +42,21 @@ struct KeysPlan : FlashPlan<HS <= 64 && PHI != PHI_MISH ? own_tiles<X, PHI> : 1,
 // Elementwise
 
 // From the scores s (N) and d = dO · v, in place: d becomes df as back() or, FOR_90, back90() of the post says. Also
-// writes f, its slope and the weights w. row: see phi_values
-template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool FOR_90 = false, int N, class Row>
+// writes f, its slope and the weights w. row: see phi_values   offset: the same rows' cap_offset()
+template <class X, int PHI, int POST, bool BY_COLUMN, int KNOWN = 0, bool FOR_90 = false, int N, class Row,
+          class Offset>
 DEVICE void backward_values(float (&d)[N], float (&f)[N], float (&slope)[N], float (&w)[N], const float (&s)[N],
-                            const Row *row, const FlashCall<X> &call) {
+                            const Row *row, Offset offset, const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
     const bool is_signed = phi_signed(phi);
     UNROLL
-    for (int e = 0; e < N; e++) f[e] = s[e] * row[row_of<BY_COLUMN>(e)].scale + row[row_of<BY_COLUMN>(e)].bias;
+    for (int e = 0; e < N; e++) {
+        const int r = row_of<BY_COLUMN>(e);
+        f[e] = phi_input<PHI>(s[e], row[r], offset(r), call);
+    }
     constexpr Wanted wanted = BY_COLUMN || Post<POST>::TWICE ? BOTH : SLOPE;
     phi_values<X, PHI, BY_COLUMN, wanted, FOR_90 ? ALWAYS : NEVER>(phi, f, slope, row);
+    times_cap_slopes<PHI, BY_COLUMN>(slope, s, row, offset, call);
     UNROLL
     for (int e = 0; e < N; e++) w[e] = f[e];
     if (BY_COLUMN && rounds_values<PHI, POST>) round_to<X>(w);    // only BY_COLUMN needs the weights
@@ -99,15 +104,17 @@ struct DqWarp {
 
 // With powers: d becomes t phi'(z), along becomes sgn(f) phi'(z), and t (1 - r) is added to less_sum; see flash.cuh.
 // hidden: not visible
-template <class X, int PHI, int POST, int KNOWN, int N>
+template <class X, int PHI, int POST, int KNOWN, int N, class Offset>
 DEVICE void dq_powers(float (&d)[N], float (&along)[N], float *less_sum, NumberSum *number_sum, const float (&s)[N],
-                      const bool (&hidden)[N], const typename Post<POST>::Row *row, const FlashCall<X> &call) {
+                      const bool (&hidden)[N], const typename Post<POST>::Row *row, Offset offset,
+                      const FlashCall<X> &call) {
     const int phi = phi_of<PHI>(call);
     const bool is_signed = phi_signed(phi);
     float f[N], r[N], q[N];
     UNROLL
-    for (int e = 0; e < N; e++) f[e] = s[e] * row[e / 2].scale + row[e / 2].bias;
+    for (int e = 0; e < N; e++) f[e] = phi_input<PHI>(s[e], row[e / 2], offset(e / 2), call);
     phi_values<X, PHI, false, VALUE>(phi, f, along, row);
+    times_cap_slopes<PHI, false>(along, s, row, offset, call);
     Post<POST>::template powers<X, KNOWN, false>(r, q, f, row, call.power);
     UNROLL
     for (int e = 0; e < N; e++) {
@@ -115,7 +122,7 @@ DEVICE void dq_powers(float (&d)[N], float (&along)[N], float *less_sum, NumberS
         less_sum[e / 2] += t * (1 - r[e]);
         d[e] = t * along[e];
         if (phi_learns(phi) && !hidden[e]) {
-            float z = (s[e] * row[e / 2].scale + row[e / 2].bias) * (1 / unit<X, PHI>);
+            float z = phi_input<PHI>(s[e], row[e / 2], offset(e / 2), call) * (1 / unit<X, PHI>);
             float by_number = phi_slope_by_number(phi, z, row[e / 2].number, f[e], along[e]);
             number_sum[e / 2].t += t * by_number;
             number_sum[e / 2].less += is_signed ? signed_as<X>(by_number, f[e]) : by_number;
@@ -135,11 +142,14 @@ DEVICE void dq_values_powers(float (&d)[TILES][NT][4], float (&along)[ALONG][NT]
         UNROLL
         for (int i = 0; i < TILES * NT; i++) {
             const int m = i / NT, nt = i % NT;
+            auto offset = [&](int r) {
+                return cap_offset<PHI>(call, hidden.chunk.b, own_position(hidden.chunk, {m, nt, 2 * r}));
+            };
             bool hides[4];
             UNROLL
             for (int e = 0; e < 4; e++) hides[e] = is_hidden(hidden, {m, nt, e});
             dq_powers<X, PHI, POST, power.value>(d[m][nt], along[m][nt], own.less + 2 * m, own.number + 2 * m, s[m][nt],
-                                                 hides, own.row + 2 * m, call);
+                                                 hides, own.row + 2 * m, offset, call);
         }
     });
     if (!less_first<X, HS, POST> || first) return;
@@ -159,11 +169,14 @@ DEVICE void dq_values(float (&d)[TILES][NT][4], DqWarp<X, HS, PHI, POST, WIDE> &
     for (int i = 0; i < TILES * NT; i++) {
         const int m = i / NT, nt = i % NT;
         float f[4], slope[4], w[4];
-        backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], own.row + 2 * m, call);
+        auto offset = [&](int r) {
+            return cap_offset<PHI>(call, hidden.chunk.b, own_position(hidden.chunk, {m, nt, 2 * r}));
+        };
+        backward_values<X, PHI, POST, false>(d[m][nt], f, slope, w, s[m][nt], own.row + 2 * m, offset, call);
         UNROLL
         for (int e = 0; e < 4 && phi_learns(phi); e++) {
             const int r = 2 * m + e / 2;
-            const float z = (s[m][nt][e] * own.row[r].scale + own.row[r].bias) * (1 / unit<X, PHI>);
+            const float z = phi_input<PHI>(s[m][nt][e], own.row[r], offset(e / 2), call) * (1 / unit<X, PHI>);
             if (is_hidden(hidden, {m, nt, e})) continue;
             own.number[r].t += d[m][nt][e] * phi_slope_by_number(phi, z, own.row[r].number, f[e], slope[e]);
         }
@@ -432,18 +445,20 @@ DEVICE void rows_of_lane(Row (&row)[2], const float4 *row_tile, int from, int RO
 }
 
 // Scores s become weights, and d = dO · v becomes dz times the row's scale. Both are 0 where hides(Element).
-// rows(nt): the lane's two rows, as by rows_of_lane
+// rows(nt): the lane's two rows, as by rows_of_lane   chunk: where they are, for a cap
 template <int PHI, int POST, bool FOR_90, class X, int TILES, int NT, class Rows, class Hides>
-DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides,
+DEVICE void dkv_values(float (&s)[TILES][NT][4], float (&d)[TILES][NT][4], Rows rows, Hides hides, Chunk chunk,
                        const FlashCall<X> &call) {
     with_power<POST, PHI>(call.power, [&](auto power) {
         UNROLL
         for (int nt = 0; nt < NT; nt++) {
             const auto *row = rows(nt);
+            auto offset = [&](int r) { return cap_offset<PHI>(call, chunk.b, other_position(chunk, {0, nt, r})); };
             UNROLL
             for (int m = 0; m < TILES; m++) {
                 float f[4], slope[4], w[4];
-                backward_values<X, PHI, POST, true, power.value, FOR_90>(d[m][nt], f, slope, w, s[m][nt], row, call);
+                backward_values<X, PHI, POST, true, power.value, FOR_90>(d[m][nt], f, slope, w, s[m][nt], row, offset,
+                                                                         call);
                 UNROLL
                 for (int e = 0; e < 4; e++) {
                     bool hidden = hides(Element{m, nt, e});
@@ -475,7 +490,7 @@ DEVICE void dkv_rows(DkvWarp<X, HS, PHI, POST, MODE> &own, float (&d)[TILES][NT]
         rows_of_lane(row, row_tile, 8 * nt, P::STREAM);
         return row;
     };
-    dkv_values<PHI, POST, false>(s, d, rows, hides, call);
+    dkv_values<PHI, POST, false>(s, d, rows, hides, chunk, call);
     if (MASKED && call.first) keys_hide_before(s, d, call, chunk);
     if (MODE != KEYS_DK_WIDE) matmul_by_columns<X, HS>(own.dv, s, dout);
     if (MODE != KEYS_DV) matmul_by_columns<X, HS>(own.dk, d, q);

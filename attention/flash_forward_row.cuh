@@ -58,7 +58,8 @@ DEVICE void forward_hide(float (&s)[TILES][NT][4], Chunk chunk) {
 // Sets each row's bias to o minus the largest z so far, and rescales the row's numbers. by: the same factor, for the
 // row's output so far
 template <class X, int PHI, int TILES, int NT>
-DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], const float (&s)[TILES][NT][4]) {
+DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], const float (&s)[TILES][NT][4],
+                          const FlashCall<X> &call) {
     float top[2 * TILES];
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) top[r] = -INFINITY;
@@ -75,6 +76,8 @@ DEVICE void forward_shift(ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES], 
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         float bias = fminf(row[r].bias, -row[r].scale * top[r]);
+        if (caps<PHI>(call))
+            bias = fminf(row[r].bias, row[r].offset - capped(row[r].scale * top[r] + row[r].offset, call));
         by[r] = exp_of<X, PHI>(bias - row[r].bias);
         row[r].bias = bias;
         row[r].number = exp_of<X, PHI>(bias - row[r].offset);
@@ -109,7 +112,8 @@ DEVICE void forward_sigmoids(float (&s)[TILES][NT][4], const ForwardRow (&row)[2
 
 // s: scores in, f out, 0 where not visible. ROUNDS: to X
 template <class X, int PHI, bool MASKED, Divides DIVIDES, bool ROUNDS, int TILES, int NT>
-DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], Chunk chunk) {
+DEVICE void forward_values(float (&s)[TILES][NT][4], const ForwardRow (&row)[2 * TILES], Chunk chunk,
+                           const FlashCall<X> &call) {
     if constexpr (PHI == PHI_SIGMOID && DIVIDES == SHARED && !MASKED && !ROUNDS) {
         forward_sigmoids(s, row);
     } else {
@@ -117,8 +121,9 @@ DEVICE void forward_values(int phi, float (&s)[TILES][NT][4], const ForwardRow (
         for (int nt = 0; nt < NT; nt++) {
             float z[4 * TILES], slope[4 * TILES];
             UNROLL
-            for (int e = 0; e < 4 * TILES; e++) z[e] = s[e / 4][nt][e % 4] * row[e / 2].scale + row[e / 2].bias;
-            phi_values<X, PHI, false, VALUE, DIVIDES == SHARED ? ALWAYS : DIVIDES>(phi, z, slope, row);
+            for (int e = 0; e < 4 * TILES; e++)
+                z[e] = phi_input<PHI>(s[e / 4][nt][e % 4], row[e / 2], row[e / 2].offset, call);
+            phi_values<X, PHI, false, VALUE, DIVIDES == SHARED ? ALWAYS : DIVIDES>(phi_of<PHI>(call), z, slope, row);
             if (ROUNDS) round_to<X>(z);
             UNROLL
             for (int e = 0; e < 4 * TILES; e++)
@@ -250,10 +255,10 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
     if (sweep.relative && (sweep.first || !Post<POST>::TWICE)) {
         if (MASKED) forward_hide(s, chunk);
         if (MASKED && call.first) hide_before(s, -INFINITY, call, chunk);
-        forward_shift<X, PHI>(row, by, s);
+        forward_shift<X, PHI>(row, by, s, call);
     }
     between();
-    forward_values<X, PHI, MASKED, DIVIDES, (SUMS && rounds_values<PHI, POST>)>(phi_of<PHI>(call), s, row, chunk);
+    forward_values<X, PHI, MASKED, DIVIDES, (SUMS && rounds_values<PHI, POST>)>(s, row, chunk, call);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
     constexpr bool both = !Post<POST>::PLAIN || rectifies<PHI>;
     if (sweep.first || (SUMS && !Post<POST>::TWICE)) forward_sums<both>(row, s, sweep.is_signed, Post<POST>::POWERS);

@@ -19,12 +19,14 @@ void flash_instance_backward(const FlashCall<FlashX<instance>> &call, cudaStream
         call.HS, [&](auto HS) { flash_backward_launch<FlashX<instance>, HS.value, it.phi, it.post>(call, stream); });
 }
 
-#define INSTANTIATE(instance)                                                                                          \
-    template void flash_instance_forward<instance>(const FlashCall<FlashX<instance>> &call, cudaStream_t stream); \
-    template void flash_instance_backward<instance>(const FlashCall<FlashX<instance>> &call, cudaStream_t stream);
 #ifdef INSTANCE
-INSTANTIATE(INSTANCE)
+template void flash_instance_forward<INSTANCE>(const FlashCall<FlashX<INSTANCE>> &call, cudaStream_t stream);
+template void flash_instance_backward<INSTANCE>(const FlashCall<FlashX<INSTANCE>> &call, cudaStream_t stream);
 #else
-INSTANTIATE(flash_only(2))
-INSTANTIATE(flash_only(4))
+// Named here so that they are instantiated. Those with and without a cap may be the same.
+#define BOTH_PASSES(instance) \
+    (const void *)flash_instance_forward<instance>, (const void *)flash_instance_backward<instance>
+extern const void *const flash_only_passes[];
+const void *const flash_only_passes[] = {BOTH_PASSES(flash_only(2, false)), BOTH_PASSES(flash_only(2, true)),
+                                         BOTH_PASSES(flash_only(4, false))};
 #endif

@@ -3,7 +3,7 @@
 // they build in parallel.
 //
 // First match wins. The last rows of each type, one for each post, handle everything else, because they select phi at
-// run time. (Each phi has a plain row in bf16; `any` is for a new phi and for post=rectify, see flash_rectifies.)
+// run time. (Each phi has a plain row in bf16; `any` is for a new phi, a cap and post=rectify, see flash_find.)
 // Adding a row makes a normalizer faster and the build longer.
 FLASH_INSTANCE(exp, bf16, PHI_EXP, POST_NONE)
 FLASH_INSTANCE(exp_recenter, bf16, PHI_EXP, POST_RECENTER)

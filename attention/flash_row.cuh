@@ -56,6 +56,40 @@ NORMALIZER_CONSTANT bool slope_within_value(int phi) {
     return phi == PHI_EXP || phi == PHI_SIGMOID || phi == PHI_SOFTPLUS;
 }
 
+// With a cap, y = C tanh(z/C) takes the place of z for the maximum, for phi and its slope, and dz = dy (1 - (y/C)²). A
+// row's bias is its offset minus the shift that y is relative to. flash_find() says which instances have caps.
+template <int PHI, class X>
+DEVICE bool caps(const FlashCall<X> &call) {
+    return PHI < 0 && call.cap > 0;
+}
+
+// y from z
+template <class X>
+DEVICE float capped(float z, const FlashCall<X> &call) {
+    float slope;
+    return cap_both(call.cap, z, &slope);
+}
+
+// What phi is taken of, from the score s of a row.
+template <int PHI, class Row, class X>
+DEVICE float phi_input(float s, const Row &row, float offset, const FlashCall<X> &call) {
+    if (!caps<PHI>(call)) return s * row.scale + row.bias;
+    return capped(s * row.scale + offset, call) + (row.bias - offset);
+}
+
+// The slopes of phi (N) times dy/dz, from the rows' scores.
+template <int PHI, bool BY_COLUMN, int N, class Row, class Offset, class X>
+DEVICE void times_cap_slopes(float (&slope)[N], const float (&s)[N], const Row *row, Offset offset,
+                             const FlashCall<X> &call) {
+    UNROLL
+    for (int e = 0; e < N && caps<PHI>(call); e++) {
+        const int r = row_of<BY_COLUMN>(e);
+        float of_cap;
+        cap_both(call.cap, s[e] * row[r].scale + offset(r), &of_cap);
+        slope[e] *= of_cap;
+    }
+}
+
 // value_unit of an instance, from the unit of its z.
 template <class X>
 DEVICE float value_unit_of(const FlashCall<X> &call, float in_unit) {
@@ -88,6 +122,14 @@ template <class X>
 DEVICE RowPlace place_of(const FlashCall<X> &call, int b, int h, int row) {
     int n = (row < call.T ? row + 1 : call.T) - first_key(call, b, row);
     return row_place(call.scalars, h, n, call.T, call.L, call.HS);
+}
+
+// The offset of a row, which a cap needs besides its bias, in the backward pass. Loaded anew for each score: float32's
+// kernels have no registers for it.
+template <int PHI, class X>
+DEVICE float cap_offset(const FlashCall<X> &call, int b, int row) {
+    if (!caps<PHI>(call)) return 0;
+    return *(const volatile float *)(call.offsets + (size_t)b * call.T + min(row, call.T - 1));
 }
 
 // The offset of position 0 of head h of sequence b.

@@ -38,11 +38,19 @@ DEVICE Four<X> load_four(const X *p) {
     return *(const Four<X> *)p;
 }
 
+// registers: at most 24 (flash_window_kernel)
 // registers: at most 48 (flash_segments_kernel)
-// registers: at most 64 (flash_prefix_kernel)
-// registers: at most 72 (flash_rows_kernel)
+// registers: at most 72 (flash_prefix_kernel, flash_rows_kernel)
 // registers: at most 56 (flash_scalars_kernel, flash_positions_kernel)
 // registers: at most 32 (flash_scalars_add_kernel, flash_positions_add_kernel)
+
+// See flash_window_starts(). blockIdx.y is the sequence.
+template <int THREADS>
+KERNEL void flash_window_kernel(int32_t *first, const int32_t *starts, int T, int window) {
+    const int t = blockIdx.x * THREADS + threadIdx.x;
+    const size_t i = (size_t)blockIdx.y * T + t;
+    if (t < T) first[i] = max(starts ? starts[i] : 0, t + 1 - window);
+}
 
 // The group's rows of v, from row t on. Rows past T, whose sums are discarded, are the last row.
 template <class X>
@@ -72,21 +80,37 @@ KERNEL void flash_segments_kernel(float *segments, const FlashCall<X> call) {
     *(float4 *)(segments + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * call.VS + c) = sum;
 }
 
-// prefix (B NKV, T, VS): the sum of v_j over the keys j that row t sees
+// prefix (B NKV, T, VS): the sum of v_j over the keys j that row t sees. In a window, the rows of a segment begin at
+// different keys before it. From the last of these, `seen`, on they see the same keys, whose sum they share; and going
+// back from `seen`, each row adds the keys that the row after it does not see. So no sum is a difference, which would
+// have the rounding of keys that the row does not see.
 template <class X>
 KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const FlashCall<X> call) {
-    // For each group: its share of the sum before the segment; the same plus the group's own rows.
+    // For each group: its share of the sum from `seen` to the segment; the same plus the group's own rows; the keys
+    // before `seen` that its rows see and those of the next group do not.
     SHARED_ARRAY(float4, before, SUM_GROUPS * SUM_LANES);
     SHARED_ARRAY(float4, through, SUM_GROUPS * SUM_LANES);
+    SHARED_ARRAY(float4, own, SUM_GROUPS * SUM_LANES);
     const int lane = threadIdx.x, group = threadIdx.y, c = (blockIdx.z * SUM_LANES + lane) * 4,
-              b = blockIdx.y / call.NKV, start = blockIdx.x * SEGMENT + group * SUM_ROWS;
+              b = blockIdx.y / call.NKV, segment = blockIdx.x * SEGMENT, start = segment + group * SUM_ROWS;
     const X *v = head_at(call, call.v, b, blockIdx.y % call.NKV) + c;
-    int seen = first_key(call, b, blockIdx.x * SEGMENT);
+    // The last row that sees the keys from `seen` to the segment. Later ones begin within it.
+    int last = segment + SEGMENT - 1;
+    while (first_key(call, b, last) > segment) last--;
+    int seen = first_key(call, b, last);
+    auto first_of = [&](int t) { return first_key(call, b, min(t, last)); };
+    auto add_keys = [&](float4 &sum, int from, int to) {
+        UNROLL_NOT
+        for (int j = from; j < to; j++) add(sum, load_four(v + j * call.v.row));
+    };
     Four<X> rows[SUM_ROWS];
     float4 sum = {};
     if (c < call.VS) {
+        add_keys(sum, first_of(start), first_of(start + SUM_ROWS));
+        own[group * SUM_LANES + lane] = sum;
+        sum = {};
         load_rows(rows, call, v, start);
-        // What the segment's first row sees before it: the rest of one segment, then whole segments.
+        // The rest of one segment, then whole segments.
         const int whole = (seen + SEGMENT - 1) / SEGMENT;
         UNROLL_NOT
         for (int t = seen + group; t < whole * SEGMENT; t += SUM_GROUPS) add(sum, load_four(v + t * call.v.row));
@@ -103,18 +127,26 @@ KERNEL void flash_prefix_kernel(float *prefix, const float *segments, const Flas
     sum = {};
     UNROLL
     for (int g = 0; g < SUM_GROUPS; g++) add(sum, (g < group ? through : before)[g * SUM_LANES + lane]);
+    float4 *to = (float4 *)(prefix + ((size_t)blockIdx.y * call.T + start) * call.VS + c);
     UNROLL
-    for (int r = 0; r < SUM_ROWS; r++) {
+    for (int r = 0; r < SUM_ROWS && start + r < call.T; r++) {
         const int t = start + r, first = first_key(call, b, t);
-        if (t >= call.T) return;
-        if (first != seen) {    // as where a document begins within the segment
+        if (first > segment && first != seen) {    // as where a document begins within the segment
             sum = {};
-            UNROLL_NOT
-            for (int j = first; j < t; j++) add(sum, load_four(v + j * call.v.row));
+            add_keys(sum, first, t);
             seen = first;
         }
         add(sum, rows[r]);
-        *(float4 *)(prefix + ((size_t)blockIdx.y * call.T + t) * call.VS + c) = sum;
+        to[r * (call.VS / 4)] = sum;
+    }
+    if (first_of(start) == first_of(last)) return;
+    sum = {};
+    for (int g = SUM_GROUPS - 1; g > group; g--) add(sum, own[g * SUM_LANES + lane]);
+    UNROLL_NOT
+    for (int t = min(min(start + SUM_ROWS - 1, last), call.T - 1); t >= start; t--) {
+        add_keys(sum, first_of(t), first_of(t + 1));
+        float4 &row = to[(t - start) * (call.VS / 4)];
+        add(row, sum);
     }
 }
 
@@ -219,6 +251,8 @@ KERNEL void flash_rows_kernel(const FlashCall<X> call, float in_unit) {
             own_along = along;
         }
     }
+    if (own < call.T && call.cap > 0 && h == 0)
+        call.offsets[(size_t)b * call.T + own] = row_offset(call.offset, place_of(call, b, h, own));
     if (own < call.T)
         call.rows[blockIdx.z * rows_of_all(call) + rows + own] =
             backward_row(call, place_of(call, b, h, own), *(const float4 *)(call.stats + (rows + own) * FLASH_STATS),
@@ -285,21 +319,19 @@ KERNEL void flash_scalars_add_kernel(ScalarGrads grads, const double *partials, 
     }
 }
 
-// partials (gridDim.y,T): for a per-position scalar, the sum of row_slope row_grad over POSITION_HEADS of the batch's
-// heads and over the rows with n visible keys. One thread per n. From one row to the next, the visible keys grow by at
-// most one. (Without `first`, only row n - 1 has n of them.)
+// For a per-position scalar, the sum of row_slope row_grad over the rows with n visible keys, in the batch's heads from
+// `from` to `end`: of a sequence's rows from n - 1 on, every parts-th from the part-th on. From one row to the next,
+// the visible keys grow by at most one. (Without `first`, only row n - 1 has n of them.)
 template <class X>
-KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall<X> call, float in_unit) {
-    int n = blockIdx.x * POSITION_THREADS + threadIdx.x + 1, from = blockIdx.y * POSITION_HEADS,
-        heads = call.B * call.NH;
-    if (n > call.T) return;
+DEVICE double position_sum(int scalar, int n, int part, int parts, int from, int end, const FlashCall<X> &call,
+                           float in_unit) {
     double sum = 0;
-    for (int i = from, next; i < from + POSITION_HEADS && i < heads; i = next) {    // the heads of a sequence together
-        const int b = i / call.NH, last = min(from + POSITION_HEADS, heads);
-        next = min((b + 1) * call.NH, last);
-        for (int t = n - 1, step; t < (call.first ? call.T : n); t += step) {
+    for (int i = from, next; i < end; i = next) {    // the heads of a sequence together
+        const int b = i / call.NH;
+        next = min((b + 1) * call.NH, end);
+        for (int t = n - 1 + part, step; t < (call.first ? call.T : n); t += step) {
             const int visible = t + 1 - first_key(call, b, t);
-            step = visible < n ? n - visible : 1;
+            step = visible < n && parts == 1 ? n - visible : parts;
             for (int head = i; head < next && visible == n; head++) {
                 RowPlace place = place_of(call, b, head % call.NH, t);
                 float grad = row_grad(call, scalar_stage(scalar), place, (size_t)head * call.T + t, in_unit);
@@ -307,16 +339,33 @@ KERNEL void flash_positions_kernel(double *partials, int scalar, const FlashCall
             }
         }
     }
-    partials[(size_t)blockIdx.y * call.T + n - 1] = sum;
+    return sum;
 }
 
-// grads[t] += its partial sums (pieces,T)
+// partials (gridDim.y,positions): these sums for n from 1 to `positions`, over POSITION_HEADS of the batch's heads. One
+// thread per n. In a window of so many keys, nearly all rows see as many: a last block sums these.
+template <class X>
+KERNEL void flash_positions_kernel(double *partials, int scalar, int positions, bool in_window, const FlashCall<X> call,
+                                   float in_unit) {
+    const int from = blockIdx.y * POSITION_HEADS, end = min(from + POSITION_HEADS, call.B * call.NH);
+    double *to = partials + (size_t)blockIdx.y * positions;
+    if (in_window && blockIdx.x == gridDim.x - 1) {
+        double sum = position_sum(scalar, positions, threadIdx.x, POSITION_THREADS, from, end, call, in_unit);
+        sum = block_sum_double<POSITION_THREADS>(sum);
+        if (threadIdx.x == 0) to[positions - 1] = sum;
+        return;
+    }
+    const int n = blockIdx.x * POSITION_THREADS + threadIdx.x + 1;
+    if (n + in_window <= positions) to[n - 1] = position_sum(scalar, n, 0, 1, from, end, call, in_unit);
+}
+
+// grads[t] += its partial sums (pieces,positions)
 template <int THREADS>
-KERNEL void flash_positions_add_kernel(float *grads, const double *partials, int pieces, int T) {
+KERNEL void flash_positions_add_kernel(float *grads, const double *partials, int pieces, int positions) {
     int t = blockIdx.x * THREADS + threadIdx.x;
-    if (t >= T) return;
+    if (t >= positions) return;
     double sum = 0;
-    for (int i = 0; i < pieces; i++) sum += partials[(size_t)i * T + t];
+    for (int i = 0; i < pieces; i++) sum += partials[(size_t)i * positions + t];
     grads[t] += (float)sum;
 }
 #endif

@@ -82,8 +82,9 @@ DEVICE float gau_dot(const float a[GAU_OWN], const float b[GAU_OWN]) {
     return warp_sum(sum);
 }
 
-// Rotates by the position's angles, or back if `sign` is −1.
+// Rotates by the position's angles, or back if `sign` is −1; not if they are NULL.
 DEVICE void gau_rotate(float x[GAU_OWN], const float *cosines, const float *sines, float sign, size_t half) {
+    if (!cosines) return;
     for (int p = 0; p < GAU_PAIRS; p++) {
         bool there = gau_there(p, half);
         float c = there ? cosines[gau_column(p, half)] : 0.0f, s = there ? sign * sines[gau_column(p, half)] : 0.0f;
@@ -132,8 +133,9 @@ KERNEL void gau_qk_kernel(X *q, X *k, float *inverse_norms, const X *z, size_t r
     float x[GAU_OWN];
     gau_load(x, z + n * row, half);
     for (int e = 0; e < GAU_OWN; e++) x[e] = silu(x[e]);
-    float q_inverse = gau_head(q + n * HS, x, gains.q_gain, gains.q_offset, r.cosines + at, r.sines + at, r.l2, half);
-    float k_inverse = gau_head(k + n * HS, x, gains.k_gain, gains.k_offset, r.cosines + at, r.sines + at, r.l2, half);
+    const float *cos_t = turn_at(r.cosines, at), *sin_t = turn_at(r.sines, at);
+    float q_inverse = gau_head(q + n * HS, x, gains.q_gain, gains.q_offset, cos_t, sin_t, r.l2, half);
+    float k_inverse = gau_head(k + n * HS, x, gains.k_gain, gains.k_offset, cos_t, sin_t, r.l2, half);
     if (r.l2 && threadIdx.x % 32 == 0) {
         inverse_norms[2 * n] = q_inverse;
         inverse_norms[2 * n + 1] = k_inverse;
@@ -204,7 +206,7 @@ KERNEL void gau_qk_backward_kernel(Projected<X> d, float *partials, Projected<X>
     size_t HS = r.HS, half = HS / 2, row = 2 * E + HS, warp = threadIdx.x / 32;
     float sums[4][GAU_OWN] = {};
     for (size_t n = (size_t)blockIdx.x * GAU_WARPS + warp; n < r.B * r.T; n += gridDim.x * GAU_WARPS) {
-        const float *cos_t = r.cosines + (n % r.T) * half, *sin_t = r.sines + (n % r.T) * half;
+        const float *cos_t = turn_at(r.cosines, (n % r.T) * half), *sin_t = turn_at(r.sines, (n % r.T) * half);
         float dq_n[GAU_OWN], dk_n[GAU_OWN];
         float q_inverse = r.l2 ? x.inverse_norms[2 * n] : 1.0f;
         gau_head_backward(dq_n, d.q + n * HS, x.q + n * HS, q_inverse, cos_t, sin_t, r.l2, half);

@@ -28,7 +28,7 @@
 // What happens to q and k before attention.
 struct Rope {
     size_t B, T, NH, NKV, HS;
-    const float *cosines, *sines;    // (T,HS/2)
+    const float *cosines, *sines;    // (T,HS/2); NULL: no rotation
     bool l2;                         // qk=l2: after RoPE each head's row is divided by its Euclidean norm
     float amplitude = 1;             // cos² + sin² is its square (model/rope.h)
 };
@@ -47,6 +47,18 @@ DEVICE float group_sum(float x, int group) {
 // 1/sqrt(squares), or 0 if `squares` is not a normal number
 DEVICE float inverse_norm(float squares) {
     return squares < FLT_MIN ? 0.0f : 1.0f / sqrtf(squares);
+}
+
+// A row of cosines or sines, from pair i of a position on; where there is no rotation, those of an angle of 0.
+template <int W>
+DEVICE void load_turn(float (&x)[W], const float *row, size_t i, float without) {
+    for (int j = 0; j < W; j++) x[j] = without;
+    if (row) load_vector<W>(x, row + i);
+}
+
+// The row of a position.
+DEVICE const float *turn_at(const float *rows, size_t at) {
+    return rows ? rows + at : NULL;
 }
 
 // ---- forward
@@ -73,8 +85,8 @@ DEVICE void rope_rotate(X *x, float factor, const float *cosines, const float *s
         float a[W], b[W], c[W], s[W];
         load_vector<W, READ_LAST>(a, x + i);
         load_vector<W, READ_LAST>(b, x + half + i);
-        load_vector<W>(c, cosines + i);
-        load_vector<W>(s, sines + i);
+        load_turn<W>(c, cosines, i, 1);
+        load_turn<W>(s, sines, i, 0);
         for (int j = 0; j < W; j++) {
             float y = a[j] * c[j] - b[j] * s[j], z = b[j] * c[j] + a[j] * s[j];
             a[j] = y * factor;
@@ -101,7 +113,7 @@ KERNEL void rope_forward_kernel(X *qkv, float *inverse_norms, Rope r, int group)
             factor = inverse_norm(r.amplitude * r.amplitude * squares);    // |y| = amplitude |x|
             if (there && part.first == 0) inverse_norms[n * rotated + head] = factor;
         }
-        if (there) rope_rotate<X, W>(x, factor, r.cosines + angles, r.sines + angles, part);
+        if (there) rope_rotate<X, W>(x, factor, turn_at(r.cosines, angles), turn_at(r.sines, angles), part);
     }
 }
 
@@ -141,8 +153,8 @@ DEVICE void rope_rotate_back(X *du, const X *u, float dot, float inverse, const 
                 b[j] = (b[j] - z[j] * dot) * inverse;
             }
         }
-        load_vector<W>(c, cosines + i);
-        load_vector<W>(s, sines + i);
+        load_turn<W>(c, cosines, i, 1);
+        load_turn<W>(s, sines, i, 0);
         for (int j = 0; j < W; j++) {
             float y = a[j] * c[j] + b[j] * s[j], z = b[j] * c[j] - a[j] * s[j];
             a[j] = y;
@@ -168,7 +180,8 @@ KERNEL void rope_backward_kernel(X *dqkv, const X *qkv, const float *inverse_nor
             inverse = there ? inverse_norms[n * rotated + head] : 0.0f;
         }
         if (there)
-            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, r.cosines + angles, r.sines + angles, part);
+            rope_rotate_back<X, W, L2>(dqkv + at, qkv + at, dot, inverse, turn_at(r.cosines, angles),
+                                       turn_at(r.sines, angles), part);
     }
 }
 
@@ -199,6 +212,7 @@ template <class X>
 void rope_forward(X *qkv, float *inverse_norms, Rope r, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(r.HS / 2);
+    if (!r.cosines && !r.l2) return;
     RopeGrid g = rope_grid(r, vectors ? (size_t)W : 1);
     auto kernel = r.l2 ? rope_forward_kernel<X, 1, true> : rope_forward_kernel<X, 1, false>;
     if (vectors) kernel = r.l2 ? rope_forward_kernel<X, W, true> : rope_forward_kernel<X, W, false>;
@@ -210,6 +224,7 @@ template <class X>
 void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, Rope r, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(r.HS / 2);
+    if (!r.cosines && !r.l2) return;
     RopeGrid g = rope_grid(r, vectors ? (size_t)W : 1);
     auto kernel = r.l2 ? rope_backward_kernel<X, 1, true> : rope_backward_kernel<X, 1, false>;
     if (vectors) kernel = r.l2 ? rope_backward_kernel<X, W, true> : rope_backward_kernel<X, W, false>;

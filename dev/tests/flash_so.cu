@@ -18,7 +18,7 @@ typedef struct {
     const int32_t *first;                   // (B,T) or NULL
     bool any_order;
     FlashRope rope;    // if flash_undoes_rope()
-    size_t from;
+    size_t from, window;
 } FlashTestShape;
 
 typedef struct {
@@ -59,7 +59,7 @@ void fetch(T *to, const T *from, size_t n) {
 }
 
 FlashShape shape_of(const Normalizer *normalizer, const FlashTestShape *x) {
-    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L, x->from, x->any_order};
+    return {normalizer, x->B, x->T, x->NH, x->NKV, x->HS, x->VS, x->L, x->from, x->any_order, x->window};
 }
 
 template <class X>

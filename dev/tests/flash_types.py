@@ -7,7 +7,8 @@ class Shape(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS")), ("L", ctypes.c_int),
                 *((name, ctypes.c_size_t) for name in ("q_row", "k_row", "v_row", "out_row")),
                 ("first", ctypes.c_void_p), ("any_order", ctypes.c_bool),
-                ("cosines", ctypes.c_void_p), ("sines", ctypes.c_void_p), ("from_row", ctypes.c_size_t)]
+                ("cosines", ctypes.c_void_p), ("sines", ctypes.c_void_p), ("from_row", ctypes.c_size_t),
+                ("window", ctypes.c_size_t)]
 
 
 def scalar_names(library):

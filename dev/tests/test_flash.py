@@ -145,17 +145,15 @@ class Case:
     @property
     def first(self):
         """(B,T): the first visible key of each row, for documents of many lengths, from 1 to more than a tile of keys,
-        which differ between sequences, or in a window; None: every row sees all keys before it."""
-        if self.window:
-            return (torch.arange(self.T).expand(self.B, -1) + 1 - self.window).clamp(min=0).int()
-        if not self.documents:
+        which differ between sequences, and in a window; None: every row sees all keys before it."""
+        if not (self.documents or self.window):
             return None
-        starts = torch.zeros(self.B, self.T, dtype=torch.bool)
-        for i in range(self.B):
+        positions, starts = torch.arange(self.T).expand(self.B, -1), torch.zeros(self.B, self.T, dtype=torch.bool)
+        for i in range(self.B if self.documents else 0):
             b = self.sequence + i
             starts[i, [t for t in (0, 1, 4 + b, 20, 21, 37 + 3 * b, 64, 66, 140 - b) if t < self.T]] = True
-        positions = torch.arange(self.T).expand(self.B, -1)
-        return torch.where(starts, positions, 0).cummax(1).values.int()
+        first = torch.where(starts, positions, 0).cummax(1).values
+        return torch.maximum(first, positions + 1 - (self.window or self.T)).int()
 
     @property
     def normalizer(self):
@@ -224,7 +222,7 @@ def by_flash(libraries, case, x, scalars, finite=True, rope=None):
     if rope:
         held += rope
         shape.cosines, shape.sines = (table.data_ptr() for table in rope)
-    shape.from_row = case.from_row
+    shape.from_row, shape.window = case.from_row, case.window
     first = case.first
     if first is not None:
         held.append(first.contiguous())
@@ -315,15 +313,16 @@ def check(case, got, rope=None):
         want, plain = before_rope(want, rope), before_rope(plain, rope)
     assert got["rows"] == (want["out"] == 0).all(-1).sum(), "all-zero rows"
     whole = want["dv"].norm().item()        # for gradients that are nothing but rounding
+    single = 1 in (case.T, case.window)     # keys of a row
     for name in want:
         for h, (a, b) in enumerate(zip(by_head(got[name]), by_head(want[name]))):
             error, norm = (a - b).norm().item(), b.norm().item()
             if plain is None:
-                floor = (1e-1 if case.T == 1 else 1e-2) * whole
+                floor = (1e-1 if single else 1e-2) * whole
                 allowed = (1e-5 * norm if name == "out"
                            else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole)
             else:       # with a single row, or a number that sums one rounding per row, PyTorch may be right by chance
-                allowed = ((3 if case.T == 1 else 2) * (by_head(plain[name])[h] - b).norm().item()
+                allowed = ((3 if single else 2) * (by_head(plain[name])[h] - b).norm().item()
                            + 1e-6 * max(norm, whole))
                 allowed += 2.0**-8 * norm if name.removeprefix("d") in scalars and name != "dp" else 0
                 allowed += scale_rounding(x, scalars, want, plain) if name == "ds" else 0
@@ -391,6 +390,26 @@ def test_shared_heads_and_documents(flash, case):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
+def limited_cases():
+    """A window, with and without documents, and a cap, for every normalizer."""
+    for i, attn in enumerate(NORMALIZERS):
+        dtype, T, HS = ((BF16, 150, 64), (FLOAT, 90, 48))[i % 2]
+        # recenter leaves rows of three keys alone, and PyTorch's bf16 has only NaNs for their gradients.
+        widths = (1, 2, 63, 64, 65, T, T + 1) if "recenter" not in attn else (4, 63, 64, 65, T)
+        for window in widths if ALL else widths[i // 2 % len(widths):][:1]:
+            yield Case(attn, dtype, T, HS, B=2, NH=4, NKV=2, window=window, documents=i % 3 == 0)
+        capped = attn + "+cap=2"
+        yield Case(capped, dtype, 65, HS, B=1, window=20 * (i % 3), documents=i % 4 == 0)
+        if ALL:
+            yield from (Case(capped, dtype, 65, 128, VS, B=1, NH=1) for dtype in (BF16, FLOAT) for VS in (0, 192))
+
+
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize("case", list(on_both(limited_cases())), ids=str)
+def test_windows_and_caps(flash, case):
+    check(case, by_flash(flash, case, *inputs(case)))
+
+
 @pytest.mark.drawn(80)
 @pytest.mark.parametrize("case", list(on_both(every_case() if ALL else quick_cases())), ids=str)
 def test_values_match_the_formula(flash, case):
@@ -440,6 +459,8 @@ KINDS = list(on_both([
          Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True),
          Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
          Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, window=9), Case("softmax", BF16, 300, 64, B=1, NH=1, window=140),
+         Case("softmax-recentered", BF16, 300, 48, B=1, NH=1, window=70, documents=True),
+         Case("softmax+cap=2+offset=-logn", BF16, 150, 48, B=1, NH=2, NKV=1, window=70),
          Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
          Case("softmax", BF16, 65, 128, 192, B=1, NH=1, documents=True),
          Case("softmax", BF16, 300, 64, B=1, NH=1, documents=True), Case("lssar", BF16, 300, 64, B=1, NH=1)]))
@@ -472,11 +493,11 @@ def test_kinds_of_many_rows(flash, attn):
     check(case, by_flash(flash, case, *inputs(case)))
 
 
-@pytest.mark.parametrize("documents", (False, True))
-def test_kinds_of_many_segments(flash, documents):
+@pytest.mark.parametrize("limits", ({}, {"documents": True}, {"window": 5}, {"window": 700}), ids=str)
+def test_kinds_of_many_segments(flash, limits):
     """The prefix sums of v span more segments (of 64 positions) than a block has groups of threads (8), and more
     columns than a block (64)."""
-    case = Case("softmax-recentered", FLOAT, 800, 128, 72, B=1, NH=1, documents=documents)
+    case = Case("softmax-recentered", FLOAT, 800, 128, 72, B=1, NH=1, **limits)
     check(case, by_flash(flash, case, *inputs(case)))
 
 
@@ -617,17 +638,21 @@ class Counts(ctypes.Structure):
 
 def has_wgmma(case):
     """Does compute capability 9.0 have kernels of its own for this case? In bf16, unless phi is chosen at run time."""
-    return case.dtype == BF16 and "phi=" not in case.attn
+    return case.dtype == BF16 and not any(word in case.attn for word in ("phi=", "cap="))
+
+
+def counted(libraries, case):
+    counts = libraries.of(case)._ZN11cuda_on_cpu6countsEv            # cuda_on_cpu::counts()
+    counts.restype = Counts
+    return counts()
 
 
 def test_no_bank_conflicts(flash_with):
     libraries = flash_with(REPORT="0")
     for case in KINDS:
-        counts = libraries.of(case)._ZN11cuda_on_cpu6countsEv            # cuda_on_cpu::counts()
-        counts.restype = Counts
-        before = counts()
+        before = counted(libraries, case)
         by_flash(libraries, case, *inputs(case))
-        after = counts()
+        after = counted(libraries, case)
         on_90 = case.capability == 90 and has_wgmma(case)
         assert (after.wgmmas > before.wgmmas) == on_90, str(case)
         assert on_90 or after.copies > before.copies
@@ -636,6 +661,29 @@ def test_no_bank_conflicts(flash_with):
         assert (after.stmatrix > before.stmatrix) == on_90, str(case)     # of the backward pass
         for name in ("ldmatrix_conflicts", "stmatrix_conflicts", "copy_conflicts"):
             assert getattr(after, name) == getattr(before, name), f"{name}: {case}"
+
+
+def tiles(case, rows, keys):
+    """How many tiles of so many rows and keys of a head have a row that sees one of the keys."""
+    j = torch.arange(case.T)
+    visible = (j <= j[:, None]) & (j >= case.first[0][:, None])
+    return visible.unfold(0, rows, rows).unfold(1, keys, keys).any(-1).any(-1).sum().item()
+
+
+@pytest.mark.parametrize("window", (1, 64, 66, 200, 640))
+def test_only_tiles_in_the_window_are_loaded(flash, window):
+    """Of both passes. On 9.0 a tile of 64 columns is one copy, two for k in the backward pass, and one that adds dq; on
+    8.0, with 16 bytes to a copy, a tile of 64 rows is 512."""
+    for capability, kind in ((90, "bulk_copies"), (80, "copies")):
+        case = Case("softmax", BF16, 640, 64, B=1, NH=1, window=window, capability=capability)
+        blocks, of_keys = case.T // 128, tiles(case, 64, 128)
+        if capability == 90:        # q, k and v; then k, v, q, dout and dq
+            expected = blocks + 2 * tiles(case, 128, 128) + 3 * blocks + 3 * of_keys
+        else:                       # forward q, k, v; for dq q, dout, k, v; for dk k, v, q, dout and rows' numbers
+            expected = 1024 * (5 * blocks + 2 * tiles(case, 128, 64) + of_keys) + 128 * of_keys
+        before = counted(flash, case)
+        by_flash(flash, case, *inputs(case))
+        assert getattr(counted(flash, case), kind) - getattr(before, kind) == expected
 
 
 @pytest.mark.parametrize("dtype, capability", ((BF16, 90), (BF16, 80), (FLOAT, 90)))
