@@ -42,6 +42,7 @@ struct Computer {
     float *p_n_there;    // on the device
     float *scores;       // on the device, of a prompt's last token (layers,NH,T); only for needles
     int32_t *ints;       // (3 B T) a batch
+    int32_t *first;      // (T) the first key that each position of a layer sees
     void *raw;           // what is copied from the device, before it is widened
     uint64_t rows;       // attention rows since the last all_zero_share()
     Bar *bar;
@@ -86,6 +87,7 @@ static void plan_computer(Computer *c, const Eval *e, size_t B, size_t T) {
     memory_add(plan, "parameters", (void **)&m->host.params, m->list.floats * sizeof(float));
     memory_add(plan, "losses", (void **)&c->losses, N * sizeof(float));
     memory_add(plan, "batch", (void **)&c->ints, 3 * N * sizeof(int32_t));
+    memory_add(plan, "batch", (void **)&c->first, T * sizeof(int32_t));
     memory_add(plan, "logits", (void **)&c->logits, VP * sizeof(float));
     memory_add(plan, "p_n", (void **)&c->p_n, T * sizeof(float));
     memory_add(plan, "activations", (void **)&c->q, T * query_width(config) * sizeof(float));
@@ -152,7 +154,9 @@ static void replace_pn(Computer *c) {
 
 // From now on, the first T positions turn by the angles of a text of `length` tokens.
 static void use_angles(Computer *c, const Eval *e, size_t length, size_t T) {
-    upload_rope_table(c->model, T, eval_angles(e, 0, length));
+    const AttentionList *attn = &c->config.attn;
+    for (size_t i = 0; i < attention_tables(attn); i++)
+        upload_rope_table(c->model, i, T, eval_angles(e, attention_table_base(attn, i), length));
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
@@ -228,12 +232,14 @@ static AttentionInput host_input(Computer *c, const ModelOf<X> *m, size_t l, siz
     const ModelConfig *config = m->config;
     size_t HS = head_size(config), K = query_width(config), KV = key_width(config);
     FlashInput<X> in = attention_input(m, projected_of(layer_of(m, l, 0)), l);
+    if (in.first)
+        CUDA_CHECK(cudaMemcpyAsync(c->first, in.first, T * sizeof *c->first, cudaMemcpyDeviceToHost, c->stream));
     rows_to_host(c, c->q, in.q.p, T, K, in.q.row);
     rows_to_host(c, c->k, in.k.p, T, KV, in.k.row);
     AttentionInput host = {};
     host.q = {c->q, K, HS};
     host.k = {c->k, KV, HS};
-    host.first = m->o->doc_mask ? c->ints + 2 * T : NULL;
+    host.first = in.first ? c->first : NULL;
     return host;
 }
 
@@ -255,6 +261,7 @@ static AttentionShape host_shape(const ModelConfig *config, size_t layer, size_t
     shape.HS = head_size(config);
     shape.VS = value_size(config);
     shape.L = (int)config->seq_len;
+    shape.window = attention_of(config, layer)->window;
     return shape;
 }
 
@@ -264,7 +271,7 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
     size_t C = c->config.channels, layers = c->config.layers;
     upload_tokens(c, tokens, NULL, 1, T);
     return by_type(c, [&](auto *m) {
-        model_embed(m, m->batch, T);
+        model_embed(m, m->batch, 1, T);
         for (size_t l = 0; l < layers; l++) {
             block_of(m)->forward(m, l, 1, T, 1);
             AttentionInput in = host_input(c, m, l, T);
@@ -334,7 +341,8 @@ static void last_weights(Computer *c, size_t T) {
         AttentionShape shape = host_shape(&c->config, i / NH, 1);
         shape.cached = true;
         shape.past = T - 1;
-        attention_weights_of_scores(c->weights + i * T, T, NULL, NULL, host_scalars(c, i / NH), shape,
+        int32_t first = (int32_t)(T - attention_keys(attention_of(&c->config, i / NH), T));
+        attention_weights_of_scores(c->weights + i * T, T, NULL, &first, host_scalars(c, i / NH), shape,
                                     (AttentionRows){0, i % NH, 0, 1});
     }
 }
@@ -347,7 +355,7 @@ static const float *prompt_logits(Computer *c, Needle *n) {
     upload_tokens(c, t->tokens, NULL, 1, T);
     c->model->from = cached_tokens(c, t);
     by_type(c, [&](auto *m) {
-        model_embed(m, m->batch, T);
+        model_embed(m, m->batch, 1, T);
         for (size_t l = 0; l < c->config.layers; l++) {
             block_of(m)->forward(m, l, 1, T, 1);
             last_scores(c, m, l, T);

@@ -7,7 +7,6 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "train_gpt2.c"
 
-#define COMPUTES_ALL
 #include "dev/reference/cases.h"
 #include "model/decode.h"
 

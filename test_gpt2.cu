@@ -177,9 +177,10 @@ static void from_device_array(Floats &host, X *there) {
 // gradient if the normalizer does not train it.
 struct AttentionCase {
     Normalizer normalizer;
-    size_t B, T, NH, NKV, HS;
+    size_t B, T, NH, NKV, HS, window;
     int L;
     Floats qkv, dout, scalars[SCALAR_COUNT], out, dq, dk, dv, scalar_grads[SCALAR_COUNT];
+    Floats starts;    // (B,T): where documents begin; or empty
 };
 
 static Floats filled(const char *name, size_t n, float mean, float scale) {
@@ -190,25 +191,22 @@ static Floats filled(const char *name, size_t n, float mean, float scale) {
 
 static AttentionCase attention_case(void) {
     static const char *const PARTS[] = {"q", "k", "v"};
-    AttentionCase a = {{},
-                       size_of("B"),
-                       size_of("T"),
-                       size_of("heads"),
-                       size_of(has_key("kv_heads") ? "kv_heads" : "heads"),
-                       size_of("head_size"),
-                       (int)size_of("L"),
-                       {},
-                       {},
-                       {},
-                       {},
-                       {},
-                       {},
-                       {},
-                       {}};
+    AttentionCase a = {};
+    a.B = size_of("B");
+    a.T = size_of("T");
+    a.NH = size_of("heads");
+    a.NKV = size_of(has_key("kv_heads") ? "kv_heads" : "heads");
+    a.HS = size_of("head_size");
+    a.L = (int)size_of("L");
     size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T;
     char message[1024];
-    if (!normalizer_parse(&a.normalizer, text_of("attn"), message, sizeof message))
+    AttentionList list;
+    if (!attention_parse(&list, text_of("attn"), 1, message, sizeof message))
         fail(EXIT_INPUT, "%s: %s", case_name, message);
+    a.normalizer = attention_at(&list, 0)->normalizer;
+    a.window = attention_at(&list, 0)->window;
+    for (size_t i = 0; i < N && has_key("docs"); i++)
+        a.starts.push_back((float)(i % a.T - (i % a.T) % size_of("docs")));
     a.qkv.resize(N * W);
     for (size_t i = 0, at = 0; i < 3; i++) {
         size_t width = i ? K : C;
@@ -225,7 +223,7 @@ static AttentionCase attention_case(void) {
         fixture_weight_rule(scalar_names[i], n, &mean, &scale);
         if (normalizer_trains(&a.normalizer, scalar)) a.scalar_grads[i].resize(n);
         else {
-            mean = (float)normalizer_start(&a.normalizer, scalar, a.L, 0);
+            mean = (float)normalizer_start(&a.normalizer, scalar, a.L, a.window);
             scale = 0;
         }
         a.scalars[i] = filled(scalar_names[i], n, mean, scale);
@@ -240,6 +238,7 @@ static void attention_run(AttentionCase &a, const Floats *other_out = NULL) {
     size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T, angles = a.T * a.HS / 2;
     bool l2 = a.normalizer.qk.kind == QK_L2;
     FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L};
+    shape.window = a.window;
     Floats dqkv(N * W);
     a.out.resize(N * C);
     X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);
@@ -252,11 +251,16 @@ static void attention_run(AttentionCase &a, const Floats *other_out = NULL) {
         scalars.of[i] = a.scalars[i].empty() ? NULL : on_device(a.scalars[i]);
         scalar_grads.of[i] = a.scalar_grads[i].empty() ? NULL : on_device(a.scalar_grads[i], true);
     }
+    int32_t *starts = a.starts.empty() ? NULL : on_device<int32_t>(a.starts), *first = starts;
+    if (a.window) {
+        CUDA_CHECK(cudaMalloc(&first, N * sizeof *first));
+        flash_window_starts(first, starts, a.B, a.T, a.window, stream);
+    }
     void *scratch;
     CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape, sizeof(X))));
     CUDA_CHECK(cudaDeviceSynchronize());
     Rope rope = {a.B, a.T, a.NH, a.NKV, a.HS, cosines, sines, l2};
-    FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, NULL, scalars};
+    FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, first, scalars};
     X *read = other_out ? on_device<X>(*other_out) : out;
     rope_forward(qkv, norms, rope, stream);
     flash_forward<X>({out, C, a.HS}, stats, (unsigned long long *)counts, in, shape, scratch, stream);
@@ -281,6 +285,8 @@ static void attention_run(AttentionCase &a, const Floats *other_out = NULL) {
     if (other_out) CUDA_CHECK(cudaFree(read));
     for (float *x : {stats, norms, counts, cosines, sines}) CUDA_CHECK(cudaFree(x));
     CUDA_CHECK(cudaFree(scratch));
+    CUDA_CHECK(cudaFree(first));
+    if (first != starts) CUDA_CHECK(cudaFree(starts));
 }
 
 static double length(const Floats &x) {

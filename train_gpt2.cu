@@ -161,7 +161,7 @@ struct Model {
     // computed, as in a key-value cache (eval_gpt2.cu). 0 in training.
     size_t from;
     size_t loss_rows;                     // rows whose logits are in memory at a time
-    float *cosines, *sines;               // (T, HS/2)
+    float *cosines, *sines;               // (tables, T, HS/2)
     float *partials;                      // (partials_size) partial sums over rows, for parameter gradients
     size_t partials_size;                 // the most that a kernel needs
     double *sums;                         // SUM_STEP ..., then partial sums of squares
@@ -173,6 +173,7 @@ struct Model {
     uint8_t *mask;
 
     const int32_t *first;    // of the current batch, see BatchTokens
+    int32_t *windows;        // (windows, B, T): the same for layers with each of the normalizers' windows
     uint64_t rows;           // attention rows of this step so far
     MemoryPlan plan;         // of device memory
 
@@ -283,8 +284,17 @@ static const BlockRow<X> *block_of(const ModelOf<X> *m);
 
 static FlashShape flash_shape(const Model *m, size_t layer, size_t B, size_t T) {
     const ModelConfig *c = m->config;
-    return {normalizer_of(c, layer), B, T, c->heads, c->kv_heads, head_size(c), value_size(c), (int)c->seq_len, 0,
-            !m->o->deterministic};
+    return {normalizer_of(c, layer),
+            B,
+            T,
+            c->heads,
+            c->kv_heads,
+            head_size(c),
+            value_size(c),
+            (int)c->seq_len,
+            0,
+            !m->o->deterministic,
+            attention_of(c, layer)->window};
 }
 
 // A batch on the device: one int32 array, so that one copy suffices, and the mask.
@@ -441,15 +451,18 @@ static void plan_parameters(Model *m) {
 template <class X>
 static void plan_attention(ModelOf<X> *m, const AttentionList *const *others, size_t count, const IntList *lengths,
                            size_t B, size_t T) {
-    size_t scratch = 0;
+    size_t scratch = 0, windows = 0, tables = 0;
     bool l2 = false;
     m->layer_stats = 0;
     for (size_t i = 0; i < (count + 1) * lengths->count; i++) {
         size_t length = (size_t)lengths->values[i / (count + 1)], which = i % (count + 1);
         const AttentionList *list = which < count ? others[which] : &m->config->attn;
+        windows = std::max(windows, attention_windows(list));
+        tables = std::max(tables, attention_tables(list));
         for (size_t j = 0; j < list->count; j++) {
             FlashShape shape = flash_shape(m, 0, (B * T) / length, length);
             shape.normalizer = &list->items[j].layer.normalizer;
+            shape.window = list->items[j].layer.window;
             flash_check(shape, sizeof(X));
             l2 = l2 || shape.normalizer->qk.kind == QK_L2;
             m->layer_stats = std::max(m->layer_stats, flash_stats(shape, sizeof(X)));
@@ -459,6 +472,9 @@ static void plan_attention(ModelOf<X> *m, const AttentionList *const *others, si
     m->widths = activation_widths(m->config, l2);
     memory_add(&m->plan, STATS, (void **)&m->activations.stats, m->config->layers * m->layer_stats * sizeof(float));
     memory_add(&m->plan, SCRATCH, &m->scratch, scratch);
+    memory_add(&m->plan, SCRATCH, (void **)&m->windows, windows * B * T * sizeof *m->windows);
+    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, tables * T * (head_size(m->config) / 2) * sizeof(float));
+    memory_add(&m->plan, SCRATCH, (void **)&m->sines, tables * T * (head_size(m->config) / 2) * sizeof(float));
 }
 
 static void need_partials(Model *m, size_t floats) {
@@ -478,9 +494,7 @@ static size_t unit_partials(const ModelConfig *c, size_t N) {
 
 // What has the same size whatever the element type
 static void plan_scratch(Model *m, size_t B, size_t T) {
-    size_t N = B * T, angles = T * (head_size(m->config) / 2);
-    memory_add(&m->plan, SCRATCH, (void **)&m->cosines, angles * sizeof(float));
-    memory_add(&m->plan, SCRATCH, (void **)&m->sines, angles * sizeof(float));
+    size_t N = B * T;
     memory_add(&m->plan, SCRATCH, (void **)&m->all_zero_rows, 2 * sizeof *m->all_zero_rows);
     memory_add(&m->plan, "batch", (void **)&m->batch, batch_ints(N) * sizeof(int32_t));
     memory_add(&m->plan, "batch", (void **)&m->mask, N);
@@ -529,14 +543,27 @@ static void plan_activations(ModelOf<X> *m) {
 #undef PLAN
 }
 
-static void upload_rope_table(Model *m, size_t T, RopeAngles angles) {
+// Where a table of RoPE's angles begins.
+static size_t angles_at(const Model *m, size_t table) {
+    return table * m->T * (head_size(m->config) / 2);
+}
+
+static void upload_rope_table(Model *m, size_t number, size_t T, RopeAngles angles) {
     size_t HS = head_size(m->config), n = T * (HS / 2);
     float *table = (float *)malloc(2 * n * sizeof *table);
     if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
     rope_table(table, table + n, T, angles);
-    CUDA_CHECK(cudaMemcpy(m->cosines, table, n * sizeof *table, cudaMemcpyHostToDevice));
-    CUDA_CHECK(cudaMemcpy(m->sines, table + n, n * sizeof *table, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(m->cosines + angles_at(m, number), table, n * sizeof *table, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(m->sines + angles_at(m, number), table + n, n * sizeof *table, cudaMemcpyHostToDevice));
     free(table);
+}
+
+// Call while the device has nothing to do.
+static void upload_rope_tables(Model *m) {
+    const AttentionList *attn = &m->config->attn;
+    for (size_t i = 0; i < attention_tables(attn); i++)
+        upload_rope_table(m, i, m->T, model_rope(m->config, attention_table_base(attn, i)));
+    CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
 }
 
 // Plans all device memory, for B sequences of T tokens at a time, or as many tokens in sequences of one of `lengths`.
@@ -569,7 +596,7 @@ static void take_model(Model *m) {
         CUDA_CHECK(cudaMalloc(m->plan.rows[i].where, bytes));
         CUDA_CHECK(cudaMemset(*m->plan.rows[i].where, 0, bytes));
     }
-    upload_rope_table(m, m->T, model_rope(m->config, 0));
+    upload_rope_tables(m);
     matmul_start(&m->matmul, m->workspace, MATMUL_WORKSPACE, &m->matmul_file, !m->o->deterministic);
     if (m->muon.x) matmul_start(&m->muon_matmul, m->workspace, MATMUL_WORKSPACE, NULL, false);
     collective_use(m->collective, m->wire);
@@ -617,16 +644,14 @@ static QkNorm qk_norm_of(const Model *m, size_t layer, size_t N) {
 
 static Rope rope_of(const Model *m, size_t layer, size_t B, size_t T) {
     const ModelConfig *c = m->config;
-    size_t angles = m->from * (head_size(c) / 2);
-    return {B,
-            T - m->from,
-            c->heads,
-            c->kv_heads,
-            head_size(c),
-            m->cosines + angles,
-            m->sines + angles,
-            normalizer_of(c, layer)->qk.kind == QK_L2,
-            (float)rope_amplitude(&c->rope_scaling)};
+    size_t HS = head_size(c), table = attention_table(&c->attn, layer);
+    Rope rope = {B, T - m->from, c->heads, c->kv_heads, HS, NULL, NULL, normalizer_of(c, layer)->qk.kind == QK_L2};
+    if (table == NO_TABLE) return rope;
+    rope.cosines = m->cosines + angles_at(m, table) + m->from * (HS / 2);
+    rope.sines = m->sines + angles_at(m, table) + m->from * (HS / 2);
+    RopeAngles angles = model_rope(c, attention_table_base(&c->attn, table));
+    rope.amplitude = (float)rope_amplitude(&angles.scaling);
+    return rope;
 }
 
 // q, k and v as attention reads them; with gradients, where attention writes them.
@@ -645,10 +670,11 @@ static FlashInputGrads<X> unit_views(const ModelConfig *c, Projected<X> of) {
 template <class X>
 static FlashInput<X> attention_input(const ModelOf<X> *m, Projected<X> of, size_t l) {
     FlashInputGrads<X> at = block_of(m)->views(m->config, of);
+    size_t window = attention_window(&m->config->attn, l);
     return {{at.q.p, at.q.row, at.q.head},
             {at.k.p, at.k.row, at.k.head},
             {at.v.p, at.v.row, at.v.head},
-            m->first,
+            window == NO_TABLE ? m->first : m->windows + window * m->B * m->T,
             layer_scalars(m, l)};
 }
 
@@ -829,8 +855,11 @@ static const BlockRow<X> *block_of(const ModelOf<X> *m) {
 }
 
 template <class X>
-static void model_embed(ModelOf<X> *m, const int32_t *tokens, size_t N) {
-    size_t C = m->config->channels;
+static void model_embed(ModelOf<X> *m, const int32_t *tokens, size_t B, size_t T) {
+    const AttentionList *attn = &m->config->attn;
+    size_t C = m->config->channels, N = B * T;
+    for (size_t i = 0; i < attention_windows(attn); i++)
+        flash_window_starts(m->windows + i * m->B * m->T, m->first, B, T, attention_window_size(attn, i), m->stream);
     phase(m, PHASE_EMBEDDING);
     embedding_forward(m->activations.x + m->from * C, weight(m, m->list.embedding), tokens + m->from, N - m->from, C,
                       m->stream);
@@ -847,7 +876,7 @@ static void model_final_norm(ModelOf<X> *m, size_t N) {
 
 template <class X>
 static void model_forward(ModelOf<X> *m, const int32_t *tokens, size_t B, size_t T, int counter) {
-    model_embed(m, tokens, B * T);
+    model_embed(m, tokens, B, T);
     for (size_t l = 0; l < m->config->layers; l++) block_of(m)->forward(m, l, B, T, counter);
     model_final_norm(m, B * T);
 }
@@ -981,7 +1010,7 @@ static void model_step(ModelOf<X> *m, const BatchTokens &batch, size_t B, size_t
             clear_gradients(m);
             CUDA_CHECK(cudaMemsetAsync(m->sums + SUM_STEP, 0, sizeof(double), m->stream));
         }
-        model_embed(m, batch.inputs, B * T);
+        model_embed(m, batch.inputs, B, T);
     };
     if (arriving) {
         await_parameters(m, 1);
@@ -1265,9 +1294,10 @@ static void copy_scalars(Model *m, bool to_host) {
         if (m->list.tensors[i].scalar != SCALAR_NONE) copy_tensor(m, i, to_host);
 }
 
-// Copies the scalars of another normalizer to the device.
+// Copies the scalars and angles of other normalizers to the device.
 static void upload_scalars(Model *m) {
     graphs_drop(&m->graphs);
+    upload_rope_tables(m);
     copy_scalars(m, false);
     upload_segments(m);
     CUDA_CHECK(cudaDeviceSynchronize());    // the copies do not run on our stream
@@ -1489,6 +1519,7 @@ static bool validate(Run *run, ModelOf<X> *m, double *loss) {
 
 template <class X>
 static void change_normalizer(Run *run, ModelOf<X> *m, Change *change) {
+    upload_rope_tables(m);
     if (run->val && !validate(run, m, &change->before)) return;
     copy_scalars(m, true);
     run_change_apply(run, change);

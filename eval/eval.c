@@ -332,10 +332,6 @@ bool eval_find(Eval *e, Error *error) {
     e->after = false;
     if (!attention_fits(&e->given, e->config->seq_len, message, sizeof message))
         fail(EXIT_USAGE, "--attn %s.", message);
-    const char *beyond = attention_beyond_plain(&e->given);
-    if (!beyond) beyond = attention_beyond_plain(&e->own);
-    if (beyond && strcmp(program_name, "eval_gpt2"))
-        fail(EXIT_USAGE, "--attn %s: %s does not support %s yet.", e->given.text, program_name, beyond);
     settle_rope(e);
     return open_tokenizer(e, error);
 }

@@ -460,9 +460,6 @@ static void check_normalizer(const Run *run, const AttentionList *attn, const ch
     char message[1024];
     size_t L = run->config->seq_len;
     if (!attention_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
-    const char *beyond = attention_beyond_plain(attn);
-    if (run->program->gpus && beyond)
-        fail(EXIT_USAGE, "%s %s: %s does not support %s yet.", flag, attn->text, run->program->name, beyond);
     if (attention_p_keys(attn, run->T) > L)
         fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %zu, but --seq-len is %zu. Reduce --seq-len.", flag,
              attn->text, L, run->T);

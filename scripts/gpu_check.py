@@ -826,7 +826,7 @@ PARTS = (
     Part("memory", 120, 1, "programs triton", timing(45, "gpu_step", "--ours", "{train}"),
          "measures a step's memory at T = 1k to 16k"),
     Part("shapes", 20, 1, "programs torch", timing(30, "attention_gpu", "--library", "{flash}", wet=SHORT),
-         "times attention with heads of 128 and 48, grouped heads, a gated unit's head, and in float32"),
+         "times attention with heads of 128 and 48, grouped heads, a gated unit's head, in float32, and in a window"),
     Part("others", 54, 1, "programs triton", timing(75, "attention_gpu", "--library", "{flash}"),
          "times every normalizer against PyTorch's methods to compute it, T = 4k first"),
     Part("package", 22, 1, "programs torch", part_package,

@@ -4,7 +4,8 @@
         softmax against SDPA at T = 1k to 16k, also with sums in any order and with the kernels for compute capability
         8.0; each normalizer against our softmax at 4k and 1k
     python3 dev/bench/attention_gpu.py REPORT shapes [--budget 60]
-        a few normalizers at T = 4k with heads of 128 and 48, grouped heads, a gated unit's head, and in float32
+        a few normalizers at T = 4k with heads of 128 and 48, grouped heads, a gated unit's head, and in float32; then
+        softmax at T = 16k in a window of 512 against FlexAttention with a block mask
     python3 dev/bench/attention_gpu.py REPORT others [--budget 500]
         each normalizer against PyTorch's methods at 4k, then 1k
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
@@ -88,6 +89,7 @@ LAYOUTS = {"6 heads of 128": Layout(6, 6, 128, 128), "12 heads of 64, 4 of keys 
            "16 heads of 48": Layout(16, 16, 48, 48), "1 head of 128, values of 1,536": Layout(1, 1, 128, 1536),
            "12 heads of 64, float32": Layout(dtype=torch.float32)}
 SHAPES_ATTN = "softmax", "sigmoid", "lssar"
+WINDOW, WINDOW_T = "softmax+window=512", 16384
 
 LIMIT = 150                      # seconds after which a case, or its compilation, has failed
 START = 5                        # seconds that a new process takes to begin
@@ -113,6 +115,8 @@ class Case:
     def __init__(self, name, T, sets, layout=Layout()):
         self.name, self.T, self.layout = name, T, layout
         self.normalizer = reference.parse_normalizer(name)
+        self.keys = min(T, self.normalizer.window or T)        # the most that a row sees
+        self.text = name.replace(f"+window={self.normalizer.window}", "")         # what flash.so parses
         self.B, _, self.NH, self.NKV = layout.shape(T)
         self.parts = self.NH * layout.size, self.NKV * layout.size, self.NKV * layout.value_size
         torch.manual_seed(T)
@@ -204,8 +208,12 @@ class Ours:
         self.shape = Shape(case.B, case.T, case.NH, case.NKV, layout.size, layout.value_size, case.T, row, row, row,
                            case.NH * layout.value_size)
         self.shape.any_order = way == "ours-any-order"
+        if case.normalizer.window:
+            first = (torch.arange(case.T) + 1 - case.keys).clamp(min=0).repeat(case.B, 1).int()
+            self.first = flash.copy(first.to(device()))
+            self.shape.first, self.shape.window = self.first.data_ptr(), case.keys
         self.select()
-        self.scratch = flash.tensor((flash.scratch(case.name, layout.dtype, self.shape),), torch.uint8)
+        self.scratch = flash.tensor((flash.scratch(case.text, layout.dtype, self.shape),), torch.uint8)
         self.rows = flash.tensor((1,), torch.int64)
         self.scalars = {key: flash.copy(x) for key, x in case.scalars.items()}
         self.sets = [self.take(joined, dout) for joined, dout in zip(case.joined, case.douts)]
@@ -217,7 +225,7 @@ class Ours:
         """(tensors, their addresses) for a set."""
         new, dtype = self.flash.tensor, self.case.layout.dtype
         x = {"joined": joined, "dout": dout, "out": new(dout.shape, dtype), "djoined": new(joined.shape, dtype),
-             "stats": new((self.flash.stats(self.case.name, dtype, self.shape),), torch.float32),
+             "stats": new((self.flash.stats(self.case.text, dtype, self.shape),), torch.float32),
              **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
         if DRY:
             x.update(joined=self.flash.copy(joined), dout=self.flash.copy(dout))
@@ -248,7 +256,7 @@ class Ours:
 
     def run(self, i, backward):
         case = self.case
-        self.flash.run(case.name, case.layout.dtype, self.shape, self.sets[i][1], self.rows, self.scratch, backward)
+        self.flash.run(case.text, case.layout.dtype, self.shape, self.sets[i][1], self.rows, self.scratch, backward)
 
     def peak_gb(self):
         """The memory that a pass needs besides q, k, v and dout."""
@@ -260,8 +268,8 @@ class Ours:
 
 def rows(case, device_):
     """n (T,1), and the mask of visible keys (T,T)."""
-    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=device_)[:, None]
-    return n, torch.ones(case.T, case.T, dtype=torch.bool, device=device_).tril()
+    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=device_)[:, None].clamp(max=case.keys)
+    return n, torch.ones(case.T, case.T, dtype=torch.bool, device=device_).tril().triu(1 - case.keys)
 
 
 def formula(q, k, v, case, scalars):
@@ -365,7 +373,8 @@ def sdpa_by(backend):
 
 def flex(case):
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.T, case.T, device=device())
+    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (j > i - case.keys), None, None, case.T, case.T,
+                             device=device())
 
     def softmax(q, k, v):
         if not needs_sum(case.normalizer):
@@ -641,15 +650,15 @@ def measure(name, T, ways, flash, rounds, seconds, watch, beside=None, layout=La
                 ratio = timed[way].record["both_ms"][-1] / beside.record["both_ms"][-1]
                 timed[way].record.setdefault("of_softmax", []).append(ratio)
     for t in timed.values():
-        add_rates(t.record, layout, T)
+        add_rates(t.record, case)
     return {**found, **{way: t.record for way, t in timed.items()}}
 
 
-def add_rates(record, layout, T):
-    """Adds TFLOP/s over the causal half of the scores: two matmuls forward, and five more backward, of which three are
-    over q's and k's columns and two over v's."""
-    B, _, NH, _ = layout.shape(T)
-    scores = B * NH * T * (T + 1) / 2
+def add_rates(record, case):
+    """Adds TFLOP/s over the visible scores: two matmuls forward, and five more backward, of which three are over q's
+    and k's columns and two over v's."""
+    layout = case.layout
+    scores = case.B * case.NH * (case.T * case.keys - case.keys * (case.keys - 1) / 2)
     for key, columns in (("forward", layout.size + layout.value_size),
                          ("both", 4 * layout.size + 3 * layout.value_size)):
         record[f"{key}_tflops"] = 2 * scores * columns / statistics.median(record[f"{key}_ms"]) / 1e9
@@ -718,23 +727,26 @@ def part_attention(report, options, flash):
 
 
 def part_shapes(report, options, flash):
-    """Times SHAPES_ATTN in each layout; softmax beside SDPA, where it has a backend for it. Returns the cases that were
-    left."""
+    """Times SHAPES_ATTN in each layout; softmax beside SDPA, where it has a backend for it. Then WINDOW. Returns the
+    cases that were left."""
     budget, left_out, T = gpu_report.Budget(options.budget), [], options.lengths[0]
-    for layout_name, layout in LAYOUTS.items():
-        for name in SHAPES_ATTN:
-            ways = [way for way in ("ours", *(sdpa_ways(layout) if name == "softmax" else ()))
-                    if not has(report, "shapes", attn=name, T=T, way=way, layout=layout_name)]
-            if not ways:
-                continue
-            if budget.left() < 10:
-                left_out.append(f"{name}, {layout_name}")
-                continue
-            with Watch(report, "shapes", name, T, ways[0], budget, flash, layout=layout_name) as watch:
-                found = measure(name, T, ways, flash, ROUNDS, options.seconds, watch, layout=layout)
-            print(f"{layout_name}:")
-            say(name, T, found)
-            keep(report, "shapes", name, T, found, layout=layout_name)
+    cases = [(layout_name, name, T, sdpa_ways(layout) if name == "softmax" else [])
+             for layout_name, layout in LAYOUTS.items() for name in SHAPES_ATTN]
+    cases.append(("12 heads of 64", WINDOW, T if DRY else WINDOW_T, ["flex"]))
+    for layout_name, name, T, others in cases:
+        ways = [way for way in ("ours", *others)
+                if not has(report, "shapes", attn=name, T=T, way=way, layout=layout_name)]
+        if not ways:
+            continue
+        if budget.left() < 10:
+            left_out.append(f"{name}, {layout_name}")
+            continue
+        with Watch(report, "shapes", name, T, ways[0], budget, flash, layout=layout_name) as watch:
+            found = measure(name, T, ways, flash, ROUNDS, options.seconds, watch,
+                            layout=LAYOUTS.get(layout_name, Layout()))
+        print(f"{layout_name}:")
+        say(name, T, found)
+        keep(report, "shapes", name, T, found, layout=layout_name)
     table_shapes(report, left_out)
     return left_out
 

