@@ -352,6 +352,7 @@ def test_packed_programs_are_used(tmp_path):
 LDD = "echo \"$1: libc.so.6: version \\`GLIBC_2.99' not found (required by $1)\""
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("settings, programs, says", [
     ({"HELP_CODE": "1"}, {}, "train_gpt2cu --help: exit code 1"), ({}, {"ldd": LDD}, "GLIBC_2.99' not found"),
     ({"TRUNCATED": "1"}, {}, "ended before the end-of-stream marker")], ids=["help", "glibc", "truncated"])
@@ -426,7 +427,7 @@ def dry(tmp_path):
     return run
 
 
-@pytest.mark.drawn(3, of="whole calls")
+@pytest.mark.drawn(1, of="whole calls")
 def test_runs_on_the_cpu(tmp_path, dry):
     dry("determinism", "train", "counters")
     parts = parts_of(tmp_path / "out")
@@ -437,7 +438,7 @@ def test_runs_on_the_cpu(tmp_path, dry):
     assert [check["verdict"] for check in parts_of(tmp_path / "out")["train"]["checks"]] == ["FAILED (1)"]
 
 
-@pytest.mark.drawn(3, of="whole calls")
+@pytest.mark.drawn(1, of="whole calls")
 @pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")),
                     reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
 def test_several_ranks(tmp_path, dry):
@@ -447,7 +448,7 @@ def test_several_ranks(tmp_path, dry):
     assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
 
 
-@pytest.mark.drawn(3, of="whole calls")
+@pytest.mark.drawn(1, of="whole calls")
 @pytest.mark.skipif(not (EMULATED.exists() and EVALUATOR.exists()),
                     reason="make train_gpt2cu_on_cpu eval_gpt2cu_on_cpu")
 def test_evaluation_part(tmp_path, dry):
