@@ -54,6 +54,7 @@ libdnnl-dev               | header dnnl.h           | oneDNN's matmuls: a CBLAS 
 libopenblas-dev           | header cblas.h          | OpenBLAS: needed only without oneDNN
 libopenmpi-dev            | command -v mpicc        | training with several ranks
 openmpi-bin               | command -v mpirun       | training with several ranks
+g++                       | command -v g++          | train_gpt2cu and eval_gpt2cu
 libsodium-dev             | header sodium.h         | heartbeats between machines (--rank-timeout)
 git                       | command -v git          | the commit in run.json
 TABLE
