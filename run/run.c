@@ -99,6 +99,7 @@ void run_open(Run *run, const RunProgram *program, ModelConfig *config, int argc
     process_start(&argc, &argv);
     run->heartbeat = heartbeat_start(timeout_of(o, "rank-timeout", o->rank_timeout),
                                      timeout_of(o, "progress-timeout", o->progress_timeout));
+    process_started();
     rank0_try(lock_folder(run, false, &error), &error);
     settle(run);
     start_threads(o->threads);

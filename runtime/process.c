@@ -261,6 +261,40 @@ static void check(int status, const char *what) {
          process.rank, process.size, what, text);
 }
 
+#ifndef START_SECONDS    // a test defines less
+#define START_SECONDS 600
+#endif
+
+// Global, because the thread outlives its creator.
+static atomic_bool started;
+
+static void *end_unless_started(void *unused) {
+    char host[256] = "", text[1024];
+    (void)unused;
+    sleep(START_SECONDS);
+    if (started) return NULL;
+    gethostname(host, sizeof host - 1);
+    const char *call = activity.waits;
+    int length =
+        snprintf(text, sizeof text,
+                 "%s: rank %d on %s: not all ranks have started within %d s; this one is in %s.\n"
+                 "  Another rank hangs, or MPI cannot reach its machine. Check the network and the file systems\n"
+                 "  of all machines, then start the job again.\n",
+                 program_name, process_launched_rank(), host, START_SECONDS, call ? call : "no call of MPI");
+    ssize_t written = write(STDERR_FILENO, text, (size_t)length);    // stderr's lock may be held
+    (void)written;
+    _exit(EXIT_PEER);
+}
+
+static void limit_start(void) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, end_unless_started, NULL) == 0) pthread_detach(thread);
+}
+
+void process_started(void) {
+    started = true;
+}
+
 // A call of MPI that may wait for other ranks.
 #define WAIT(function, ...) \
     do { \
@@ -273,7 +307,8 @@ static void check(int status, const char *what) {
 void process_start(int *argc, char ***argv) {
     if (launched_size() < 2) return;
     int threads;
-    check(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &threads), "MPI_Init_thread");
+    limit_start();
+    WAIT(MPI_Init_thread, argc, argv, MPI_THREAD_FUNNELED, &threads);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_rank(MPI_COMM_WORLD, &process.rank);
     MPI_Comm_size(MPI_COMM_WORLD, &process.size);
@@ -399,6 +434,7 @@ void process_start(int *argc, char ***argv) {
     (void)argc, (void)argv;
 }
 
+void process_started(void) {}
 void process_end(void) {}
 void process_sum_float(float *values, size_t n) {
     (void)values, (void)n;

@@ -30,7 +30,11 @@ void process_check_build(const char *lacks);
 //
 // process_end() is collective. Call it after everything that must not be lost: from the first exit on, mpirun kills the
 // remaining ranks.
+//
+// If process_started() does not follow within ten minutes, because a rank hangs or a machine cannot be reached, the
+// process ends with EXIT_PEER. From then on that is the business of runtime/heartbeat.h.
 void process_start(int *argc, char ***argv);
+void process_started(void);
 void process_end(void);
 
 // The rank according to the launcher's environment, or 0 without a launcher. Available before process_start().

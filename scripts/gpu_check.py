@@ -672,7 +672,7 @@ def kill_a_rank(job, ranks):
         begun, victims = time.monotonic(), processes_of_rank(job.call.train, 1)
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
-        code = process.wait(max(1, job.seconds - job.took()))
+        code = process.wait(max(1, min(90, job.seconds - job.took())))
     finally:
         process.terminate()
         job.call.running.discard(process)
@@ -688,7 +688,7 @@ def processes_of_rank(program, rank):
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if (folder / "exe").samefile(program):
-                ours = f"OMPI_COMM_WORLD_RANK={rank}\0".encode() in files.read(folder / "environ", None)
+                ours = gpu_programs.succeeds("grep", "-qzx", f"OMPI_COMM_WORLD_RANK={rank}", folder / "environ")
                 found += [int(folder.name)] if ours else []
         except OSError:            # it has ended, or belongs to somebody else
             pass

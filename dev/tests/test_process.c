@@ -7,12 +7,14 @@
 #include <signal.h>
 #include <time.h>
 
+#define START_SECONDS 5
+#include "runtime/process.c"
+
 #include "dev/tests/check.h"
 #include "run/metrics.h"
 #include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/heartbeat.h"
-#include "runtime/process.h"
 #include "runtime/start.h"
 
 static char self[4096];
@@ -134,7 +136,9 @@ static void work_stop(void) {
 
 static int work(const char *what, int argc, char **argv) {
     process_hold_signals(argv);
+    if (!strcmp(what, "late") && process_launched_rank() == 1) sleep(60);
     process_start(&argc, &argv);
+    process_started();
     if (!strcmp(what, "sums")) work_sums();
     else if (!strcmp(what, "fail")) work_fail();
     else if (!strcmp(what, "die")) work_die();
@@ -276,6 +280,9 @@ static void test_progress(void) {
     CHECK(code == EXIT_PEER && strstr(output, "no progress of rank 1 on ") &&
               strstr(output, " (reading data) for 1 s.") && strstr(output, "--progress-timeout") &&
               !strstr(output, "came through"),
+          "code %d: %s", code, output);
+    code = check_fork(launch, &(Job){"2", "late"}, output, sizeof output);
+    CHECK(code == EXIT_PEER && strstr(output, "not all ranks have started within 5 s; this one is in MPI_Init_thread"),
           "code %d: %s", code, output);
     code = check_fork(launch, &(Job){"2", "deadlock"}, output, sizeof output);
     CHECK(code == EXIT_PEER && strstr(output, "all ranks wait for each other, without progress of rank 0 on ") &&

@@ -150,6 +150,7 @@ GLOBALS = {
     # process: set once, and read wherever ranks differ, like MPI_COMM_WORLD
     "runtime/process": {"process",
                         "holding", "catching", "stop_requested",    # signals belong to the whole process
+                        "started",                                  # of the process
                         "activity",                                 # of the main thread, wherever it is
                         "ending"},                                  # fail() ends the program from anywhere
     # the CUDA trainer: what its main() owns, and NVTX's own
