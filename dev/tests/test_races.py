@@ -24,14 +24,15 @@ FIXED = (["setarch", "-R"] if shutil.which("setarch")
 KERNELS = [""] if ALL else ["rmsnorm bf16 N=33 C=768", "rope bf16", "bias bf16 N=33 OC=144", "qk_norm bf16 N=33",
                             "swiglu bf16", "embedding bf16", "classifier bf16", "adamw bf16", "adamw odd", "norms",
                              "gau bf16 B=2 T=3 E=96 HS=48 l2"]
-# One of each instance of attention (attention/flash_instances.h), and of each learned scalar, with its instance for
-# bf16.
+# One of each instance of attention (attention/flash_instances.h), of each learned scalar, and of windows and caps, with
+# its instance for bf16.
 INSTANCES = {
     "ssmax-bias": "exp", "ssmax-pn": "exp", "softmax-sink": "exp", "softmax-recentered": "exp_recenter",
     "softmax-recentered-l1": "exp_recenter_l1", "softplus-l1": "softplus", "lssar": "softplus_reweight",
     "sigmoid": "sigmoid", "identity": "identity", "relu-l1": "relu", "relu2-n": "relu2", "gelu-l1": "gelu",
     "relu6-l1": "relu6", "mish-l1": "mish", "softpick": "expm1", "gelu-l1+post=recenter-l1": "any_recenter_l1",
-    "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_reweight"}
+    "mish-l1+norm=l1+2+post=recenter": "any_recenter", "sigmoid-logn-l1+post=reweight:15": "any_reweight",
+    "ssmax-bias+window=20": "exp", "softmax-recentered+window=3": "exp_recenter", "softmax+cap=1.5": "any"}
 # For attention/flash90.cuh: so many tiles that they reuse its buffers, and rows of q that it negates. CI draws one.
 WITH_EXP = ["softmax_T257_d64", "softmax_T257_d128", "softmax+qk=l2+scale=const:-7_T64_d64"]
 # With two SMs, a block of its kernels computes several blocks of rows or keys.
