@@ -497,7 +497,7 @@ def attention_scalars(parameters, prefix, config, normalizer):
             if trains(normalizer, name) else start for name, start in scalars.items()}
 
 
-def llama_layer(x, parameters, layer, config, normalizer, trace=None):
+def llama_layer(x, parameters, layer, config, normalizer, first=None, trace=None):
     """x + Wo attention(h), and to that + Wdown (silu(Wgate h) * (Wup h)), each time with h = rmsnorm(x)."""
     B, T, C = x.shape
     weight = lambda name: parameters[layer + name + ".weight"]
@@ -509,7 +509,7 @@ def llama_layer(x, parameters, layer, config, normalizer, trace=None):
         q, k = (rmsnorm(x, weight(f"self_attn.{name}_norm"), config.norm_eps) for x, name in ((q, "q"), (k, "k")))
     scalars = attention_scalars(parameters, layer + "self_attn.", config, normalizer)
     q, k = (rope(x, config.rope_scaling, config.L, normalizer.rope) for x in (q, k))
-    mixed = attention(q, k, v, normalizer, config.L, scalars, trace=trace)
+    mixed = attention(q, k, v, normalizer, config.L, scalars, first, trace)
     mixed = mixed.transpose(1, 2)       # (B, T, heads, head_dim)
     if config.gate != "none":
         mixed = mixed * torch.sigmoid(h @ weight("self_attn.gate_proj").T).view(B, T, config.heads, -1)
@@ -518,7 +518,7 @@ def llama_layer(x, parameters, layer, config, normalizer, trace=None):
     return x + swiglu(h @ weight("mlp.gate_proj").T, h @ weight("mlp.up_proj").T) @ weight("mlp.down_proj").T
 
 
-def gau_layer(x, parameters, layer, config, normalizer, trace=None):
+def gau_layer(x, parameters, layer, config, normalizer, first=None, trace=None):
     """x + Wo (U * A V) with h = rmsnorm(x), U, V, Z = silu(Wu h), silu(Wv h), silu(Wz h); q and k are Z with a gain and
     an offset for each of its 128 elements, and RoPE ([GAU])."""
     of_unit = lambda name: parameters[f"{layer}gau.{name}"]
@@ -527,27 +527,27 @@ def gau_layer(x, parameters, layer, config, normalizer, trace=None):
     q, k = (rope(Z * of_unit(f"{name}_gain") + of_unit(f"{name}_offset"), config.rope_scaling, config.L,
                  normalizer.rope) for name in "qk")
     scalars = attention_scalars(parameters, layer + "gau.", config, normalizer)
-    AV = attention(q[:, None], k[:, None], V[:, None], normalizer, config.L, scalars, trace=trace)[:, 0]
+    AV = attention(q[:, None], k[:, None], V[:, None], normalizer, config.L, scalars, first, trace)[:, 0]
     return x + (U * AV) @ of_unit("o_proj.weight").T
 
 
-def forward(parameters, tokens, config, trace=None):
-    """Logits (B, T, vocab) for tokens (B, T). A Trace is filled."""
+def forward(parameters, tokens, config, trace=None, first=None):
+    """Logits (B, T, vocab) for tokens (B, T). A Trace is filled. first: as in attention()."""
     embedding = parameters["model.embed_tokens.weight"]
     x = embedding[tokens]
     layer = gau_layer if config.block == "gau" else llama_layer
     for i, normalizer in enumerate(config.normalizers):
-        x = layer(x, parameters, f"model.layers.{i}.", config, normalizer, trace)
+        x = layer(x, parameters, f"model.layers.{i}.", config, normalizer, first, trace)
         if trace is not None:
             trace.residual.append(x)
     x = rmsnorm(x, parameters["model.norm.weight"], config.norm_eps)
     return softcap(x @ (embedding if config.tied else parameters["lm_head.weight"]).T, config.logit_softcap)
 
 
-def gradients(parameters, tokens, targets, config):
-    """Logits, loss (without z), and each parameter's gradient by name."""
+def gradients(parameters, tokens, targets, config, first=None):
+    """Logits, loss (without z), and each parameter's gradient by name. first: as in attention()."""
     leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-    logits = forward(leaves, tokens, config)
+    logits = forward(leaves, tokens, config, first=first)
     loss = cross_entropy(logits, targets)
     minimized = loss + config.z_loss * z_loss(logits)
     values = torch.autograd.grad(minimized, list(leaves.values()), allow_unused=True, materialize_grads=True)

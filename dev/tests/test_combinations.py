@@ -3,8 +3,10 @@ of the reference in float64, a resumed run repeats the bits of one that never st
 transformers compute the reference's loss from the last checkpoint.
 
 A case is drawn by its number, with flags that other tests set one at a time. Weights are large, so that scores differ
-and each stage of the normalizer matters.
+and each stage of the normalizer matters. A second set covers every pair of what layers may have: normalizers, windows,
+caps, position rules, in lists, with grouped heads and document masks, in both kernel families and types.
 """
+import itertools
 import json
 import math
 import random
@@ -88,6 +90,46 @@ def draw_case(number):
                            masked=draw.random() < 0.2, draw=draw)
 
 
+LAYER_T = 130       # three tiles of 64
+PAIRS = {
+    "attn": ["softmax", "ssmax-bias", "ssmax-pn", "softmax-sink", "softmax-recentered", "lssar+post=reweight:3",
+             "sigmoid-logn", "relu2-T"],
+    "window": [1, 2, 63, 64, 65, LAYER_T, LAYER_T + 40],
+    "others": ["", ",ssmax+rope=none", ",softmax1,ssmax-bias+window=70+cap=1.5"],
+    "cap": ["", "+cap=2"],
+    "rope": ["", "+rope=none", "+rope=50"],
+    "kv_heads": [1, 2],
+    "gate": ["none", "channel", "head"],
+    "doc-mask": [None, 1],
+    "dtype": ["fp32", "bf16"],
+    "capability": ["80", "90"],
+}
+
+
+def covering(factors):
+    """Choices of a value for each factor, in which every two values of two factors occur together."""
+    draw, names = random.Random(1), list(factors)
+    pairs_of = lambda case: {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
+    missing = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+    cases = []
+    while missing:
+        a, x, b, y = min(missing, key=str)
+        drawn = [{name: draw.choice(values) for name, values in factors.items()} | {a: x, b: y} for _ in range(50)]
+        cases.append(max(drawn, key=lambda case: len(pairs_of(case) & missing)))
+        missing -= pairs_of(cases[-1])
+    return cases
+
+
+def layer_case(chosen):
+    """A case of a list whose first entry, or every entry, is the chosen one."""
+    attn = f"{chosen['attn']}+window={chosen['window']}{chosen['cap']}{chosen['rope']}{chosen['others']}"
+    model = dict(layers=attn.count(",") + 1, heads=2, kv_heads=chosen["kv_heads"], head_dim=64, channels=24, ffn=24,
+                 vocab=97, tied=1, gate=chosen["gate"])
+    return SimpleNamespace(model=model, attn=attn, T=LAYER_T, L=LAYER_T, batch=1, shape={}, masked=False,
+                           training={"batch": 1, "seq-len": LAYER_T, "lr": 5e-4, "warmup": 0, "shuffle": 0}
+                           | ({"doc-mask": 1} if chosen["doc-mask"] else {}))
+
+
 def words(flags):
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
@@ -117,7 +159,8 @@ def initial_weights(case, data, folder):
         elif tensor.ndim == 2:
             weights[name] = noise * (0.7 if "embed" in name else tensor.shape[1] ** -0.5)
         elif name.endswith("attn_scale"):
-            weights[name] = tensor if reference.parse_normalizer(case.attn).fixed else 0.7 + 0.3 * noise
+            fixed = normalizers_of(case)[int(name.split(".")[2])].fixed
+            weights[name] = tensor if fixed else 0.7 + 0.3 * noise
         else:
             weights[name] = 0.5 * noise
     base.mkdir()
@@ -128,9 +171,13 @@ def initial_weights(case, data, folder):
 
 # ---- the reference and the bounds
 
+def normalizers_of(case):
+    return reference.parse_layers(case.attn, case.model["layers"] * (2 if case.model.get("block") == "gau" else 1))
+
+
 def bound_of(case):
     """Of gradients' relative errors: powers of weights, and differences from their mean, magnify rounding."""
-    return 3e-2 if reference.parse_normalizer(case.attn).post.startswith("re") else 1e-3
+    return 3e-2 if any(normalizer.post.startswith("re") for normalizer in normalizers_of(case)) else 1e-3
 
 
 def reference_of(case, folder, monkeypatch):
@@ -148,6 +195,26 @@ def reference_of(case, folder, monkeypatch):
 def windows(path, count, T):
     ids = np.fromfile(path, "<u2", offset=1024).astype("i8")
     return torch.tensor(np.stack([ids[i * T:i * T + T + 1] for i in range(count)]))
+
+
+def documents(case, inputs):
+    """The first key that each token sees, or None: a document begins with the last token of the vocabulary."""
+    if "doc-mask" not in case.training:
+        return None
+    at = torch.arange(inputs.shape[1]).expand(inputs.shape)
+    return torch.where(inputs == case.model["vocab"] - 1, at, 0).cummax(1).values
+
+
+def reference_gradients(case, data, base, monkeypatch):
+    """Loss, norm and gradients of the first step, after clipping."""
+    parameters, config = reference_of(case, base, monkeypatch)
+    batch = windows(data / "d_train_000001.bin",
+                    case.training.get("total-batch-tokens", case.batch * case.T) // case.T, case.T)
+    first = documents(case, batch[:, :-1])
+    _, loss, expected = reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config, first)
+    norm, clip = reference.global_norm(expected.values()), case.training.get("grad-clip", 1)
+    scale = min(1, clip / (norm + 1e-6)) if clip else 1
+    return loss, norm, {name: scale * tensor.numpy() for name, tensor in expected.items()}
 
 
 def first_gradients(out):
@@ -189,16 +256,9 @@ def check_trainers(case, data, base, out, cuda, monkeypatch):
     np.testing.assert_allclose(b[1], a[1], rtol=10 * bound)
     assert gradients["cpu"].keys() == gradients["cuda"].keys()
     assert_gradients(gradients["cuda"], gradients["cpu"], bound, "CUDA against the CPU")
-    known = case.training.get("shuffle") == 0 and not {"pack", "doc-mask"} & case.training.keys() and not case.masked
-    if not known:
+    if case.training.get("shuffle") != 0 or "pack" in case.training or case.masked:
         return
-    parameters, config = reference_of(case, base, monkeypatch)
-    batch = windows(data / "d_train_000001.bin",
-                    case.training.get("total-batch-tokens", case.batch * case.T) // case.T, case.T)
-    _, loss, expected = reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config)
-    norm, clip = reference.global_norm(expected.values()), case.training.get("grad-clip", 1)
-    scale = min(1, clip / (norm + 1e-6)) if clip else 1
-    expected = {name: scale * tensor.numpy() for name, tensor in expected.items()}
+    loss, norm, expected = reference_gradients(case, data, base, monkeypatch)
     for name, found in gradients.items():
         np.testing.assert_allclose({"cpu": a, "cuda": b}[name][0, :2], [loss, norm], rtol=bound)
         assert_gradients(found, expected, bound, f"{name} against the reference")
@@ -254,3 +314,22 @@ def test_a_combination(number, programs, tmp_path, monkeypatch):
     check_trainers(case, tmp_path, base, tmp_path, programs[0], monkeypatch)
     check_resume(case, tmp_path, base, tmp_path, programs[0])
     check_evaluation(case, tmp_path, tmp_path, programs[1], monkeypatch)
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("chosen", covering(PAIRS), ids=lambda chosen: "-".join(map(str, chosen.values())))
+def test_a_pair(chosen, programs, tmp_path, monkeypatch):
+    """The first step of both trainers. bfloat16 has 8 bits, and powers magnify their rounding."""
+    case = layer_case(chosen)
+    bound = (0.1 if bound_of(case) > 1e-3 else 0.05) if chosen["dtype"] == "bf16" else bound_of(case)
+    write_data(case, tmp_path)
+    base = initial_weights(case, tmp_path, tmp_path)
+    loss, norm, expected = reference_gradients(case, tmp_path, base, monkeypatch)
+    for program in None, programs[0]:
+        out = tmp_path / ("cuda" if program else "cpu")
+        train(tmp_path, "--init-from", base, *words(case.training), "--steps", 1, "--ckpt-every", 1, "--dtype",
+              chosen["dtype"], "--out", out, model=False, program=program,
+              env={"CUDA_ON_CPU_CAPABILITY": chosen["capability"]})
+        [found] = metrics(out, ["loss", "grad_norm"])
+        np.testing.assert_allclose(found, [loss, norm], rtol=bound)
+        assert_gradients(first_gradients(out), expected, bound, out.name)
