@@ -9,7 +9,7 @@ extern "C" {
 // The class CudaCall in cuda.py. The sequences are adjacent: strides have no batch. q has as many positions as k.
 typedef struct {
     const Normalizer *normalizer;
-    size_t B, T, NH, NKV, HS, VS, from;    // from: see flash_forward()
+    size_t B, T, NH, NKV, HS, VS, from, window;    // from: see flash_forward(); window: 0 without one
     int L, bf16, any_order;
     Strides q, k, v;
 } CudaCall;
@@ -23,7 +23,7 @@ typedef struct {
 
 namespace {
 FlashShape shape_of(const CudaCall *c) {
-    return {c->normalizer, c->B, c->T, c->NH, c->NKV, c->HS, c->VS, c->L, c->from, c->any_order != 0};
+    return {c->normalizer, c->B, c->T, c->NH, c->NKV, c->HS, c->VS, c->L, c->from, c->any_order != 0, c->window};
 }
 
 size_t element(const CudaCall *c) {

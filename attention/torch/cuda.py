@@ -19,7 +19,8 @@ from .library import FOLDER, Strides, level_here, load, parsed, scalars_of
 
 class CudaCall(Structure):
     """CudaCall in attn_c_cuda.cu."""
-    _fields_ = [("normalizer", c_void_p), *((name, c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS", "start")),
+    _fields_ = [("normalizer", c_void_p), *((name, c_size_t) for name in ("B", "T", "NH", "NKV", "HS", "VS", "start",
+                                                                      "window")),
                 *((name, c_int) for name in ("L", "bf16", "any_order")), *((name, Strides) for name in "qkv")]
 
 
@@ -112,11 +113,11 @@ def arranged(x):
 
 # ---- calls
 
-def call_of(q, k, v, normalizer, seq_len, start=0):
+def call_of(q, k, v, normalizer, seq_len, start=0, window=None):
     strides = (Strides(*x.stride()[:3]) for x in (q, k, v))
     return CudaCall(parsed(normalizer, seq_len), *(k.shape[i] for i in (0, 2)), q.shape[1], k.shape[1], q.shape[3],
-                    v.shape[3], start, seq_len or 0, q.dtype == torch.bfloat16,
-                    not torch.are_deterministic_algorithms_enabled(), *strides)
+                    v.shape[3], start, window if window and window < k.shape[2] else 0, seq_len or 0,
+                    q.dtype == torch.bfloat16, not torch.are_deterministic_algorithms_enabled(), *strides)
 
 
 def input_of(q, k, v, first, scalars):
@@ -136,9 +137,9 @@ def bytes_for(x, size):
     return torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
-def run_forward(q, k, v, first, scalars, normalizer, seq_len, past=0):
+def run_forward(q, k, v, first, scalars, normalizer, seq_len, window, past=0):
     """out (B, Tk, heads, width) and stats; rows before `past` are undefined. One sequence, if past is not 0."""
-    lib, call = library(), call_of(q, k, v, normalizer, seq_len, past)
+    lib, call = library(), call_of(q, k, v, normalizer, seq_len, past, window)
     B, heads, T, _ = q.shape
     out = q.new_empty((B, T, heads, v.shape[3]))
     stats = torch.empty((B, heads, T, lib.attn_c_cuda_stats(call)), dtype=torch.float32, device=q.device)
@@ -189,10 +190,10 @@ def forward(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     with on_device(q):
         q, k, v, first, scalars, hidden = arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
         if past == 0:
-            out, stats = run_forward(q, k, v, first, scalars, normalizer, seq_len)
+            out, stats = run_forward(q, k, v, first, scalars, normalizer, seq_len, window)
         else:
             parts = [run_forward(q[b:b + 1], k[b:b + 1], v[b:b + 1], None if first is None else first[b:b + 1], scalars,
-                                 normalizer, seq_len, past) for b in range(q.shape[0])]
+                                 normalizer, seq_len, window, past) for b in range(q.shape[0])]
             out, stats = (torch.cat(x) for x in zip(*parts))
     return without(out, hidden)[:, past:].contiguous().transpose(1, 2), stats[:, :, past:].contiguous()
 
@@ -214,10 +215,10 @@ def gradients(dout, out, stats, q, k, v, scalars, start, normalizer, seq_len, sc
     given_q, given_k, given_scalars, past = q, k, scalars, k.shape[2] - q.shape[2]
     q, k, v, first, scalars, hidden = arguments(q, k, v, scalars, start, normalizer, seq_len, scaling, window)
     if past:        # statistics of the queries in front, too
-        out, stats = run_forward(q, k, v, first, scalars, normalizer, seq_len)
+        out, stats = run_forward(q, k, v, first, scalars, normalizer, seq_len, window)
         dout = F.pad(dout, (0, 0, 0, 0, past, 0))
     dout = without(dout, hidden).contiguous()
-    lib, call = library(), call_of(q, k, v, normalizer, seq_len)
+    lib, call = library(), call_of(q, k, v, normalizer, seq_len, window=window)
     dq, dk, dv = like(q), like(k), like(v)
     dscalars = bytes_for(q, 4 * scalars.numel()).view(torch.float32).zero_()
     scratch = bytes_for(q, lib.attn_c_cuda_scratch(call))
