@@ -16,7 +16,7 @@ static void fault(const char *call) {
     if (!strcmp(action, "die")) raise(SIGKILL);
     while (!strcmp(action, "hang")) pause();
     if (!strcmp(action, "delay")) usleep((useconds_t)(rand() % 20000));
-    if (!strcmp(action, "slow")) usleep(50000);
+    if (!strcmp(action, "slow")) usleep(15000);
 }
 
 #define FAULTY(name, parameters, arguments) \
