@@ -375,6 +375,7 @@ class Normalized(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         of_heads = {name: w[:, None, None] for name, w in self.named_parameters(recurse=False) if name in SCALARS}
+        of_model = {name: p for name, p in of_model.items() if SCALARS[name][1](self.normalizer)}
         return compute(q, k, v, seen, self.normalizer, of_model | of_heads)
 
 

@@ -212,8 +212,8 @@ template <class X>
 void rope_forward(X *qkv, float *inverse_norms, Rope r, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(r.HS / 2);
-    if (!r.cosines && !r.l2) return;
     RopeGrid g = rope_grid(r, vectors ? (size_t)W : 1);
+    if (!r.cosines && !r.l2) return;
     auto kernel = r.l2 ? rope_forward_kernel<X, 1, true> : rope_forward_kernel<X, 1, false>;
     if (vectors) kernel = r.l2 ? rope_forward_kernel<X, W, true> : rope_forward_kernel<X, W, false>;
     launch(kernel, g.grid, g.block, 0, stream, qkv, inverse_norms, r, g.group);
@@ -224,8 +224,8 @@ template <class X>
 void rope_backward(X *dqkv, const X *qkv, const float *inverse_norms, Rope r, cudaStream_t stream) {
     enum { W = Pack<X>::size };
     bool vectors = fits<X>(r.HS / 2);
-    if (!r.cosines && !r.l2) return;
     RopeGrid g = rope_grid(r, vectors ? (size_t)W : 1);
+    if (!r.cosines && !r.l2) return;
     auto kernel = r.l2 ? rope_backward_kernel<X, 1, true> : rope_backward_kernel<X, 1, false>;
     if (vectors) kernel = r.l2 ? rope_backward_kernel<X, W, true> : rope_backward_kernel<X, W, false>;
     launch(kernel, g.grid, g.block, 0, stream, dqkv, qkv, inverse_norms, r, g.group);

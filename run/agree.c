@@ -20,8 +20,7 @@ static bool is_own_path(const char *flag) {
 
 // Flags that change nothing in the results.
 static bool is_own_choice(const char *flag) {
-    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "progress-timeout") ||
-           !strcmp(flag, "profile");
+    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "progress-timeout");
 }
 
 static void add_flags(cJSON *facts, const TrainOptions *o) {

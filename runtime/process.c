@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "runtime/clock.h"
+#include "runtime/file.h"
 
 #ifdef USE_MPI
 #include <mpi.h>
@@ -200,7 +201,7 @@ void process_waits(const char *in) {
 }
 
 Activity process_activity(void) {
-    return (Activity){activity.what, activity.waits, activity.count};
+    return (Activity){activity.what, activity.waits, activity.count + file_pieces()};
 }
 
 #ifdef USE_MPI

@@ -58,7 +58,7 @@ void process_bring(void *data, size_t bytes, int from);
 uint32_t process_address(void);
 
 // What the main thread does, for the watch that --progress-timeout sets (runtime/heartbeat.h). `what` follows a rank's
-// name in a message: "reading data". Each of these calls is progress. Files and collectives call them themselves.
+// name in a message: "reading data". Each of these calls is progress. Collectives call them themselves; pieces of files count, too.
 void process_does(const char *what);
 void process_progress(void);
 

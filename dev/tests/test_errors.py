@@ -1008,9 +1008,9 @@ def test_ranks_that_start_from_different_models(data, tmp_path, attn, first, sec
 
 
 def test_what_ranks_may_have_of_their_own(data, tmp_path):
-    """The same data under another path, a number of threads, a profile."""
+    """The same data under another path, a number of threads."""
     other = shutil.copytree(data, tmp_path / "other")
-    own = f"--train-data '{other}/*_train_*.bin' --threads 2 --profile"
+    own = f"--train-data '{other}/*_train_*.bin' --threads 2"
     train(data, "--steps", 2, processes=2, program=on_each_rank(tmp_path / "program", "", own))
 
 

@@ -26,7 +26,6 @@ from gpu_check import Part
 from gpu_report import NO_GPU, UNFINISHED
 
 EMULATED, EVALUATOR = ROOT / "train_gpt2cu_on_cpu", ROOT / "eval_gpt2cu_on_cpu"
-COLLECTIVE = ROOT / "build/on_cpu/tests/test_collective"
 
 
 def parts_of(out):
@@ -438,13 +437,12 @@ def test_runs_on_the_cpu(tmp_path, dry):
     assert [check["verdict"] for check in parts_of(tmp_path / "out")["train"]["checks"]] == ["FAILED (1)"]
 
 
-@pytest.mark.drawn(1, of="whole calls")
-@pytest.mark.skipif(not (EMULATED.exists() and COLLECTIVE.exists() and shutil.which("mpirun")),
-                    reason="make train_gpt2cu_on_cpu test_on_cpu, mpirun")
+@pytest.mark.skipif(os.environ.get("GPU_REHEARSAL") != "1" or not shutil.which("mpirun"),
+                    reason="GPU_REHEARSAL=1: minutes")
 def test_several_ranks(tmp_path, dry):
     dry("several", TRAIN=str(EMULATED))
     checks = parts_of(tmp_path / "out")["several"]["checks"]
-    assert [check["verdict"] for check in checks] == ["ok"] * 4
+    assert {check["verdict"] for check in checks} == {"ok"} and len(checks) > 10
     assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
 
 

@@ -147,6 +147,7 @@ def test_kept_mutations_apply():
 GLOBALS = {
     # fail() and warn() are called from anywhere
     "runtime/error": {"program_name", "fail_hook", "fail_speaker", "warn_off"},
+    "runtime/file": {"pieces"},     # that were read or written, by any function
     # process: set once, and read wherever ranks differ, like MPI_COMM_WORLD
     "runtime/process": {"process",
                         "holding", "catching", "stop_requested",    # signals belong to the whole process
