@@ -243,7 +243,7 @@ def test_muon_by_the_cuda_source(tmp_path, data, monkeypatch):
     for name in start:
         off, allowed = (distance(changed[name], changes(exact, start)[name])
                         for changed in (changes(ours, start), changes(theirs, start)))
-        assert off < 1.5 * allowed and allowed < 0.05, name
+        assert off < 2 * allowed and allowed < 0.05, name
 
 
 # ---- masks without a target that counts
