@@ -50,15 +50,17 @@ void losses_settle(Eval *e) {
 }
 
 void fit_pn(Eval *e, const float *p, float *fit, size_t count) {
-    size_t L = e->config->seq_len;
+    // Under windows, training has used only the first.
+    size_t L = e->config->seq_len, own = attention_p_keys(&e->own, L),
+           used = own ? own : attention_p_keys(&e->config->attn, L);
     double x = 0, y = 0, xx = 0, xy = 0, yy = 0;
-    for (size_t n = 1; n <= L; n++) {
+    for (size_t n = 1; n <= used; n++) {
         x += log((double)n);
         y += (double)p[n - 1];
     }
-    x /= (double)L;
-    y /= (double)L;
-    for (size_t n = 1; n <= L; n++) {
+    x /= (double)used;
+    y /= (double)used;
+    for (size_t n = 1; n <= used; n++) {
         double dx = log((double)n) - x, dy = (double)p[n - 1] - y;
         xx += dx * dx;
         xy += dx * dy;
@@ -66,7 +68,7 @@ void fit_pn(Eval *e, const float *p, float *fit, size_t count) {
     }
     double a1 = xx > 0 ? xy / xx : 0, a2 = y - a1 * x, r2 = xx > 0 && yy > 0 ? xy * xy / (xx * yy) : NAN;
     for (size_t n = 1; n <= count; n++) fit[n - 1] = (float)(a1 * log((double)n) + a2);
-    printf("p_n = %.6g ln(n) + %.6g for all n, fitted to n = 1..%zu, R^2 = ", a1, a2, L);
+    printf("p_n = %.6g ln(n) + %.6g for all n, fitted to n = 1..%zu, R^2 = ", a1, a2, used);
     printf(isnan(r2) ? "undefined (p_n is constant)\n" : "%.6f\n", r2);
     e->pn_fit = cJSON_CreateObject();
     cJSON_AddNumberToObject(e->pn_fit, "a1", a1);

@@ -21,8 +21,9 @@ static void add_values(cJSON *object, const char *name, const float *values, siz
 
 // The scale of head h is c = (a1 ln n + a2)/sqrt(d): a1 = s and a2 = b, or with p_n = p1 ln n + p2 (its fit), a1 = s p1
 // and a2 = s p2 + b.
-static void add_fits(Eval *e, cJSON *layer, const float *s, const float *b) {
-    const cJSON *fit_of_pn = attention_has(&e->config->attn, SCALAR_P) ? e->pn_fit : NULL;
+static void add_fits(Eval *e, cJSON *layer, const Scalars *scalars) {
+    const float *s = scalars->of[SCALAR_S], *b = scalars->of[SCALAR_B];
+    const cJSON *fit_of_pn = scalars->of[SCALAR_P] ? e->pn_fit : NULL;
     const cJSON *p1 = cJSON_GetObjectItem(fit_of_pn, "a1"), *p2 = cJSON_GetObjectItem(fit_of_pn, "a2");
     cJSON *fits = cJSON_AddArrayToObject(layer, "fits");
     double sums[2] = {0, 0}, heads = (double)e->config->heads;
@@ -58,7 +59,7 @@ void scores_report(Eval *e, const TensorList *list, const float *params) {
             print_values(scalar_names[x], scalars.of[x], scalar_size(x, heads, L));
             add_values(layer, scalar_names[x], scalars.of[x], scalar_size(x, heads, L));
         }
-        if (scalars.of[SCALAR_S]) add_fits(e, layer, scalars.of[SCALAR_S], scalars.of[SCALAR_B]);
+        if (scalars.of[SCALAR_S]) add_fits(e, layer, &scalars);
         printf("\n");
         cJSON_AddItemToArray(layers, layer);
     }

@@ -544,7 +544,12 @@ static void read_layer_types(Reader *r) {
         known = known && text && (slides || !strcmp(text, FULL));
         if (l < MAX_LAYERS && is_qwen(r)) r->slides[l++] = slides;
     }
-    if (!known && is_qwen(r) && !r->window)
+    if (types && r->window && !is_qwen(r))
+        reasons_add(&r->reasons,
+                    "\"layer_types\" is %s; expected no such key beside \"sliding_window\" in a Mistral, because "
+                    "transformers reads that as another family",
+                    value_of(types).text);
+    else if (!known && is_qwen(r) && !r->window)
         reasons_add(&r->reasons,
                     "\"layer_types\" is %s; expected \"" FULL "\" in every layer, because \"use_sliding_window\" is "
                     "not true or \"sliding_window\" is null",

@@ -34,22 +34,24 @@ NAMES = ("attn_scale", "attn_bias", "attn_sink")
 
 @pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("grouped", "ssmax-bias"), ("llama", "ssmax-pn"),
                                          ("QK norms", "softmax-sink"), ("gau", "ssmax-bias"),
-                                         ("gau", "ssmax-pn+norm=l1+sink")])
+                                         ("gau", "ssmax-pn+norm=l1+sink"), ("grouped", "ssmax,ssmax-pn+window=9")])
 def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
-    """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's own fit."""
+    """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's own fit, over the n that the
+    layers with p_n have."""
     folder, _, config = model_of(shape, attn)
     tensors = load_file(folder / "model.safetensors")
     block = "gau" if shape == "gau" else "self_attn"
     output, result = evaluate("scores", folder, None, tmp_path)
     [row] = result["results"]
-    p1, p2 = 1, 0
+    fit, attns = (1, 0), attn.split(",")
     if "pn" in attn:
-        p = tensors["model.attn_pn"]
-        p1, p2 = np.polyfit(np.log(np.arange(1, 129)), p.astype(float), 1)
+        p, used = tensors["model.attn_pn"], 9 if "window" in attn else 128
+        fit = np.polyfit(np.log(np.arange(1, used + 1)), p[:used].astype(float), 1)
         assert (np.array_equal(np.float32(row["attn_pn"]), p)
-                and result["models"][0]["pn_fit"]["a1"] == pytest.approx(p1, rel=1e-6))
+                and result["models"][0]["pn_fit"]["a1"] == pytest.approx(fit[0], rel=1e-6))
     assert len(row["layers"]) == config.units and ("attn_pn" in row) == ("pn" in attn)
     for l, layer in enumerate(row["layers"]):
+        p1, p2 = fit if "pn" in attns[l % len(attns)] else (1, 0)
         there = {name: tensors[key].astype(float)
                  for name in NAMES if (key := f"model.layers.{l}.{block}.{name}") in tensors}
         assert layer.keys() - {"fits"} == there.keys() and ("fits" in layer) == ("attn_scale" in there)

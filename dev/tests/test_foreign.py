@@ -196,6 +196,14 @@ def test_wrong_keys_of_windows(data, tmp_path):
         assert code == 3 and says in message, (says, message)
 
 
+def test_a_mistral_with_layer_types(data, tmp_path):
+    """transformers reads it as another family, in which they select the layers with the window."""
+    build(FAMILIES["Mistral"][0]).save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model", sliding_window=4, layer_types=["full_attention"] * 2)
+    code, message = evaluate(tmp_path / "model", data)
+    assert code == 3 and 'expected no such key beside "sliding_window"' in message, message
+
+
 # ---------------------------------------------------------------- a Llama's variants
 
 YARN = {"factor": 2.0, "original_max_position_embeddings": 32}
