@@ -110,7 +110,8 @@ static void parse_flags(SampleOptions *o, int argc, char **argv) {
          .help =
              "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
-         .help = "use another normalizer instead of the checkpoint's; `--attn help` lists them"},
+         .help =
+             "use another normalizer, or a list for the layers, instead of the checkpoint's; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
          .help = "unknown keys in config.json to ignore"},
         {"prompt", OPT_TEXT, &o->prompt, .any_bytes = true, .arg = "TEXT", .group = "Text",
@@ -168,7 +169,7 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
     s->saved = config->attn;
     if (s->o.attn) {
         if (!attention_parse(&config->attn, s->o.attn, config->layers, message, sizeof message))
-            fail(EXIT_USAGE, "--attn %s: %s.", s->o.attn, message);
+            fail(EXIT_USAGE, "--attn %.400s: %s.", s->o.attn, message);
         attention_warn_of_unused("--attn", s->o.attn, config->layers);
         attention_warn_of_start(&s->saved, &config->attn, config->layers, "--attn", s->o.attn);
         fprintf(stderr, "sample_gpt2: --attn %s; the checkpoint was trained with %s", s->o.attn, s->saved.text);

@@ -486,7 +486,7 @@ static void print_one(const char *text) {
     char message[1024], name[NORMALIZER_TEXT], value[64], labels[STAGE_COUNT][LABEL_SIZE];
     int width = 0;
     if (!normalizer_parse(&normalizer, text, message, sizeof message))
-        fail(EXIT_USAGE, "--attn help:%s: %s.", text, message);
+        fail(EXIT_USAGE, "--attn help:%.400s: %s.", text, message);
     for (size_t i = 0; i < STAGE_COUNT; i++) {
         snprintf(labels[i], LABEL_SIZE, "%s=%s", stage_names[i],
                  normalizer_stage_text(&normalizer, i, value, sizeof value));

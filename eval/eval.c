@@ -171,7 +171,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
         {"model", OPT_TEXT, &o->model, .arg = "DIR[,DIR...]", .group = "Model", .required = true,
          .help = "folder of a checkpoint, of a run (uses its newest checkpoint), or of a Hugging Face model (Llama, Mistral, Qwen2 or Qwen3)"},
         {"attn", OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model",
-         .help = "also evaluate under another normalizer, without training; `--attn help` lists them"},
+         .help = "also evaluate under another normalizer, or a list for the layers, without training; `--attn help` lists them"},
         {"ignore-config-key", OPT_TEXT, &o->ignore_config_key, .arg = "NAME[,...]", .group = "Model",
          .help = "unknown keys in config.json to ignore"},
         {"pn-extrapolate", OPT_CHOICE, &o->pn_extrapolate, .choices = "none|log", .group = "Model",
@@ -325,7 +325,7 @@ bool eval_find(Eval *e, Error *error) {
     if (!checkpoint_verify(e->folder, true, error)) return false;
     e->own = e->given = e->config->attn;
     if (e->o.attn && !attention_parse(&e->given, e->o.attn, e->config->layers, message, sizeof message))
-        fail(EXIT_USAGE, "--attn %s: %s.", e->o.attn, message);
+        fail(EXIT_USAGE, "--attn %.400s: %s.", e->o.attn, message);
     attention_warn_of_unused("--attn", e->given.text, e->config->layers);
     attention_warn_of_start(&e->own, &e->given, e->config->layers, "--attn", e->given.text);
     e->switches = !attention_equal(&e->own, &e->given, e->config->layers);

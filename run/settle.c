@@ -323,7 +323,7 @@ static void settle_model(Run *run, char *folder, size_t size) {
     name_scaling(run, &config->rope_scaling);
     if ((!o->init_from || train_options_given(o, "attn") || run->started_over) &&
         !attention_parse(&config->attn, o->attn, config->layers, message, sizeof message))
-        fail(EXIT_USAGE, "--attn %s: %s.", o->attn, message);
+        fail(EXIT_USAGE, "--attn %.400s: %s.", o->attn, message);
     if (!run->started_over) attention_warn_of_unused("--attn", config->attn.text, config->layers);
     if (o->init_from) attention_warn_of_start(&run->loaded, &config->attn, config->layers, "--attn", config->attn.text);
     if (o->norm_length) config->seq_len = (size_t)o->norm_length;

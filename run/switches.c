@@ -25,7 +25,7 @@ static bool parse_switch(const Run *run, const char *text, Switch *out) {
              STEPS_MAX);
     *out = (Switch){.step = step};
     if (!attention_parse(&out->to, text + digits + 1, run->config->layers, message, sizeof message))
-        fail(EXIT_USAGE, "--attn-switch %s: %s.", text, message);
+        fail(EXIT_USAGE, "--attn-switch %.400s: %s.", text, message);
     return true;
 }
 

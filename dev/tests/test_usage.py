@@ -48,6 +48,7 @@ ROWS = [        # of exit code 2, unless it is given
     ("train", ["--schedule", "cosin"], ["--schedule cosin", "constant|cosine|linear|wsd", "Did you mean cosine?"]),
     ("train", ["--attn", "ssmx"], ["--attn ssmx", "Did you mean ssmax? "]),
     ("train", ["--attn", "flashattention"], ["--attn flashattention: unknown normalizer. Run `--attn help`"]),
+    ("train", ["--attn", ",".join(300 * ["softmax"])], ["softmax,soft", "the text is longer than 2047 characters"]),
     ("train", ["--attn", "softmax+post=revert"], ["post", "'revert'", "none"]),
     ("train", ["--attn-switch", "ssmax"], ["--attn-switch ssmax", "STEP:NAME"]),
     ("train", ["--attn-switch", "3:ssmx"], ["--attn-switch 3:ssmx", "ssmax"]),
