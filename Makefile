@@ -358,7 +358,7 @@ $(EMULATOR)/flags: FORCE
 
 # The objects of the library that flash.so and attn_c_cuda.so contain, built for a shared library; without MPI, since there is
 # one rank.
-$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/error.o runtime/number.o runtime/process.o runtime/spelling.o runtime/utf8.o)
+$(BUILD)/pic/library.a: $(addprefix $(BUILD)/pic/,attention/normalizer.o runtime/activity.o runtime/error.o runtime/number.o runtime/process.o runtime/spelling.o runtime/utf8.o)
 	@ar rcs $@ $^
 
 $(BUILD)/pic/%.o: %.c $(BUILD)/flags

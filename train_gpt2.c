@@ -33,6 +33,7 @@
 #include "runtime/memory.h"
 #include "runtime/muon.h"
 #include "runtime/peak.h"
+#include "runtime/activity.h"
 #include "runtime/process.h"
 #include "runtime/real.h"
 #include "runtime/shards.h"
@@ -48,7 +49,7 @@ static bool aside;    // charge everything to PHASE_ASIDE
 static void phase(Phase next) {
     static Phase current = PHASE_OTHER;
     static double since;
-    process_progress();
+    activity_progress();
     if (aside && next != PHASE_ASIDE) return;
     double t = now();
     if (since > 0) phase_seconds[current] += t - since;

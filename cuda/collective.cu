@@ -9,6 +9,7 @@
 #include "cuda/gpu.cuh"
 #include "runtime/clock.h"
 #include "runtime/file.h"
+#include "runtime/activity.h"
 #include "runtime/process.h"
 
 // ---- owners
@@ -169,7 +170,7 @@ static void watch(Collective *c, double t) {
         end_run(text);
     }
     bool waits = waits_for_others(c);
-    process_waits(waits ? "NCCL" : NULL);
+    activity_waits(waits ? "NCCL" : NULL);
     if (!waits) c->since = t;
     if (c->patience > 0 && t - c->since > c->patience) {
         snprintf(text, sizeof text, "timed out after %.0f s waiting for the other ranks.", c->patience);
@@ -364,7 +365,7 @@ static void wait_until(Collective *c, Query query) {
         }
         usleep(20);
     }
-    process_waits(NULL);
+    activity_waits(NULL);
 }
 
 void collective_synchronize(Collective *c, cudaStream_t stream) {

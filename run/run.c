@@ -11,6 +11,7 @@
 #include "runtime/error.h"
 #include "runtime/human.h"
 #include "runtime/own.h"
+#include "runtime/activity.h"
 #include "runtime/process.h"
 #include "runtime/start.h"
 #include "runtime/utf8.h"
@@ -140,7 +141,7 @@ void run_load(Run *run, Weights weights) {
     size_t bytes = weights.list->floats * sizeof(float);
     Error error;
     run->weights = weights;
-    process_does("loading the weights");
+    activity_does("loading the weights");
     if (!run->weights_folder[0]) {
         weights_init(&run->weights, (uint64_t)run->o.seed);
         return;
@@ -201,7 +202,7 @@ bool run_continues(const Run *run) {
 // Loads sequence `g` of the data into row `row` of the batch.
 static void load_window(Run *run, Shards *shards, uint64_t g, size_t row) {
     Error error;
-    process_does("reading data");
+    activity_does("reading data");
     if (!shards_window(shards, g, run->window, run->mask ? run->window_mask : NULL, &error)) fail_with(&error);
     memcpy(run->inputs + row * run->T, run->window, run->T * sizeof(int32_t));
     memcpy(run->targets + row * run->T, run->window + 1, run->T * sizeof(int32_t));
@@ -231,7 +232,7 @@ bool run_batch(Run *run, Batch *batch) {
         const Source *source = mixture_find(run->train, &g);
         load_window(run, source->shards, g, b);
     }
-    process_does("training");
+    activity_does("training");
     *batch = (Batch){.inputs = run->inputs,
                      .targets = run->targets,
                      .mask = run->mask,
@@ -361,7 +362,7 @@ bool run_validation_batch(Run *run, Batch *batch) {
     for (uint64_t g = run->window_first + (uint64_t)process.rank; B < (size_t)run->o.batch && g < run->window_count;
          g += ranks)
         load_window(run, run->val, g, B++);
-    process_does("validating");
+    activity_does("validating");
     run->window_first += (uint64_t)run->o.batch * ranks;
     *batch = (Batch){.inputs = run->inputs, .targets = run->targets, .mask = run->mask, .B = B, .T = run->T};
     return true;

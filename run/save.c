@@ -13,6 +13,7 @@
 #include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
+#include "runtime/activity.h"
 #include "runtime/process.h"
 #include "runtime/utf8.h"
 
@@ -185,7 +186,7 @@ static void follow_tokenizer(Run *run) {
 void run_save_start(Run *run, Save *save) {
     memset(save, 0, sizeof *save);
     save->done = true;
-    process_does("saving a checkpoint");
+    activity_does("saving a checkpoint");
     if (!run_is_main()) return;
     save->started = now();
     progress_end(&run->progress);
@@ -219,7 +220,7 @@ void run_save_end(Run *run, Save *save) {
         fflush(stdout);
     }
     process_agree(save->done || !last, &save->error);
-    process_does("training");
+    activity_does("training");
     if (!process_max_int(!save->done)) run->saved = run->step;
     else if (run->o.keep_best && run->best.step == run->step) run->best = run->last_best;
 }

@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,14 +13,8 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include "activity.h"
 #include "own.h"
-
-// Of data that this process has read and written. Global, because it counts for whichever function reads or writes.
-static atomic_uint_fast64_t pieces;
-
-uint64_t file_pieces(void) {
-    return pieces;
-}
 
 // ---- fault points
 
@@ -197,7 +190,7 @@ bool file_write(File *file, const void *data, size_t size, Error *error) {
             snprintf(act, sizeof act, "writing %zu bytes at offset %" PRIu64, piece, file->size);
             return write_error(error, file->path, act);
         }
-        pieces++;
+        activity_progress();
         if (file->hash) XXH3_128bits_update(file->state, at, (size_t)written);
         file->size += (uint64_t)written;
         at += written;
@@ -252,7 +245,7 @@ ssize_t file_read_up_to(int fd, void *out, size_t size, uint64_t offset) {
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return -1;
         if (got == 0) break;
-        pieces++;
+        activity_progress();
         done += (size_t)got;
     }
     return (ssize_t)done;

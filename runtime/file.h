@@ -33,9 +33,6 @@ typedef struct {
 
 ShellWord shell_word(const char *text);
 
-// How many pieces of data this process has read and written so far. Safe to call from another thread.
-uint64_t file_pieces(void);
-
 // ---- writing
 
 // Nothing is written through a link, and what has a new file's name goes first (runtime/own.h). With `folder`, an open

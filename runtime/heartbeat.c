@@ -25,6 +25,7 @@
 #include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
+#include "runtime/activity.h"
 #include "runtime/process.h"
 
 #ifdef USE_SODIUM
@@ -292,7 +293,7 @@ static void check_silence(Heartbeat *h, double t) {
 // Notes what this rank's own main thread does, `pause` seconds after the last look. A suspended process does not age.
 static void look_at_main(Heartbeat *h, double pause) {
     Peer *mine = &h->peers[process.rank];
-    Activity a = process_activity();
+    Activity a = activity_now();
     mine->idle = a.count == h->count ? mine->idle + fmin(pause, h->interval) : 0;
     h->count = a.count;
     mine->waits = a.waits != NULL;

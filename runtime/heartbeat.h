@@ -8,7 +8,7 @@
 // killed.
 //
 // A main thread may hang although its machine is alive: a file system stops answering, for example. So each heartbeat
-// says for how long that thread has made no progress (process_does() and others) and whether it waits for other ranks.
+// says for how long that thread has made no progress (activity_does() and others) and whether it waits for other ranks.
 // Rank 0 ends the run if a rank that does not wait, or if all ranks, have made no progress for a timeout of their own.
 //
 // UDP rather than TCP: after an outage, the next datagram gets through, whereas TCP waits for its next retransmission,

@@ -17,8 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "runtime/activity.h"
 #include "runtime/clock.h"
-#include "runtime/file.h"
 
 #ifdef USE_MPI
 #include <mpi.h>
@@ -177,33 +177,6 @@ bool process_stop_requested(void) {
     return stop_requested;
 }
 
-// ---- what the main thread does
-
-// Global, because it is what one thread of the process does, whichever function it is in.
-static struct {
-    const char *_Atomic what, *_Atomic waits;
-    atomic_uint_fast64_t count;
-} activity = {.what = "starting"};
-
-void process_progress(void) {
-    activity.count++;
-}
-
-void process_does(const char *what) {
-    activity.what = what;
-    process_progress();
-}
-
-void process_waits(const char *in) {
-    if (activity.waits == in) return;
-    activity.waits = in;
-    process_progress();
-}
-
-Activity process_activity(void) {
-    return (Activity){activity.what, activity.waits, activity.count + file_pieces()};
-}
-
 #ifdef USE_MPI
 
 // ---- several ranks
@@ -275,7 +248,7 @@ static void *end_unless_started(void *unused) {
     sleep(START_SECONDS);
     if (started) return NULL;
     gethostname(host, sizeof host - 1);
-    const char *call = activity.waits;
+    const char *call = activity_now().waits;
     int length =
         snprintf(text, sizeof text,
                  "%s: rank %d on %s: not all ranks have started within %d s; this one is in %s.\n"
@@ -299,9 +272,9 @@ void process_started(void) {
 // A call of MPI that may wait for other ranks.
 #define WAIT(function, ...) \
     do { \
-        process_waits(#function); \
+        activity_waits(#function); \
         int status = function(__VA_ARGS__); \
-        process_waits(NULL); \
+        activity_waits(NULL); \
         check(status, #function); \
     } while (0)
 

@@ -57,21 +57,6 @@ void process_bring(void *data, size_t bytes, int from);
 // all ranks run on one machine; 0 if there is no such address.
 uint32_t process_address(void);
 
-// What the main thread does, for the watch that --progress-timeout sets (runtime/heartbeat.h). `what` follows a rank's
-// name in a message: "reading data". Each of these calls is progress. Collectives call them themselves; pieces of files count, too.
-void process_does(const char *what);
-void process_progress(void);
-
-// From now on the main thread waits for other ranks, in a call of this name; NULL: no longer.
-void process_waits(const char *in);
-
-// Safe to call from another thread. The texts are literals.
-typedef struct {
-    const char *what, *waits;
-    uint64_t count;    // of all progress so far
-} Activity;
-Activity process_activity(void);
-
 // A barrier after something that may have failed on some ranks. If `done` is false on any rank, all ranks exit with
 // that rank's error, which is printed once.
 void process_agree(bool done, const Error *error);

@@ -1,6 +1,7 @@
 // A hostile tokenizer_config.json: its chat template is recognized, or rejected with a message that names the folder.
 // The same bytes as an answer, of which later turns see a part.
 //
+// Sources: runtime/activity.c
 // Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/tokenizer.c runtime/tokenizer_json.c
 // Sources: runtime/chat.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
 #include <stdlib.h>

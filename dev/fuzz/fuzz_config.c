@@ -1,6 +1,7 @@
 // Reads a hostile config.json: either it is rejected with a message that names it, or the model that was read writes
 // the same config.json again.
 //
+// Sources: runtime/activity.c
 // Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/options.c runtime/flag_file.c
 // Sources: runtime/process.c runtime/spelling.c attention/normalizer.c attention/list.c model/model.c model/config.c
 // Sources: runtime/tokenizer.c runtime/tokenizer_json.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c

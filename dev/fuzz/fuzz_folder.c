@@ -4,6 +4,7 @@
 // The input is a list of what is put where: a byte for the name, a byte for the kind, and for a regular file a byte for
 // the length of its contents, which follow.
 //
+// Sources: runtime/activity.c
 // Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/utf8.c runtime/human.c run/checkpoint.c
 // Sources: run/metrics.c runtime/tokenizer.c runtime/tokenizer_json.c runtime/tokenizer_settings.c
 // Sources: runtime/pretokenize.c runtime/nfc.c

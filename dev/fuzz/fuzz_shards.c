@@ -2,6 +2,7 @@
 // mask). Either it is rejected with a message that names it, or every window can be read, with ids and mask values in
 // range.
 //
+// Sources: runtime/activity.c
 // Sources: runtime/error.c runtime/file.c runtime/own.c runtime/human.c runtime/random.c runtime/shards.c
 // Sources: runtime/utf8.c
 #include <stdlib.h>

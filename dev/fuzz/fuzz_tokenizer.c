@@ -2,6 +2,7 @@
 // more ids than promised, all of them tokens. Where text is not normalized, they decode to its bytes, without those
 // that have no token.
 //
+// Sources: runtime/activity.c
 // Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/tokenizer.c runtime/tokenizer_json.c
 // Sources: runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
 #include <stdlib.h>

@@ -96,9 +96,9 @@ static void work_stuck(const char *how) {
     enum { TIMEOUT = 1 };
     static char data[1 << 20];
     Heartbeat *heartbeat = heartbeat_start(60, TIMEOUT);
-    process_does("reading data");
+    activity_does("reading data");
     for (int i = 0; process.rank == 1 && (i < 30 || !strcmp(how, "stuck")); i++) {
-        if (!strcmp(how, "busy")) process_progress();
+        if (!strcmp(how, "busy")) activity_progress();
         if (!strcmp(how, "deadlock")) process_bring(data, sizeof data, 1);
         usleep(100000);
     }

@@ -147,12 +147,11 @@ def test_kept_mutations_apply():
 GLOBALS = {
     # fail() and warn() are called from anywhere
     "runtime/error": {"program_name", "fail_hook", "fail_speaker", "warn_off"},
-    "runtime/file": {"pieces"},     # that were read or written, by any function
+    "runtime/activity": {"activity"},     # of the main thread, wherever it is
     # process: set once, and read wherever ranks differ, like MPI_COMM_WORLD
     "runtime/process": {"process",
                         "holding", "catching", "stop_requested",    # signals belong to the whole process
                         "started",                                  # of the process
-                        "activity",                                 # of the main thread, wherever it is
                         "ending"},                                  # fail() ends the program from anywhere
     # the CUDA trainer: what its main() owns, and NVTX's own
     "train_gpt2": {"_ZZ4mainE3run", "_ZZ4mainE6config", "nvtxGlobals_v3", "InitializeInjectionNvtx2_fnptr"},

@@ -20,7 +20,7 @@ import tokenizer_classes
 import vocabulary
 
 
-SOURCES = "chat", "own", "tokenizer", "tokenizer_json", "pretokenize", "nfc", "utf8", "json", "file", "error"
+SOURCES = "activity", "chat", "own", "tokenizer", "tokenizer_json", "pretokenize", "nfc", "utf8", "json", "file", "error"
 
 
 class Error(ctypes.Structure):
