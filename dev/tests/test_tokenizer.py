@@ -20,7 +20,8 @@ import tokenizer_classes
 import vocabulary
 
 
-SOURCES = "activity", "chat", "own", "tokenizer", "tokenizer_json", "pretokenize", "nfc", "utf8", "json", "file", "error"
+SOURCES = ("activity", "chat", "own", "tokenizer", "tokenizer_json", "pretokenize", "nfc", "utf8", "json", "file",
+           "error")
 
 
 class Error(ctypes.Structure):
