@@ -316,8 +316,8 @@ def test_a_build_without_mpi_or_nccl(tmp_path):
         assert len(linked) == 1 and "a single " in linked[0] and f"without {words[-1][:-2]};" in linked[0], linked
     (tmp_path / "main.c").write_text('#include "runtime/process.h"\nint main(void) { process_check_build(NULL); }\n')
     subprocess.run(["gcc", tmp_path / "main.c", "-o", tmp_path / "main", f"-I{ROOT}",
-                    *(ROOT / f"runtime/{name}.c" for name in ("process", "activity", "error", "utf8", "number")), "-lm"],
-                   check=True)
+                    *(ROOT / f"runtime/{name}.c" for name in ("process", "activity", "error", "utf8", "number")),
+                    "-lm"], check=True)
     start([tmp_path / "main"], OMPI_COMM_WORLD_SIZE="1")
     said = [start([tmp_path / "main"], code=USAGE, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=x) for x in "01"]
     assert "2 ranks were started, but this program was built without MPI" in said[0] and not said[1]
