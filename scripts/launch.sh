@@ -109,6 +109,7 @@ if [ -n "${HOSTFILE:-}" ]; then
     elif [ "$ranks" -gt "$most" ]; then here=$most; fi
     if [ "$how" = given ]; then flags+=(--hostfile "$HOSTFILE"); else flags+=(--host "${hosts#,}"); fi
     forwarded=$(sed -n '/^# Other machines receive/,/^set/s/^#   //p' "$0")
+    # At the end of its input, read has read everything and returns 1.
     read -ra variables -d '' <<< "$forwarded ${FORWARD:-}" || true
     for name in "${variables[@]}"; do
         [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || usage "FORWARD=$FORWARD: expected names of variables."
