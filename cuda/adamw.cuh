@@ -185,11 +185,11 @@ KERNEL void adamw_kernel(AdamArrays x, const AdamSegment *segments, size_t count
 
 // Recreates the bf16 copy of the parameters from <= i < to exactly as the update of this step left it: before the first
 // step, and after loading. params[0] is element `from`.
-// registers: at most 40 (round_kernel)
+// registers: at most 48 (round_kernel)
 template <bool STOCHASTIC>
 KERNEL void round_kernel(bf16 *rounded, const float *params, size_t from, size_t to, uint64_t seed, uint64_t step) {
     size_t i = from + ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * ADAMW_WIDTH;
-    size_t end = smaller(i + ADAMW_WIDTH, to);
+    size_t end = i + ADAMW_WIDTH < to ? i + ADAMW_WIDTH : to;
     float x[ADAMW_WIDTH];
     if (from % ADAMW_WIDTH == 0 && (uintptr_t)params % 16 == 0 && end - i == ADAMW_WIDTH) {
         load_vector<ADAMW_WIDTH>(x, params + (i - from));
