@@ -92,14 +92,14 @@ static const struct {
 
 const ChatTemplate *chat_template(const char *name) {
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        if (strcmp(TEMPLATES[i].name, name) == 0) { return &TEMPLATES[i]; }
+        if (strcmp(TEMPLATES[i].name, name) == 0) return &TEMPLATES[i];
     }
     return NULL;
 }
 
 const char *chat_missing(const ChatTemplate *chat, const Tokenizer *tokenizer) {
     for (size_t i = 0; i < COUNT(chat->special) && chat->special[i]; i++) {
-        if (tokenizer_special(tokenizer, chat->special[i]) < 0) { return chat->special[i]; }
+        if (tokenizer_special(tokenizer, chat->special[i]) < 0) return chat->special[i];
     }
     return NULL;
 }
@@ -113,7 +113,7 @@ int32_t chat_end(const ChatTemplate *chat, const Tokenizer *tokenizer) {
 // The text of a chat_template in tokenizer_config.json: a string, or the one named "default" of a list. Or NULL.
 static const char *template_text(const cJSON *item) {
     const cJSON *entry;
-    if (!cJSON_IsArray(item)) { return cJSON_GetStringValue(item); }
+    if (!cJSON_IsArray(item)) return cJSON_GetStringValue(item);
     cJSON_ArrayForEach(entry, item) {
         const char *name = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "name"));
         if (name && strcmp(name, "default") == 0) {
@@ -129,12 +129,12 @@ static bool read_template(const char *folder, char **text, Error *error) {
     size_t size;
     *text = NULL;
     snprintf(path, sizeof(path), "%s/chat_template.jinja", folder);
-    if (access(path, F_OK) == 0) { return (*text = file_read(path, TEMPLATE_BYTES, &size, error)) != NULL; }
+    if (access(path, F_OK) == 0) return (*text = file_read(path, TEMPLATE_BYTES, &size, error)) != NULL;
     snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[TOKENIZER_SETTINGS]);
-    if (access(path, F_OK) != 0) { return true; }
+    if (access(path, F_OK) != 0) return true;
     cJSON *json = json_read(path, JSON_LARGE, error);
     const char *found = template_text(cJSON_GetObjectItemCaseSensitive(json, "chat_template"));
-    if (found && !(*text = strdup(found))) { error_set(error, EXIT_RESOURCE, "%s: out of memory.", path); }
+    if (found && !(*text = strdup(found))) error_set(error, EXIT_RESOURCE, "%s: out of memory.", path);
     bool right = json && (!found || *text);
     cJSON_Delete(json);
     return right;
@@ -143,7 +143,7 @@ static bool read_template(const char *folder, char **text, Error *error) {
 // The row of PUBLISHED with this hash, or -1.
 static int published(uint64_t hash) {
     for (size_t i = 0; i < COUNT(PUBLISHED); i++) {
-        if (PUBLISHED[i].hash == hash) { return (int)i; }
+        if (PUBLISHED[i].hash == hash) return (int)i;
     }
     return -1;
 }
@@ -161,13 +161,13 @@ static bool has_its_tokens(const ChatTemplate *chat, const char *folder, Error *
     } tokens[] = {{"bos_token", chat->begin}, {"eos_token", chat->ends_text ? chat->end : ""}};
     char path[PATH_MAX];
     snprintf(path, sizeof(path), "%s/%s", folder, tokenizer_files[TOKENIZER_SETTINGS]);
-    if (access(path, F_OK) != 0) { return true; }
+    if (access(path, F_OK) != 0) return true;
     cJSON *json = json_read(path, JSON_LARGE, error);
     bool right = json != NULL;
     for (size_t i = 0; right && i < COUNT(tokens); i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, tokens[i].key);
         const char *name = token_name(item);
-        if (!*tokens[i].name || !item || (name && strcmp(name, tokens[i].name) == 0)) { continue; }
+        if (!*tokens[i].name || !item || (name && strcmp(name, tokens[i].name) == 0)) continue;
         right = error_set(error, EXIT_USAGE,
                           "%s: \"%s\" is %s%s%s; the chat template \"%s\" is known with \"%s\".\n  If the model was "
                           "trained with that, name the template with --chat.",
@@ -184,7 +184,7 @@ static void reject(const char *folder, const char *text, uint64_t hash, Error *e
         "--chat raw to have your text continued.";
     char like[100] = "";
     for (size_t i = 0; text && i < COUNT(FAMILIES) && !*like; i++) {
-        if (!strstr(text, FAMILIES[i].mark)) { continue; }
+        if (!strstr(text, FAMILIES[i].mark)) continue;
         snprintf(like, sizeof(like), " with %s, as in those of %s", FAMILIES[i].mark, FAMILIES[i].whose);
     }
     if (text) {
@@ -202,15 +202,15 @@ static void reject(const char *folder, const char *text, uint64_t hash, Error *e
 const ChatTemplate *chat_template_in(const char *folder, const char **system, Error *error) {
     char *text;
     *system = "";
-    if (!read_template(folder, &text, error)) { return NULL; }
+    if (!read_template(folder, &text, error)) return NULL;
     size_t length = text ? strlen(text) : 0;
-    while (length && text[length - 1] == '\n') { length--; }
+    while (length && text[length - 1] == '\n') length--;
     uint64_t hash = XXH3_64bits(text, length);
     int row = text ? published(hash) : -1;
     const ChatTemplate *found = row >= 0 ? chat_template(PUBLISHED[row].name) : NULL;
-    if (!found) { reject(folder, text, hash, error); }
+    if (!found) reject(folder, text, hash, error);
     free(text);
-    if (!found || !has_its_tokens(found, folder, error)) { return NULL; }
+    if (!found || !has_its_tokens(found, folder, error)) return NULL;
     *system = PUBLISHED[row].system;
     return found;
 }
@@ -227,10 +227,10 @@ static bool is_space(uint32_t c) {
 static const char *trim(const char *text, size_t *length) {
     const uint8_t *at = (const uint8_t *)text, *end = at + *length;
     size_t width;
-    while (at < end && is_space(utf8_get(at, (size_t)(end - at), &width))) { at += width; }
+    while (at < end && is_space(utf8_get(at, (size_t)(end - at), &width))) at += width;
     const uint8_t *last = at;
     for (const uint8_t *next = at; next < end; next += width) {
-        if (!is_space(utf8_get(next, (size_t)(end - next), &width))) { last = next + width; }
+        if (!is_space(utf8_get(next, (size_t)(end - next), &width))) last = next + width;
     }
     *length = (size_t)(last - at);
     return (const char *)at;
@@ -240,9 +240,9 @@ const char *chat_kept(const ChatTemplate *chat, const char *answer, size_t *leng
     static const char end[] = "</think>";
     size_t thought = 0;
     for (size_t i = strlen(end); chat->forgets_thoughts && i <= *length; i++) {
-        if (memcmp(answer + i - strlen(end), end, strlen(end)) == 0) { thought = i; }
+        if (memcmp(answer + i - strlen(end), end, strlen(end)) == 0) thought = i;
     }
-    while (thought && thought < *length && answer[thought] == '\n') { thought++; }
+    while (thought && thought < *length && answer[thought] == '\n') thought++;
     answer += thought;
     *length -= thought;
     return chat->trims ? trim(answer, length) : answer;
@@ -262,7 +262,7 @@ typedef struct {
 
 static void *grown(void *old, size_t size) {
     void *memory = realloc(old, size);
-    if (!memory) { fail(EXIT_RESOURCE, "out of memory for a message."); }
+    if (!memory) fail(EXIT_RESOURCE, "out of memory for a message.");
     return memory;
 }
 
@@ -275,7 +275,7 @@ static void add_text(Writer *w, const char *text, size_t length) {
 // Encodes the text so far. What lies between two special tokens is encoded together, as by transformers.
 static void flush(Writer *w) {
     size_t room = tokenizer_capacity(w->length);
-    if (!w->length) { return; }
+    if (!w->length) return;
     w->ids = grown(w->ids, (w->count + room) * sizeof(*w->ids));
     w->count += tokenizer_encode_at(w->tokenizer, w->place, w->text, w->length, w->ids + w->count, room);
     w->length = 0;
@@ -299,7 +299,7 @@ static void add_part(Writer *w, const char *part) {
         length = 1;
         for (size_t i = 0; i < COUNT(w->chat->special) && w->chat->special[i]; i++) {
             size_t size = strlen(w->chat->special[i]);
-            if (strncmp(part, w->chat->special[i], size) != 0) { continue; }
+            if (strncmp(part, w->chat->special[i], size) != 0) continue;
             special = w->chat->special[i];
             length = size;
         }
@@ -338,15 +338,15 @@ static void add_preface(Writer *w) {
 }
 
 static void add_message(Writer *w, const char *text, size_t length) {
-    if (w->chat->trims) { text = trim(text, &length); }
+    if (w->chat->trims) text = trim(text, &length);
     add_text(w, text, length);
     add_end(w);
 }
 
 static void add_system(Writer *w, const char *text) {
-    if (!text && !w->chat->preface) { return; }
+    if (!text && !w->chat->preface) return;
     add_part(w, w->chat->system);
-    if (w->chat->preface) { add_preface(w); }
+    if (w->chat->preface) add_preface(w);
     add_message(w, text ? text : "", text ? strlen(text) : 0);
 }
 
@@ -354,11 +354,11 @@ int32_t *chat_encode(const ChatTemplate *chat, const Tokenizer *tokenizer, ChatT
     Writer w = {.chat = chat, .tokenizer = tokenizer, .place = turn.first ? AT_START : INSIDE};
     if (turn.first) {
         int32_t begins = chat->begins ? tokenizer_begins(tokenizer) : -1;
-        if (begins >= 0) { add_id(&w, begins); }
+        if (begins >= 0) add_id(&w, begins);
         add_part(&w, chat->begin);
         add_system(&w, turn.system);
     } else {
-        if (turn.answer) { add_text(&w, turn.answer, turn.answer_length); }
+        if (turn.answer) add_text(&w, turn.answer, turn.answer_length);
         add_end(&w);
     }
     add_part(&w, chat->user);

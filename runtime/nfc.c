@@ -60,15 +60,15 @@ static size_t decompose(uint32_t code, Character *out) {
 
 static int by_class(const void *a, const void *b) {
     const Character *x = a, *y = b;
-    if (x->class != y->class) { return x->class < y->class ? -1 : 1; }
+    if (x->class != y->class) return x->class < y->class ? -1 : 1;
     return x->place < y->place ? -1 : x->place > y->place;
 }
 
 // Sorts each run of characters of other classes than 0 by class, and leaves equal ones in order.
 static void reorder(Character *c, size_t count) {
     for (size_t start = 0, end; start < count; start = end + 1) {
-        for (end = start; end < count && c[end].class; end++) { c[end].place = end; }
-        if (end > start + 1) { qsort(c + start, end - start, sizeof(*c), by_class); }
+        for (end = start; end < count && c[end].class; end++) c[end].place = end;
+        if (end > start + 1) qsort(c + start, end - start, sizeof(*c), by_class);
     }
 }
 
@@ -78,10 +78,10 @@ static uint32_t composed(uint32_t first, uint32_t second) {
         return S_BASE + ((first - L_BASE) * V_COUNT + second - V_BASE) * T_COUNT;
     }
     bool open = first - S_BASE < S_COUNT && (first - S_BASE) % T_COUNT == 0;
-    if (open && second > T_BASE && second < T_BASE + T_COUNT) { return first + second - T_BASE; }
+    if (open && second > T_BASE && second < T_BASE + T_COUNT) return first + second - T_BASE;
     for (size_t i = SEARCH(compositions, first, first); i < COUNT(compositions) && compositions[i].first == first;
          i++) {
-        if (compositions[i].second == second) { return compositions[i].code; }
+        if (compositions[i].second == second) return compositions[i].code;
     }
     return 0;
 }
@@ -98,7 +98,7 @@ static size_t compose(Character *c, size_t count) {
             c[starter].code = whole;
             continue;
         }
-        if (!c[i].class) { starter = kept; }
+        if (!c[i].class) starter = kept;
         c[kept++] = c[i];
     }
     return kept;
@@ -110,10 +110,10 @@ typedef struct {
 } Stretch;
 
 static void reserve(Stretch *s, size_t capacity) {
-    if (capacity <= s->capacity) { return; }
+    if (capacity <= s->capacity) return;
     s->capacity = 2 * capacity;
     s->characters = realloc(s->characters, s->capacity * sizeof(*s->characters));
-    if (!s->characters) { fail(EXIT_RESOURCE, "out of memory to normalize a text."); }
+    if (!s->characters) fail(EXIT_RESOURCE, "out of memory to normalize a text.");
 }
 
 static size_t normalize(Stretch *s, const uint8_t *text, size_t length, uint8_t *out) {
@@ -124,7 +124,7 @@ static size_t normalize(Stretch *s, const uint8_t *text, size_t length, uint8_t 
     }
     reorder(s->characters, count);
     count = compose(s->characters, count);
-    for (size_t i = 0; i < count; i++) { written += utf8_put(s->characters[i].code, out + written); }
+    for (size_t i = 0; i < count; i++) written += utf8_put(s->characters[i].code, out + written);
     return written;
 }
 

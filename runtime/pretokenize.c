@@ -25,7 +25,7 @@ static const struct {
 
 bool split_of_pattern(const char *pattern, Split *split) {
     for (size_t i = 0; i < COUNT(PATTERNS); i++) {
-        if (strcmp(pattern, PATTERNS[i].pattern) != 0) { continue; }
+        if (strcmp(pattern, PATTERNS[i].pattern) != 0) continue;
         *split = PATTERNS[i].split;
         return true;
     }
@@ -36,8 +36,8 @@ bool split_of_pattern(const char *pattern, Split *split) {
 
 static CharClass class_of(uint32_t code) {
     if (code < 0x80) {
-        if ((code | 0x20) - 'a' < 26) { return LETTER; }
-        if (code - '0' < 10) { return NUMBER; }
+        if ((code | 0x20) - 'a' < 26) return LETTER;
+        if (code - '0' < 10) return NUMBER;
         return code == ' ' || code - '\t' < 5 ? SPACE : OTHER;
     }
     size_t at = SEARCH(char_ranges, last, code);    // the first range that ends at or after code
@@ -48,9 +48,9 @@ static CharClass class_of(uint32_t code) {
 // Is this a digit, superscript, fraction or other number? The library's Digits asks Rust, which knows a newer Unicode
 // than the pattern does.
 static bool is_number(uint32_t code) {
-    if (class_of(code) == NUMBER) { return true; }
+    if (class_of(code) == NUMBER) return true;
     for (size_t i = 0; i < COUNT(more_numbers); i++) {
-        if (code >= more_numbers[i].first && code <= more_numbers[i].last) { return true; }
+        if (code >= more_numbers[i].first && code <= more_numbers[i].last) return true;
     }
     return false;
 }
@@ -81,18 +81,18 @@ static bool is_newline(uint8_t c) {
 // ---- GPT-2's pattern
 
 static size_t contraction_length(const uint8_t *s, size_t n) {
-    if (n < 2 || s[0] != '\'') { return 0; }
-    if (strchr("sdmt", s[1]) && s[1]) { return 2; }
+    if (n < 2 || s[0] != '\'') return 0;
+    if (strchr("sdmt", s[1]) && s[1]) return 2;
     return n > 2 && (!memcmp(s + 1, "ll", 2) || !memcmp(s + 1, "ve", 2) || !memcmp(s + 1, "re", 2)) ? 3 : 0;
 }
 
 // Returns the end of the word that starts at `at`.
 static size_t gpt2_end(const uint8_t *s, size_t n, size_t at) {
     size_t short_form = contraction_length(s + at, n - at);
-    if (short_form) { return at + short_form; }
+    if (short_form) return at + short_form;
     size_t end, last = at, start = at + (s[at] == ' ');    // a leading space may belong to the word
     CharClass class = class_at(s, n, start, &end);
-    if (start < n && class != SPACE) { return run_end(s, n, start, class, n, &last); }
+    if (start < n && class != SPACE) return run_end(s, n, start, class, n, &last);
     end = run_end(s, n, at, SPACE, n, &last);
     return end == n || last == at ? end : last;    // the last space of a run belongs to the next word
 }
@@ -101,8 +101,8 @@ static size_t gpt2_end(const uint8_t *s, size_t n, size_t at) {
 // the next digit.
 static size_t digits_end(const uint8_t *s, size_t n, size_t at) {
     size_t width;
-    if (is_number(utf8_get(s + at, n - at, &width))) { return at + width; }
-    while (at < n && !is_number(utf8_get(s + at, n - at, &width))) { at += width; }
+    if (is_number(utf8_get(s + at, n - at, &width))) return at + width;
+    while (at < n && !is_number(utf8_get(s + at, n - at, &width))) at += width;
     return at;
 }
 
@@ -115,8 +115,8 @@ static uint8_t lower(uint8_t c) {
 // Like contraction_length(), in any case. That includes U+017F, the long s, which is a lower case of S.
 static size_t any_case_contraction_length(const uint8_t *s, size_t n) {
     uint8_t small[3] = {0};
-    for (size_t i = 0; i < 3 && i < n; i++) { small[i] = lower(s[i]); }
-    if (n > 2 && small[0] == '\'' && s[1] == 0xC5 && s[2] == 0xBF) { return 3; }
+    for (size_t i = 0; i < 3 && i < n; i++) small[i] = lower(s[i]);
+    if (n > 2 && small[0] == '\'' && s[1] == 0xC5 && s[2] == 0xBF) return 3;
     return contraction_length(small, n < 3 ? n : 3);
 }
 
@@ -124,37 +124,37 @@ static size_t any_case_contraction_length(const uint8_t *s, size_t n) {
 // all but the last space if a word follows.
 static size_t spaces_end(const uint8_t *s, size_t n, size_t at) {
     size_t last = at, end = run_end(s, n, at, SPACE, n, &last), newline = end;
-    while (newline > at && !is_newline(s[newline - 1])) { newline--; }
-    if (newline > at) { return newline; }
+    while (newline > at && !is_newline(s[newline - 1])) newline--;
+    if (newline > at) return newline;
     return end == n || last == at ? end : last;
 }
 
 // Returns the end of the word that starts at `at`.
 static size_t llama3_end(const uint8_t *s, size_t n, size_t at, size_t digits) {
     size_t short_form = any_case_contraction_length(s + at, n - at), first_end, end, last;
-    if (short_form) { return at + short_form; }
+    if (short_form) return at + short_form;
     CharClass class = class_at(s, n, at, &first_end);
-    if (class == NUMBER) { return run_end(s, n, at, NUMBER, digits, &last); }
-    if (class == LETTER) { return run_end(s, n, at, LETTER, n, &last); }
+    if (class == NUMBER) return run_end(s, n, at, NUMBER, digits, &last);
+    if (class == LETTER) return run_end(s, n, at, LETTER, n, &last);
     bool led = !is_newline(s[at]) && first_end < n && class_at(s, n, first_end, &end) == LETTER;
-    if (led) { return run_end(s, n, first_end, LETTER, n, &last); }
+    if (led) return run_end(s, n, first_end, LETTER, n, &last);
     size_t start = at + (s[at] == ' ');
-    if (start == n || class_at(s, n, start, &end) != OTHER) { return spaces_end(s, n, at); }
+    if (start == n || class_at(s, n, start, &end) != OTHER) return spaces_end(s, n, at);
     end = run_end(s, n, start, OTHER, n, &last);
-    while (end < n && is_newline(s[end])) { end++; }
+    while (end < n && is_newline(s[end])) end++;
     return end;
 }
 
 // ---- all
 
 static size_t space_words_end(const uint8_t *s, size_t n, size_t at) {
-    while (at < n && s[at] == ' ') { at++; }
-    while (at < n && s[at] != ' ') { at++; }
+    while (at < n && s[at] == ' ') at++;
+    while (at < n && s[at] != ' ') at++;
     return at;
 }
 
 void words_next(Words *w) {
-    if (w->at == w->part) { w->part = w->split == SPLIT_DIGITS ? digits_end(w->s, w->n, w->at) : w->n; }
+    if (w->at == w->part) w->part = w->split == SPLIT_DIGITS ? digits_end(w->s, w->n, w->at) : w->n;
     switch (w->split) {
     case SPLIT_GPT2:
     case SPLIT_DIGITS: w->at = gpt2_end(w->s, w->part, w->at); break;

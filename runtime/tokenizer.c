@@ -18,14 +18,14 @@ uint32_t *tokenizer_pair_slot(const Tokenizer *t, int32_t left, int32_t right) {
     uint64_t hash = ((uint64_t)left << 32 | (uint32_t)right) * t->seed;
     for (size_t i = (hash >> 32) & t->pairs_mask;; i = (i + 1) & t->pairs_mask) {
         const Merge *merge = t->pairs[i] ? &t->merges[t->pairs[i] - 1] : NULL;
-        if (!merge || (merge->left == left && merge->right == right)) { return &t->pairs[i]; }
+        if (!merge || (merge->left == left && merge->right == right)) return &t->pairs[i];
     }
 }
 
 uint32_t *tokenizer_name_slot(const Tokenizer *t, const void *bytes, size_t length) {
     for (size_t i = XXH3_64bits_withSeed(bytes, length, t->seed) & t->names_mask;; i = (i + 1) & t->names_mask) {
         const Token *token = t->names[i] ? &t->tokens[t->names[i] - 1] : NULL;
-        if (!token || (token->length == length && memcmp(token->bytes, bytes, length) == 0)) { return &t->names[i]; }
+        if (!token || (token->length == length && memcmp(token->bytes, bytes, length) == 0)) return &t->names[i];
     }
 }
 
@@ -51,9 +51,9 @@ static void word_free(Word *w) {
 }
 
 static void word_reserve(Word *w, size_t capacity) {
-    if (capacity <= w->capacity) { return; }
+    if (capacity <= w->capacity) return;
     word_free(w);
-    if (capacity < 256) { capacity = 256; }
+    if (capacity < 256) capacity = 256;
     w->capacity = capacity;
     w->symbol = malloc(capacity * sizeof(*w->symbol));
     w->next = malloc(capacity * sizeof(*w->next));
@@ -66,7 +66,7 @@ static void word_reserve(Word *w, size_t capacity) {
 
 static void heap_push(Word *w, uint64_t key) {
     size_t i = w->heap_count++;
-    for (; i && w->heap[(i - 1) / 2] > key; i = (i - 1) / 2) { w->heap[i] = w->heap[(i - 1) / 2]; }
+    for (; i && w->heap[(i - 1) / 2] > key; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
     w->heap[i] = key;
 }
 
@@ -75,7 +75,7 @@ static uint64_t heap_pop(Word *w) {
     size_t i = 0;
     for (size_t child = 1; child < w->heap_count; child = 2 * i + 1) {
         child += child + 1 < w->heap_count && w->heap[child + 1] < w->heap[child];
-        if (w->heap[child] >= key) { break; }
+        if (w->heap[child] >= key) break;
         w->heap[i] = w->heap[child];
         i = child;
     }
@@ -85,7 +85,7 @@ static uint64_t heap_pop(Word *w) {
 
 static void push_pair(const Tokenizer *t, Word *w, size_t at) {
     uint32_t rank = *tokenizer_pair_slot(t, w->symbol[at], w->symbol[w->next[at]]);
-    if (rank) { heap_push(w, (uint64_t)(rank - 1) << RANK_SHIFT | at); }
+    if (rank) heap_push(w, (uint64_t)(rank - 1) << RANK_SHIFT | at);
 }
 
 static void merge_word(const Tokenizer *t, Word *w) {
@@ -93,13 +93,13 @@ static void merge_word(const Tokenizer *t, Word *w) {
     for (size_t i = 0; i < w->count; i++) {
         w->next[i] = i + 1;
         w->prev[i] = i ? i - 1 : w->count;
-        if (i + 1 < w->count) { push_pair(t, w, i); }
+        if (i + 1 < w->count) push_pair(t, w, i);
     }
     while (w->heap_count) {
         uint64_t key = heap_pop(w);
         size_t at = key & (((uint64_t)1 << RANK_SHIFT) - 1), right = w->next[at];
         const Merge *merge = &t->merges[key >> RANK_SHIFT];
-        if (w->symbol[at] != merge->left || right == w->count || w->symbol[right] != merge->right) { continue; }
+        if (w->symbol[at] != merge->left || right == w->count || w->symbol[right] != merge->right) continue;
         w->symbol[at] = merge->result;
         w->symbol[right] = -1;
         w->next[at] = w->next[right];
@@ -107,7 +107,7 @@ static void merge_word(const Tokenizer *t, Word *w) {
             w->prev[w->next[at]] = at;
             push_pair(t, w, at);
         }
-        if (w->prev[at] != w->count) { push_pair(t, w, w->prev[at]); }
+        if (w->prev[at] != w->count) push_pair(t, w, w->prev[at]);
     }
 }
 
@@ -159,21 +159,21 @@ typedef struct {
 } Encoder;
 
 static void put(Encoder *e, int32_t id) {
-    if (e->count < e->capacity) { e->ids[e->count] = id; }
+    if (e->count < e->capacity) e->ids[e->count] = id;
     e->count++;
 }
 
 static void reserve(Encoder *e, size_t size) {
-    if (size <= e->room_size) { return; }
+    if (size <= e->room_size) return;
     free(e->room);
     e->room_size = size;
-    if (!(e->room = malloc(size))) { fail(EXIT_RESOURCE, "out of memory to encode a text of %zu bytes.", size); }
+    if (!(e->room = malloc(size))) fail(EXIT_RESOURCE, "out of memory to encode a text of %zu bytes.", size);
 }
 
 // Writes the text with each U+2581 as the space that it stands for, and a space in front if `lead`.
 static size_t spaced(const uint8_t *s, size_t length, bool lead, uint8_t *out) {
     size_t written = 0;
-    if (lead) { out[written++] = ' '; }
+    if (lead) out[written++] = ' ';
     for (size_t at = 0; at < length; at++) {
         bool line = length - at >= 3 && memcmp(s + at, LOW_LINE, 3) == 0;
         out[written++] = line ? ' ' : s[at];
@@ -215,7 +215,7 @@ static const uint8_t *normalized(Encoder *e, TextPlace place, const uint8_t *s, 
 }
 
 static void encode_part(Encoder *e, TextPlace place, const uint8_t *s, size_t length) {
-    if (!length) { return; }
+    if (!length) return;
     const uint8_t *text = normalized(e, place, s, &length);
     Words words = {.split = e->t->split, .s = text, .n = length};
     while (words.at < length) {
@@ -223,7 +223,7 @@ static void encode_part(Encoder *e, TextPlace place, const uint8_t *s, size_t le
         words_next(&words);
         encode_word(e->t, &e->word, text + start, words.at - start);
         for (size_t i = 0; i < e->word.count; i++) {
-            if (e->word.symbol[i] >= 0) { put(e, e->word.symbol[i]); }
+            if (e->word.symbol[i] >= 0) put(e, e->word.symbol[i]);
         }
     }
 }
@@ -255,7 +255,7 @@ static const Added *added_at(const Tokenizer *t, const uint8_t *s, size_t length
            (uint8_t)t->added[at].name.bytes[same] == s[same]) {
         same++;
     }
-    while (at >= 0 && (t->added[at].name.length > same || t->added[at].normalized)) { at = t->added[at].prefix; }
+    while (at >= 0 && (t->added[at].name.length > same || t->added[at].normalized)) at = t->added[at].prefix;
     return at < 0 ? NULL : &t->added[at];
 }
 
@@ -267,7 +267,7 @@ size_t tokenizer_encode_at(const Tokenizer *t, TextPlace place, const char *text
     for (size_t at = 0, width; at < length; at += width) {
         const Added *added = added_at(t, s + at, length - at);
         width = added ? added->name.length : 1;
-        if (!added || added->special) { continue; }    // the name of a special token is ordinary text
+        if (!added || added->special) continue;    // the name of a special token is ordinary text
         encode_part(&e, place, s + start, at - start);
         put(&e, added->id);
         start = at + width;
@@ -317,8 +317,8 @@ bool tokenizer_fits(const Tokenizer *t, const int32_t *ids, size_t count, size_t
                     Error *error) {
     size_t i = 0;
     char token[128];
-    while (i < count && (size_t)ids[i] < vocab) { i++; }
-    if (i == count) { return true; }
+    while (i < count && (size_t)ids[i] < vocab) i++;
+    if (i == count) return true;
     tokenizer_text(t, ids[i], token, sizeof(token));
     return error_set(
         error, EXIT_INPUT,
@@ -343,7 +343,7 @@ int32_t tokenizer_special(const Tokenizer *t, const char *text) {
 }
 
 void tokenizer_close(Tokenizer *t) {
-    if (!t) { return; }
+    if (!t) return;
     free(t->path);
     free(t->bytes);
     free(t->tokens);

@@ -46,7 +46,7 @@ static bool no_memory(Opening *o) {
 
 static uint32_t *table_create(size_t entries, size_t *mask) {
     size_t size = 16;
-    while (size < 2 * entries) { size *= 2; }
+    while (size < 2 * entries) size *= 2;
     *mask = size - 1;
     return calloc(size, sizeof(uint32_t));
 }
@@ -70,7 +70,7 @@ static bool has_type(const cJSON *item, const char *type) {
 // Is this a Sequence of two? Sets them.
 static bool is_pair(const cJSON *item, const char *key, const cJSON **first, const cJSON **second) {
     const cJSON *parts = get(item, key);
-    if (!has_type(item, "Sequence") || !cJSON_IsArray(parts) || cJSON_GetArraySize(parts) != 2) { return false; }
+    if (!has_type(item, "Sequence") || !cJSON_IsArray(parts) || cJSON_GetArraySize(parts) != 2) return false;
     *first = parts->child;
     *second = parts->child->next;
     return true;
@@ -90,7 +90,7 @@ static bool read_split(const cJSON *words, Split *split) {
         *split = SPLIT_GPT2;
         return true;
     }
-    if (!is_pair(words, "pretokenizers", &first, &second)) { return false; }
+    if (!is_pair(words, "pretokenizers", &first, &second)) return false;
     if (has_type(first, "Digits") && cJSON_IsTrue(get(first, "individual_digits")) && is_byte_level(second, true)) {
         *split = SPLIT_DIGITS;
         return true;
@@ -130,7 +130,7 @@ static bool read_lead(const cJSON *normalizer, const cJSON *words, Lead *lead) {
     bool never = cJSON_IsFalse(get(words, "add_prefix_space"));    // of older files
     for (size_t i = 0; metaspace && i < COUNT(schemes); i++) {
         bool chosen = scheme ? is_text(scheme, schemes[i].scheme) : i == (never ? 2 : 0);
-        if (!chosen || (never && schemes[i].lead != LEAD_NONE)) { continue; }
+        if (!chosen || (never && schemes[i].lead != LEAD_NONE)) continue;
         *lead = schemes[i].lead;
         return true;
     }
@@ -151,14 +151,14 @@ static void check_text(Opening *o, Reasons *reasons) {
     t->whole_words = cJSON_IsTrue(get(o->model, "ignore_merges"));
     t->characters = cJSON_IsTrue(get(o->model, "byte_fallback"));
     if (t->characters) {
-        if (t->whole_words) { reasons_add(reasons, "expected model.ignore_merges false, as byte_fallback is true"); }
-        if (read_lead(normalizer, words, &t->lead)) { return; }
+        if (t->whole_words) reasons_add(reasons, "expected model.ignore_merges false, as byte_fallback is true");
+        if (read_lead(normalizer, words, &t->lead)) return;
         add_found(reasons, "normalizer and pre_tokenizer like those of Llama 2, TinyLlama or Mistral", "pre_tokenizer",
                   words);
         return;
     }
     t->nfc = has_type(normalizer, "NFC");
-    if (!t->nfc && !is_empty(normalizer)) { reasons_add(reasons, "expected normalizer \"NFC\" or none"); }
+    if (!t->nfc && !is_empty(normalizer)) reasons_add(reasons, "expected normalizer \"NFC\" or none");
     if (!read_split(words, &t->split))
         add_found(reasons, "a pre_tokenizer like that of GPT-2, SmolLM2, Llama 3, Qwen2 or Qwen3 (see doc/data.md)",
                   "pre_tokenizer", words);
@@ -169,7 +169,7 @@ static void check_text(Opening *o, Reasons *reasons) {
 static bool are_found_as_they_are(const cJSON *added) {
     const cJSON *token;
     cJSON_ArrayForEach(token, added) {
-        if (!cJSON_IsFalse(get(token, "special"))) { continue; }
+        if (!cJSON_IsFalse(get(token, "special"))) continue;
         if (!cJSON_IsFalse(get(token, "normalized")) || !is_empty(get(token, "single_word")) ||
             !is_empty(get(token, "lstrip")) || !is_empty(get(token, "rstrip"))) {
             return false;
@@ -196,7 +196,7 @@ static bool check_kind(Opening *o) {
     };
     Reasons reasons = {0};
     for (size_t i = 0; i < COUNT(rows); i++) {
-        if (!rows[i].right) { reasons_add(&reasons, "expected %s", rows[i].expected); }
+        if (!rows[i].right) reasons_add(&reasons, "expected %s", rows[i].expected);
     }
     check_text(o, &reasons);
     return !reasons.count ||
@@ -224,12 +224,12 @@ static bool bytes_of_name(const Opening *o, const char *name, size_t length, cha
     for (size_t at = 0, width; at < length; at += width) {
         uint32_t code = utf8_get((const uint8_t *)name + at, length - at, &width);
         if (o->t->characters && code != 0x2581) {
-            if (code == ' ') { return false; }
+            if (code == ' ') return false;
             memcpy(out + *out_length, name + at, width);
             *out_length += width;
             continue;
         }
-        if (!o->t->characters && (code >= 0x180 || o->byte_of[code] < 0)) { return false; }
+        if (!o->t->characters && (code >= 0x180 || o->byte_of[code] < 0)) return false;
         out[(*out_length)++] = o->t->characters ? ' ' : (char)o->byte_of[code];
     }
     return true;
@@ -239,8 +239,8 @@ static bool bytes_of_name(const Opening *o, const char *name, size_t length, cha
 static int fallback_byte(const Opening *o, const char *name) {
     static const char digits[] = "0123456789ABCDEF";
     const char *high = NULL, *low = NULL;
-    if (!o->t->characters || strlen(name) != 6 || memcmp(name, "<0x", 3) != 0 || name[5] != '>') { return -1; }
-    if (!(high = strchr(digits, name[3])) || !(low = strchr(digits, name[4]))) { return -1; }
+    if (!o->t->characters || strlen(name) != 6 || memcmp(name, "<0x", 3) != 0 || name[5] != '>') return -1;
+    if (!(high = strchr(digits, name[3])) || !(low = strchr(digits, name[4]))) return -1;
     return (int)((high - digits) * 16 + (low - digits));
 }
 
@@ -264,16 +264,16 @@ static bool make_room(Opening *o) {
     const cJSON *item;
     size_t entries = 0, bytes = 0, added = 0;
     cJSON_ArrayForEach(item, o->vocab) {
-        if (!is_id(item)) { return bad(o, "expected a whole number from 0 as the id of ", item->string); }
-        if (item->valueint >= t->vocab) { t->vocab = item->valueint + 1; }
+        if (!is_id(item)) return bad(o, "expected a whole number from 0 as the id of ", item->string);
+        if (item->valueint >= t->vocab) t->vocab = item->valueint + 1;
         bytes += strlen(item->string);
         entries++;
     }
     cJSON_ArrayForEach(item, o->added) {
         const cJSON *id = get(item, "id"), *content = get(item, "content");
-        if (!is_id(id) || !cJSON_IsString(content)) { return bad(o, "expected id and content in added_tokens", ""); }
-        if (!content->valuestring[0]) { return bad(o, "an empty content in added_tokens", ""); }
-        if (id->valueint >= t->vocab) { t->vocab = id->valueint + 1; }
+        if (!is_id(id) || !cJSON_IsString(content)) return bad(o, "expected id and content in added_tokens", "");
+        if (!content->valuestring[0]) return bad(o, "an empty content in added_tokens", "");
+        if (id->valueint >= t->vocab) t->vocab = id->valueint + 1;
         bytes += strlen(content->valuestring);
         added++;
     }
@@ -282,7 +282,7 @@ static bool make_room(Opening *o) {
     o->names = calloc(added + 1, sizeof(*o->names));
     t->bytes = malloc(bytes + NAME_LIMIT);    // id_in_vocab() needs room beyond the names
     t->names = table_create(entries, &t->names_mask);
-    if (!t->tokens || !t->added || !o->names || !t->bytes || !t->names) { return no_memory(o); }
+    if (!t->tokens || !t->added || !o->names || !t->bytes || !t->names) return no_memory(o);
     cJSON_ArrayForEach(item, o->added) {
         o->names[o->names_count++] = (AddedName){get(item, "content")->valuestring, -1};
     }
@@ -300,7 +300,7 @@ static Token take_bytes(Tokenizer *t, size_t length) {
 // ---- model.vocab
 
 static bool set_token(Opening *o, int id, size_t length, const char *name) {
-    if (o->t->tokens[id].bytes) { return bad(o, "another token has the id of ", name); }
+    if (o->t->tokens[id].bytes) return bad(o, "another token has the id of ", name);
     o->t->tokens[id] = take_bytes(o->t, length);
     return true;
 }
@@ -320,10 +320,10 @@ static bool read_token(Opening *o, const cJSON *item) {
         added->id = item->valueint;
         return true;
     }
-    if (!plain) { return bad(o, "a character that does not represent a byte in the token ", item->string); }
+    if (!plain) return bad(o, "a character that does not represent a byte in the token ", item->string);
     uint32_t *slot = tokenizer_name_slot(t, t->bytes + t->bytes_used, length);
-    if (*slot) { return bad(o, "two ids for the token ", item->string); }
-    if (!set_token(o, item->valueint, length, item->string)) { return false; }
+    if (*slot) return bad(o, "two ids for the token ", item->string);
+    if (!set_token(o, item->valueint, length, item->string)) return false;
     *slot = (uint32_t)item->valueint + 1;
     return true;
 }
@@ -334,9 +334,9 @@ static bool find_bytes(Opening *o) {
     bool all = o->t->characters || (unknown && !cJSON_IsNull(unknown));
     for (int byte = 0; byte < 256; byte++) {
         char bytes[1] = {(char)byte}, number[8];
-        if (!o->t->characters) { o->t->byte_id[byte] = (int32_t)*tokenizer_name_slot(o->t, bytes, 1) - 1; }
+        if (!o->t->characters) o->t->byte_id[byte] = (int32_t)*tokenizer_name_slot(o->t, bytes, 1) - 1;
         snprintf(number, sizeof(number), "0x%02X", byte);
-        if (o->t->byte_id[byte] < 0 && all) { return bad(o, "no token for the single byte ", number); }
+        if (o->t->byte_id[byte] < 0 && all) return bad(o, "no token for the single byte ", number);
     }
     return true;
 }
@@ -345,7 +345,7 @@ static bool read_vocab(Opening *o) {
     const cJSON *item;
     memset(o->t->byte_id, -1, sizeof(o->t->byte_id));
     cJSON_ArrayForEach(item, o->vocab) {
-        if (!read_token(o, item)) { return false; }
+        if (!read_token(o, item)) return false;
     }
     return find_bytes(o);
 }
@@ -365,7 +365,7 @@ static bool read_merge(const Opening *o, const cJSON *item, Merge *merge) {
         right = item->child->next->valuestring;
         left_length = strlen(left);
     }
-    if (!left || left_length > NAME_LIMIT || strlen(right) > NAME_LIMIT) { return false; }
+    if (!left || left_length > NAME_LIMIT || strlen(right) > NAME_LIMIT) return false;
     if (!bytes_of_name(o, left, left_length, room, &lengths[0]) ||
         !bytes_of_name(o, right, strlen(right), room + lengths[0], &lengths[1])) {
         return false;
@@ -385,7 +385,7 @@ static bool bad_row(Opening *o, const char *what) {
 // Is there a space after something else?
 static bool has_inner_space(Token token) {
     size_t lead = 0;
-    while (lead < token.length && token.bytes[lead] == ' ') { lead++; }
+    while (lead < token.length && token.bytes[lead] == ' ') lead++;
     return memchr(token.bytes + lead, ' ', token.length - lead) != NULL;
 }
 
@@ -393,19 +393,19 @@ static bool read_merges(Opening *o) {
     Tokenizer *t = o->t;
     const cJSON *merges = get(o->model, "merges"), *item;
     size_t entries = (size_t)cJSON_GetArraySize(merges);
-    if (entries >= ID_LIMIT) { return bad(o, "more than 16 million rows in model.merges", ""); }
+    if (entries >= ID_LIMIT) return bad(o, "more than 16 million rows in model.merges", "");
     t->merges = malloc((entries + 1) * sizeof(*t->merges));
     t->pairs = table_create(entries, &t->pairs_mask);
-    if (!t->merges || !t->pairs) { return no_memory(o); }
+    if (!t->merges || !t->pairs) return no_memory(o);
     // The library merges a whole text. If no merge crosses the start of a run of spaces, words give the same, faster.
-    if (t->characters) { t->split = SPLIT_SPACES; }
+    if (t->characters) t->split = SPLIT_SPACES;
     cJSON_ArrayForEach(item, merges) {
         Merge *merge = &t->merges[t->merges_count];
-        if (!read_merge(o, item, merge)) { return bad_row(o, "expected two tokens whose concatenation is a token"); }
+        if (!read_merge(o, item, merge)) return bad_row(o, "expected two tokens whose concatenation is a token");
         uint32_t *slot = tokenizer_pair_slot(t, merge->left, merge->right);
-        if (*slot) { return bad_row(o, "a duplicate pair"); }
+        if (*slot) return bad_row(o, "a duplicate pair");
         *slot = (uint32_t)++t->merges_count;
-        if (t->characters && has_inner_space(t->tokens[merge->result])) { t->split = SPLIT_NONE; }
+        if (t->characters && has_inner_space(t->tokens[merge->result])) t->split = SPLIT_NONE;
     }
     return true;
 }
@@ -417,7 +417,7 @@ static int32_t id_in_vocab(const Opening *o, const char *name) {
     size_t length = strlen(name), out_length;
     int byte = fallback_byte(o, name);
     char *room = o->t->bytes + o->t->bytes_used;    // has room for the name
-    if (byte >= 0) { return o->t->byte_id[byte]; }
+    if (byte >= 0) return o->t->byte_id[byte];
     if (bytes_of_name(o, name, length, room, &out_length)) {
         return (int32_t)*tokenizer_name_slot(o->t, room, out_length) - 1;
     }
@@ -429,8 +429,8 @@ static int compare_added(const void *a, const void *b) {
     const Added *left = a, *right = b;
     size_t shorter = left->name.length < right->name.length ? left->name.length : right->name.length;
     int order = memcmp(left->name.bytes, right->name.bytes, shorter);
-    if (order) { return order; }
-    if (left->name.length != right->name.length) { return left->name.length < right->name.length ? -1 : 1; }
+    if (order) return order;
+    if (left->name.length != right->name.length) return left->name.length < right->name.length ? -1 : 1;
     return (left->id < right->id) - (left->id > right->id);
 }
 
@@ -463,13 +463,13 @@ static bool read_added(Opening *o) {
             return bad(o, "expected ids in added_tokens that continue those of model.vocab, found another for ",
                        content);
         }
-        if (id >= next) { next = id + 1; }
+        if (id >= next) next = id + 1;
         memcpy(t->bytes + t->bytes_used, content, strlen(content));
         Added added = {.name = take_bytes(t, strlen(content)),
                        .id = id,
                        .special = !cJSON_IsFalse(get(item, "special")),
                        .normalized = cJSON_IsTrue(get(item, "normalized"))};
-        if (!t->tokens[id].bytes) { t->tokens[id] = added.name; }
+        if (!t->tokens[id].bytes) t->tokens[id] = added.name;
         t->starts_added[(uint8_t)content[0]] |= !added.normalized;
         t->added[t->added_count++] = added;
     }
@@ -481,8 +481,8 @@ static bool find_end_of_text(Opening *o) {
     for (size_t i = 0; i < COUNT(DOCUMENT_TOKENS); i++) {
         const char *name = DOCUMENT_TOKENS[i];
         o->t->end_of_text = tokenizer_special(o->t, name);
-        if (o->t->end_of_text < 0) { o->t->end_of_text = id_in_vocab(o, name); }
-        if (o->t->end_of_text >= 0) { return true; }
+        if (o->t->end_of_text < 0) o->t->end_of_text = id_in_vocab(o, name);
+        if (o->t->end_of_text >= 0) return true;
     }
     return bad(o, "no token <|endoftext|>, <|begin_of_text|> or <s>, one of which must be between documents", "");
 }
@@ -493,13 +493,13 @@ static bool find_end_of_text(Opening *o) {
 static bool read_begins(Opening *o) {
     const cJSON *processor = get(o->root, "post_processor"), *item, *found = NULL;
     const cJSON *all = has_type(processor, "Sequence") ? get(processor, "processors") : NULL;
-    if (has_type(processor, "TemplateProcessing")) { found = processor; }
+    if (has_type(processor, "TemplateProcessing")) found = processor;
     cJSON_ArrayForEach(item, all) {
-        if (has_type(item, "TemplateProcessing")) { found = item; }
+        if (has_type(item, "TemplateProcessing")) found = item;
     }
     const cJSON *first = get(get(cJSON_GetArrayItem(get(found, "single"), 0), "SpecialToken"), "id");
     o->t->begins = -1;
-    if (!cJSON_IsString(first)) { return true; }
+    if (!cJSON_IsString(first)) return true;
     o->t->begins = tokenizer_special(o->t, first->valuestring);
     return o->t->begins >= 0 ||
            bad(o, "expected a special token of added_tokens at the start of post_processor, found ",
@@ -522,7 +522,7 @@ static char *file_in(const char *path) {
     bool folder = stat(path, &info) == 0 && S_ISDIR(info.st_mode);
     size_t size = strlen(path) + strlen(tokenizer_files[0]) + 2;
     char *full = malloc(size);
-    if (full) { snprintf(full, size, "%s%s%s", path, folder ? "/" : "", folder ? tokenizer_files[0] : ""); }
+    if (full) snprintf(full, size, "%s%s%s", path, folder ? "/" : "", folder ? tokenizer_files[0] : "");
     return full;
 }
 
@@ -533,20 +533,20 @@ static bool read_settings(Tokenizer *t, Error *error) {
     const char *slash = strrchr(t->path, '/');
     char path[PATH_MAX];
     snprintf(path, sizeof(path), "%.*s%s", slash ? (int)(slash + 1 - t->path) : 0, t->path, tokenizer_files[1]);
-    if (t->lead == LEAD_NONE || access(path, F_OK) != 0) { return true; }
+    if (t->lead == LEAD_NONE || access(path, F_OK) != 0) return true;
     cJSON *json = json_read(path, JSON_LARGE, error);
     const char *class = cJSON_GetStringValue(get(json, "tokenizer_class"));
     for (size_t i = 0; class && i < COUNT(classes); i++) {
         size_t length = strlen(classes[i]);
         bool same = strncmp(class, classes[i], length) == 0 && (!class[length] || !strcmp(class + length, "Fast"));
-        if (same && cJSON_IsFalse(get(json, "add_prefix_space"))) { t->lead = LEAD_NONE; }
+        if (same && cJSON_IsFalse(get(json, "add_prefix_space"))) t->lead = LEAD_NONE;
     }
     cJSON_Delete(json);
     return json != NULL;
 }
 
 static bool open_file(Tokenizer *t, Error *error) {
-    if (getentropy(&t->seed, sizeof(t->seed)) != 0) { t->seed = (uintptr_t)t; }
+    if (getentropy(&t->seed, sizeof(t->seed)) != 0) t->seed = (uintptr_t)t;
     t->seed |= 1;
     cJSON *root = json_read(t->path, JSON_LARGE, error);
     Opening opening = {.t = t, .root = root, .error = error};
@@ -569,10 +569,10 @@ Tokenizer *tokenizer_open(const char *path, Error *error) {
 
 // Counts an id, and keeps it if it is that of a better token between documents than the one of `rank`.
 static void count_id(const cJSON *id, const char *name, int *vocab, int *end_of_text, size_t *rank) {
-    if (!is_id(id)) { return; }
-    if (id->valueint >= *vocab) { *vocab = id->valueint + 1; }
+    if (!is_id(id)) return;
+    if (id->valueint >= *vocab) *vocab = id->valueint + 1;
     for (size_t i = 0; name && i < *rank; i++) {
-        if (strcmp(name, DOCUMENT_TOKENS[i]) != 0) { continue; }
+        if (strcmp(name, DOCUMENT_TOKENS[i]) != 0) continue;
         *end_of_text = id->valueint;
         *rank = i;
     }

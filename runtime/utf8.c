@@ -5,19 +5,19 @@
 
 uint32_t utf8_get(const uint8_t *s, size_t n, size_t *width) {
     *width = 1;
-    if (s[0] < 0x80) { return s[0]; }
-    if (s[0] < 0xC2 || s[0] > 0xF4) { return REPLACEMENT; }
+    if (s[0] < 0x80) return s[0];
+    if (s[0] < 0xC2 || s[0] > 0xF4) return REPLACEMENT;
     size_t want = 2;
-    if (s[0] >= 0xE0) { want = 3; }
-    if (s[0] >= 0xF0) { want = 4; }
+    if (s[0] >= 0xE0) want = 3;
+    if (s[0] >= 0xF0) want = 4;
     uint32_t code = s[0] & (0x7F >> want);
     for (; *width < want; ++*width) {
         uint8_t low = 0x80, high = 0xBF;
-        if (*width == 1 && s[0] == 0xE0) { low = 0xA0; }     // overlong
-        if (*width == 1 && s[0] == 0xED) { high = 0x9F; }    // surrogates
-        if (*width == 1 && s[0] == 0xF0) { low = 0x90; }     // overlong
-        if (*width == 1 && s[0] == 0xF4) { high = 0x8F; }    // beyond U+10FFFF
-        if (*width == n || s[*width] < low || s[*width] > high) { return REPLACEMENT; }
+        if (*width == 1 && s[0] == 0xE0) low = 0xA0;     // overlong
+        if (*width == 1 && s[0] == 0xED) high = 0x9F;    // surrogates
+        if (*width == 1 && s[0] == 0xF0) low = 0x90;     // overlong
+        if (*width == 1 && s[0] == 0xF4) high = 0x8F;    // beyond U+10FFFF
+        if (*width == n || s[*width] < low || s[*width] > high) return REPLACEMENT;
         code = code << 6 | (s[*width] & 0x3F);
     }
     return code;
@@ -26,7 +26,7 @@ uint32_t utf8_get(const uint8_t *s, size_t n, size_t *width) {
 size_t utf8_put(uint32_t code, uint8_t *out) {
     size_t width = 1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000);
     static const uint8_t leads[] = {0, 0, 0xC0, 0xE0, 0xF0};
-    for (size_t i = width; i-- > 1; code >>= 6) { out[i] = (uint8_t)(0x80 | (code & 0x3F)); }
+    for (size_t i = width; i-- > 1; code >>= 6) out[i] = (uint8_t)(0x80 | (code & 0x3F));
     out[0] = (uint8_t)(leads[width] | code);
     return width;
 }
@@ -35,7 +35,7 @@ size_t utf8_valid(const uint8_t *text, size_t length) {
     size_t at = 0, width;
     while (at < length) {
         bool replaced = utf8_get(text + at, length - at, &width) == REPLACEMENT;
-        if (replaced && (width != 3 || memcmp(text + at, REPLACEMENT_BYTES, 3) != 0)) { break; }
+        if (replaced && (width != 3 || memcmp(text + at, REPLACEMENT_BYTES, 3) != 0)) break;
         at += width;
     }
     return at;
@@ -70,7 +70,7 @@ size_t utf8_escape(const uint8_t *text, size_t length, uint8_t *out) {
             continue;
         }
         char escape[8];
-        if (invalid) { width = 1; }
+        if (invalid) width = 1;
         snprintf(escape, sizeof(escape), width == 1 ? "\\x%02x" : "\\u%04x", width == 1 ? text[at] : code);
         memcpy(out + written, escape, strlen(escape));
         written += strlen(escape);
@@ -90,7 +90,7 @@ Utf8Printer utf8_printer(FILE *file) {
 }
 
 void utf8_print_end(Utf8Printer *p) {
-    if (p->have) { fputs(REPLACEMENT_BYTES, p->file); }
+    if (p->have) fputs(REPLACEMENT_BYTES, p->file);
     p->have = 0;
 }
 
@@ -100,7 +100,7 @@ static void print_byte(Utf8Printer *p, char c) {
     while (p->have) {
         size_t width, valid = utf8_valid(p->bytes, p->have);
         utf8_get(p->bytes, p->have, &width);
-        if (!valid && width == p->have) { return; }    // it may still become a character
+        if (!valid && width == p->have) return;    // it may still become a character
         if (valid && p->escapes) {
             fwrite(escaped, 1, utf8_escape(p->bytes, width, escaped), p->file);
         } else if (valid) {
@@ -114,5 +114,5 @@ static void print_byte(Utf8Printer *p, char c) {
 }
 
 void utf8_print(Utf8Printer *p, const char *text, size_t length) {
-    for (size_t i = 0; i < length; i++) { print_byte(p, text[i]); }
+    for (size_t i = 0; i < length; i++) print_byte(p, text[i]);
 }
