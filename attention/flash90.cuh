@@ -19,6 +19,7 @@
 
 #include "attention/flash.h"
 #include "cuda/hopper.cuh"
+#include "cuda/tensor_map.cuh"
 
 static inline int processors_of_device(void) {
     int device, processors;

@@ -2,6 +2,7 @@
 // does what the emulation does. Where the functions do not exist (other than compute capability 9.0), the cases are
 // skipped.
 #include "cuda/hopper.cuh"
+#include "cuda/tensor_map.cuh"
 
 template <class T>
 KERNEL void hopper_here_kernel(T *here) {
