@@ -187,8 +187,8 @@ $(BUILD)/link_flags: FORCE
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/eval/cities.o: data/cities.txt
 $(BUILD)/runtime/cpu.o: private CC_FLAGS := $(filter-out -march=%,$(CC_FLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
-$(BUILD)/run/folder.o: private CC_FLAGS += '-DCOMMIT="$(COMMIT)"'
-$(BUILD)/run/folder.o: $(BUILD)/commit
+$(BUILD)/runtime/version.o: private CC_FLAGS += '-DCOMMIT="$(COMMIT)"'
+$(BUILD)/runtime/version.o: $(BUILD)/commit
 
 # So that a build without libsodium compiles only a few files.
 $(BUILD)/runtime/heartbeat.o: private CC_FLAGS += $(HEARTBEAT)

@@ -19,15 +19,17 @@
 
 #include "model/weights.h"
 #include "run/checkpoint.h"
-#include "run/folder.h"
 #include "runtime/clock.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/json.h"
 #include "runtime/mixture.h"
 #include "runtime/own.h"
+#include "runtime/path.h"
 #include "runtime/start.h"
+#include "runtime/tokens_match.h"
 #include "runtime/utf8.h"
+#include "runtime/version.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Flags
@@ -417,7 +419,7 @@ void eval_check(const Eval *e) {
 // The shards may have been written with another file than the one beside them, so this is only a warning.
 static void compare_tokenizers(const Eval *e) {
     FolderPath beside;
-    if (!e->data || folder_match_shards(e->folder, e->data, &beside) == TOKENS_EQUAL) return;
+    if (!e->data || tokens_match_shards(e->folder, e->data, &beside) == TOKENS_EQUAL) return;
     warn("%s differs from %s.\n  If an id stands for another token there, the results on --data are meaningless.",
          folder_path(beside.text, tokenizer_files[0]).text, folder_path(e->folder, tokenizer_files[0]).text);
 }
@@ -736,7 +738,7 @@ void eval_write(Eval *e) {
     cJSON *listed = listed_files(e);
     cJSON_AddStringToObject(json, "task", TASKS[e->o.task]);
     cJSON_AddItemToObject(json, "files", e->files);
-    folder_add_program(json);
+    version_add(json);
     cJSON_AddItemToObject(json, "arguments", e->arguments);
     cJSON_AddItemToObject(json, "models", e->described);
     cJSON_AddItemToObject(json, "results", e->results);

@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "run/folder.h"
 #include "runtime/human.h"
+#include "runtime/path.h"
 #include "runtime/random.h"
 
 // What surrounds the haystack and asks for the number. %s is the city.

@@ -2,9 +2,9 @@
 #include <string.h>
 #include <time.h>
 
-#include "run/folder.h"
 #include "run/parts.h"
 #include "runtime/process.h"
+#include "runtime/version.h"
 
 enum { HISTORY_MOST = 200 };    // entries in run.json
 
@@ -57,7 +57,7 @@ void history_add(Run *run) {
     cJSON_AddStringToObject(entry, "event", run->resumed ? "resume" : "start");
     cJSON_AddStringToObject(entry, "time", utc);
     cJSON_AddNumberToObject(entry, "ranks", process.size);
-    folder_add_program(entry);
+    version_add(entry);
     if (cJSON_GetArraySize(changed) > 0) cJSON_AddItemToObject(entry, "changed", changed);
     else cJSON_Delete(changed);
     if (!run->history) run->history = cJSON_CreateArray();

@@ -6,9 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "run/folder.h"
 #include "runtime/error.h"
 #include "runtime/own.h"
+#include "runtime/path.h"
 #include "runtime/random.h"
 #include "runtime/sampler.h"
 #include "runtime/utf8.h"

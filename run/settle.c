@@ -9,10 +9,14 @@
 
 #include "run/checkpoint.h"
 #include "run/folder.h"
+#include "run/lineage.h"
+#include "run/run_json.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/json.h"
+#include "runtime/path.h"
 #include "runtime/process.h"
+#include "runtime/tokens_match.h"
 #include "runtime/utf8.h"
 
 // ---- the state of a resumed run
@@ -390,7 +394,7 @@ static void open_train(Run *run) {
 // An existing run was already started on this data, so a difference is only a warning there.
 static void check_tokens_of(const Run *run, const Shards *shards, const char *first) {
     FolderPath folder;
-    TokenMatch match = folder_match_shards(first, shards, &folder);
+    TokenMatch match = tokens_match_shards(first, shards, &folder);
     if (match == TOKENS_EQUAL) return;
     const FolderPath one = folder_path(folder.text, tokenizer_files[0]), two = folder_path(first, tokenizer_files[0]);
     if (match == TOKENS_DIFFER && !is_kept(run))
@@ -408,7 +412,7 @@ static void check_same_tokens(const Run *run, const char *weights) {
     const FolderPath first = folder_of(shards_path(run->train->sources[0].shards, 0));
     for (size_t i = 0; i < run->train->count; i++) check_tokens_of(run, run->train->sources[i].shards, first.text);
     if (run->val) check_tokens_of(run, run->val, first.text);
-    if (weights[0] && folder_match_tokens(weights, first.text) != TOKENS_EQUAL)
+    if (weights[0] && tokens_match(weights, first.text) != TOKENS_EQUAL)
         warn(
             "%s differs from %s, the tokenizer of the model.\n"
             "  Unless the model is to learn another one, encode the text with its own: --tokenizer FOLDER of the scripts "

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "run/folder.h"
+#include "run/lineage.h"
 #include "runtime/error.h"
 #include "runtime/json.h"
 #include "runtime/process.h"

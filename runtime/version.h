@@ -3,6 +3,11 @@
 #ifndef RUNTIME_VERSION_H
 #define RUNTIME_VERSION_H
 
+#include <cjson/cJSON.h>
+
 #define ATTN_C_VERSION "0.2.0"
+
+// Adds what writes a file: "program", "version" and "commit".
+void version_add(cJSON *json);
 
 #endif
