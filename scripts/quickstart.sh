@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a small GPT trained on Shakespeare: sets up, builds, prepares the text, trains for a few minutes
-# on two cores, validates, prints a sample and plots the loss curve.
+# From a fresh clone to a small GPT trained on Shakespeare: sets up, builds, prepares the text with a vocabulary of its
+# own, trains for about a minute on two cores, validates, prints a sample and plots the loss curve.
 #
 #   scripts/quickstart.sh [--steps N]     N training steps (default: QUICKSTART_STEPS, or 500)
 #
@@ -35,13 +35,15 @@ scripts/setup.sh
 echo "== 2. build"
 make -j"$(nproc)"
 echo "== 3. text: Shakespeare's works"
-.venv/bin/python data/shakespeare.py
+.venv/bin/python data/shakespeare.py --tokenizer own
+setup=$SECONDS
 echo "== 4. training, $steps steps"
 ./train_gpt2 "${data[@]}" "${recipe[@]}" --sample-every 200 --ckpt-every 200 --keep 1 --out $run --resume || {
     status=$?
     [ $status != 75 ] || echo "quickstart: stopped. Rerun the same command to resume." >&2
     exit $status
 }
+training=$((SECONDS - setup))
 model=$(ls -d $run/ckpt/step-* | tail -1)
 echo "== 5. a sample"
 ./sample_gpt2 --model "$model" --prompt "My lord," --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1
@@ -50,6 +52,7 @@ echo "== 6. the loss curve"
 
 cat <<NEXT
 
+Setup, build and text took $setup s, training $training s.
 The model is in $model, its loss curve in $run/loss.png.
 
 What to try next, after cd ${PWD@Q}:
@@ -58,7 +61,7 @@ What to try next, after cd ${PWD@Q}:
   another attention normalizer  ./train_gpt2 --attn ssmax ${recipe[*]:0:8} \\
                                     ${recipe[*]:8} \\
                                     ${data[0]} '${data[1]}' ${data[2]} '${data[3]}' --out out/ssmax
-  both in one picture           .venv/bin/python scripts/plot.py $run out/ssmax --out out/both.png
+  both in one plot              .venv/bin/python scripts/plot.py $run out/ssmax --out out/both.png
   your own text                 .venv/bin/python data/text.py --help
   every flag                    ./train_gpt2 --help
   every test                    scripts/test.sh
