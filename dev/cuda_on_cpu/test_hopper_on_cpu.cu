@@ -64,69 +64,6 @@ DEVICE unsigned swizzle_bits(unsigned address, Swizzle swizzle) {
     return address ^ ((address >> 3) & BITS[swizzle]);
 }
 
-// ---- wgmma alone: d (64, N) = a (64, 16) · b (16, N), with tiles where the canonical layouts say. test_kernels.cu
-// and dev/tests/test_descriptors.py have the other layouts.
-
-//   K-major     rows of 16 << swizzle bytes; groups of 8 rows `stride` apart
-DEVICE unsigned k_major_byte(int i, int k, Swizzle swizzle, unsigned leading, unsigned stride) {
-    unsigned row = 16u << swizzle;
-    return (unsigned)i % 8 * row + (unsigned)i / 8 * stride + (unsigned)k / 8 * (swizzle ? 16 : leading) +
-           (unsigned)k % 8 * 2;
-}
-//   MN-major, with a swizzle
-DEVICE unsigned mn_major_byte(int i, int k, Swizzle swizzle, unsigned leading, unsigned stride) {
-    unsigned row = 16u << swizzle, inner = row / 2;    // elements
-    return (unsigned)i % inner * 2 + (unsigned)i / inner * leading + (unsigned)k % 8 * row + (unsigned)k / 8 * stride;
-}
-template <Major M>
-DEVICE void store_operand(char *tile, const bf16 *x, int rows, Swizzle swizzle, unsigned leading, unsigned stride) {
-    unsigned start = shared_address(tile);
-    for (int i = (int)threadIdx.x; i < rows * 16; i += (int)blockDim.x) {
-        int row = i / 16, k = i % 16;
-        unsigned byte = M == K_MAJOR ? k_major_byte(row, k, swizzle, leading, stride)
-                                     : mn_major_byte(row, k, swizzle, leading, stride);
-        store_shared((bf16 *)(tile + (swizzle_bits(start + byte, swizzle) - start)), x[i]);
-    }
-}
-
-template <Major B, int NT>
-KERNEL void wgmma_kernel(float *out, const bf16 *a, const bf16 *b, int swizzle_of_both, unsigned wrong_leading) {
-    DYNAMIC_SHARED(char, memory);
-    char *a_tile = aligned(memory), *b_tile = a_tile + 32 * 1024;
-    const Swizzle swizzle = (Swizzle)swizzle_of_both;
-    const unsigned leading = B == K_MAJOR ? 8192 : 2048, stride = swizzle ? 1024 : 144;
-    float d[NT][4];
-    int lane = (int)threadIdx.x % 32, g = (int)threadIdx.x / 32 * 16 + lane / 4, t = lane % 4 * 2;
-    store_operand<K_MAJOR>(a_tile, a, 64, swizzle, leading, stride);
-    store_operand<B>(b_tile, b, 8 * NT, swizzle, leading, stride);
-    fence_proxy_async();
-    __syncthreads();
-    wgmma_fence();
-    wgmma<K_MAJOR, B>(d, descriptor(a_tile, leading, stride, swizzle),
-                      descriptor(b_tile, leading + wrong_leading, stride, swizzle), false);
-    wgmma_commit();
-    wgmma_wait<0>(d);
-    for (int j = 0; j < NT; j++)
-        for (int e = 0; e < 4; e++) out[(g + e / 2 * 8) * 8 * NT + 8 * j + t + e % 2] = d[j][e];
-}
-
-template <Major B, int NT>
-static void wgmma_alone(Swizzle swizzle, unsigned wrong_leading, int threads = 128) {
-    const int N = 8 * NT;
-    std::vector<bf16> a = small_numbers(64 * 16, 3), b = small_numbers((size_t)N * 16, 4);
-    Device<bf16> da(a), db(b);
-    Device<float> out((size_t)N * 64);
-    launch(wgmma_kernel<B, NT>, 1, dim3((unsigned)threads), 1024 + 32 * 1024 + 64 * 1024, NULL, out.p, da.p, db.p,
-           swizzle, wrong_leading);
-    std::vector<float> got = out.host();
-    for (int i = 0; i < 64; i++)
-        for (int n = 0; n < N; n++) {
-            float sum = 0;
-            for (int k = 0; k < 16; k++) sum += to_float(a[(size_t)(i * 16 + k)]) * to_float(b[(size_t)(n * 16 + k)]);
-            CHECK(got[(size_t)(i * N + n)] == sum, "(%d, %d) is %g, not %g", i, n, got[(size_t)(i * N + n)], sum);
-        }
-}
-
 // ---- the defects of a pipeline: d (128, 64) = a (128, K) · b (K, 64)
 // Threads 0-127 are the producer, of which one loads tiles a (128, 64) and b (64, 64) into STAGES buffers; two consumer
 // warpgroups multiply 64 rows each, taking turns by named barriers, first K-major from shared memory, then the upper
@@ -358,7 +295,7 @@ static void pipeline(int defect) {
     X(half_a_warp_waits) X(half_a_warp_fences) X(wgmma_without_wait) X(barrier_of_half_a_warp) X(address_not_shared) \
     X(store_not_shared) X(store_over_store) X(load_of_what_is_stored) \
     X(load_at_misaligned_coordinate) X(copy_without_commit) X(waits_for_shared_counter) X(adds_to_shared_counter) \
-    X(misaligned_counter)
+    X(misaligned_counter) X(wrong_block) X(bulk_misaligned) X(bulk_past_shared) X(bulk_past_allocation)
 
 enum Rule {
     NO_RULE,
@@ -426,7 +363,8 @@ DEVICE void rules_of_copies(const Rules &r, char *tile, const float *ones, Mbarr
     float local = 0;
     if (defect == address_not_shared_) shared_address(&local);
     if (defect == store_not_shared_) store_shared(&local, 1.0f);
-    bulk_store(r.copy, tile, 8192);
+    bulk_store(defect == bulk_past_allocation_ ? r.copy + 8 : r.copy,
+               defect == bulk_past_shared_ ? tile + 2 * 8192 : tile, defect == bulk_misaligned_ ? 8188 : 8192);
     for (int i = 0; i < 2; i++) bulk_reduce_add(r.sums, ones, 64);    // in any order
     if (defect == store_over_store_) bulk_store(r.sums, ones, 64);
     bulk_commit();
@@ -475,7 +413,7 @@ static void rules(int defect) {
     r.product = product.p;
     r.sums = sums.p;
     r.counter = counter.p;
-    launch(rules_kernel, 1, 128, 2 * 8192 + 1024, NULL, r, defect);
+    launch(rules_kernel, 1, defect == wrong_block_ ? 160 : 128, 2 * 8192 + 1024, NULL, r, defect);
     std::vector<bf16> copied = out.host();
     std::vector<float> got = product.host();
     for (size_t i = 0; i < 64; i++)
@@ -490,29 +428,6 @@ static void rules(int defect) {
     CHECK(counter.host()[0] == 1, "the counter");
 }
 
-// ---- bulk copies without a tensor map
-
-enum { BULK_FLOATS = 64 };
-enum BulkDefect { BULK, BULK_MISALIGNED, BULK_PAST_SHARED, BULK_PAST_ALLOCATION, BULK_SOURCE_REUSED };
-
-KERNEL void bulk_kernel(float *to, const float *from, int defect) {
-    DYNAMIC_SHARED(float, tile);
-    for (int i = 0; i < BULK_FLOATS; i++) store_shared(&tile[i], from[i]);
-    fence_proxy_async();
-    const unsigned bytes = BULK_FLOATS * sizeof(float) - (defect == BULK_MISALIGNED ? 4 : 0);
-    bulk_store(defect == BULK_PAST_ALLOCATION ? to + 8 : to, defect == BULK_PAST_SHARED ? tile + 8 : tile, bytes);
-    bulk_commit();
-    if (defect == BULK_SOURCE_REUSED) store_shared(tile, 3.0f);
-    bulk_wait<0>();
-}
-
-static void bulk_copies(int defect) {
-    std::vector<float> x(BULK_FLOATS);
-    for (size_t i = 0; i < x.size(); i++) x[i] = (float)i;
-    Device<float> from(x), to(x.size());
-    launch(bulk_kernel, 1, dim3(1), BULK_FLOATS * sizeof(float), NULL, to.p, from.p, defect);
-    CHECK(to.host() == x, "other numbers");
-}
 // ---- defects between blocks: sum (64) += x of each block, in the order of the blocks
 
 enum { ORDERED_BLOCKS = 8 };
@@ -524,9 +439,7 @@ enum OrderedDefect {
     READ_WAIT_ONLY,
     // From here on, a block ends when it has added its numbers, so few blocks run at a time.
     LAUNCH_ORDER,
-    TICKETS,
-    TICKETS_NO_WAIT,
-    TICKETS_READ_WAIT_ONLY
+    TICKETS
 };
 
 KERNEL void ordered_kernel(float *sum, unsigned *turn, unsigned *ticket, const float *x, int defect) {
@@ -543,10 +456,10 @@ KERNEL void ordered_kernel(float *sum, unsigned *turn, unsigned *ticket, const f
     fence_proxy_async();
     __syncthreads();
     if (threadIdx.x != 0) return;
-    if (defect != NO_WAIT_FOR_COUNTER && defect != TICKETS_NO_WAIT) wait_for_counter(turn, block);
+    if (defect != NO_WAIT_FOR_COUNTER) wait_for_counter(turn, block);
     bulk_reduce_add(sum, tile, 256);
     bulk_commit();
-    if (defect == READ_WAIT_ONLY || defect == TICKETS_READ_WAIT_ONLY) bulk_wait_read<0>();
+    if (defect == READ_WAIT_ONLY) bulk_wait_read<0>();
     else bulk_wait<0>();
     if (defect != NO_ADVANCE) add_to_counter(turn, 1);
     if (defect < LAUNCH_ORDER) wait_for_counter(turn, gridDim.x);    // all blocks have to be resident
@@ -724,23 +637,12 @@ int main(int argc, char **argv) {
     // clang-format off
     static const PlantedDefect ALL_CASES[] = {
         PIPELINE_DEFECTS(X) RULE_DEFECTS(X)
-        // B is two swizzle patterns wide.
-        {"wrong_leading_offset", [](bool defect) { wgmma_alone<MN_MAJOR, 16>(SWIZZLE_128, defect ? 1024 : 0); }},
-        {"wrong_leading_offset_without_swizzle",
-         [](bool defect) { wgmma_alone<K_MAJOR, 8>(SWIZZLE_NONE, defect ? 16 : 0); }},
-        {"wrong_block", [](bool defect) { wgmma_alone<K_MAJOR, 8>(SWIZZLE_128, 0, defect ? 160 : 128); }},
-        {"bulk_misaligned", [](bool defect) { bulk_copies(defect ? BULK_MISALIGNED : BULK); }},
-        {"bulk_past_shared", [](bool defect) { bulk_copies(defect ? BULK_PAST_SHARED : BULK); }},
-        {"bulk_past_allocation", [](bool defect) { bulk_copies(defect ? BULK_PAST_ALLOCATION : BULK); }},
-        {"bulk_source_reused", [](bool defect) { bulk_copies(defect ? BULK_SOURCE_REUSED : BULK); }},
         {"missing_counter_wait", [](bool defect) { ordered(defect ? NO_WAIT_FOR_COUNTER : ORDERED); }},
         {"counter_not_advanced", [](bool defect) { ordered(defect ? NO_ADVANCE : ORDERED); }},
         {"counter_before_writes", [](bool defect) { ordered(defect ? READ_WAIT_ONLY : ORDERED); }},
         {"waits_for_a_block_not_resident", waits_for_a_block_not_resident},
         // The order of launch is not guaranteed, unlike that of tickets.
         {"order_of_launch", [](bool defect) { ordered(defect ? LAUNCH_ORDER : TICKETS); }},
-        {"tickets_without_wait", [](bool defect) { ordered(defect ? TICKETS_NO_WAIT : TICKETS); }},
-        {"tickets_before_writes", [](bool defect) { ordered(defect ? TICKETS_READ_WAIT_ONLY : TICKETS); }},
         {"last_turn_before_writes", last_turn_before_writes},
         {"turn_passed_on_before_store", [](bool defect) { relay(false, defect); }},
         {"turn_passed_on_before_addition", [](bool defect) { relay(true, defect); }},
