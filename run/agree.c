@@ -100,6 +100,23 @@ void check_same_on_all_ranks(const Run *run) {
     cJSON_Delete(first);
 }
 
+void check_same_start(const Run *run) {
+    const TrainOptions *o = &run->o;
+    int64_t resumes = process_max_int(o->resume), resumed = process_max_int(run->resumed);
+    if (resumes != o->resume)
+        fail(EXIT_USAGE, "rank %d has no --resume, but another rank has it. All ranks need the same flags.",
+             process.rank);
+    if (resumed != run->resumed)
+        fail(EXIT_PEER, "rank %d finds no run in %s, but another rank does. All machines need the same --out folder.",
+             process.rank, o->out);
+    int64_t newest = process_max_int(run->step), oldest = -process_max_int(-run->step);
+    if (newest != oldest)
+        fail(EXIT_PEER,
+             "--resume: some ranks find step %lld in %s, others step %lld. All machines need the same --out folder.\n"
+             "  If they share it, a cache may be out of date: try again in a minute.",
+             (long long)newest, o->out, (long long)oldest);
+}
+
 // ---- before a save
 
 enum { NAMED = 8 };    // the most ranks that a message names

@@ -7,6 +7,30 @@
 // settle.c: checks the flags, the run folder and the data, and fills in the run. Writes nothing.
 void settle(Run *run);
 
+// resume.c: takes over the arguments, shape and state of --resume's run, and finds its newest checkpoint. Returns false
+// if it has none.
+bool settle_resumed(Run *run, char *folder, size_t size);
+
+// Does --resume continue an existing run with its flags, be it from a checkpoint or from the beginning?
+bool is_kept(const Run *run);
+
+// A run never changes its tokens per step, so its tokens and data position follow from its step: ends the program if
+// those of state.json do not.
+void check_position(const Run *run);
+
+// resume.c: takes over the arguments, shape and state of the run to resume, and finds its newest checkpoint. Returns
+// false if it has none.
+void settle_model(Run *run, char *folder, size_t size);
+
+// Checks that the tokenizer's ids fit into the model's vocabulary.
+void settle_tokenizer(Run *run, const char *weights);
+
+// settle_data.c: checks the sequence lengths, and divides a step's tokens among ranks and micro-batches.
+void settle_batches(Run *run);
+
+// Opens the data, and checks that all of it and the model, in the folder `weights` or "", have the same tokenizer.
+void settle_data(Run *run, const char *weights);
+
 // The schedule of these flags, whose warmup restarted at step `rewarm`.
 Schedule schedule_of(const TrainOptions *o, int64_t rewarm);
 
@@ -17,6 +41,9 @@ uint64_t validation_windows(const Run *run);
 // under the same paths, for example. Their sums would be meaningless, or they would wait for each other forever.
 // Collective.
 void check_same_on_all_ranks(const Run *run);
+
+// Ends the program if ranks would start at different steps. Collective.
+void check_same_start(const Run *run);
 
 // lr_scale.c: prints the groups of --lr-scale, a line each.
 void print_lr_scale(const Run *run);
