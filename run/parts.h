@@ -18,8 +18,8 @@ bool is_kept(const Run *run);
 // those of state.json do not.
 void check_position(const Run *run);
 
-// settle_model.c: determines the model's shape from the resumed run, --init-from or --model. Sets `folder` to the folder
-// of its weights, or "".
+// settle_model.c: determines the shape from the resumed run, --init-from or --model. Sets `folder` to the folder of its
+// weights, or "".
 void settle_model(Run *run, char *folder, size_t size);
 
 // Checks that the tokenizer's ids fit into the model's vocabulary.
