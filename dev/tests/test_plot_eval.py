@@ -164,6 +164,12 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(charts, "svg", lambda panel, identity: "")
 
 
+@pytest.fixture
+def empty_figures(monkeypatch):
+    """For tests of files: figures without panels, which are drawn at once."""
+    monkeypatch.setattr(charts, "figure", lambda _: plot.pyplot().figure())
+
+
 # ---------------------------------------------------------------- loss and positions
 
 def test_losses_by_length(tmp_path):
@@ -176,9 +182,7 @@ def test_losses_by_length(tmp_path):
                                                 for part in (rows[3:], rows[:3])]
         assert axes.get_xscale() == "log" and "trained at 64" in texts(axes)
         assert [list(line.get_xdata()) for line in axes.lines if line not in drawn] == [[L, L]]
-        assert [text.get_text() for text in axes.get_xticklabels()] == ["16", "64", "256"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ssmax (untrained)", "softmax"]
-    assert figure.legends[0].get_title().get_text() == "a"
 
 
 def test_a_loss_that_is_not_finite_is_marked(tmp_path):
@@ -212,15 +216,12 @@ def test_losses_by_position(tmp_path):
     assert [x for x, _ in map(xy, drawn)] == [list(range(1, 257))] * 2
     assert [line.get_ydata() for line in drawn] == [pytest.approx(tasks.smooth(y), nan_ok=True)
                                                     for y in (raw, rows[2]["loss_by_position"])]
-    shorter = lines_of(panel(figure, "Loss by position, sequences of 8"), 8)
-    assert (shorter[0].get_ydata() == pytest.approx(rows[1]["loss_by_position"])
-            and shorter[0].get_alpha() < 0.3), "behind a single curve, the raw numbers"
-    assert shorter[1].get_ydata() == pytest.approx(tasks.smooth(rows[1]["loss_by_position"]))
-    assert "trained at 64" in texts(longest)
-    assert "trained at 64" not in texts(panel(figure, "Loss by position, sequences of 8"))
+    raw, smooth = lines_of(panel(figure, "Loss by position, sequences of 8"), 8)
+    assert raw.get_ydata() == pytest.approx(rows[1]["loss_by_position"])
+    assert smooth.get_ydata() == pytest.approx(tasks.smooth(rows[1]["loss_by_position"]))
 
 
-def test_differences_to_a_baseline(tmp_path):
+def test_differences_to_a_baseline(tmp_path, empty_figures):
     """Of losses by position and by length, at the lengths that both have."""
     folders = [tmp_path / "a", tmp_path / "b"]
     write(folders[0], "positions", position_rows(256) + position_rows(32))
@@ -236,8 +237,7 @@ def test_differences_to_a_baseline(tmp_path):
     assert title == "ssmax: difference to softmax, perplexity as a ratio"
     assert [row["loss"] for row in series[0].rows] == pytest.approx([-0.25] * 3)
     assert [row["perplexity"] for row in series[0].rows] == pytest.approx([math.exp(-0.25)] * 3)
-    plot_eval.write(folders, tmp_path / "out.png", folders[0])
-    assert (tmp_path / "out.png").stat().st_size > 1000
+    assert plot_eval.write(folders, tmp_path / "out.png", folders[0]) == [tmp_path / "out.png"]
 
 
 def test_other_series_of_the_baselines_folder_are_kept(tmp_path):
@@ -268,11 +268,9 @@ def test_needles_found(tmp_path):
     figure = figure_of(write(tmp_path, "needle", rows[::-1]), "needle")
     axes = panel(figure, "softmax")
     assert np.array_equal(axes.images[0].get_array(), [[0, 25], [25, 50]]) and axes.images[0].get_clim() == (0, 100)
-    assert ([(*text.get_position(), text.get_text()) for text in axes.texts[:4]]
-            == [(0, 0, "0"), (1, 0, "25"), (0, 1, "25"), (1, 1, "50")])
+    assert texts(axes) == ["0", "25", "25", "50", "trained at 64"]
     assert ([text.get_text() for text in axes.get_xticklabels()] == ["64", "128"]
             and [text.get_text() for text in axes.get_yticklabels()] == ["10%", "50%"])
-    assert texts(axes)[4] == "trained at 64" and {line.get_xdata()[0] for line in axes.lines} == {0.5}
     assert panel(figure, "ssmax (untrained)")
 
 
@@ -283,7 +281,6 @@ def test_needles_at_random_depths_and_missing_cells(tmp_path):
     figure = figure_of(write(tmp_path, "needle", rows), "needle")
     right = figure.axes[0].images[0].get_array()
     assert right[0, 1] == 100 and not np.isfinite(right.filled(np.nan)[0, 0])
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["random"]
     figure.draw_without_rendering()
 
 
@@ -297,14 +294,10 @@ def test_heads_ranked_by_needle_score(tmp_path):
     assert [score for score, *_ in tasks.ranked_heads(many)] == [rank / 40 for rank in range(39, 14, -1)]
 
 
-def test_trials_ranked_and_colored(tmp_path):
+def test_trials_ranked(tmp_path):
     axes = panel(figure_of(write(tmp_path, "needle", needle_rows()), "needle-trials"), "a, softmax, context 64")
-    drawn = {line.get_label().partition(":")[0]: (xy(line), line.get_color()) for line in axes.lines}
-    assert ({verdict: points for verdict, (points, _) in drawn.items()}
-            == {"right": ([1, 2], [0.9, 0.7]), "first digit right": ([3], [0.5]), "wrong": ([4], [0.2])})
-    assert len({color for _, color in drawn.values()}) == 3
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["right: 2", "first digit right: 1", "wrong: 1"]
+    drawn = {line.get_label(): xy(line) for line in axes.lines}
+    assert drawn == {"right: 2": ([1, 2], [0.9, 0.7]), "first digit right: 1": ([3], [0.5]), "wrong: 1": ([4], [0.2])}
 
 
 # ---------------------------------------------------------------- attention
@@ -340,7 +333,6 @@ def test_entropy_and_log_z_by_n_and_weight_by_distance(attention_figure):
     assert line.get_ydata()[1:] == pytest.approx([4.5 + b for b in range(1, 5)])
     distance = panel(figure, "Weight by distance")
     assert distance.lines[0].get_ydata() == pytest.approx([0.25] * 4), "a distance is at most 15: four ranges"
-    assert [text.get_text() for text in distance.get_xticklabels()] == ["0–1", "2", "4", "8"]
 
 
 def test_sums_and_perplexities_of_the_prompts(attention_figure, tmp_path):
@@ -352,8 +344,8 @@ def test_sums_and_perplexities_of_the_prompts(attention_figure, tmp_path):
     assert not [panel for panel in picture.panels if "perplexity" in panel.title]
 
 
-@pytest.mark.parametrize("task", plot_eval.DRAW)
-def test_eval_json_lists_the_pictures_beside_it(task, tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", ["needle", "attention"])
+def test_eval_json_lists_the_pictures_beside_it(task, tmp_path, empty_figures):
     """The next eval_gpt2 removes what is listed. The rest of the file stays as it is."""
     folder = folder_of(task, tmp_path / "a")
     text = (folder / "eval.json").read_text().replace('"files": []', '"files":\t["map-0.npy"]')
@@ -366,15 +358,12 @@ def test_eval_json_lists_the_pictures_beside_it(task, tmp_path, monkeypatch):
         files = json.loads(after)["files"]
         assert files[0] == "map-0.npy" and sorted(files[1:]) == drawn and drawn
         assert after.replace(json.dumps(files), '["map-0.npy"]') == text
-        monkeypatch.setattr(charts, "figure", lambda _: plot.pyplot().figure())     # the next ones are empty
     call("plot_eval.py", folder, "--out", tmp_path / "b.png")
     assert (folder / "eval.json").read_text() == after
 
 
-@pytest.mark.parametrize("T, layers, heads", [(2, 1, 2), (9, 3, 1)])
-def test_small_models_and_short_prompts(tmp_path, T, layers, heads):
-    folder = attention_folder(tmp_path, T, layers, heads, prompts=1, spearman=False)
-    for figure in figures(folder):
+def test_a_small_model_and_a_short_prompt(tmp_path):
+    for figure in figures(attention_folder(tmp_path, 2, 1, 1, prompts=1, spearman=False)):
         figure.draw_without_rendering()
 
 
@@ -451,8 +440,7 @@ def test_maps_that_are_missing_or_of_another_file(tmp_path):
     assert "does not belong" in call("plot_eval.py", folder).stderr
     (folder / "map-softmax.npy").write_bytes(b"\x93NUMPY")
     result = call("plot_eval.py", folder)
-    assert (result.returncode == 3 and "map-softmax.npy: expected an array" in result.stderr
-            and "Traceback" not in result.stderr)
+    assert result.returncode == 3 and "map-softmax.npy: expected an array" in result.stderr
 
 
 # ---------------------------------------------------------------- scores and choice
@@ -474,7 +462,7 @@ def test_pn_and_its_fit(tmp_path):
     figure = figure_of(write(tmp_path, "scores", [row], [("a", "ssmax-pn")]), "scores")
     points, fit = panel(figure, "p_n").lines
     assert list(points.get_ydata()) == row["attn_pn"] and fit.get_ydata()[-1] == pytest.approx(row["attn_pn"][-1])
-    assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_xlabel() and panel(figure, "p_n").get_legend() is None
+    assert "a1 = 0.25, a2 = 0.5" in panel(figure, "p_n").get_xlabel()
 
 
 def test_a_normalizer_without_scalars_has_no_picture(tmp_path):
@@ -529,11 +517,9 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert labels_with(ntk, none, none) == [*folders, "e2"], "they do not tell all apart"
 
 
-def test_several_folders_in_one_picture(tmp_path):
+def test_several_folders_in_one_picture(tmp_path, empty_figures):
     folders = [write(tmp_path / name, "needle", [row | {"model": name} for row in needle_rows()], [(name, "softmax")])
                for name in "ab"]
-    refused = call("plot_eval.py", *folders)
-    assert refused.returncode == 2 and "--out FILE" in refused.stderr
     result = call("plot_eval.py", *folders, "--out", tmp_path / "both.png")
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [str(tmp_path / name) for name in ("both.png", "both-heads.png", "both-trials.png")]
@@ -564,10 +550,9 @@ def test_broken_files_are_named(name, tmp_path):
     folder = write(tmp_path, "loss", loss_rows())
     text, said = broken(json.loads((folder / "eval.json").read_text()))[name]
     (folder / "eval.json").write_text(text)
-    for script in "plot_eval.py", "report.py":
-        result = call(script, folder, "--out", tmp_path / "x.png")
-        assert result.returncode == 3 and said in result.stderr and "eval.json" in result.stderr
-        assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+    result = call("report.py", folder, "--out", tmp_path / "x.html")
+    assert result.returncode == 3 and said in result.stderr and "eval.json" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
 
 
 def test_folders_without_results_and_different_tasks(tmp_path):
@@ -575,7 +560,7 @@ def test_folders_without_results_and_different_tasks(tmp_path):
     for script, said in (("plot_eval.py", "eval.json: No such file"),
                          ("report.py", "neither a run (run.json, metrics.jsonl) nor an evaluation (eval.json)")):
         result = call(script, tmp_path / "empty", *(["--out", tmp_path / "x.html"] if script == "report.py" else []))
-        assert result.returncode == 3 and said in result.stderr and "Traceback" not in result.stderr
+        assert result.returncode == 3 and said in result.stderr
     result = call("plot_eval.py", folder_of("loss", tmp_path / "a"), folder_of("needle", tmp_path / "b"),
                      "--out", tmp_path / "x.png")
     assert result.returncode == 3 and "has the task needle, but" in result.stderr and not (tmp_path / "x.png").exists()
@@ -684,8 +669,6 @@ def test_the_report_has_everything(whole_report):
     assert names == ["runs", "training", "learned-scalars-in-training", "loss-by-length", "loss-by-position",
                      "needle-in-a-haystack", "attention", "learned-scalars", "multiple-choice"]
     assert re.findall(r'<a href="#([^"]+)">', whole_report) == names and "<h1>Two &lt;runs&gt;</h1>" in whole_report
-    assert ("prefers-color-scheme: dark" in whole_report and "@media print" in whole_report
-            and 'name="viewport"' in whole_report)
 
 
 def test_the_reports_tables(whole_report):
@@ -719,8 +702,6 @@ def test_the_best_of_losses_is_the_least_and_of_needles_the_largest(tmp_path, un
              for row in rows]
     text = report.report([str(write(tmp_path / "l", "loss", losses)), str(write(tmp_path / "n", "needle", found))], "t")
     assert best_cells(text, "<h3>Loss, nats per token</h3>") == ["2.5000", "2.6250", "2.7500"]
-    beyond = re.findall("<td class='[^']*beyond'>(.*?)</td>", text)
-    assert beyond[:2] == ["3.2500", "2.7500"], "the first length above L"
     assert best_cells(text, "<h3>Perplexity</h3>") == [f"{math.exp(x):.5g}" for x in (2.5, 2.625, 2.75)]
     assert best_cells(text, "Needles found, mean over depths") == ["75.0%", "75.0%"]
 
@@ -733,13 +714,11 @@ def test_the_flags_of_evaluations(tmp_path, undrawn):
     text = report.report(folders, "t")
     assert rows_of(text, "Flags that differ") == [["", "plain", "ntk"], ["--rope-scaling", "–", "ntk"]]
     others = {row[0]: row[1:] for row in rows_of(text, "<summary>All other flags</summary>")[1:]}
-    assert others["--seed"] == ["7", "7"] and others["--out"] == ["plain", "ntk"]
-    assert others["--rope-theta"] == ["–", "–"] and "--rope-scaling" not in others
+    assert others["--seed"] == ["7", "7"] and others["--rope-theta"] == ["–", "–"]
+    assert "--rope-scaling" not in others
     head, *rows = rows_of(text, "Needles found, mean over depths")
     assert head[:3] == ["", "trained at", "needles per length"]
     assert [row[:3] for row in rows] == [["without --rope-scaling", "64", "4"], ["--rope-scaling ntk", "64", "4"]]
-    text = report.report(folders[:1], "t")
-    assert "Flags that differ" not in text and ["--seed", "7"] in rows_of(text, "<summary>Flags</summary>")
 
 
 def grid_run(root, attn, seed, key, switch=None, **flags):
@@ -760,15 +739,9 @@ def grid_eval(run, name, task, rows, attn, **flags):
     return folder
 
 
-def swatches(text, heading):
-    """{label: swatch} of the legend below a heading."""
-    return {label: swatch for swatch, label in
-            re.findall(r"<li>(<svg.*?</svg>)(.*?)</li>", text[text.index(heading):].partition("</ul>")[0])}
-
-
 def test_a_report_of_a_grids_runs(tmp_path, undrawn):
-    """Rows have the names that a person would give, a switched run's says so; a model has one color under all flags of
-    evaluations. Other folders and files among them are left out."""
+    """Rows have the names that a person would give, a switched run's says so. Other folders and files among them are
+    left out."""
     runs = [grid_run(tmp_path, "softmax", 1, "a"), grid_run(tmp_path, "ssmax", 2, "b"),
             grid_run(tmp_path, "softmax", 1, "c", "ssmax"), grid_run(tmp_path, "lssa", 1, "d"),
             grid_run(tmp_path, "lssa", 1, "e", lr=1e-3)]
@@ -780,49 +753,43 @@ def test_a_report_of_a_grids_runs(tmp_path, undrawn):
              "lssa, seed 1, --lr 0.001"]
     (tmp_path / "no evaluation yet").mkdir()
     (tmp_path / "ssmax-s2.log").write_text("")
-    for words in [run / "eval" for run in runs], sorted(tmp_path.iterdir()):
-        result = call("report.py", *words, "--out", tmp_path / "page.html")
-        text = (tmp_path / "page.html").read_text()
-        found = swatches(text, "Loss by position</h2>")
-        assert result.returncode == 0 and set(found) == {f"{name}, {how}" for name in names for how in
-                                                         ("without --rope-theta", "--rope-theta 50000.0")}
-    assert "no evaluation yet: neither" in result.stderr and "log" not in result.stderr
+    result = call("report.py", *sorted(tmp_path.iterdir()), "--out", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert result.returncode == 0 and "no evaluation yet: neither" in result.stderr and "log" not in result.stderr
     assert sorted(row[0] for row in rows_of(text, ">Runs</h2>")[1:]) == sorted(names)
-    found |= swatches(text, ">Training</h2>")
-    colors = [{re.search('stroke="(#.*?)"', swatch)[1] for label, swatch in found.items()
-               if re.fullmatch(f"{name}(, without --rope-theta|, --rope-theta .*)?", label)} for name in names]
-    assert all(len(each) == 1 for each in colors) and len(set.union(*colors)) == len(names)
+    positions = text[text.index("Loss by position</h2>"):]
+    assert all(f">{name}, {how}</li>" in positions for name in names
+               for how in ("without --rope-theta", "--rope-theta 50000.0"))
 
 
 def test_losses_over_seeds(tmp_path, undrawn):
     """Means with error bars and bands, of runs that differ only in their seeds."""
-    found = {"loss": [], "positions": []}
+    losses, positions = [], []
     for key, (attn, seed, start) in zip("abcde", [("softmax", 1, 3.0), ("softmax", 2, 3.2), ("softmax", 3, 3.1),
                                                   ("ssmax", 1, 2.9), ("ssmax", 2, 2.9)]):
         run = grid_run(tmp_path, attn, seed, key)
-        rows = {"loss": loss_rows(attn=attn, start=start),
-                "positions": [row | {"loss_by_position": [start] * 100} for row in position_rows(attn=attn)]}
-        for task in found:
-            found[task].append(grid_eval(run, task, task, rows[task], attn))
-    for task, name in ("loss", "lengths"), ("positions", "positions"):
-        series, title = plot_eval.means(plot_eval.read(found[task])[0])
+        losses.append(grid_eval(run, "loss", "loss", loss_rows(attn=attn, start=start), attn))
+        rows = [row | {"loss_by_position": [start] * 100} for row in position_rows(attn=attn)]
+        positions.append(grid_eval(run, "positions", "positions", rows, attn))
+
+    def drawn(folders, draw):
+        series, title = plot_eval.means(plot_eval.read(folders)[0])
         assert [s.label for s in series] == ["softmax, 3 seeds", "ssmax, 2 seeds"] and "over seeds" in title
-        axes = charts.figure(plot_eval.DRAW[task](series, title)[0]).axes[0]
-        assert max(lines_of(axes, len(series[0].rows) if task == "loss" else 100)[0].get_ydata()) == pytest.approx(
-            3.35 if task == "loss" else 3.1)
-        if task == "loss":
-            ends = axes.containers[0].lines[2][0].get_segments()[0]
-            assert list(ends[:, 0]) == [16, 16] and list(ends[:, 1]) == pytest.approx([3.0, 3.2])
-            drawn = {float(bars.lines[2][0].get_transform().transform((16, 3))[0]) for bars in axes.containers}
-            assert len(drawn) == len(series), "bars beside each other"
-        else:
-            assert axes.collections[0].get_paths()[0].get_extents().height == pytest.approx(0.2)
-    text = report.report([str(folder) for folder in found["loss"]], "t")
+        return charts.figure(draw(series, title)[0]).axes[0]
+
+    axes = drawn(losses, tasks.loss)
+    ends = axes.containers[0].lines[2][0].get_segments()[0]
+    assert list(ends[:, 0]) == [16, 16] and list(ends[:, 1]) == pytest.approx([3.0, 3.2])
+    assert max(lines_of(axes, 3)[0].get_ydata()) == pytest.approx(3.35)
+    axes = drawn(positions, tasks.positions)
+    assert max(lines_of(axes, 100)[0].get_ydata()) == pytest.approx(3.1)
+    assert axes.collections[0].get_paths()[0].get_extents().height == pytest.approx(0.2)
+    text = report.report([str(folder) for folder in losses], "t")
     head, *rows = rows_of(text, "standard deviation over seeds</h3>")
     assert rows[0][:4] == ["softmax, 3 seeds", "64", "3", "3.1000 ± 0.1000"] and rows[1][3] == "2.9000 ± 0.0000"
-    text = report.report([str(folder.parents[1]) for folder in found["loss"]], "t")
+    text = report.report([str(folder.parents[1]) for folder in losses], "t")
     assert all(f"{label}: validation" in text for label in ("softmax, 3 seeds", "ssmax, 2 seeds"))
-    result = call("plot_eval.py", *found["loss"][:1], "--seeds", "--out", tmp_path / "x.png")
+    result = call("plot_eval.py", losses[0], "--seeds", "--out", tmp_path / "x.png")
     assert result.returncode == 3 and "differ only in --seed" in result.stderr
 
 
@@ -837,8 +804,7 @@ def test_a_run_without_a_step_is_reported(tmp_path, undrawn, metrics):
     assert dict(zip(head, row))["steps"] == "no step yet" and len(row) == len(head)
     assert row[:3] == ["b", "softmax, then ssmax at step 20", "15M"]
     assert rows_of(text, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
-    legend = re.search(r'<ul class="legend">.*?</ul>', text, re.S)[0]
-    assert 'id="training"' in text and re.findall(r"([^>]+)</li>", legend) == ["a"]
+    assert 'id="training"' in text
     alone = report.report([str(empty)], "t")
     assert "no step yet" in alone and "--lr" in alone and 'id="training"' not in alone
 
@@ -857,16 +823,14 @@ def test_where_the_report_goes(tmp_path, monkeypatch, undrawn):
         assert result.returncode == 2 and f"--out {out}: {said}" in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("script, name", [("report.py", "a.html"), ("plot_eval.py", "a.png"),
-                                          ("plot_eval.py", "a.html")])
-def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch, undrawn, script, name):
+@pytest.mark.parametrize("script, name", [("report.py", "a.html"), ("plot_eval.py", "a.png")])
+def test_a_full_disk_leaves_the_earlier_file(tmp_path, undrawn, script, name):
     """The disk is simulated by a limit on the size of files."""
-    folder, out = folder_of("loss" if name == "a.png" else "attention", tmp_path / "eval"), tmp_path / "out" / name
+    folder, out = folder_of("loss", tmp_path / "eval"), tmp_path / "out" / name
     out.parent.mkdir()
     out.write_text("earlier")
-    monkeypatch.setitem(plot_eval.DRAW, "attention", lambda *_: [])
     with limited(resource.RLIMIT_FSIZE, 1000):
-        result = call(script, folder, "--out", out.with_suffix(".png" if script == "plot_eval.py" else ".html"))
+        result = call(script, folder, "--out", out)
     assert result.returncode == 3 and f"{script}: {out}: it could not be written (File too large)" in result.stderr
     assert "pass another --out" in result.stderr
     assert [path.name for path in out.parent.iterdir()] == [name] and out.read_text() == "earlier"
@@ -914,9 +878,7 @@ def test_the_locale_does_not_matter(tmp_path):
     posix = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     printed = in_locale("report.py", *folders, "--title", "→", "--out", tmp_path / "é.html", **posix)
     assert printed == f"{tmp_path}/é.html\n".encode() and (tmp_path / "é.html").read_text("utf-8") == expected
-    assert in_locale("plot.py", folders[0], **posix).endswith(b"/loss.png\n")
     follow = ["follow.py", folders[0], "--tensorboard", "--once"]
-    assert name.encode() in in_locale(*follow, **posix)
     assert name.encode("ascii", "backslashreplace") in in_locale(*follow, PYTHONIOENCODING="ascii")
 
 
@@ -927,7 +889,7 @@ def test_names_that_are_not_utf8(tmp_path, undrawn):
     except OSError:
         pytest.skip("this file system has no such names")
     folder = write(tmp_path / "eval" / raw, "loss", loss_rows())
-    for words in [], ["--seeds"], ["--scalars"], ["--tensorboard", tmp_path / "events"]:
+    for words in [], ["--tensorboard", tmp_path / "events"]:
         assert call("plot.py", run_folder, *words).returncode == 0
     assert (tmp_path / "events" / raw).is_dir() and (run_folder / "loss.png").exists()
     assert call("report.py", run_folder, folder, "--title", raw, "--out", tmp_path / "r.html").returncode == 0
