@@ -1,7 +1,8 @@
 // logits FOLDER IDS [documents]: prints the logits of a checkpoint's model after each of the token ids "1,2,3", one
 // line per position, for comparison with other programs. Before that it compares the ways in which the trainer computes
 // them: in one pass, and with the key-value cache in several splits; and sequences decoded together with each one
-// alone, bit for bit. The exit status is 1 if they differ. documents: attention stops at document boundaries.
+// alone, bit for bit; and a sequence that goes back and repeats its last tokens. The exit status is 1 if they differ.
+// documents: attention stops at document boundaries, and the cache is laid out for a switch to the model's list.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -11,7 +12,7 @@
 #include "model/decode.h"
 #pragma GCC diagnostic pop
 
-enum { BESIDE = 5, MAX_IDS = 4096 };    // sequences decoded together; ids read
+enum { BESIDE = 5, BACK = 3, MAX_IDS = 4096 };    // sequences decoded together; tokens that are repeated; ids read
 
 static Model model;
 static Decoder decoder;
@@ -31,10 +32,17 @@ static size_t read_ids(int32_t *ids, const char *text, size_t vocab) {
 
 static void load(const char *folder, size_t T) {
     Error error;
+    const AttentionList own = model.config.attn, *const others[] = {&own};
+    char message[256];
     model.list = tensors_of(&model.config, NULL, 0);
     plan_parameters(&model, false, false);
     plan_activations(&model, model.config.layers, 1, T);
-    plan_decoder(&decoder, &model, &model.plan, BESIDE, T, 0);
+    if (model.doc_mask) attention_parse(&model.config.attn, "softmax+window=1", 0, message, sizeof message);
+    model.others = others;
+    model.other_count = model.doc_mask;
+    plan_decoder(&decoder, &model, &model.plan, BESIDE, T, BACK);
+    model.config.attn = own;
+    model.other_count = 0;
     memory_add(&model.plan, "logits", (void **)&full, FLOATS(T * model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&moved, FLOATS(T * model.config.vocab));
     memory_add(&model.plan, "logits", (void **)&cached, FLOATS(model.config.vocab));
@@ -103,6 +111,22 @@ static bool check_cache(const int32_t *ids, size_t T, size_t split, double most)
     return true;
 }
 
+// Feeds one token after another, and after each one the last few again.
+static bool check_back(const int32_t *ids, size_t T, double most) {
+    size_t V = model.config.vocab;
+    for (size_t t = 0; t < T && !model.doc_mask; t++) {
+        decode(&decoder, &(DecodeRow){ids[t], 0, t}, 1);
+        if (t < BACK) continue;
+        decode_span(&decoder, ids + t - BACK, BACK + 1, 0, t - BACK);
+        double apart = difference(decode_logits(&decoder, BACK, 1, 0), full + t * V, V);
+        if (apart <= most) continue;
+        fprintf(stderr, "position %zu: after going back, cache and one pass differ by %g of the largest logit\n", t,
+                apart);
+        return false;
+    }
+    return true;
+}
+
 // The last of several sequences, after others with different tokens, has the same bits as alone.
 static bool check_beside(const int32_t *ids, size_t T) {
     size_t V = model.config.vocab;
@@ -128,7 +152,7 @@ int main(int argc, char **argv) {
     one_pass(full, ids, T);
     double most = tolerance(ids, T);
     bool right = check_cache(ids, T, T, most) && check_cache(ids, T, (T + 1) / 2, most) &&
-                 check_cache(ids, T, 1, most) && check_beside(ids, T);
+                 check_cache(ids, T, 1, most) && check_beside(ids, T) && check_back(ids, T, most);
     for (size_t t = 0; t < T; t++)
         for (size_t v = 0; v < V; v++) printf("%.9g%c", full[t * V + v], v + 1 == V ? '\n' : ' ');
     return !right;
