@@ -773,11 +773,16 @@ static bool is_layer_key(const char *key) {
     return is_listed(key, stage_names, STAGE_COUNT) || is_listed(key, LAYER_KEYS, COUNT(LAYER_KEYS));
 }
 
-// The value as in --attn.
-static Value plain_value(const cJSON *item) {
-    Value value = value_of(item);
-    if (cJSON_IsString(item)) snprintf(value.text, sizeof value.text, "%s", item->valuestring);
-    return value;
+typedef struct {
+    char text[sizeof(Value) + 32];
+} Pair;
+
+// A key and its value as in the file, or that it is not there.
+static Pair pair_of(const char *key, const cJSON *item) {
+    Pair pair;
+    if (item) snprintf(pair.text, sizeof pair.text, "\"%s\": %s", key, value_of(item).text);
+    else snprintf(pair.text, sizeof pair.text, "no \"%s\"", key);
+    return pair;
 }
 
 // The keys of an object spell out a layer's attention for other readers. Here they must agree with the name; an object
@@ -797,8 +802,8 @@ static void read_layer(Reader *r, const cJSON *object, const char *name, const c
         bool may_lack = i < STAGE_COUNT || (!spelled && strcmp(key, "fixed") != 0);
         if (!says && (!means || may_lack)) continue;
         if (!says || !means || !cJSON_Compare(means, says, true))
-            reasons_add(&r->reasons, "%s \"%s\" means %s=%s, but the file says %s=%s", where, name, key,
-                        means ? plain_value(means).text : "none", key, says ? plain_value(says).text : "none");
+            reasons_add(&r->reasons, "%s: \"%s\" means %s, but the file has %s", where, name, pair_of(key, means).text,
+                        pair_of(key, says).text);
     }
     cJSON_Delete(expected);
 }
@@ -806,12 +811,14 @@ static void read_layer(Reader *r, const cJSON *object, const char *name, const c
 // "layers": an object for each layer.
 static void read_normalizer_layers(Reader *r, const cJSON *layers, const char *name) {
     const cJSON *object, *item;
-    size_t l = 0, count = cJSON_IsArray(layers) ? (size_t)cJSON_GetArraySize(layers) : 0;
-    if (count != r->config->layers) {
-        reasons_add(&r->reasons, "attention_normalizer.layers has %zu objects; expected one for each of %zu layers",
-                    count, r->config->layers);
-        return;
-    }
+    size_t l = 0, count = (size_t)cJSON_GetArraySize(layers);
+    if (!cJSON_IsArray(layers))
+        reasons_add(&r->reasons, "attention_normalizer.layers is %s; expected a list with an object for each layer",
+                    value_of(layers).text);
+    else if (count != r->config->layers)
+        reasons_add(&r->reasons, "attention_normalizer.layers has %zu object%s; expected one for each of %zu layers",
+                    count, count == 1 ? "" : "s", r->config->layers);
+    if (!cJSON_IsArray(layers) || count != r->config->layers) return;
     cJSON_ArrayForEach(object, layers) {
         char where[64];
         snprintf(where, sizeof where, "attention_normalizer.layers[%zu]", l);

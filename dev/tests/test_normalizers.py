@@ -223,9 +223,9 @@ def test_config_has_the_name_and_its_stages(data, tmp_path, block):
 
 
 CONTRADICTIONS = {
-    "another stage": (dict(post="negate"), "means post=none, but the file says post=negate"),
-    "a stage that is no text": (dict(norm=1), "means norm=l1, but the file says norm=1"),
-    "another name": (dict(name="softmax1"), "means scale=rsqrt-d, but the file says scale=logn"),
+    "another stage": (dict(post="negate"), 'means "post": "none", but the file has "post": "negate"'),
+    "a stage that is no text": (dict(norm=1), 'means "norm": "l1", but the file has "norm": 1'),
+    "another name": (dict(name="softmax1"), 'means "scale": "rsqrt-d", but the file has "scale": "logn"'),
     "an unknown name": (dict(name="ssmx"), "Did you mean ssmax?"),
     "no name": (dict(name=None), "has no \"name\""),
     "another block": (dict(block="mamba"), "expected \"gau\" or no such key"),
@@ -245,15 +245,19 @@ def test_a_config_that_contradicts_itself_is_rejected(data, runs, tmp_path, case
 
 
 LIST_CONTRADICTIONS = {
-    "layers[0] .* means window=7, but the file says window=6": lambda a: a["layers"][0].update(window=6),
-    "layers[0] .* means window=7, but the file says window=none": lambda a: a["layers"][0].pop("window"),
-    "layers[0] .* means fixed=true, but the file says fixed=none": lambda a: a["layers"][0].pop("fixed"),
-    "layers[1] .* means rope=none, but the file says rope=500": lambda a: a["layers"][1].update(rope=500),
-    "layers[1] .* means cap=2, but the file says cap=2.5": lambda a: a["layers"][1].update(cap=2.5),
-    "layers[1] .* means phi=exp, but the file says phi=relu": lambda a: a["layers"][1].update(phi="relu"),
+    'layers[0]: .* means "window": 7, but the file has "window": 6': lambda a: a["layers"][0].update(window=6),
+    'layers[0]: .* means "window": 7, but the file has "window": "7"': lambda a: a["layers"][0].update(window="7"),
+    'layers[0]: .* means "window": 7, but the file has no "window"': lambda a: a["layers"][0].pop("window"),
+    'layers[0]: .* means "fixed": true, but the file has no "fixed"': lambda a: a["layers"][0].pop("fixed"),
+    'layers[0]: .* means no "rope", but the file has "rope": "none"': lambda a: a["layers"][0].update(rope="none"),
+    'layers[1]: .* means "rope": "none", but the file has "rope": 500': lambda a: a["layers"][1].update(rope=500),
+    'layers[1]: .* means "rope": "none", but the file has no "rope"': lambda a: a["layers"][1].pop("rope"),
+    'layers[1]: .* means "cap": 2, but the file has "cap": 2.5': lambda a: a["layers"][1].update(cap=2.5),
+    'layers[1]: .* means "phi": "exp", but the file has "phi": "relu"': lambda a: a["layers"][1].update(phi="relu"),
     "layers[1].gate is 1: an unknown key": lambda a: a["layers"][1].update(gate=1),
     "layers[1] is 5; expected an object": lambda a: a["layers"].__setitem__(1, 5),
-    "layers has 1 objects; expected one for each of 2 layers": lambda a: a["layers"].pop(),
+    "layers has 1 object; expected one for each of 2 layers": lambda a: a["layers"].pop(),
+    "layers is 5; expected a list": lambda a: a.update(layers=5),
     'attention_normalizer.qk is "none"; where layers differ, it belongs into': lambda a: a.update(qk="none"),
     "attention_normalizer.window is 7; where layers differ": lambda a: (a.pop("layers"), a.update(window=7)),
 }
