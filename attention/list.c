@@ -86,10 +86,11 @@ bool attention_parse(AttentionList *out, const char *text, size_t layers, char *
             else snprintf(message, size, "%s", why);
             return false;
         }
-        if (layers && dealt + item.count > layers) item.count = layers - dealt;
+        if (dealt + item.count > layers) item.count = layers - dealt;
         if (!item.count) continue;
         if (out->count == ATTENTION_ITEMS) {
-            snprintf(message, size, "the list has more than %d entries; COUNT*NAME stands for equal neighbors",
+            snprintf(message, size,
+                     "the layers use more than %d entries of the list; COUNT*NAME stands for equal neighbors",
                      ATTENTION_ITEMS);
             return false;
         }
@@ -100,19 +101,21 @@ bool attention_parse(AttentionList *out, const char *text, size_t layers, char *
 }
 
 void attention_warn_of_unused(const char *flag, const char *text, size_t layers) {
-    AttentionList whole;
-    char message[1024], unused[256] = "";
-    size_t dealt = 0;
-    if (!attention_parse(&whole, text, 0, message, sizeof message)) return;
-    for (size_t i = 0; i < whole.count; i++) {
-        size_t count = whole.items[i].count, left = dealt < layers ? layers - dealt : 0, at = strlen(unused);
+    char words[ATTENTION_TEXT], message[1024], unused[256] = "";
+    size_t dealt = 0, at = 0;
+    snprintf(words, sizeof words, "%s", text);
+    for (char *rest = words, *word; (word = strsep(&rest, ","));) {
+        AttentionList one = {.count = 1};
+        char shortest[ATTENTION_TEXT];
+        if (!parse_item(&one.items[0], word, message, sizeof message)) return;
+        size_t count = one.items[0].count, left = dealt < layers ? layers - dealt : 0;
         dealt += count;
         if (count <= left) continue;
-        char text_of_item[ATTENTION_TEXT];
-        AttentionList one = {.items = {whole.items[i]}, .count = 1};
         one.items[0].count = count - left;
-        snprintf(unused + at, sizeof unused - at, "%s%s", at ? ", " : "",
-                 attention_shortest(&one, text_of_item, sizeof text_of_item));
+        attention_shortest(&one, shortest, sizeof shortest);
+        bool fits = at + strlen(shortest) + sizeof ", , ..." < sizeof unused;
+        at += (size_t)snprintf(unused + at, sizeof unused - at, "%s%s", at ? ", " : "", fits ? shortest : "...");
+        if (!fits) break;
     }
     if (unused[0])
         warn("%s %s: the model has %zu layer%s, so these entries are unused: %s.", flag, text, layers,

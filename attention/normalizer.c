@@ -464,7 +464,7 @@ static void print_values(void) {
 static void print_table(void) {
     printf(
         "--attn NAME, NAME+stage=value+..., or a list [COUNT*]NAME...,[COUNT*]NAME... that is dealt to the layers from the\n"
-        "first on, again and again; run --attn help:NAME+... to see one normalizer's formulas\n%s\n",
+        "first on, again and again, with at most 64 entries; run --attn help:NAME+... to see one normalizer's formulas\n%s\n",
         DEFINITIONS);
     print_presets();
     printf("\n");
@@ -485,6 +485,10 @@ static void print_one(const char *text) {
     Normalizer normalizer;
     char message[1024], name[NORMALIZER_TEXT], value[64], labels[STAGE_COUNT][LABEL_SIZE];
     int width = 0;
+    if (text[strcspn(text, ",*")])
+        fail(EXIT_USAGE,
+             "--attn help:%.400s: expected one normalizer, such as help:ssmax+norm=l1+1, found a list or a count.",
+             text);
     if (!normalizer_parse(&normalizer, text, message, sizeof message))
         fail(EXIT_USAGE, "--attn help:%.400s: %s.", text, message);
     for (size_t i = 0; i < STAGE_COUNT; i++) {

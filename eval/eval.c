@@ -408,12 +408,12 @@ static size_t p_keys(const Eval *e) {
 
 void eval_check(const Eval *e) {
     size_t L = e->config->seq_len;
-    const AttentionList *with_p = attention_has(&e->own, SCALAR_P) ? &e->own : &e->given;
+    const AttentionList *asks = attention_p_keys(&e->own, e->longest) > L ? &e->own : &e->given;
     if (p_keys(e) <= L || e->o.pn_extrapolate != PN_AS_LEARNED) return;
     fail(EXIT_USAGE,
          "%s: %s has p_n for n up to L = %zu, but this evaluation asks for %zu.\n"
          "  Use --pn-extrapolate log to extrapolate it by a fit, a1 ln(n) + a2.",
-         e->folder, with_p->text, L, p_keys(e));
+         e->folder, asks->text, L, p_keys(e));
 }
 
 // The shards may have been written with another file than the one beside them, so this is only a warning.

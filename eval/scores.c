@@ -53,14 +53,16 @@ void scores_report(Eval *e, const TensorList *list, const float *params) {
     for (size_t l = 0; any && l < e->config->layers; l++) {
         Scalars scalars = scalars_of(list, params, l, attn);
         cJSON *layer = cJSON_CreateObject();
+        bool own = false;
         printf("layer %2zu:", l);
         for (int x = 0; x < SCALAR_COUNT; x++) {
             if (!scalars.of[x] || scalar_reach[x] != EACH_LAYER) continue;
+            own = true;
             print_values(scalar_names[x], scalars.of[x], scalar_size(x, heads, L));
             add_values(layer, scalar_names[x], scalars.of[x], scalar_size(x, heads, L));
         }
         if (scalars.of[SCALAR_S]) add_fits(e, layer, &scalars);
-        printf("\n");
+        printf(own ? "\n" : "  none\n");
         cJSON_AddItemToArray(layers, layer);
     }
     if (any) printf("mean over heads (minimum to maximum)\n");

@@ -241,8 +241,6 @@ static const char *const HARMLESS[] = {
 
 #define LENGTH "max_position_embeddings"
 
-enum { MAX_LAYERS = 2048 };
-
 // Integers. All but LENGTH must be there.
 static const struct {
     const char *key;

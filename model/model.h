@@ -23,7 +23,7 @@ extern "C" {
 #define MIN_SOFTCAP 0.1    // no token can be more than e^0.2 times as likely as another: less leaves nothing to learn
 #define MAX_SOFTCAP 1e6
 
-enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 1 << 20 };
+enum { MAX_SEQ_LEN = 1 << 20, MAX_VOCAB = 1 << 20, MAX_LAYERS = 2048 };
 
 // A layer is either rmsnorm, attention with RoPE, rmsnorm and SwiGLU, or rmsnorm and a gated attention unit. Two gated
 // units replace one Llama layer.

@@ -9,8 +9,10 @@ static void check_normalizer(const Run *run, const AttentionList *attn, const ch
     size_t L = run->config->seq_len;
     if (!attention_fits(attn, L, message, sizeof message)) fail(EXIT_USAGE, "%s %s.", flag, message);
     if (attention_p_keys(attn, run->T) > L)
-        fail(EXIT_USAGE, "%s %s: p_n is learned for n up to L = %zu, but --seq-len is %zu. Reduce --seq-len.", flag,
-             attn->text, L, run->T);
+        fail(EXIT_USAGE,
+             "%s %s: p_n is learned for n up to L = %zu, but with --seq-len %zu queries see up to %zu keys.\n"
+             "  Reduce --seq-len, or add +window=%zu to the entries that have p_n.",
+             flag, attn->text, L, run->T, attention_p_keys(attn, run->T), L);
 }
 
 static void check_softcap(double c) {

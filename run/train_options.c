@@ -38,6 +38,14 @@ static const TrainOptions DEFAULTS = {
     .graphs = true,
 };
 
+static bool same_attention(const char *a, const char *b) {
+    AttentionList lists[2];
+    char message[1024];
+    return attention_parse(&lists[0], a, MAX_LAYERS, message, sizeof message) &&
+           attention_parse(&lists[1], b, MAX_LAYERS, message, sizeof message) &&
+           attention_equal(&lists[0], &lists[1], MAX_LAYERS);
+}
+
 void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     *o = DEFAULTS;
     // clang-format off
@@ -50,7 +58,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
         {"seed",        OPT_INT, &o->seed, 0, 9007199254740992.0, .arg = "N", .group = "Data", .help = "for initial weights, data order and samples"},
 
         {"model",       OPT_TEXT, &o->model, .arg = "NAME|SPEC", .group = "Model", .help = "15M, 124M, 162M, 350M, 760M, 1.3B, or layers=4,heads=4,channels=128,ffn=352,tied=1, or a name and keys; more keys: vocab=, kv_heads=, head_dim=, norm_eps=, qk_norm=1, bias=qkv, gate=channel|head, block=gau"},
-        {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = attn_help,
+        {"attn",        OPT_TEXT, &o->attn, .arg = "NAME", .group = "Model", .help = attn_help, .same = same_attention,
          .resume_hint = "To change the normalizer of this run, use --attn-switch STEP:NAME."},
         {"attn-switch", OPT_TEXT, &o->attn_switch, .arg = "STEP:NAME", .group = "Model", .help = "switch to another normalizer at this step", .on_resume = true},
         {"norm-length", OPT_INT, &o->norm_length, 0, 1 << 20, .arg = "N", .group = "Model", .help = "L in the normalizers' formulas; 0: the longest --seq-len, or the loaded model's L"},

@@ -677,7 +677,9 @@ static bool same_value(const Option *o, Value a, Value b) {
     case OPT_INT: return a.integer == b.integer;
     case OPT_FLOAT: return a.number == b.number;
     case OPT_TEXT_LIST:
-    case OPT_TEXT: return a.text && b.text ? strcmp(a.text, b.text) == 0 : a.text == b.text;
+    case OPT_TEXT:
+        if (!a.text || !b.text) return a.text == b.text;
+        return !strcmp(a.text, b.text) || (o->same && o->same(a.text, b.text));
     case OPT_SWITCH: return a.on == b.on;
     case OPT_CHOICE: return a.choice == b.choice;
     case OPT_INT_LIST:

@@ -53,8 +53,10 @@ typedef struct {
     bool on_resume;             // --resume may change this flag
     bool per_call;              // run.json never sets this flag: it says what this call's user trusts
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
-    bool given;                 // set by the parser if the flag is on the command line or in a --config file
-    char *owned;                // the memory of texts that are not on the command line
+    // Do two different texts mean the same? NULL: no
+    bool (*same)(const char *a, const char *b);
+    bool given;     // set by the parser if the flag is on the command line or in a --config file
+    char *owned;    // the memory of texts that are not on the command line
 } Option;
 
 // What --help prints around the flags.

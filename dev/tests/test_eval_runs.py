@@ -34,7 +34,8 @@ NAMES = ("attn_scale", "attn_bias", "attn_sink")
 
 @pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("grouped", "ssmax-bias"), ("llama", "ssmax-pn"),
                                          ("QK norms", "softmax-sink"), ("gau", "ssmax-bias"),
-                                         ("gau", "ssmax-pn+norm=l1+sink"), ("grouped", "ssmax,ssmax-pn+window=9")])
+                                         ("gau", "ssmax-pn+norm=l1+sink"), ("grouped", "ssmax,ssmax-pn+window=9"),
+                                         ("grouped", "softmax,ssmax")])
 def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
     """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's own fit, over the n that the
     layers with p_n have."""
@@ -56,6 +57,7 @@ def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
                  for name in NAMES if (key := f"model.layers.{l}.{block}.{name}") in tensors}
         assert layer.keys() - {"fits"} == there.keys() and ("fits" in layer) == ("attn_scale" in there)
         [line] = [line for line in output.splitlines() if line.startswith(f"layer {l:2d}:")]
+        assert there or line.endswith("  none")
         for name, values in there.items():
             assert np.array_equal(np.float32(layer[name]), np.float32(values))
             assert f"{name} {values.mean():.4f} ({values.min():.4f} to {values.max():.4f})" in line

@@ -44,6 +44,8 @@ def test_resuming_has_the_same_bits(data, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
     _, printed = tiny.train(data, tmp_path / "parts", "--resume", "--attn", "softmax", steps=5, code=2)
     assert "--attn-switch" in printed
+    same = "1*" + LIST.replace("=5", "=05").replace("=4", "=4.0")
+    tiny.train(data, tmp_path / "parts", "--resume", "--attn", f"{same},{same}", steps=5)
 
 
 def test_switching_between_lists(data, tmp_path):
@@ -72,7 +74,7 @@ def test_evaluation(data, tmp_path):
         return json.loads((tmp_path / name / "eval.json").read_text()) if code == 0 else errors
     losses = evaluate("loss", *val, "--task", "positions", "--seq-lens", "32,64", "--attn", LIST)
     assert len(losses["results"]) == 4
-    assert "p_n" in evaluate("beyond", *val, "--seq-lens", 64, "--attn", "softmax,ssmax-pn", code=2)
+    assert "softmax,ssmax-pn has p_n" in evaluate("beyond", *val, "--seq-lens", 64, "--attn", "softmax,ssmax-pn", code=2)
     attention = evaluate("attention", *val, "--task", "attention", "--seq-lens", 32, "--samples", 1, "--attn", LIST)
     assert attention["results"]
     needle = evaluate("needle", *val, "--task", "needle", "--seq-lens", 100, "--samples", 2, "--depths", "0,50",

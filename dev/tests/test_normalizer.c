@@ -451,6 +451,9 @@ static void test_help(void) {
           "%s", output);
     CHECK(check_fork(help, "help:ssmx", output, sizeof output) == EXIT_USAGE && strstr(output, "Did you mean ssmax?"),
           "%s", output);
+    CHECK(check_fork(help, "help:2*softmax,ssmax", output, sizeof output) == EXIT_USAGE &&
+              strstr(output, "expected one normalizer"),
+          "%s", output);
     CHECK(check_fork(help, "helper", output, sizeof output) == 9 &&
               check_fork(help, "softmax", output, sizeof output) == 9,
           "not a request for help");
@@ -529,6 +532,11 @@ static void test_dealing(void) {
     CHECK(normalizer_start(&ssmax, SCALAR_S, 4, 1) == 1 && fabs(wide - 4 / log(24)) < 1e-12, "W > L: %.17g", wide);
 }
 
+static void warn_of_unused(void *text) {
+    attention_warn_of_unused("--attn", text, ATTENTION_ITEMS);
+    exit(0);
+}
+
 static void test_lists_refused(void) {
     static const Refused ROWS[] = {
         {"", "the name is empty"},
@@ -561,12 +569,14 @@ static void test_lists_refused(void) {
         CHECK(strstr(message, ROWS[i].says), "'%s': '%s' does not contain '%s'", ROWS[i].text, message, ROWS[i].says);
     }
     for (size_t i = 1; i < ATTENTION_ITEMS; i++) strcat(most, ",softmax");
-    CHECK(parse_list(most, 0).count == ATTENTION_ITEMS, "%zu entries", parse_list(most, 0).count);
     AttentionList list;
-    strcat(most, ",softmax");
-    CHECK(!attention_parse(&list, most, 0, message, sizeof message) && strstr(message, "64 entries"), "%s", message);
+    strcat(most, ",ssmax+window=7");
+    CHECK(parse_list(most, ATTENTION_ITEMS).count == ATTENTION_ITEMS, "%zu entries", parse_list(most, 64).count);
+    CHECK(!attention_parse(&list, most, 65, message, sizeof message) && strstr(message, "64 entries"), "%s", message);
+    CHECK(check_fork(warn_of_unused, most, message, sizeof message) == 0 && strstr(message, "unused: ssmax+window=7."),
+          "%s", message);
     memset(most, 'x', ATTENTION_TEXT);
-    CHECK(!attention_parse(&list, most, 0, message, sizeof message) && strstr(message, "longer than 2047"), "%s",
+    CHECK(!attention_parse(&list, most, 4, message, sizeof message) && strstr(message, "longer than 2047"), "%s",
           message);
 }
 
