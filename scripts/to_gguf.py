@@ -86,12 +86,13 @@ def window_of(config):
 def check(config, folder):
     """Only what llama.cpp computes in the same way can be written."""
     normalizer = section(config, "attention_normalizer")
-    name = re.sub(r"\+window=\d+", "", normalizer.get("name", "softmax"))      # window_of() tells
+    name = str(normalizer.get("name", "softmax"))
+    without_windows = {re.sub(r"^\d+\*|\+window=\d+", "", entry) for entry in name.split(",")}    # window_of() tells
     kind, family = rope_of(config)["rope_type"], config.get("model_type")
     channels, heads, head_dim = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     reasons = []
-    if name != "softmax":
-        reasons.append(f"its attention normalizer is {name}; llama.cpp has softmax alone")
+    if without_windows != {"softmax"} or (family == "attn_gpt" and "window" in name):
+        reasons.append(f"its attention is {name}; llama.cpp has softmax alone")
     if normalizer.get("block"):
         reasons.append(f"its block is {normalizer['block']}; llama.cpp has no gated attention units")
     if config.get("gate"):

@@ -99,8 +99,8 @@ def differences(a, b, path=""):
 
 
 # In bf16 the two round at different places, and are about as far from each other as each is from float32: 0.045 in the
-# intercept of ln Z over a few tokens. That may change which token is the likeliest and the order of prompts, and lssar's
-# power of 15 magnifies it too much for a comparison.
+# intercept of ln Z over a few tokens. That may change which token is the likeliest and the order of prompts, and the
+# power of 15 of lssar magnifies it too much for a comparison.
 CASES = [(name, dtype) for dtype in ("fp32", "bf16") for name in MODELS if (name, dtype) != ("lssar", "bf16")]
 BOUNDS = {"fp32": 1e-4, "bf16": 0.1}
 MADE = {"arguments", "program", "version", "commit"}

@@ -124,7 +124,8 @@ QWEN_WINDOW = dict(use_sliding_window=True, head_dim=8)
 
 @pytest.mark.parametrize("family, arch, more", [
     ("mistral", "llama", {}), ("qwen2", "qwen2", QWEN_WINDOW | {"max_window_layers": 1}),
-    ("qwen3", "qwen3", QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention"]})])
+    ("qwen3", "qwen3", QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention"],
+                                      "attention_normalizer": {"name": "softmax+window=16,softmax"}})])
 def test_a_window_shorter_than_the_training_length(family, arch, more, data, tmp_path):
     """It is written as the message says, as a model of the window's length."""
     import gguf
@@ -304,7 +305,9 @@ WRONG = {
     "gates": ({"model_type": "attn_gpt", "gate": "head"}, ["its attention has gates (head)"]),
     "a cap": ({"model_type": "attn_gpt", "final_logit_softcapping": 30.0}, ["capped"]),
     "a list": ({"attention_normalizer": {"name": "softmax+window=8,softmax+rope=none"}},
-               ["rope=none", "softmax alone"]),
+               ["is softmax+window=8,softmax+rope=none; llama.cpp has softmax alone"]),
+    "some windows": ({"model_type": "attn_gpt", "attention_normalizer": {"name": "softmax+window=8,softmax"}},
+                     ["is softmax+window=8,softmax; llama.cpp has softmax alone"]),
     "a window in words": ({"model_type": "mistral", "sliding_window": "8"}, ["sliding_window", "whole number"]),
     "another activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
     "an unknown key": ({"residual_multiplier": 2.0}, ["residual_multiplier"]),
