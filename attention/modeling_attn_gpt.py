@@ -45,6 +45,7 @@ except ImportError:
     attn_c = None
 
 STAGES = ("qk", "scale", "offset", "phi", "norm", "post")
+VALUES = ("cap", "window", "rope")
 
 
 class AttnGPTConfig(LlamaConfig):
@@ -505,10 +506,31 @@ def check_positions(positions, T, attention_mask):
                          "each text as a row of its own")
 
 
+def check_values(name, objects):
+    """The name, a list [COUNT*]NAME+..., that is dealt to the layers, says which cap, window and rope each has."""
+    dealt = []
+    for entry in str(name).split(","):
+        count = re.match(r"(\d+)\*", entry)
+        said = re.findall(r"\+(cap|window|rope)=(.+?)(?=\+[a-z]|$)", entry)
+        said = {key: value if value == "none" else float(value) for key, value in said}
+        dealt += min(int(count[1]) if count else 1, len(objects)) * [said]
+    for i, own in enumerate(objects):
+        for key in VALUES:
+            means, has = dealt[i % len(dealt)].get(key) or None, None if own.get(key) is False else own.get(key)
+            if means != has:
+                raise ValueError(f"config.json: attention_normalizer: \"{name}\" means {key} {means} in layer {i}, but "
+                                 f"the file has {has!r}")
+
+
 def check_config(config):
     """Raises ValueError for configurations that would be computed as something else."""
     normalizer = getattr(config, "attention_normalizer", None) or {}
     layers = normalizer.get("layers")
+    if "layers" in normalizer and not (isinstance(layers, list) and all(isinstance(own, dict) for own in layers)):
+        raise ValueError("config.json: attention_normalizer.layers: expected a list with an object for each layer")
+    outside = [key for key in (*STAGES, *VALUES, "fixed") if layers is not None and key in normalizer]
+    if outside:
+        raise ValueError(f"config.json: attention_normalizer has {', '.join(outside)}, which belong in \"layers\" here")
     lacking = [key for key in ("name", "seq_len", *(STAGES if layers is None else ())) if key not in normalizer]
     lacking += [f"{key} of layer {i}" for i, own in enumerate(layers or []) for key in ("name", *STAGES)
                 if key not in own]
@@ -517,6 +539,7 @@ def check_config(config):
     if layers is not None and len(layers) != config.num_hidden_layers:
         raise ValueError(f"config.json: attention_normalizer.layers has {len(layers)} layers, but num_hidden_layers is "
                          f"{config.num_hidden_layers}")
+    check_values(normalizer["name"], layers or [normalizer])
     check_rope(config.rope_parameters)
     if config.gate not in (None, "channel", "head"):
         raise ValueError(f"config.json: unknown gate {config.gate!r}; expected \"channel\" or \"head\"")

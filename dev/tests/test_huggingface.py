@@ -657,6 +657,20 @@ def test_an_unknown_stage_is_rejected(modeling, key, value):
         modeling.AttnGPTForCausalLM(config)(torch.zeros(1, 4, dtype=torch.long))
 
 
+@pytest.mark.parametrize("change, says", [
+    (lambda a: a["layers"][0].update(window=0), "means window 6.0 in layer 0, but the file has 0"),
+    (lambda a: a["layers"][0].update(window="6"), "means window 6.0 in layer 0, but the file has '6'"),
+    (lambda a: a["layers"][1].pop("rope"), "means rope none in layer 1, but the file has None"),
+    (lambda a: a["layers"][1].update(cap=2), "means cap None in layer 1, but the file has 2"),
+    (lambda a: a.update(phi="exp"), "has phi, which belong in"),
+    (lambda a: a.update(layers=5), "expected a list"), (lambda a: a["layers"].pop(), "has 1 layers")])
+def test_a_list_that_contradicts_its_name_is_rejected(modeling, change, says):
+    config = pair(modeling, "softmax+window=6,ssmax+rope=none", L=8)[0].config
+    change(config.attention_normalizer)
+    with pytest.raises(ValueError, match=says):
+        modeling.AttnGPTForCausalLM(config)
+
+
 @pytest.mark.parametrize("key, value", [("block", "moe"), ("name", None), ("num_attention_heads", 2), ("head_dim", 64),
                                         ("intermediate_size", 24)])
 def test_another_block_is_rejected(modeling, key, value):
