@@ -155,8 +155,8 @@ void eval_close_model(Eval *e);
 // Adds {"model", "attn"} to the results and returns the row.
 cJSON *eval_row(Eval *e);
 
-// Creates a file that belongs to eval.json: OUT/NAME.tmp, which eval_write() renames. A run that is killed leaves the
-// files of the run before it, and a folder never has an eval.json whose other files are unfinished.
+// Creates a file that belongs to eval.json: OUT/NAME.tmp, which eval_write() renames. An interrupted evaluation
+// leaves the previous results untouched, and a folder never has an eval.json whose other files are unfinished.
 File *eval_file(Eval *e, const char *name);
 void eval_file_write(File *file, const void *data, size_t size);
 

@@ -17,7 +17,7 @@ PyTorch's methods:
 
     sdpa-flash, sdpa-cudnn, sdpa-efficient
                              scaled_dot_product_attention with that backend (softmax)
-    sdpa                     the same, for what it computes once q is scaled by row, or its output is negated or
+    sdpa                     the same, for normalizers reducible to it: q pre-scaled by row, or the output negated or
                              recentered (ssmax, ...)
     flex                     FlexAttention, for any phi that is never negative: with ln phi(z) as the score, its softmax
                              is phi over its sum, and its log-sum-exp gives any other Z

@@ -12,7 +12,7 @@ AdamW.
     eager     PyTorch, float32 or bf16 autocast, AdamW(fused=True)
     compile   the same through torch.compile (needs g++; the first step of the first round takes a minute)
 
-The floor is the time that a step's matmuls take at the best rate that torch.matmul reaches in the same run.
+The floor is how long a step's matmuls would take at the best torch.matmul rate measured in the same run.
 """
 import argparse
 import datetime

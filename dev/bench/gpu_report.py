@@ -200,7 +200,7 @@ def names_of(parts, part):
 
 
 def folded(parts, name):
-    """True if SDPA can compute this normalizer once q is scaled or its output is changed."""
+    """Is this normalizer reducible to SDPA, with a pre-scaled q or a post-processed output?"""
     return bool(timed(parts, "others", attn=name, way="sdpa"))
 
 
@@ -284,7 +284,7 @@ def bounds(parts):
     row("lssar, recenter-l1: time over our softmax's", "≤", 2.0, 1.35, against_softmax(parts, sweeps), max)
     row("normalizers that no SDPA call computes, T = 4k: time of the fastest PyTorch method over ours", "≥", 3.0, 10.0,
         against_pytorch(parts, lambda name: not fold(name)), min)
-    row("normalizers that SDPA computes once q is scaled or the output is changed, T = 4k: the same", "≥", 3.0, 10.0,
+    row("normalizers reducible to SDPA (pre-scaled q or a post-processed output), T = 4k: the same", "≥", 3.0, 10.0,
         against_pytorch(parts, fold), min)
     row("124M step: our tokens per second over torch.compile's", "≥", 1.0, 1.25, step_ratio(parts), max)
     row("124M step: tokens per second", "≥", None, 550, step_rate(parts), max, " K")
