@@ -1,9 +1,9 @@
-"""What a newcomer reads first: every command of README.md and CONTRIBUTING.md runs, in order, in a copy of the source
-tree; the version is the same everywhere; links are valid.
+"""What a newcomer reads first: every command of README.md, doc/howto.md and CONTRIBUTING.md runs, in order, in a copy
+of the source tree; the version is the same everywhere; links are valid.
 
-A command is a line of a ```sh block, or a code span that begins with the name of a program. RULES gives the shortened
-form in which it runs, in seconds. A command without a rule fails the test. Commands need each other's files, so run the
-whole module, not one case.
+A command is a line of a ```sh block, a ```python block, or a code span that begins with the name of a program. RULES
+gives the shortened form in which it runs, in seconds. A command without a rule fails the test. Commands need each
+other's files, so run the whole module, not one case.
 """
 import re
 import shutil
@@ -14,15 +14,16 @@ import pytest
 
 from trainer import ROOT, environment
 
-README, CONTRIBUTING = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+README, HOWTO, CONTRIBUTING = ((ROOT / name).read_text()
+                               for name in ("README.md", "doc/howto.md", "CONTRIBUTING.md"))
 CUDA_TRAINERS = ("train_gpt2cu", "train_gpt2cu_on_cpu")
 
 TINY = ("--model layers=1,heads=2,channels=16,ffn=24 --batch 2 --seq-len 16 --total-batch-tokens 128 --steps 2 "
         "--warmup 1 --val-tokens 64 --val-every 1")
-RECIPE = "DATA=data/shakespeare PROGRAM=./train_gpt2 "
+SMALL = "--model layers=4,heads=2,channels=16,ffn=24 --batch 2 --seq-len 16 --total-batch-tokens 32 --val-tokens 64"
 
-# The beginning of a command -> the form in which it runs; {} is the command itself, "" runs nothing. The first match
-# wins. If a flag is given twice, the last one counts.
+# The beginning of a command -> the form in which it runs; {} is the command itself, {1} what its parentheses match, ""
+# runs nothing. The first match wins. If a flag is given twice, the last one counts.
 RULES = [
     (r"git clone \S+ attn\.c$", ""),                                  # the fixture has made a copy,
     (r"cd attn\.c$", ""),                                             # and commands start in it
@@ -31,7 +32,15 @@ RULES = [
     (r"scripts/test\.sh|scripts/setup_cuda\.sh$|scripts/setup\.sh --test$", "bash -n {}"),
     (r"scripts/setup\.sh$", "{}"),
     (r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY),
-    (r"GPUS=8 scripts/run_\w+\.sh .*--dry-run$", RECIPE + "{} --batch 1 " + TINY.replace("--batch 2", "")),
+    (r"GPUS=8 (OUT=\S+ scripts/run_\w+\.sh .*)", "GPUS=1 PROGRAM=./train_gpt2 {1} " + TINY),
+    (r"HOSTFILE=hosts scripts/launch\.sh 16 \./train_gpt2cu (.*)", "./train_gpt2 {1} --dry-run " + SMALL),
+    (r"sbatch --nodes=2 scripts/run_multi_node\.sbatch \./train_gpt2cu (.*)",
+     "bash -n scripts/run_multi_node.sbatch && ./train_gpt2 {1} --dry-run " + SMALL),
+    (r"\./train_gpt2 --out out/switch --resume ", "rm -r out/switch/ckpt/step-00000400 && {}"),
+    (r"\./train_gpt2 --out out/earlier --resume ", "{} --steps 210"),
+    (r"\./train_gpt2 .*--out out/switch ", "{} " + SMALL),
+    (r"\./train_gpt2 .*--out out/layers$", "{} --steps 2 " + SMALL),
+    (r"\./train_gpt2 --init-from ", "{} --batch 2 --seq-len 16 --steps 2"),
     (r"\./train_gpt2 (--help|--version|--attn help)$", "{}"),
     (r"\./train_gpt2 .*--dry-run$", "{} && {trains}"),       # the plan as it is, then a small run
     (r"\./train_gpt2 .*--resume$", "{} " + TINY + " --steps 4"),
@@ -42,6 +51,10 @@ RULES = [
     (r"\.venv/bin/python data/text\.py ", "{}"),
     (r"\.venv/bin/python data/fineweb\.py ", "{} --input ~/parquet"),
     (r"\.venv/bin/python scripts/(plot|report)\.py ", "{}"),
+    (r"\.venv/bin/python scripts/follow\.py ", "{} --once"),
+    (r"\.venv/bin/python scripts/grid\.py ", "{} --dry-run"),
+    (r"\.venv/bin/pip install \.$", "{} --dry-run --no-deps --no-build-isolation"),
+    (r"mkdir|cp ", "{}"),
     (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{} --help | grep -e --rounds"),
     (r"\.venv/bin/pip install pyarrow$", "{} --dry-run --no-index"),
     (r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"),
@@ -60,7 +73,9 @@ def commands(text):
     """A page's commands in order, each on one line and without its comment."""
     found = []
     for language, block, span in re.findall(r"^```(\w*)\n(.*?)^```$|`([^`]+)`", text, re.M | re.S):
-        if language == "sh":
+        if language == "python":
+            found.append("python\n" + block)
+        elif language == "sh":
             lines = re.sub(r"\\\n\s*", "", block).splitlines()
             found += [re.sub(r"  +# .*", "", line) for line in lines if line and not line.startswith("#")]
             found += re.findall(r"^#.*(\.venv/bin/pip [\w ]+)", block, re.M)
@@ -72,9 +87,10 @@ def commands(text):
 def in_its_place(command):
     """The form in which a command runs."""
     for begins, replacement in RULES:
-        if re.match(begins, command):
+        if found := re.match(begins, command):
             trains = command.replace("--dry-run", "") + TINY
-            return replacement.replace("{}", command).replace("{trains}", trains)
+            form = replacement.replace("{1}", found[1]) if "{1}" in replacement else replacement
+            return form.replace("{}", command).replace("{trains}", trains)
     pytest.fail(f"{command}\nhas no rule in RULES. Add one that runs it in seconds.")
 
 
@@ -118,24 +134,25 @@ def run(checkout, words, **how):
     return output
 
 
+def with_newest_checkpoints(checkout, code):
+    """The code with the checkpoints of the short runs in place of those in the text."""
+    return re.sub(r"(out/\w+/ckpt)/step-\d{8}", lambda found: str(max((checkout / found[1]).glob("step-*"))), code)
+
+
 @pytest.mark.parametrize("command", [pytest.param(command, id=f"{i:02d} {command[:60]}") for i, command in enumerate(
-    dict.fromkeys(commands(README) + commands(CONTRIBUTING)))])
-def test_command(checkout, command):
+    dict.fromkeys(commands(README) + commands(HOWTO) + commands(CONTRIBUTING)))])
+def test_command(checkout, command, request):
+    if command.startswith("python\n"):
+        if "attn_c" in command:
+            request.getfixturevalue("attn_c")
+        code = with_newest_checkpoints(checkout, command.removeprefix("python\n"))
+        run(checkout, [sys.executable, "-c", code], HF_HUB_OFFLINE="1", PYTHONPATH=ROOT / "build/python")
+        return
     if command.startswith("scripts/launch.sh") and not shutil.which("mpirun"):
         pytest.skip("needs mpirun")
     if re.match("make (train_gpt2cu|test_on_cpu)", command) and "toolkit" in run(checkout, ["make", "-s", "lacking"]):
         pytest.skip("needs the CUDA Toolkit")
     run(checkout, ["bash", "-c", in_its_place(command)])
-
-
-def test_python(checkout):
-    """Runs the ```python block, with the newest checkpoint of the short run instead of the one in the text."""
-    block, = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
-    newest = max((checkout / "out/ssmax/ckpt").glob("step-*")).name
-    code, count = re.subn(r"step-\d{8}", newest, block)
-    assert count == 1
-    text = run(checkout, [sys.executable, "-c", code + "print(len(tokenizer))"], HF_HUB_OFFLINE="1")
-    assert "4096" in text, text
 
 
 def test_readme_has_its_commands():
