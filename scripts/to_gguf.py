@@ -29,7 +29,7 @@ from shards import INPUT, RESOURCE, USAGE, DataError  # noqa: E402
 from sources import library  # noqa: E402
 
 UNKNOWN, USER_DEFINED, UNUSED, BYTE = 2, 4, 5, 6             # more of llama.cpp's kinds of tokens
-# transformers' defaults of max_position_embeddings, as in model/config.c.
+# transformers' defaults of max_position_embeddings, as in model/config_write.c.
 LENGTHS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}     # llama.cpp's names
 TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

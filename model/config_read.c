@@ -1,224 +1,19 @@
-// Writes config.json next to our weights, and reads it next to ours and those of Llama, Mistral,
-// Qwen2 and Qwen3 models from elsewhere.
+// Reads config.json next to our weights, and next to those of Llama, Mistral, Qwen2 and Qwen3 models from elsewhere.
+//
+// Any key that is not known to be harmless may change what the model computes, so every key in the file must
+// be accounted for.
 #include <limits.h>
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "model/model.h"
+#include "model/config.h"
 #include "runtime/file.h"
-#include "runtime/json.h"
 #include "runtime/tokenizer.h"
 
-#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
-
-// The model families that we write and read, by their names in transformers.
-typedef struct {
-    const char *model_type, *class_name;
-    bool qk_norm, qkv_bias, mistral;    // what every model of the family has
-    // Keys without which transformers assumes a number that does not follow from the others.
-    bool needs_kv_heads, needs_head_dim;
-    size_t seq_len;    // what transformers assumes without the key max_position_embeddings
-} Family;
-
-enum { LLAMA, MISTRAL, QWEN2, QWEN3, OUR_OWN };
-
-// clang-format off
-static const Family FAMILIES[] = {
-    //          model_type, class                  QK norms  biases  Mistral  needs kv_heads, head_dim  L
-    [LLAMA]   = {"llama",    "LlamaForCausalLM",    false,    false,  false,   false, false,             2048},
-    [MISTRAL] = {"mistral",  "MistralForCausalLM",  false,    false,  true,    true,  false,             131072},
-    [QWEN2]   = {"qwen2",    "Qwen2ForCausalLM",    false,    true,   false,   true,  false,             32768},
-    [QWEN3]   = {"qwen3",    "Qwen3ForCausalLM",    true,     false,  false,   true,  true,              32768},
-    [OUR_OWN] = {"attn_gpt", "AttnGPTForCausalLM",  false,    false,  false,   false, false,             2048},
-};
-// clang-format on
-
 static const Family NO_FAMILY = {.seq_len = 2048};
-
-#define SOFTCAP "final_logit_softcapping"    // Gemma 2's key
-#define SLIDING "sliding_attention"          // in layer_types
-#define FULL    "full_attention"
-
-// What transformers assumes without the keys sliding_window, and in a Qwen max_window_layers.
-enum { DEFAULT_WINDOW = 4096, DEFAULT_FULL_LAYERS = 28 };
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Writing
-
-// Which layers have a sliding window.
-typedef enum { NO_WINDOW, SOME_WINDOWS, ALL_WINDOWS } Windows;
-
-// Are all layers softmax, with at most one window among them? *window is that one, or 0.
-static bool is_softmax(const ModelConfig *config, Windows *windows, size_t *window) {
-    LayerAttention softmax = {0};
-    char message[256];
-    size_t count = 0;
-    *window = 0;
-    if (!normalizer_parse(&softmax.normalizer, "softmax", message, sizeof message)) return false;
-    for (size_t l = 0; l < config->layers; l++) {
-        const LayerAttention *layer = attention_of(config, l);
-        if (!normalizer_equal(&layer->normalizer, &softmax.normalizer) || layer->rope != softmax.rope) return false;
-        if (!layer->window) continue;
-        if (*window && *window != layer->window) return false;
-        *window = layer->window;
-        count++;
-    }
-    *windows = count == 0 ? NO_WINDOW : count < config->layers ? SOME_WINDOWS : ALL_WINDOWS;
-    return true;
-}
-
-// The family of a model with softmax. transformers rejects a Llama whose channels are not divisible by its heads, even
-// if head_dim is given.
-static const Family *family_of(const ModelConfig *config, Windows windows) {
-    bool mistral = windows == ALL_WINDOWS || (windows == NO_WINDOW && config->mistral);
-    if (config->qk_norm && config->qkv_bias) return &FAMILIES[OUR_OWN];
-    if (config->qk_norm) return &FAMILIES[QWEN3];
-    if (config->qkv_bias) return &FAMILIES[QWEN2];
-    if (mistral) return &FAMILIES[MISTRAL];
-    return &FAMILIES[windows == NO_WINDOW && config->channels % config->heads == 0 ? LLAMA : OUR_OWN];
-}
-
-// The family as which the model is saved: our own unless it is a plain softmax model. *window is its sliding window.
-static const Family *saved_family(const ModelConfig *config, Windows *windows, size_t *window) {
-    bool plain = block_shapes[config->block].plain && config->logit_softcap == 0 && !config->gate;
-    return plain && is_softmax(config, windows, window) ? family_of(config, *windows) : &FAMILIES[OUR_OWN];
-}
-
-bool model_is_plain(const ModelConfig *config) {
-    Windows windows;
-    size_t window;
-    return saved_family(config, &windows, &window) != &FAMILIES[OUR_OWN];
-}
-
-// Adds the sliding windows by the family's own keys.
-static void write_windows(cJSON *json, const ModelConfig *config, const Family *family, Windows windows,
-                          size_t window) {
-    if (family == &FAMILIES[MISTRAL] && windows == NO_WINDOW) cJSON_AddNullToObject(json, "sliding_window");
-    else if (windows != NO_WINDOW) cJSON_AddNumberToObject(json, "sliding_window", (double)window);
-    if (family == &FAMILIES[MISTRAL] || windows == NO_WINDOW) return;
-    cJSON_AddBoolToObject(json, "use_sliding_window", true);
-    cJSON *types = cJSON_AddArrayToObject(json, "layer_types");
-    for (size_t l = 0; l < config->layers; l++)
-        cJSON_AddItemToArray(types, cJSON_CreateString(attention_of(config, l)->window ? SLIDING : FULL));
-}
-
-// Adds what our own family needs and no other has.
-static void write_own(cJSON *json, const ModelConfig *config) {
-    cJSON *map = cJSON_AddObjectToObject(json, "auto_map");
-    cJSON_AddStringToObject(map, "AutoConfig", "modeling_attn_gpt.AttnGPTConfig");
-    cJSON_AddStringToObject(map, "AutoModel", "modeling_attn_gpt.AttnGPTModel");
-    cJSON_AddStringToObject(map, "AutoModelForCausalLM", "modeling_attn_gpt.AttnGPTForCausalLM");
-    if (config->qk_norm) cJSON_AddBoolToObject(json, "qk_norm", true);
-    if (config->qkv_bias) cJSON_AddBoolToObject(json, "qkv_bias", true);
-    if (config->gate) cJSON_AddStringToObject(json, "gate", gate_names[config->gate]);
-    if (config->mistral) cJSON_AddStringToObject(json, "softmax_model_type", FAMILIES[MISTRAL].model_type);
-    if (config->logit_softcap != 0) cJSON_AddNumberToObject(json, SOFTCAP, config->logit_softcap);
-}
-
-// Adds RoPE's parameters under the name of transformers 5 and, if they are scaled, also of transformers 4, which would
-// otherwise load the model without scaling. Our own model type needs only the first: its modeling file reads that.
-static void write_rope(cJSON *json, const ModelConfig *config, bool plain) {
-    const RopeScaling *scaling = &config->rope_scaling;
-    const RopeShape *shape = &rope_shapes[scaling->kind];
-    cJSON *objects[2] = {cJSON_AddObjectToObject(json, "rope_parameters"), NULL};
-    if (plain && scaling->kind != ROPE_NONE) objects[1] = cJSON_AddObjectToObject(json, "rope_scaling");
-    for (size_t i = 0; i < COUNT(objects) && objects[i]; i++) {
-        cJSON_AddStringToObject(objects[i], "rope_type", shape->type);
-        if (i == 0) cJSON_AddNumberToObject(objects[i], "rope_theta", config->rope_theta);
-        for (size_t n = 0; n < ROPE_NUMBERS && shape->numbers[n]; n++)
-            cJSON_AddNumberToObject(objects[i], shape->numbers[n]->key, rope_scaling_get(scaling, shape->numbers[n]));
-    }
-}
-
-static void write_id(cJSON *json, const char *key, int id) {
-    if (id == NULL_ID) cJSON_AddNullToObject(json, key);
-    else if (id != NO_ID) cJSON_AddNumberToObject(json, key, id);
-}
-
-// eos_token_id, as it was read, or end_of_text.
-static void write_ends(cJSON *json, const ModelConfig *config) {
-    if (config->end_count > 1)
-        cJSON_AddItemToObject(json, "eos_token_id", cJSON_CreateIntArray(config->ends, config->end_count));
-    else cJSON_AddNumberToObject(json, "eos_token_id", config->end_count ? config->ends[0] : config->end_of_text);
-}
-
-// The stages of a layer, and what it has besides.
-static void write_layer(cJSON *json, const LayerAttention *layer) {
-    const Normalizer *normalizer = &layer->normalizer;
-    for (size_t i = 0; i < STAGE_COUNT; i++) {
-        char text[64];
-        cJSON_AddStringToObject(json, stage_names[i], normalizer_stage_text(normalizer, i, text, sizeof text));
-    }
-    if (normalizer->cap != 0) cJSON_AddNumberToObject(json, "cap", normalizer->cap);
-    if (layer->window) cJSON_AddNumberToObject(json, "window", (double)layer->window);
-    if (layer->rope == NO_ROPE) cJSON_AddStringToObject(json, "rope", "none");
-    else if (layer->rope != 0) cJSON_AddNumberToObject(json, "rope", layer->rope);
-    if (normalizer->fixed) cJSON_AddBoolToObject(json, "fixed", true);
-}
-
-static void write_normalizer(cJSON *json, const ModelConfig *config) {
-    cJSON *attn = cJSON_AddObjectToObject(json, "attention_normalizer");
-    cJSON_AddStringToObject(attn, "name", config->attn.text);
-    cJSON_AddNumberToObject(attn, "seq_len", config->seq_len);
-    if (config->attn.count == 1) write_layer(attn, attention_of(config, 0));
-    else {
-        cJSON *layers = cJSON_AddArrayToObject(attn, "layers");
-        for (size_t l = 0; l < config->layers; l++) {
-            cJSON *layer = cJSON_CreateObject();
-            cJSON_AddStringToObject(layer, "name", normalizer_of(config, l)->text);
-            write_layer(layer, attention_of(config, l));
-            cJSON_AddItemToArray(layers, layer);
-        }
-    }
-    const BlockShape *block = &block_shapes[config->block];
-    if (!block->plain) cJSON_AddStringToObject(attn, "block", block->name);
-}
-
-char *model_config_json(const ModelConfig *config, bool bf16) {
-    cJSON *json = cJSON_CreateObject();
-    Windows windows = NO_WINDOW;
-    size_t window = 0;
-    const Family *family = saved_family(config, &windows, &window);
-    bool plain = family != &FAMILIES[OUR_OWN];
-    cJSON_AddItemToObject(json, "architectures", cJSON_CreateStringArray(&family->class_name, 1));
-    cJSON_AddStringToObject(json, "model_type", family->model_type);
-    if (!plain) write_own(json, config);
-    cJSON_AddNumberToObject(json, "vocab_size", config->vocab);
-    cJSON_AddNumberToObject(json, "hidden_size", config->channels);
-    cJSON_AddNumberToObject(json, "intermediate_size", config->ffn);
-    cJSON_AddNumberToObject(json, "num_hidden_layers", config->layers);
-    cJSON_AddNumberToObject(json, "num_attention_heads", config->heads);
-    cJSON_AddNumberToObject(json, "num_key_value_heads", config->kv_heads);
-    cJSON_AddNumberToObject(json, "head_dim", (double)head_size(config));
-    cJSON_AddNumberToObject(json, "max_position_embeddings", config->seq_len);
-    cJSON_AddStringToObject(json, "hidden_act", "silu");
-    cJSON_AddNumberToObject(json, "rms_norm_eps", config->norm_eps);
-    cJSON_AddNumberToObject(json, "rope_theta", config->rope_theta);
-    write_rope(json, config, plain);
-    cJSON_AddBoolToObject(json, "tie_word_embeddings", config->tied);
-    if (!config->qkv_bias) cJSON_AddBoolToObject(json, "attention_bias", false);
-    cJSON_AddBoolToObject(json, "mlp_bias", false);
-    if (plain) write_windows(json, config, family, windows, window);
-    cJSON_AddNumberToObject(json, "attention_dropout", 0);
-    cJSON_AddNumberToObject(json, "initializer_range", 0.02);
-    write_id(json, "bos_token_id", config->bos == NO_ID ? config->end_of_text : config->bos);
-    write_ends(json, config);
-    write_id(json, "pad_token_id", config->pad);
-    cJSON_AddBoolToObject(json, "use_cache", true);
-    cJSON_AddStringToObject(json, "torch_dtype", bf16 ? "bfloat16" : "float32");
-    write_normalizer(json, config);
-    char *text = cJSON_Print(json);
-    cJSON_Delete(json);
-    if (!text) fail(EXIT_RESOURCE, "out of memory for config.json.");
-    return text;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Reading. Any key that is not known to be harmless may change what the model computes, so every key in the file must
-// be accounted for.
 
 // Keys that never change this model's loss: ids that only generation uses, the file's origin, weight initialization,
 // dropout (none in evaluation, and none in this trainer), and how other programs compute or generate.
@@ -256,8 +51,6 @@ static const struct {
     // clang-format on
 };
 
-#define ROTARY_PART "partial_rotary_factor"
-
 // The other keys that we understand. Each has its function below.
 // clang-format off
 static const char *const UNDERSTOOD[] = {
@@ -266,37 +59,6 @@ static const char *const UNDERSTOOD[] = {
     "quantization_config", "attention_normalizer",
 };
 // clang-format on
-
-typedef struct {
-    const cJSON *json;
-    const char *ignored;    // comma-separated names, or NULL
-    ModelConfig *config;
-    const Family *family;       // &NO_FAMILY if model_type is missing or not ours
-    bool foreign;               // not one of our families: check only the keys that a Llama also has
-    size_t window;              // the sliding window of a Mistral or Qwen, or 0
-    bool slides[MAX_LAYERS];    // which layers have it
-    Reasons reasons;
-    int ignorable;      // how many of the reasons are unknown keys
-    char names[320];    // their names, comma-separated
-} Reader;
-
-static const cJSON *get(const Reader *r, const char *key) {
-    const cJSON *item = cJSON_GetObjectItemCaseSensitive(r->json, key);
-    return cJSON_IsNull(item) ? NULL : item;
-}
-
-typedef struct {
-    char text[72];
-} Value;
-
-// The value as JSON, truncated if long.
-static Value value_of(const cJSON *item) {
-    Value value = {"missing"};
-    char *text = item ? cJSON_PrintUnformatted(item) : NULL;
-    if (text) snprintf(value.text, sizeof value.text, "%.60s%s", text, strlen(text) > 60 ? "..." : "");
-    free(text);
-    return value;
-}
 
 static Value quoted(const char *text) {
     cJSON *item = cJSON_CreateString(text);
@@ -321,12 +83,6 @@ static bool is_among(const char *name, const char *names) {
     return false;
 }
 
-// Is the value null, false, an empty list or an empty object?
-static bool says_nothing(const cJSON *item) {
-    bool empty = (cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child;
-    return cJSON_IsNull(item) || cJSON_IsFalse(item) || empty;
-}
-
 // Notes that --ignore-config-key would remove the newest reason.
 static void add_ignorable(Reader *r, const char *name) {
     size_t used = strlen(r->names);
@@ -334,8 +90,7 @@ static void add_ignorable(Reader *r, const char *name) {
     r->ignorable++;
 }
 
-// Rejects a key that is neither understood nor harmless. `prefix` names the object that contains it.
-static void read_unknown(Reader *r, const char *prefix, const cJSON *item) {
+void config_unknown(Reader *r, const char *prefix, const cJSON *item) {
     char name[256];
     snprintf(name, sizeof name, "%s%s", prefix, item->string);
     if (says_nothing(item) || is_among(name, r->ignored)) return;
@@ -359,11 +114,11 @@ static bool read_size(Reader *r, const cJSON *object, const char *prefix, const 
 }
 
 static bool is_own(const Reader *r) {
-    return r->family == &FAMILIES[OUR_OWN];
+    return r->family == &model_families[OUR_OWN];
 }
 
 static bool is_qwen(const Reader *r) {
-    return r->family == &FAMILIES[QWEN2] || r->family == &FAMILIES[QWEN3];
+    return r->family == &model_families[QWEN2] || r->family == &model_families[QWEN3];
 }
 
 static bool has_type(const Reader *r, const char *name) {
@@ -374,8 +129,8 @@ static bool has_type(const Reader *r, const char *name) {
 static void read_type(Reader *r) {
     const cJSON *type = get(r, "model_type");
     r->family = &NO_FAMILY;
-    for (size_t i = 0; i < COUNT(FAMILIES); i++)
-        if (has_type(r, FAMILIES[i].model_type)) r->family = &FAMILIES[i];
+    for (size_t i = 0; i < FAMILY_COUNT; i++)
+        if (has_type(r, model_families[i].model_type)) r->family = &model_families[i];
     if (r->family != &NO_FAMILY) return;
     bool gpt2 = has_type(r, "gpt2");
     r->foreign = type != NULL;
@@ -511,7 +266,7 @@ static void read_family(Reader *r) {
         reasons_add(&r->reasons, "\"gate\" is %s; expected \"channel\", \"head\" or no such key", value_of(gate).text);
     const cJSON *type = is_own(r) ? get(r, "softmax_model_type") : NULL;
     c->mistral = r->family->mistral || cJSON_IsString(type);
-    if (type && !(cJSON_IsString(type) && !strcmp(type->valuestring, FAMILIES[MISTRAL].model_type)))
+    if (type && !(cJSON_IsString(type) && !strcmp(type->valuestring, model_families[MISTRAL].model_type)))
         reasons_add(&r->reasons, "\"softmax_model_type\" is %s; expected \"mistral\" or no such key",
                     value_of(type).text);
 }
@@ -522,7 +277,7 @@ static void read_window(Reader *r) {
     const cJSON *used = get(r, "use_sliding_window"), *full = get(r, "max_window_layers");
     if (is_qwen(r) && used && !cJSON_IsBool(used))
         reasons_add(&r->reasons, "\"use_sliding_window\" is %s; expected true or false", value_of(used).text);
-    if (r->family != &FAMILIES[MISTRAL] && !(is_qwen(r) && cJSON_IsTrue(used))) return;
+    if (r->family != &model_families[MISTRAL] && !(is_qwen(r) && cJSON_IsTrue(used))) return;
     size_t first = is_qwen(r) ? DEFAULT_FULL_LAYERS : 0;
     if (is_qwen(r) && full) read_size(r, r->json, "", "max_window_layers", 0, INT_MAX, &first);
     if (!item) r->window = DEFAULT_WINDOW;
@@ -609,162 +364,6 @@ static void read_adapter(Reader *r, const char *folder) {
                                  "model first (merge_and_unload() in peft) and load the result");
 }
 
-// The kind of scaling: of rope_type, called type in the oldest files. Returns ROPE_KINDS with the reason if it is
-// unsupported.
-static RopeKind read_rope_type(Reader *r, const cJSON *rope, const char *prefix) {
-    static const char *const keys[] = {"rope_type", "type"};
-    RopeKind found = ROPE_KINDS;
-    for (size_t i = 0; i < COUNT(keys); i++) {
-        const cJSON *type = cJSON_GetObjectItemCaseSensitive(rope, keys[i]);
-        RopeKind kind = ROPE_NONE;
-        if (!type || cJSON_IsNull(type)) continue;
-        while (kind < ROPE_KINDS && !(cJSON_IsString(type) && !strcmp(type->valuestring, rope_shapes[kind].type)))
-            kind++;
-        if (kind == ROPE_KINDS)
-            reasons_add(&r->reasons,
-                        "%s%s is %s; expected \"default\", \"linear\", \"dynamic\", \"llama3\" or \"yarn\"", prefix,
-                        keys[i], value_of(type).text);
-        else if (found != ROPE_KINDS && found != kind)
-            reasons_add(&r->reasons, "%srope_type and %stype differ; remove the wrong one", prefix, prefix);
-        if (kind == ROPE_KINDS) return kind;
-        if (found == ROPE_KINDS) found = kind;
-    }
-    return found == ROPE_KINDS ? ROPE_NONE : found;
-}
-
-static void read_rope_theta(Reader *r, const cJSON *item, const char *prefix, double *theta) {
-    if (!cJSON_IsNumber(item)) {
-        if (!cJSON_IsNull(item))
-            reasons_add(&r->reasons, "%srope_theta is %s; expected a number", prefix, value_of(item).text);
-        return;
-    }
-    if (!isnan(*theta) && *theta != item->valuedouble)
-        reasons_add(&r->reasons, "rope_theta is %.15g, but %srope_theta is %.15g; remove the wrong one", *theta, prefix,
-                    item->valuedouble);
-    *theta = item->valuedouble;
-}
-
-static void read_rope_number(Reader *r, const cJSON *rope, const char *prefix, const RopeNumber *number,
-                             RopeScaling *scaling) {
-    const cJSON *item = cJSON_GetObjectItemCaseSensitive(rope, number->key);
-    if (cJSON_IsNumber(item) && rope_scaling_set(scaling, number, item->valuedouble)) return;
-    rope_scaling_set(scaling, number, number->min);    // so that what depends on it can be checked
-    if (number->min == number->max)
-        reasons_add(&r->reasons, "%s%s is %s; only %.15g is supported with rope_type \"%s\"", prefix, number->key,
-                    value_of(item).text, number->min, rope_shapes[scaling->kind].type);
-    else
-        reasons_add(&r->reasons, "%s%s is %s; expected a %snumber from %.15g to %.15g", prefix, number->key,
-                    value_of(item).text, number->whole ? "whole " : "", number->min, number->max);
-}
-
-// The part of each head that RoPE rotates. transformers reads it in every family, beside RoPE's parameters or in them.
-static void read_rotary_part(Reader *r, const cJSON *item, const char *prefix) {
-    if (!item || says_nothing(item) || (cJSON_IsNumber(item) && item->valuedouble == 1)) return;
-    reasons_add(&r->reasons, "%s" ROTARY_PART " is %s; only 1 is supported: RoPE rotates whole heads", prefix,
-                value_of(item).text);
-}
-
-static bool is_number_of(RopeKind kind, const char *key) {
-    for (size_t n = 0; n < ROPE_NUMBERS && rope_shapes[kind].numbers[n]; n++)
-        if (!strcmp(key, rope_shapes[kind].numbers[n]->key)) return true;
-    return false;
-}
-
-// transformers lets a file replace these constants of yarn. Only the values that it uses by default are supported.
-// Returns false if the key is none of them.
-static bool read_yarn_constant(Reader *r, const cJSON *item, const char *prefix, const RopeScaling *scaling) {
-    const struct {
-        const char *key;
-        double value;    // NAN: only null
-    } constants[] = {{"beta_fast", 32},
-                     {"beta_slow", 1},
-                     {"attention_factor", rope_amplitude(scaling)},
-                     {"mscale", NAN},
-                     {"mscale_all_dim", NAN}};
-    if (!strcmp(item->string, "truncate")) {
-        if (!cJSON_IsNull(item) && !cJSON_IsTrue(item))
-            reasons_add(&r->reasons, "%struncate is %s; only true is supported", prefix, value_of(item).text);
-        return true;
-    }
-    for (size_t i = 0; i < COUNT(constants); i++) {
-        if (strcmp(item->string, constants[i].key) != 0) continue;
-        double value = constants[i].value;
-        bool same = cJSON_IsNumber(item) && fabs(item->valuedouble - value) <= 1e-7 * value;
-        if (same || cJSON_IsNull(item)) return true;
-        if (isnan(value))
-            reasons_add(&r->reasons, "%s%s is %s; it is not supported", prefix, item->string, value_of(item).text);
-        else
-            reasons_add(&r->reasons, "%s%s is %s; only transformers' default, %.8g, is supported", prefix, item->string,
-                        value_of(item).text, value);
-        return true;
-    }
-    return false;
-}
-
-// Reads rope_parameters, or rope_scaling as it was called before transformers 5. Returns false if the object is missing
-// or empty.
-static bool read_rope_object(Reader *r, const char *name, double *theta, RopeScaling *scaling) {
-    const cJSON *rope = get(r, name), *item;
-    char prefix[32];
-    snprintf(prefix, sizeof prefix, "%s.", name);
-    *scaling = (RopeScaling){.kind = ROPE_NONE};
-    if (rope && !cJSON_IsObject(rope) && !cJSON_IsFalse(rope))
-        reasons_add(&r->reasons, "\"%s\" is %s; expected an object", name, value_of(rope).text);
-    if (!cJSON_IsObject(rope) || !rope->child) return false;
-    RopeKind kind = read_rope_type(r, rope, prefix);
-    if (kind != ROPE_KINDS) scaling->kind = kind;
-    for (size_t n = 0; n < ROPE_NUMBERS && rope_shapes[scaling->kind].numbers[n]; n++)
-        read_rope_number(r, rope, prefix, rope_shapes[scaling->kind].numbers[n], scaling);
-    cJSON_ArrayForEach(item, rope) {
-        if (!strcmp(item->string, "rope_type") || !strcmp(item->string, "type")) continue;
-        if (!strcmp(item->string, "rope_theta")) read_rope_theta(r, item, prefix, theta);
-        else if (is_number_of(scaling->kind, item->string)) continue;
-        else if (scaling->kind == ROPE_YARN && read_yarn_constant(r, item, prefix, scaling)) continue;
-        else if (kind == ROPE_KINDS) continue;
-        else if (!strcmp(item->string, ROTARY_PART)) read_rotary_part(r, item, prefix);
-        else read_unknown(r, prefix, item);
-    }
-    return true;
-}
-
-static void read_rope(Reader *r) {
-    const cJSON *outer = get(r, "rope_theta");
-    double theta = cJSON_IsNumber(outer) ? outer->valuedouble : NAN;
-    RopeScaling *scaling = &r->config->rope_scaling, older;
-    int reasons = r->reasons.count;
-    if (outer && !cJSON_IsNumber(outer))
-        reasons_add(&r->reasons, "\"rope_theta\" is %s; expected a number", value_of(outer).text);
-    if (!r->foreign) read_rotary_part(r, get(r, ROTARY_PART), "");
-    bool newer = read_rope_object(r, "rope_parameters", &theta, scaling);
-    if (read_rope_object(r, "rope_scaling", &theta, &older)) {
-        if (newer && !rope_scaling_equal(scaling, &older))
-            reasons_add(&r->reasons, "rope_parameters and rope_scaling differ; remove the wrong one");
-        if (newer && !outer && !cJSON_GetObjectItemCaseSensitive(get(r, "rope_scaling"), "rope_theta") &&
-            !isnan(theta) && theta != DEFAULT_ROPE_THETA)
-            reasons_add(&r->reasons,
-                        "rope_parameters.rope_theta is %.15g, but transformers ignores rope_parameters "
-                        "where rope_scaling exists; remove rope_scaling",
-                        theta);
-        *scaling = older;
-    }
-    r->config->rope_theta = isnan(theta) ? DEFAULT_ROPE_THETA : theta;
-    if (!(r->config->rope_theta > 1 && r->config->rope_theta < 1e12))
-        reasons_add(&r->reasons, "rope_theta is %.15g; expected a number between 1 and 1e12", r->config->rope_theta);
-    const char *wrong = rope_scaling_wrong(scaling, head_size(r->config));
-    if (wrong && r->reasons.count == reasons)
-        reasons_add(&r->reasons, "RoPE's scaling \"%s\": %s", rope_shapes[scaling->kind].type, wrong);
-}
-
-// L determines the angles of ntk. transformers takes it from max_position_embeddings; without that key, we would guess.
-static void check_ntk_length(Reader *r) {
-    const cJSON *length = get(r, "max_position_embeddings");
-    if (r->config->rope_scaling.kind != ROPE_NTK || r->foreign) return;
-    if (!length || (cJSON_IsNumber(length) && length->valuedouble != r->config->seq_len))
-        reasons_add(&r->reasons,
-                    "\"max_position_embeddings\" is %s, but rope_type \"dynamic\" needs the training length%s",
-                    value_of(length).text, length ? ", attention_normalizer.seq_len" : "");
-}
-
 static const char *const LAYER_KEYS[] = {"cap", "window", "rope", "fixed"};    // besides the stages
 
 static bool is_layer_key(const char *key) {
@@ -789,7 +388,7 @@ static void read_layer(Reader *r, const cJSON *object, const char *name, const c
                        const LayerAttention *layer) {
     cJSON *expected = cJSON_CreateObject();
     bool spelled = false;
-    write_layer(expected, layer);
+    config_write_layer(expected, layer);
     for (size_t i = 0; i < STAGE_COUNT; i++)
         spelled |= cJSON_GetObjectItemCaseSensitive(object, stage_names[i]) != NULL;
     for (size_t i = 0; i < STAGE_COUNT + COUNT(LAYER_KEYS); i++) {
@@ -855,7 +454,7 @@ static void add_windows(Reader *r) {
 // The windows of the name, if it has any, must be those of the family's keys.
 static void read_windows(Reader *r, const char *name) {
     bool same = true, named = false;
-    if (r->family != &FAMILIES[MISTRAL] && !is_qwen(r)) return;
+    if (r->family != &model_families[MISTRAL] && !is_qwen(r)) return;
     for (size_t l = 0; l < r->config->layers; l++) {
         size_t window = attention_of(r->config, l)->window;
         same &= window == (r->slides[l] ? r->window : 0);
@@ -901,7 +500,7 @@ static void read_normalizer(Reader *r) {
                         "\"layers\"",
                         item->string, value_of(item).text);
         else if (!is_layer_key(item->string) && !is_listed(item->string, keys, COUNT(keys)))
-            read_unknown(r, "attention_normalizer.", item);
+            config_unknown(r, "attention_normalizer.", item);
     }
 }
 
@@ -924,10 +523,10 @@ static void read_rest(Reader *r) {
         // auto_map names code next to the weights, which could compute anything. Ours computes what this program
         // computes.
         known = known || (is_own(r) && is_listed(item->string, OWN, COUNT(OWN)));
-        known = known || (r->family == &FAMILIES[MISTRAL] && !strcmp(item->string, "sliding_window"));
+        known = known || (r->family == &model_families[MISTRAL] && !strcmp(item->string, "sliding_window"));
         known = known || (is_qwen(r) && is_listed(item->string, WINDOWS, COUNT(WINDOWS)));
         if (!strcmp(item->string, "is_causal")) read_causal(r, item);
-        else if (!known) read_unknown(r, "", item);
+        else if (!known) config_unknown(r, "", item);
     }
 }
 
@@ -990,9 +589,9 @@ bool model_config_read(ModelConfig *config, const char *folder, const char *igno
         read_layer_types(&r);
         read_files(&r);
         read_adapter(&r, folder);
-        read_rope(&r);
+        config_rope(&r);
         read_normalizer(&r);
-        check_ntk_length(&r);
+        config_check_ntk(&r);
         if (!r.foreign) read_rest(&r);
         right = !r.reasons.count || refuse(&r, path, error);
         if (right) warn_of_absent(&r, path);
