@@ -659,8 +659,8 @@ def final_picture(plan):
     for place, x in finite:
         wide = x.difference.half if x.difference.half < band else 0
         group = order.index(x.row.group)
-        axes.errorbar(x.difference.mean, place, fmt="osD^vP"[group % 6], markersize=5, xerr=wide or None, elinewidth=1.2,
-                      capsize=2.5, color=colors[group % len(colors)], label=x.row.group)
+        axes.errorbar(x.difference.mean, place, fmt="osD^vP"[group % 6], markersize=5, xerr=wide or None,
+                      elinewidth=1.2, capsize=2.5, color=colors[group % len(colors)], label=x.row.group)
     for place, x in enumerate(final):
         said = number(x.difference.mean, sign=True)
         axes.annotate(said, (1, place), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
@@ -885,9 +885,9 @@ def sections(plan, failed):
                 "it contains 0. A claim of equality agrees if the interval lies within the tolerance, and disagrees if "
                 "it lies outside. doc/grids.md says how the intervals are computed.")
         yield "Claims", [claims_table(plan)], [], [note]
-    note = ("Tables average over the seeds that every row has. Where a row has more, the mean and the standard deviation "
-            "over all of them follow in parentheses. Differences and ranks compare rows seed by seed; a difference has "
-            "its 95% interval.")
+    note = ("Tables average over the seeds that every row has. Where a row has more, the mean and the standard "
+            "deviation over all of them follow in parentheses. Differences and ranks compare rows seed by seed; a "
+            "difference has its 95% interval.")
     several = any(len(row.seeds) > 1 for row in grid.rows.values())
     yield "Training", training_tables(plan), ["curves", "final", "scalars"], [note] * several
     for title, evals in eval_groups(plan).items():
