@@ -5,7 +5,7 @@
 
 #include <cjson/cJSON.h>
 
-#define ATTN_C_VERSION "0.2.0"
+#define ATTN_C_VERSION "0.3.0"
 
 // Adds what writes a file: "program", "version" and "commit".
 void version_add(cJSON *json);
