@@ -340,8 +340,8 @@ static bool load(Sampler *s, const char *folder, Error *error) {
     m->list = tensors_of(&m->config, NULL, 0);
     plan_parameters(m, false, s->o.dtype == SAMPLE_BF16 || weights_are_bf16(&m->config, folder));
     gemm_start(&m->mm, s->o.dtype == SAMPLE_BF16);
-    // An answer may be withdrawn, and a prompt be copied from a text that has grown since.
-    size_t back = s->o.interactive || s->o.num_samples > FEW_ROWS ? new_tokens : 0;
+    // An answer may be withdrawn, and a prompt be copied from a text of an earlier write_texts(), which has grown.
+    size_t back = s->o.interactive || text_count(s) > FEW_ROWS ? new_tokens : 0;
     plan_decoder(&s->decoder, m, &m->plan, sequences, longest + new_tokens, back);
     memory_add(&m->plan, "texts", (void **)&s->sampled, sequences * new_tokens * sizeof(int32_t));
     memory_add(&m->plan, "scratch", (void **)&s->candidates, m->config.vocab * sizeof *s->candidates);

@@ -86,6 +86,17 @@ def test_evaluation(data, tmp_path):
     assert len(texts) == 9 and texts[0] == alone[0]
 
 
+def test_samples_of_long_prompts(data, tmp_path):
+    """The ninth text is the third of its prompt, and copies the cache of a text whose window has moved beyond it."""
+    folder, _ = tiny.train(data, tmp_path / "out", "--attn", "softmax+window=5", steps=2)
+    prompts = [word + 1010 * "," for word in ("a", "e", "o")]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    flags = ["--num-samples", 3, "--max-new-tokens", 40]
+    together, errors = tiny.sample(folder, "--prompt-file", tmp_path / "prompts", *flags)
+    assert "read 3,033 tokens" in errors        # 40 more do not fit in a cache of 1,024 + 4
+    assert together == [text for prompt in prompts for text in tiny.sample(folder, "--prompt", prompt, *flags)[0]]
+
+
 def test_a_window_of_one_name_changes_the_loss(data, tmp_path):
     for name, attn in (("full", "softmax"), ("wide", "softmax+window=32"), ("one", "softmax+window=1")):
         tiny.train(data, tmp_path / name, "--attn", attn, steps=2)
