@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import byte_text
 import jobs
 from calls import call
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
@@ -158,13 +156,11 @@ BAD = {    # what is appended to a correct file, and what the message says
     "NUL": ('[[run]]\nattn = "ss\\u0000max"\n', "a text has a NUL"),
     "combinations": (f"[[run]]\nfor = {{ attn = {['x'] * 200}, b = {['y'] * 200} }}\n", "expected at most 10,000"),
     "many runs": (LSSA + f"seeds = {list(range(10001))}\n", "expected at most 10,000 runs"),
-    "many digits": (LSSA + f'flags = {{ steps = "{"9" * 5000}" }}\n', "steps: expected a whole"),
     "number": (FORMULA % ("inf", 8), "high: expected a number, found inf"),
     "section": ("[[runs]]\n", "unknown section runs. Did you mean run?"),
     "key": (LSSA + "sede = [1]\n", r"[[run]] 2 (lssa): unknown key sede. Did you mean seeds?"),
     "type": (LSSA + 'seeds = "all"\n', "seeds: expected a list of whole numbers, found 'all'"),
     "no attn": (X, "attn is missing"),
-    "empty attn": (X + 'attn = ""\n', "attn is missing"),
     "no source": ('[data.small.mix]\ntrain = "a*.bin:0.7, "\nval = "b"\n',
                   "[data.small.mix]: train: expected a source on both sides of each comma, found 'a*.bin:0.7, '"),
     "no name": ('[[eval]]\ntask = "loss"\n', "name is missing"),
@@ -203,11 +199,9 @@ BAD = {    # what is appended to a correct file, and what the message says
     "metric": (NEEDLES_E + 'metric = "rite"\n', "metric: the task needle has no rite. Did you mean right?"),
     "batch": (LSSA + 'flags = { batch = "four" }\n',
               "flags: batch: expected a whole number of 1 or more, found 'four'"),
-    "steps": (LSSA + "flags = { steps = 0 }\n", "flags: steps: expected a whole number of 1 or more, found 0"),
     "formula": (FORMULA % (1, "0, 8"), "n: expected whole numbers of 1 or more, found 0"),
     "within": (CLAIM + 'ours = "ssmax = softmax"\n', "within: required in a claim with ="),
     "size": (LSSA + 'sizes = ["9k"]\n', "sizes: 9k is not one of 4k"),
-    "data": (LSSA + 'data = "texts"\n', "data: texts is not one of text. Did you mean text?"),
     "scale": (LSSA + 'scales = ["papr"]\n', "scales: papr is not one of small"),
 }
 
@@ -272,12 +266,6 @@ def test_the_comparison_has_every_preset():
     assert grid_parts.presets(TRAIN) == presets
     grid = grid_file.read(ROOT / "grids/comparison.toml", "small", list)
     assert sorted(grid.rows) == sorted([*presets, "gau/softmax", "gau/relu2-n"])
-
-
-def test_at_most_ten_claims_have_several_seeds():
-    claims = [claim for path in GRIDS
-              for claim in grid_file.read(path, "small", list).claims]
-    assert len(claims) > 20 and sum(len(claim.seeds) > 1 for claim in claims) <= 10
 
 
 # ---------------------------------------------------------------- keys and results
@@ -390,12 +378,6 @@ def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
     monkeypatch.undo()
     one.add("c", {"x": 3})
     assert list(grid_store.Results(path).entries) == ["a", "b", "c"]
-
-
-def test_results_behind_a_link_stay_there(tmp_path):
-    (tmp_path / "link.json").symlink_to("results.json")
-    grid_store.Results(tmp_path / "link.json").add("a", {})
-    assert (tmp_path / "link.json").is_symlink() and grid_store.Results(tmp_path / "results.json").entries == {"a": {}}
 
 
 @pytest.mark.parametrize("text, message", [("{", "expected the results of grids"),
@@ -610,8 +592,6 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
     assert (a[0], b[0]) == pytest.approx((0.19 / 3 - half, 0.19 / 3 + half), rel=1e-5)
     assert [text.get_text() for text in axes.texts] == ["-0.020", "+0.000", "+0.063", "diverged"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["lssa", "softmax", "ssmax", "exp"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["A", "B"], "the colors are the rows' groups"
-    assert axes.get_xlabel() == "nats per token"
 
 
 def test_numbers_of_the_paper_stand_beside_ours(tmp_path):
@@ -648,12 +628,10 @@ def test_tables_and_pictures_of_lengths_have_one_set_of_seeds(tmp_path):
     assert rows == {"softmax": ["6.00 (3 seeds: 5.60 ± 0.53)"] * 3, "ssmax": ["5.99 (3 seeds: 5.66 ± 0.49)"] * 3,
                     "lssa": ["5.980"] * 3, "exp": ["diverged"] * 3}
     axes, = grid_report.lengths_picture(plan, "lengths", plan.grid.evals).axes
-    assert axes.get_title(loc="left") == "B", "softmax is dashed there, and has no panel of its own"
     drawn = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) == 3}
     assert {name: list(drawn[name].get_ydata()) for name in ("softmax", "ssmax", "lssa")} == {
         "softmax": [6.0] * 3, "ssmax": [5.99] * 3, "lssa": [5.98] * 3}
-    assert drawn["softmax"].get_linestyle() == "--" and "exp (x: diverged)" in axes.get_legend_handles_labels()[1]
-    assert [line.get_marker() for line in drawn.values() if max(line.get_ydata()) < 1] == ["x"]
+    assert "exp (x: diverged)" in axes.get_legend_handles_labels()[1]
     axes, = grid_report.curves_picture(plan).axes
     assert "exp (diverged at step 3)" in axes.get_legend_handles_labels()[1]
 
@@ -687,19 +665,17 @@ def test_tables_for_spreadsheets(tmp_path):
 def test_tables_for_latex(tmp_path):
     """Any name of a row is shown as it is, and is no command."""
     plan = reported(tmp_path, UNEVEN)
-    for row, size in [(row, size) for row in plan.grid.rows.values() for size in row.sizes][:1]:
-        row.group = NASTY
     plan.grid.name = NASTY
     label = grid_export.latex(NASTY)
     assert not re.search(r"(?<!\\)[&%#$_~^]", label.replace("^2", "")) and "\\textbackslash{}z" in label
     text = grid_export.as_latex(plan)
+    assert label in text and "half of their 95\\% intervals" in text
     training, lengths = re.findall(r"\\begin{tabular}{(l.*?)}\n(.*?)\\end{tabular}", text, re.S)
     for columns, body in training, lengths:
         rows = [line for line in body.splitlines() if line.endswith("\\\\")]
         assert len(rows) == 5 and all(len(re.findall(r"(?<!\\)&", row)) == len(columns) - 1 for row in rows)
     assert "softmax & 4.60 $\\pm$ 0.53 &  & 3 \\\\" in training[1] and "lssa & 4.980 & " in training[1]
-    assert "$-$0.02 $\\pm$ 0.27 & 1" in training[1] and "half of their 95\\% intervals" in text
-    assert "exp & diverged & " in training[1]
+    assert "$-$0.02 $\\pm$ 0.27 & 1" in training[1] and "exp & diverged & " in training[1]
 
 
 def test_names_are_no_html(tmp_path):
@@ -729,28 +705,6 @@ def set_values(plan, evals):
             plan.results.entries[grid_store.eval_key(plan.grid, run, e, {})]["values"] = evals[e.name]
 
 
-def headings(plan, folder):
-    """The headings of a report in Markdown, after checking that the plain text has the same ones."""
-    text = grid_report.write(plan, folder, {}, draw=False)
-    found = re.findall("^(#+ .*)$", (folder / "report.md").read_text(), re.M)
-    assert [line.lstrip("# ") for line in found] == re.findall("^(?:==|--) (.*)$", text, re.M)
-    return found
-
-
-def test_every_table_has_a_heading(tmp_path):
-    """The metric, too, unless the loss is the evaluation's only one."""
-    plan = reported(tmp_path, {"softmax": {1: 5.0}}, '[[eval]]\nname = "prompts"\ntask = "attention"\n',
-                    '[[eval]]\nname = "last"\ntask = "positions"\nlengths = ["L"]\nmetric = "last_eighth"\n',
-                    '[[eval]]\nname = "needles"\ntask = "needle"\nlengths = ["L"]\nmetric = "right"\n')
-    prompts = {"log_z_slope": {"mean": 0.5}, "loss": {"mean": 5.3}, "perplexity": {"mean": 200.0}}
-    set_values(plan, {"prompts": prompts, "lengths": {"loss": {"4": 5.0}}, "last": {"last_eighth": {"8": 4.0}},
-                      "needles": {"right": {"8": 0.5, "8 at 10 %": 0.5}}})
-    assert headings(plan, tmp_path / "report") == [
-        "# Grid tiny at scale small", "## Training", "### A", "## Evaluation: lengths", "### A",
-        "## Evaluation: prompts", "### A, log_z_slope", "### A, loss", "### A, perplexity", "## Evaluation: last",
-        "### A, last_eighth", "## Evaluation: needles", "### A, right"]
-
-
 SCORES = ('[[eval]]\nname = "one prompt"\ntask = "needle"\nlengths = ["64L"]\nmetric = "best_score"\n'
           'flags = { samples = 1, depths = [50], digits = 1 }\n')
 
@@ -767,30 +721,15 @@ def test_needle_scores_are_not_drawn_as_needles_found(tmp_path):
     assert grid_report.needle_scores_note(plan, "lengths", plan.grid.evals[:1]) == []
 
 
-@pytest.mark.drawn(3, of="further calls")
-def test_the_report_has_the_command_that_draws_needle_scores(tmp_path):
-    """It draws what eval_gpt2 wrote into the run folders."""
-    path = write(tmp_path, ROWS, SCORES, data=byte_text.write_text(tmp_path / "text"))
-    path.write_text(re.sub(r"vocab=\d+", f"vocab={byte_text.VOCAB}", path.read_text()))
-    run(path, tmp_path / "out")
-    report = (tmp_path / "out/tiny-small/report.md").read_text()
-    command = re.search(r"^    \.venv/bin/python (.*(?:\n {8}.*)+)\n\n### best_score$", report, re.M)[1]
-    subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, cwd=ROOT, check=True, capture_output=True)
-    for name in ("", "-heads", "-trials"):
-        assert (tmp_path / f"out/tiny-small/one-prompt{name}.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_the_scalars_picture(tmp_path):
     plan = reported(tmp_path, {"ssmax": {1: 5.0}, "softmax": {1: 5.0}})
     values = {"s": [1.3, 0.8, 0.8, 0.9], "b": [0.1, 0.2, 0.3, 0.4]}
     for entry in plan.results.entries.values():
         entry["values"] |= values if "curves" in entry else {}
     figure = grid_report.scalars_picture(plan)
-    legend, = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["ssmax, seed 1", "softmax, seed 1"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ssmax, seed 1", "softmax, seed 1"]
     for axes, numbers in zip(figure.axes, values.values()):
         assert [list(line.get_ydata()) for line in axes.lines] == [numbers] * 2
-        assert [line.get_color() for line in axes.lines] == [line.get_color() for line in legend.get_lines()]
 
 
 AFTERWARDS = '[[eval]]\nname = "P={P}"\nfor = { P = [1, 3] }\ngroup = "afterwards"\ntask = "loss"\nruns = ["lssa"]\n' \
@@ -1013,15 +952,9 @@ def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
     assert "FAILED: bad" in (tmp_path / "out/tiny-small/report.md").read_text()
 
 
-@pytest.mark.drawn(1)
 @pytest.mark.parametrize("row, message", [
     ('attn = "ssmx"', "[[run]] 2 (x): --attn ssmx: unknown normalizer. Did you mean ssmax?"),
-    ('attn = "ssmax+post=reweight:x"', "[[run]] 2 (x): --attn ssmax+post=reweight:x: unknown value for post"),
-    ('attn = "ssmax"\nflags = { warm = 3 }', "[[run]] 2 (x): --warm: unknown flag. Did you mean --warmup?"),
-    ('attn = "ssmax"\nflags = { lr = "fast" }', '[[run]] 2 (x): --lr fast: expected a number from 0 to 100, found "fa'),
     ('attn = "ssmax"\nmodel = "qknorm=1"', "[[run]] 2 (x): --model: unknown model or key 'qknorm'. Did you mean qk_"),
-    ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nflags = { max-tokenz = 3 }',
-     "[[eval]] 1 (e): --max-tokenz: unknown flag. Did you mean --max-tokens?"),
     ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "needle"\nflags = { max-tokens = 3 }',
      "[[eval]] 1 (e): --max-tokens is for --task loss or positions, not needle."),
     ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nattn = "{run.attn}+post=rewait:3"',
@@ -1111,8 +1044,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     (["--seeds", "0"], 2, "error: --seeds 0: expected 1 or more"),
     (["--out", "FILE"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
     (["--out", "FILE/x", "--dry-run"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
-    (["--out", "FILE", "--report"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
-    (["--out", "/proc/x"], 2, "--out: /proc/x: cannot write there (No such file or directory). Pass another --out."),
     (["--out", "/proc/x", "--report"], 2, "--out: /proc/x/tiny-small: cannot write there (No such file or directory)."),
     (["--results", "/proc/x/y.json"], 2, "--results: /proc/x: cannot write there (No such file or directory). Pass"),
     (["--results", "FILE/y.json", "--dry-run"], 3, "FILE/y.json: expected a file with the results of grids, or none"),
@@ -1236,8 +1167,8 @@ def test_a_grid_that_was_killed_resumes(data, tmp_path, how):
     assert numbers[0] == numbers[1] and len(numbers[0]) == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("what", ["prepare", "measure"])
+@pytest.mark.parametrize("what, how", [("prepare", signal.SIGKILL), ("measure", signal.SIGKILL),
+                                       ("measure", signal.SIGTERM)])
 def test_a_stop_before_the_first_run_leaves_no_process(data, tmp_path, what, how):
     """While a text is prepared, and while the speed is measured by programs that hang."""
     (tmp_path / "make.py").write_text(f"import os, time\nopen('{tmp_path}/pid', 'w').write(f'{{os.getpid()}}\\n')\n"
