@@ -190,23 +190,13 @@ def test_without_wgmma_once_it_has_failed(call, tmp_path, monkeypatch):
 
 # ---- the table and the command line
 
-@pytest.mark.parametrize("words, settings, says", [
-    (["attentoin"], {}, "attentoin: no such part"), (["train=soon"], {}, "expected PART=SECONDS"),
-    (["train=1=2"], {}, "expected PART=SECONDS"), (["train"], {"BUDGET": "1h"}, "expected seconds"),
-    (["train"], {"OUT": "/proc/nothing"}, "cannot be created or written to"),
-    (["build"], {"PROGRAMS": "build"}, "set PROGRAMS to another one")])
-def test_wrong_usage(call, capsys, words, settings, says):
-    with pytest.raises(SystemExit) as ended:
-        call(gpu_check.PARTS, *words, **settings)
-    assert ended.value.code == 2 and says in capsys.readouterr().err
-
-
-def test_help(tmp_path):
-    settings = trainer.environment(OUT=str(tmp_path / "out"))
-    said = subprocess.run([ROOT / "scripts/gpu_check.py", "--help"], capture_output=True, text=True, env=settings,
-                          check=True).stdout
-    assert all(f"\n    {part.name} " in said for part in gpu_check.PARTS) and "Exit codes: 0" in said
-    assert not (tmp_path / "out").exists()
+def test_wrong_usage(call, capsys):
+    for words, settings, says in ((["attentoin"], {}, "attentoin: no such part"),
+                                  (["train=soon"], {}, "expected PART=SECONDS"),
+                                  (["train"], {"OUT": "/proc/nothing"}, "cannot be created or written to")):
+        with pytest.raises(SystemExit) as ended:
+            call(gpu_check.PARTS, *words, **settings)
+        assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_the_calls_of_the_page_fit():
