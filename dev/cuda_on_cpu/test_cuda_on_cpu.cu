@@ -104,19 +104,16 @@ static void test_sums() {
     } cases[] = {
         {"2^-24 is kept next to 1, sixteen times", 1, 1, 1 + 0x1p-20f, std::vector<float>(16, 0x1p-12f),
          std::vector<float>(16, 0x1p-12f)},
-        {"2^-25 is", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1p-12f), std::vector<float>(16, 0x1p-13f)},
         {"2^-26 is cut off", 1, 1, 1, std::vector<float>(16, 0x1p-13f), std::vector<float>(16, 0x1p-13f)},
         {"of 1.5 · 2^-25 a third is cut off", 1, 1, 1 + 0x1p-21f, std::vector<float>(16, 0x1.8p-12f),
          std::vector<float>(16, 0x1p-13f)},
         {"also below 0", -1, -1, -1 - 0x1p-21f, std::vector<float>(16, -0x1.8p-12f), std::vector<float>(16, 0x1p-13f)},
         {"the sum is rounded toward zero", 1, 1 + 0x1p-22f, 1 + 0x1p-23f, {0x1.8p-12f}, {0x1p-11f}},
-        {"also from below 0", -1, -1 - 0x1p-22f, -1 - 0x1p-23f, {-0x1.8p-12f}, {0x1p-11f}},
         {"1.5 · 1.5 has the exponent of 1", 0, 0x1p-25f, 0x1p-25f, {1.5f, -1.5f, 0x1p-12f}, {1.5f, 1.5f, 0x1p-13f}},
         {"a 1 is lost next to 2^26", 0, 1, 0, {large, -large, 1}, {1, 1, 1}},
         {"also if the 1 is the addend", 1, 0, 0, {large, -large}, {1, 1}},
         {"next to 2^26, 2 stays 2, and 3 becomes 2", 3, 0, 2, {large, -large}, {1, 1}},
         {"zeros have no exponent", 0, 0x1p-100f, 0x1p-100f, {0x1p-50f, 0, 0x1p100f}, {0x1p-50f, 0x1p100f, 0}},
-        {"nothing", 0, 0, 0, {}, {}},
         {"the smallest subnormal", 0, 0x1p-149f, 0x1p-149f, {0x1p-126f}, {0x1p-23f}},
         {"subnormal factors", 0, 0x1p-132f, 0x1p-132f, {0x1p-133f}, {2}},
         {"the largest", 0x1.fffffep127f, inf, 0x1.fffffep127f, {0x1p103f}, {1}},
@@ -329,41 +326,29 @@ static void test_graphs() {
 
 // A capture in which `forbidden` is called, and whose end then fails.
 template <class Forbidden>
-static void test_forbidden(const Fork &s, const char *what, Forbidden forbidden, cudaError_t error,
-                           cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal) {
+static void test_forbidden(const Fork &s, const char *what, Forbidden forbidden, cudaError_t error) {
     cudaGraph_t graph;
-    CUDA(cudaStreamBeginCapture(s.a, mode));
+    begin_capture(s.a);
     cudaError_t got = forbidden();
     CHECK(got == error, "%s: %s, not %s", what, cudaGetErrorName(got), cudaGetErrorName(error));
-    CHECK(cudaMemsetAsync(NULL, 0, 4, s.a) == (error ? cudaErrorStreamCaptureInvalidated : cudaErrorInvalidValue),
-          "%s: later work", what);
-    got = cudaStreamEndCapture(s.a, &graph);
-    CHECK(got == (error ? cudaErrorStreamCaptureInvalidated : cudaSuccess) && !graph == (error != cudaSuccess),
-          "%s: the end", what);
-    CUDA(cudaGraphDestroy(graph));
+    CHECK(cudaMemsetAsync(NULL, 0, 4, s.a) == cudaErrorStreamCaptureInvalidated, "%s: later work", what);
+    CHECK(cudaStreamEndCapture(s.a, &graph) == cudaErrorStreamCaptureInvalidated && !graph, "%s: the end", what);
     cudaGetLastError();
 }
 
 static void test_forbidden_in_captures() {
-    Fork s, other;
+    Fork s;
     Device<float> x(256);
     float *pinned, pageable[4] = {};
     cudaEvent_t before;
-    cudaGraph_t graph;
     void *p = NULL;
     CUDA(cudaMallocHost((void **)&pinned, 4));
     CUDA(cudaEventCreate(&before));
     CUDA(cudaEventRecord(before, s.b));
     const cudaError_t no = cudaErrorStreamCaptureUnsupported;
     test_forbidden(s, "a wait for the stream", [&] { return cudaStreamSynchronize(s.a); }, no);
-    test_forbidden(s, "a query", [&] { return cudaStreamQuery(s.a); }, no);
     test_forbidden(s, "a wait for the device", [&] { return cudaDeviceSynchronize(); }, no);
     test_forbidden(s, "an allocation", [&] { return cudaMalloc(&p, 4); }, no);
-    test_forbidden(s, "pinned memory", [&] { return cudaMallocHost(&p, 4); }, no);
-    test_forbidden(s, "a free", [&] { return cudaFree(NULL); }, no);
-    test_forbidden(s, "an allocation", [&] { return cudaMalloc(&p, 4); }, cudaSuccess, cudaStreamCaptureModeRelaxed);
-    CUDA(cudaFree(p));
-    test_forbidden(s, "a query of another stream", [&] { return cudaStreamQuery(other.a); }, no);
     test_forbidden(
         s, "an event from before", [&] { return cudaStreamWaitEvent(s.a, before); }, cudaErrorStreamCaptureIsolation);
     test_forbidden(
@@ -381,29 +366,6 @@ static void test_forbidden_in_captures() {
         s, "cudaMemcpy", [&] { return cudaMemcpy(x.p, pinned, 4, cudaMemcpyDefault); }, cudaErrorStreamCaptureImplicit);
     test_forbidden(
         s, "pageable memory", [&] { return cudaMemcpyAsync(x.p, pageable, 4, cudaMemcpyHostToDevice, s.a); }, no);
-    test_forbidden(
-        s, "a second capture", [&] { return cudaStreamBeginCapture(s.a, cudaStreamCaptureModeThreadLocal); },
-        cudaErrorIllegalState);
-    test_forbidden(
-        s, "the end in the other stream",
-        [&] {
-            s.fork();
-            return cudaStreamEndCapture(s.b, &graph);
-        },
-        cudaErrorStreamCaptureUnmatched);
-    test_forbidden(
-        s, "two captures",
-        [&] {
-            begin_capture(other.a);
-            CUDA(cudaEventRecord(other.forked, other.a));
-            cudaError_t error = cudaStreamWaitEvent(s.a, other.forked);
-            CHECK(cudaStreamEndCapture(other.a, &graph) == cudaErrorStreamCaptureInvalidated, "the other");
-            return error;
-        },
-        cudaErrorStreamCaptureMerge);
-    CHECK(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeGlobal) == no, "a capture of the legacy stream");
-    CHECK(cudaStreamEndCapture(s.a, &graph) == cudaErrorIllegalState, "no capture");
-    cudaGetLastError();
     CUDA(cudaEventRecord(s.forked, s.a));    // no longer a captured event
     CUDA(cudaEventSynchronize(s.forked));
     CUDA(cudaEventDestroy(before));
