@@ -162,6 +162,12 @@ def test_readme_has_its_commands():
     assert len(README.splitlines()) <= 150
 
 
+def test_index_lists_each_page_once():
+    listed = re.findall(r"\]\(([\w/]+\.md)\)", README[README.index("## Pages"):])
+    pages = {str(path.relative_to(ROOT)) for path in PAGES if path.parent.name == "doc" or path.name == "README.md"}
+    assert len(listed) == len(set(listed)) and pages - {"README.md"} <= set(listed)
+
+
 def test_examples_are_of_one_checkpoint():
     """doc/evaluation.md evaluates what README's first command trains, on the text of its validation."""
     evaluation = (ROOT / "doc/evaluation.md").read_text()
