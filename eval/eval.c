@@ -222,11 +222,11 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .uses = NEEDLE | ATTENTION,
          .help = "chooses needles and haystacks, or the sequences of attention"},
         {"out", OPT_TEXT, &o->out, .arg = "DIR", .group = "Evaluation",
-         .help = "folder for eval.json and pictures; without it, the results are only printed"},
+         .help = "folder for eval.json and plots; without it, the results are only printed"},
         {"foreign-folder", OPT_SWITCH, &o->foreign_folder, .group = "Evaluation",
          .help = "accept an --out that belongs to another user and that everybody may write to"},
         {"picture", OPT_SWITCH, &o->picture, .group = "Evaluation",
-         .help = "0: write eval.json without pictures; scripts/plot_eval.py draws them later"},
+         .help = "0: write eval.json without plots; scripts/plot_eval.py draws them later"},
         {"dtype", OPT_CHOICE, &o->dtype, .choices = "fp32|bf16", .group = "Machine",
          .help = "fp32: matmuls in float32; bf16: their inputs in bfloat16, on a GPU also the activations; faster and less exact"},
         {"threads", OPT_INT, &o->threads, 0, MAX_THREADS, .arg = "N", .group = "Machine", .help = THREADS_HELP},
@@ -577,7 +577,7 @@ static bool find_beside(char *out, size_t size, const char *name) {
 static void draw(const Eval *e) {
     char script[PATH_MAX + 32] = "scripts/plot_eval.py", python[PATH_MAX + 32];
     if (!find_beside(script, sizeof script, "scripts/plot_eval.py")) {
-        warn("no picture: there is no %s. eval.json is complete.\n  With a checkout of attn.c: .venv/bin/python "
+        warn("no plot: there is no %s. eval.json is complete.\n  With a checkout of attn.c: .venv/bin/python "
              "scripts/plot_eval.py %s",
              script, e->o.out);
         return;
@@ -589,12 +589,12 @@ static void draw(const Eval *e) {
     fflush(stdout);
     int failed = posix_spawnp(&child, python, NULL, NULL, words, environ);
     if (failed) {
-        warn("no picture: %s: %s. eval.json is complete.\n  With Python and matplotlib: python3 %s %s", python,
+        warn("no plot: %s: %s. eval.json is complete.\n  With Python and matplotlib: python3 %s %s", python,
              strerror(failed), script, e->o.out);
         return;
     }
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-    if (status != 0) warn("no picture, but eval.json is complete. To draw it: %s %s %s", python, script, e->o.out);
+    if (status != 0) warn("no plot, but eval.json is complete. To draw it: %s %s %s", python, script, e->o.out);
 }
 
 size_t eval_characters(const char *text) {

@@ -1,4 +1,4 @@
-"""Plots one or several training runs in one picture, or exports them to TensorBoard.
+"""Plots one or several training runs in one plot, or exports them to TensorBoard.
 
     .venv/bin/python scripts/plot.py out/a                           # out/a/loss.png
     .venv/bin/python scripts/plot.py out/a out/b --out both.png

@@ -967,7 +967,7 @@ def test_eval_gpt2_draws_from_any_folder(trained, tmp_path, monkeypatch):
     """The --out looks like a flag."""
     monkeypatch.chdir(tmp_path)
     output, errors = evaluate(trained, "loss", "-x")
-    assert output.splitlines()[-1] == "-x/lengths.png" and "picture" not in errors
+    assert output.splitlines()[-1] == "-x/lengths.png" and "no plot" not in errors
     assert (tmp_path / "-x/lengths.png").read_bytes()[:4] == b"\x89PNG"
 
 
