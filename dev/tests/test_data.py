@@ -68,6 +68,13 @@ def read_shard(path):
     return list(struct.unpack(f"<{numbers[2]}{letter}", data[1024:]))
 
 
+def read_mask(path):
+    data = path.read_bytes()
+    numbers = struct.unpack("<256i", data[:1024])
+    assert numbers[:2] == (20240521, 1) and not any(numbers[3:]) and len(data) == 1024 + numbers[2]
+    return list(data[1024:])
+
+
 def documents_of(folder, split):
     """The documents in all shards of a split, decoded."""
     encoding = vocabulary.gpt2_encoding()
@@ -166,6 +173,26 @@ def test_documents_with_a_mark_on_both_sides(tmp_path):
         write_small(tmp_path)
 
 
+def write_masked(out):
+    """Shards with masks: token i of document n is (n + i) mod 250, and counts if it is odd."""
+    def encode(batch):
+        ids = [(n + np.arange(n * 7919 % 23)) % 250 for n, in batch]
+        return [(one, one % 2, None, "used" if len(one) else "empty") for one in ids]
+
+    args = small_args(out)
+    args.shard_tokens = 300
+    return shards.write(args, lambda skip: ((n,) for n in range(skip, 150)), small_tokenizer(), {}, encode=encode,
+                        masks=True)
+
+
+def test_masks(tmp_path):
+    writer = write_masked(tmp_path)
+    masks = sorted(tmp_path.glob("*.mask"))
+    assert writer.counts["used"] + writer.counts["empty"] == 150 and len(masks) == len(list(tmp_path.glob("*.bin"))) > 5
+    for path in masks:
+        assert read_mask(path) == [token % 2 if token != 256 else 0 for token in read_shard(path.with_suffix(".bin"))]
+
+
 class Crash(BaseException):
     pass
 
@@ -187,25 +214,27 @@ def crashes(monkeypatch):
     return steps
 
 
-def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch):
+@pytest.mark.parametrize("write, step", [(write_small, 1), (write_masked, 2)])
+def test_resumes_after_a_crash_at_every_step(tmp_path, often, monkeypatch, write, step):
     """The run ends before its n-th sync or rename, for every n; the next run produces the bytes of an uninterrupted
-    run."""
-    write_small(tmp_path / "whole")
+    run. A shard with its final name is complete, and so is its mask."""
+    write(tmp_path / "whole")
     expected = contents(tmp_path / "whole")
     steps = crashes(monkeypatch)
-    write_small(tmp_path / "counted")
+    write(tmp_path / "counted")
     total = 10**9 - steps["left"]
     assert total > 90
-    for n in range(total):
+    for n in range(0, total, step):
         out = tmp_path / f"crash{n}"
         steps["left"] = n
         with pytest.raises(Crash):
-            write_small(out)
+            write(out)
         finished = {p: p.stat().st_mtime_ns for p in out.glob("*.bin")}
         for path in finished:
-            read_shard(path)   # a shard with its final name is complete
+            tokens = read_shard(path)
+            assert write is write_small or len(read_mask(path.with_suffix(".mask"))) == len(tokens)
         steps["left"] = 10**9
-        write_small(out)
+        write(out)
         assert contents(out) == expected, n
         assert all(p.stat().st_mtime_ns == t for p, t in finished.items()), "a finished shard was made again"
 
@@ -471,8 +500,7 @@ ARRAY = json.dumps([{"text": t} for t in TEXTS], ensure_ascii=False, indent=1).e
 
 
 @pytest.mark.parametrize("name, content", [
-    ("a.ndjson", jsonl(TEXTS)), ("a.JsonLines", jsonl(TEXTS)), ("A.JSONL", jsonl(TEXTS)), ("part-00000", jsonl(TEXTS)),
-    ("a.jsonl", codecs.BOM_UTF8 + jsonl(TEXTS)), ("a.json", codecs.BOM_UTF8 + ARRAY), ("a.jsonl.gz", gz(jsonl(TEXTS))),
+    ("a.JsonLines", jsonl(TEXTS)), ("part-00000", jsonl(TEXTS)), ("a.jsonl", codecs.BOM_UTF8 + jsonl(TEXTS)),
     ("a.jsonl.zst", zst(jsonl(TEXTS[:2])) + zst(jsonl(TEXTS[2:]))),
     ("a.json", jsonl(TEXTS)), ("a.jsonl", ARRAY), ("a.JSON.GZ", gz(jsonl(TEXTS))),
     ("a.jsonl.bz2", bz2.compress(jsonl(TEXTS))), ("a.jsonl.xz", lzma.compress(jsonl(TEXTS)) + lzma.compress(b"")),
@@ -491,15 +519,14 @@ def test_content_decides_the_format(tmp_path, name, content):
     assert scan(tmp_path / name) == scan(tmp_path) == (TEXTS, {"blank": (1, [f"{tmp_path / name} (1)"])})
 
 
-@pytest.mark.parametrize("name, content", [
-    ("a.TXT", "naïve"), ("a.Md", "naïve"), ("a.txt.gz", "naïve"), ("a.txt", '{"text": "naïve"}'), ("a.md", "世界")])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_prose(tmp_path, name, content, encoding):
-    (tmp_path / name).write_bytes(content.encode(encoding))
-    assert scan(tmp_path) == ([content], {})
+def test_prose(tmp_path, encoding):
+    for name, content in (("a.Md", "naïve 世界"), ("b.txt.gz", "naïve"), ("c.txt", '{"text": "naïve"}')):
+        (tmp_path / name).write_bytes(content.encode(encoding))
+    assert scan(tmp_path) == (["naïve 世界", "naïve", '{"text": "naïve"}'], {})
 
 
-@pytest.mark.parametrize("start", ["{\n", "\n\n{ \n", '{"id": 1,\n', '{"tags": [\n2], ', '{"meta": {"text":\n0},'])
+@pytest.mark.parametrize("start", ["\n\n{ \n", '{"tags": [\n2], ', '{"meta": {"text":\n0},'])
 def test_an_object_that_takes_a_file(tmp_path, start):
     (tmp_path / "a.json").write_text(start + '"text": "one\\ntwo",\n\n"more": {}\n}\n')
     assert scan(tmp_path) == (["one\ntwo"], {})
@@ -523,9 +550,8 @@ def test_an_error_in_a_long_array(tmp_path):
 
 @pytest.mark.parametrize("name, content, kind", [
     ("book.pdf", b"%PDF-1.7\n", "binary"), ("book.txt", b"a\0b", "binary"), ("book.zip", b"PK\3\4\0", "binary"),
-    ("book.csv", b"a,b\n", "format"), ("book", b"prose", "format"), ("book.ipynb", b'{\n "cells": [\n', "format"),
-    ("book.js.map", b'{"version": 3}', "format"), ("BOOK.rst.gz", gz(b"prose"), "format"),
-    ("book.tar.gz", gz(b"prose"), "format")])
+    ("book", b"prose", "format"), ("book.ipynb", b'{\n "cells": [\n', "format"),
+    ("BOOK.rst.gz", gz(b"prose"), "format"), ("book.tar.gz", gz(b"prose"), "format")])
 def test_what_is_not_text(tmp_path, name, content, kind):
     """It is skipped and named in a folder, and rejected where it is named. --prose reads what is text."""
     (tmp_path / name).write_bytes(content)
@@ -751,12 +777,12 @@ def test_separators(tmp_path, monkeypatch, chunk):
     assert read(tmp_path / "b.jsonl.zst") == TEXTS
 
 
-@pytest.mark.parametrize("skip", [0, 1, 4, 5, 7, 10, 13, 15])
-def test_skip(tmp_path, skip):
+def test_skip(tmp_path):
     parquet(tmp_path / "a.parquet", TEXTS)
     parquet(tmp_path / "b.parquet", TEXTS)
     (tmp_path / "c.jsonl").write_bytes(jsonl(TEXTS))
-    assert list(sources.documents(sources.local_files([tmp_path]), skip=skip)) == (TEXTS * 3)[skip:]
+    for skip in range(16):
+        assert list(sources.documents(sources.local_files([tmp_path]), skip=skip)) == (TEXTS * 3)[skip:], skip
 
 
 @pytest.mark.parametrize("name, content, message", [
@@ -764,12 +790,10 @@ def test_skip(tmp_path, skip):
     ("a.jsonl", b"[" * 100_000, "not valid JSON"),
     ("a.jsonl", jsonl(TEXTS, "body"), "expected an object with the text under 'text', found body, meta."),
     ("a.jsonl", b"{\"text\": 5}", "line 1: expected an object with the text under 'text', found int there."),
-    ("a.jsonl", b"[5]", "expected an object"),
     ("a.json", b"{}", "expected an object with the text under 'text', found none"),
     ("a.json", b"{\n\"body\": 5}\n", "a.json: expected an object with the text under 'text', found body"),
     ("a.json", b"[{\"text\": \"a\"}", "element 1: not valid JSON"),
     ("a.json", b"[{\"text\": \"a\"}] {}", "expected nothing after the array"),
-    ("a.json", b"[{}]", "element 0"),
     ("a.jsonl.zst", zst(jsonl(TEXTS * 100))[:-9], "a.jsonl.zst: truncated"),
     ("a.jsonl.zst", b"not zstandard at all", "a.jsonl.zst: line 1: not valid JSON"),
     ("a.jsonl.zst", zst(b"")[:4] + b" rubbish rubbish", "corrupt"),
@@ -917,7 +941,7 @@ def test_text(tmp_path):
     assert "made with files = 1, but now it is 2" in script("text", *arguments, code=2)
 
 
-@pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`', "~a,b:2", "new\nline'é\t!x%s\\"])
+@pytest.mark.parametrize("name", ["set [v2] it's $HOME", 'a\\b*?"`x`,b:2', "~new\nline'é\t!x%s\\"])
 def test_printed_flags_can_be_pasted(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("some text, and more")
@@ -1008,12 +1032,10 @@ def test_wrong_usage(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     assert (f"--tokenizer {tmp_path}/fifo: not a regular file. Expected gpt2 or a tokenizer.json"
             in script("text", *good, "--tokenizer", tmp_path / "fifo", code=2))
-    for name in ("", "a/b", "a*"):
-        assert "expected the beginning of a file's name" in script("text", *good, "--name", name, code=2)
+    assert "expected the beginning of a file's name" in script("text", *good, "--name", "a/b", code=2)
     assert "not a valid tokenizer.json" in script("text", *good, "--tokenizer", tmp_path / "a.txt", code=3)
-    for flag in (["--val-fraction", "1"], ["--shard-tokens", "0"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"],
-                 ["--shard-tokens", "inf"], ["--workers", "-1"], ["--vocab", "300"],
-                 ["--tokenizer", "own", "--vocab", "257"], ["--tokenizer", "own", "--vocab", "2M"]):
+    for flag in (["--val-fraction", "1"], ["--shard-tokens", "3G"], ["--val-frac", "0.1"], ["--shard-tokens", "inf"],
+                 ["--workers", "-1"], ["--vocab", "300"], ["--tokenizer", "own", "--vocab", "257"]):
         script("text", *good, *flag, code=2)
     script("slimpajama", "--chunks", "11", code=2)
     script("tinystories", "--vocab", "100", "--input", tmp_path, code=2)

@@ -14,7 +14,7 @@ import pytest
 
 import trainer
 from squad_files import END, facts, question, write, write_bytes_tokenizer
-from test_data import Crash, contents, crashes, read_shard, script
+from test_data import read_mask, read_shard, script
 import shards
 import sources
 import squad
@@ -24,13 +24,6 @@ import vocabulary
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def read_mask(path):
-    data = path.read_bytes()
-    numbers = struct.unpack("<256i", data[:1024])
-    assert numbers[:2] == (20240521, 1) and not any(numbers[3:]) and len(data) == 1024 + numbers[2]
-    return list(data[1024:])
 
 
 def examples_of(folder, tokenizer, split="train"):
@@ -188,49 +181,7 @@ def test_wrong_files(tmp_path, tokenizer, content, message):
     assert message in text and str(tmp_path) in text and not list((tmp_path / "out").glob("*.bin"))
 
 
-# ---- kills
-
-def write_masked(out, count=150):
-    """Shards with masks: token i of document n is (n + i) mod 250, and counts if it is odd."""
-    def encode(batch):
-        ids = [(n + np.arange(n * 7919 % 23)) % 250 for n in batch]
-        return [(one, one % 2, None, "used" if len(one) else "empty") for one in ids]
-
-    parser = shards.add_flags(shards.argparse.ArgumentParser(), "small", 0.1)
-    args = parser.parse_args(["--out", str(out), "--shard-tokens", "300", "--workers", "2"])
-    documents = lambda skip: (range(n, n + 1) for n in range(skip, count))
-    known = vocabulary.Tokenizer(None, 257, 256, {"tokenizer.json": b"{}"})
-    return shards.write(args, documents, known, {}, encode=lambda batch: encode([each[0] for each in batch]),
-                        masks=True)
-
-
-def test_masks_resume_after_a_crash_at_every_step(tmp_path, monkeypatch):
-    """The run ends before its n-th sync or rename, for every n; a shard with its final name then has a whole mask, and
-    the next run produces the bytes of an uninterrupted run."""
-    monkeypatch.setattr(shards, "COMMIT_SECONDS", -1)
-    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 25)
-    writer = write_masked(tmp_path / "whole")
-    expected = contents(tmp_path / "whole")
-    masks = sorted((tmp_path / "whole").glob("*.mask"))
-    assert (writer.counts["used"] + writer.counts["empty"] == 150
-            and len(masks) == len(list((tmp_path / "whole").glob("*.bin"))) > 5)
-    for path in masks:
-        assert read_mask(path) == [token % 2 if token != END else 0 for token in read_shard(path.with_suffix(".bin"))]
-    steps = crashes(monkeypatch)
-    write_masked(tmp_path / "counted")
-    total = 10**9 - steps["left"]
-    assert total > 90
-    for n in range(0, total, 2):
-        out = tmp_path / f"crash{n}"
-        steps["left"] = n
-        with pytest.raises(Crash):
-            write_masked(out)
-        for path in out.glob("*.bin"):
-            assert len(read_mask(path.with_suffix(".mask"))) == len(read_shard(path))
-        steps["left"] = 10**9
-        write_masked(out)
-        assert contents(out) == expected, n
-
+# ---- a folder that was changed
 
 def test_a_missing_mask_is_noticed(tmp_path, tokenizer):
     write(tmp_path / "in.json", "1.1", *facts(3))
