@@ -1,23 +1,21 @@
 """scripts/follow.py: every step arrives once, in order, while the run writes, stops and resumes; wandb is a stub that
-records its calls, and where it is installed, also wandb itself without a network."""
+records its calls."""
 import json
 import os
 import resource
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
 
 import pytest
 
+from calls import call, limited
 from event_files import events_of
 from jobs import wait_for
 from trainer import ROOT, environment, metrics, train
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import follow as follow_script  # noqa: E402
+import follow as follow_script
 
 FOLLOW = ROOT / "scripts/follow.py"
 STUB = """
@@ -70,10 +68,15 @@ def start(*words, **env):
 
 
 def follow(*words, code=0, **env):
-    process = start(*words, **env)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in err, out + err
-    return out + err
+    """A call that ends by itself. Those for wandb are processes, because of the stub."""
+    if "--wandb" in words:
+        process = start(*words, **env)
+        out, err = process.communicate(timeout=60)
+        result = subprocess.CompletedProcess(words, process.returncode, out, err)
+    else:
+        result = call("follow.py", *words)
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 def test_a_file_that_gets_shorter(tmp_path):
@@ -259,56 +262,13 @@ def test_wandb_that_is_missing_or_fails(tmp_path, stub):
     assert contents(run) == ["metrics.jsonl", "run.json"]
 
 
-def offline_records(path):
-    """wandb's file is LevelDB's log: after 7 bytes, parts of records with a header of 7 bytes, in blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 0 < -at % 32768 < 7:
-            at += -at % 32768
-            continue
-        size, kind = struct.unpack_from("<HB", data, at + 4)
-        record += data[at + 7:at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):      # whole, or the last part
-            yield wandb_internal_pb2.Record.FromString(record)
-            record = b""
-
-
-def test_the_real_wandb(tmp_path):
-    """Its files, written offline by two calls, have the run's id, its flags, and every step once."""
-    pytest.importorskip("wandb", reason="wandb is not installed; this test needs `.venv/bin/pip install wandb`")
-    run, found = tmp_path / "run", []
-    write(run, [line(i) for i in range(1, 61)])
-    follow(run, "--wandb", "--project", "p", "--once", WANDB_MODE="offline")
-    append(run, json.dumps(line(61, attn_scale=[[0.5, 0.25, None]])) + "\n")
-    time.sleep(1)       # the folder's name has the second
-    follow(run, "--wandb", "--project", "p", "--once", WANDB_MODE="offline")
-    files = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    assert len(files) == 2
-    for path in files:
-        for record in offline_records(path):
-            if record.HasField("run"):
-                flags = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-                assert (record.run.project, record.run.display_name) == ("p", "run")
-                assert record.run.run_id == json.loads((run / "wandb.json").read_text())["id"]
-                assert flags.items() >= {"steps": 100, "attn": "ssmax"}.items()
-            elif record.HasField("history"):
-                found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                              for item in record.history.item})
-    assert [values["step"] for values in found] == list(range(1, 62))
-    assert all(values.items() >= line(i).items() for i, values in enumerate(found[:60], 1))
-    assert found[60]["attn_scale/layer 0 mean"] == 0.5 and "attn_scale/layer 0 maximum" not in found[60]
-
-
 def test_a_full_disk(tmp_path):
     """A full disk, simulated by a limit on file sizes, ends the script with one message, which names the file."""
     run = tmp_path / "run"
     write(run, [line(step) for step in range(1, 200)])
-    result = subprocess.run([sys.executable, FOLLOW, run, "--tensorboard", "--once"], capture_output=True, text=True,
-                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
     file = f"{run}/tensorboard/events.out.tfevents.0.follow"
-    assert (result.returncode, result.stderr) == (3, f"follow.py: {file}: File too large.\n")
+    with limited(resource.RLIMIT_FSIZE, 3000):
+        assert follow(run, "--tensorboard", "--once", code=3).endswith(f"follow.py: {file}: File too large.\n")
 
 
 def test_wrong_usage_and_files(tmp_path):
