@@ -50,15 +50,6 @@ def tree(folder):
             for path in sorted(Path(folder).rglob("*"))}
 
 
-# ---- flags
-
-
-def test_flag_syntax(data):
-    plan = train(data, "--dry-run", "--batch=8", "--batch", 2, "--seq-len=16", "--steps=1_000", "--shuffle",
-                 "--profile=0", "--keep-best=1")
-    says(plan, "of 2 x 16", "run       1000 steps")
-
-
 # ---- data
 
 
@@ -145,9 +136,9 @@ def test_id_above_the_vocabulary(tmp_path):
     says(run_data(tmp_path, "--dry-run"), path, "offset 3,022", "token id 50000")
 
 
-@pytest.mark.parametrize("name", ["d_train_000001.bin", "d_train_000001.mask", "d_val_000000.bin", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["d_train_000001.bin", "d_val_000000.bin"])
 def test_a_pipe_in_place_of_a_file(tmp_path, name):
-    """Opening a pipe waits for a writer, perhaps forever."""
+    """Opening a pipe waits for a writer, perhaps forever. For other files: test_endless_files."""
     if name != "d_train_000001.bin":
         shard_with(tmp_path)
     os.mkfifo(tmp_path / name)
@@ -235,35 +226,21 @@ def with_text(text):
 
 SCALE = "model.layers.0.self_attn.attn_scale"
 WRONG_MODELS = [
-    (with_tensors(lambda t: t.pop(UP)), [f"expected a tensor {UP}", "none of that name", "config.json"]),
     (with_tensors(lambda t: t.pop(SCALE)), [f"expected a tensor {SCALE}", "none of that name", "config.json"]),
-    (with_tensors(lambda t: t.update({UP: t[UP][:-1]})),
-     ["model.safetensors", UP, "expected the shape [24, 16]", "found [23, 16]", "config.json"]),
-    (with_tensors(lambda t: t.update({UP: t[UP].astype("int32")})),
-     ["model.safetensors", UP, "expected F32, BF16", "found I32", "convert"]),
     (with_tensors(lambda t: spoil(t, float("nan"))),
      ["model.safetensors", UP, "expected finite values", "element 53 of 384", "offset ", "earlier checkpoint"]),
-    (with_tensors(lambda t: spoil(t, float("inf"))), [UP, "expected finite values", "element 53 of 384"]),
     (with_tensors(lambda t: t.update({UP: t[UP].astype("float64") * 1e300})),
      [UP, "expected finite values", "the number is beyond float32's range, or the file is"]),
     (with_header_of(10 ** 7), ["model.safetensors", "offset 0", "found 10000000", "damaged"]),
     (with_header_of(2 ** 63), ["offset 0", f"found {2 ** 63}", "not a safetensors file"]),
-    *((with_text(text), ["config.json", "expected"]) for text in (b"{", b"", b"\xff\xfe", b"[]", b"{} x")),
+    *((with_text(text), ["config.json", "expected"]) for text in (b"", b"\xff\xfe", b"[]")),
     (with_text(b"{\"a\": 1, \"a\": 2}"), ["config.json", "twice"]),
-    (with_config(num_key_value_heads=1), ["k_proj", "[8, 16]", "[16, 16]"]),
-    (with_config(num_key_value_heads=3), ["2 heads", "3 key-value heads"]),
     (with_config(num_key_value_heads=0), ["num_key_value_heads", "1 to 1024"]),
     (with_config(head_dim=4), ["q_proj", "o_proj", "[8, 16]", "[16, 8]"]),
     (with_config(head_dim=5), ["head size is 5", "even"]),
     (with_config(hidden_size=None), ["hidden_size", "whole number"]),
-    (with_config(hidden_size=15), ["[97, 15]", "[97, 16]"]),
     (with_config(intermediate_size=25), ["[25, 16]", "[24, 16]"]),
-    (with_config(rms_norm_eps=0.2), ["rms_norm_eps", "0.2", "0.1"]),
-    (with_config(rms_norm_eps="1e-5"), ["rms_norm_eps", "number"]),
-    (with_config(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
-    (with_config(rope_parameters={"rope_type": "longrope"}), ["longrope", "default", "yarn"]),
     (with_config(rope_theta=500000), ["rope_theta is 500000", "rope_parameters.rope_theta is 10000"]),
-    (with_config(attention_bias=True), ["biases"]),
     (with_config(attention_normalizer={"name": "ssmx"}), ["ssmx", "ssmax"]),
     (with_config(attention_normalizer=5), ["attention_normalizer", "name"]),
 ]
@@ -271,6 +248,7 @@ WRONG_MODELS = [
 
 @pytest.mark.parametrize("change, parts", WRONG_MODELS, ids=[parts[-1] for _, parts in WRONG_MODELS])
 def test_wrong_models(data, model, change, parts):
+    """What else can be wrong with models is in test_foreign.py."""
     change(model)
     says(init_from(data, model), model, *parts)
 
@@ -357,9 +335,8 @@ OWED = {"loss": 4, "lr": 0.01, "grad_norm": 123, "ms": 1, "tok_per_s": 1, "mfu":
 @pytest.mark.parametrize("change, parts", [
     (lambda state: "{", ["expected JSON", "offset 1"]),
     *((lambda state, key=key, value=value: json.dumps({**state, key: value}), [f'"{key}": expected', "damaged"])
-      for key, value in [("step", "4"), ("step", 3), ("tokens", None), ("tokens", -128), ("data_position", 0.5),
-                         ("data_position", 1e300), ("rewarm", 5), ("ranks", 0), ("random", []),
-                         ("best_val_loss", 1e39), ("best_val_loss", -1), ("owed", 3)]),
+      for key, value in [("step", 3), ("tokens", None), ("tokens", -128), ("data_position", 0.5), ("rewarm", 5),
+                         ("ranks", 0), ("random", []), ("best_val_loss", 1e39), ("best_val_loss", -1), ("owed", 3)]),
     (lambda state: json.dumps({**state, "data_position": 17}), ["data_position", "4 x 4 after 4 steps", "17"]),
     (lambda state: json.dumps({**state, "tokens": 129}), ["tokens", "4 x 32", "129"]),
     (lambda state: json.dumps({**state, "random": {"seed": 1}}), ["seed", "run.json"]),
@@ -815,41 +792,19 @@ def test_more_memory_than_ulimit_allows(much_data):
     train(much_data, "--batch", 15, "--seq-len", 1024, "--steps", 1, preexec_fn=limit)
 
 
-@contextlib.contextmanager
-def small_disk(folder, size, otherwise=""):
-    """The folder, with a file system of its own of this size."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs permission to mount" + otherwise)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
-def test_full_disk(data, tmp_path):
-    """A file system has room for two checkpoints of 130 kB, and a third is due."""
-    with small_disk(tmp_path / "disk", "400k", "; test_full_disk_by_fault covers the same") as disk:
-        flags = ["--model", MODEL.replace("channels=16", "channels=32"), "--steps", 8, "--ckpt-every", 2, "--keep", 0,
-                 "--out", disk / "out"]
-        text = train(data, *flags, code=RESOURCE)
-        says(text, "No space left on device", "writing", "at offset", "Free some space",
-             "Training continues; earlier checkpoints are intact", "step     8/8")
-        whole = steps(disk / "out")
-        assert whole and whole[-1] < 8 and not list((disk / "out/ckpt").glob(".tmp*"))
-        init_from(data, checkpoint(disk / "out", whole[-1]), code=0)
-        shutil.rmtree(checkpoint(disk / "out", whole[0]))      # makes room
-        says(train(data, *flags, "--keep", 1, "--ckpt-every", 0, "--resume"), f"resumes at step {whole[-1]}")
-        assert steps(disk / "out") == [8]
-
-
 def test_full_disk_at_the_start(data, tmp_path):
     """There is room for a file, but not for its contents."""
-    with small_disk(tmp_path / "disk", "8k") as disk:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "none", disk]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs permission to mount")
+    try:
         (disk / "full").write_bytes(bytes(8192))
         says(train(data, "--steps", 1, "--out", disk, code=RESOURCE), disk / "lock", "No space left on device",
              "Free some space")
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def count_points(data, out, faults, *flags):
@@ -872,8 +827,9 @@ def test_full_disk_by_fault(data, tmp_path, faults):
     text = train(data, *flags, "--keep", 0, "--out", out, program=faults,
                  env={"FAULT_AT": str((points + both) // 2), "FAULT_KIND": "enospc"}, code=RESOURCE)
     says(text, "No space left on device", "Free some space")
-    assert steps(out) == [1]
+    assert steps(out) == [1] and not list((out / "ckpt").glob(".tmp*"))
     init_from(data, checkpoint(out, 1), code=0)
+    says(train(data, *flags, "--keep", 0, "--out", out, "--resume"), "resumes at step 1")
 
 
 # ---- a run that ends early
