@@ -159,10 +159,9 @@ def opened(library, tmp_path_factory):      # noqa: F811
     return get
 
 
-@pytest.mark.drawn(40)
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("system", [None, " Answer briefly.\nIn English. "])
-@pytest.mark.parametrize("escapes", [False, True])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name, escapes", [*((name, False) for name in PUBLISHED), *((name, True) for name in SHORT)])
 def test_templates_equal_transformers(name, escapes, system, chat, opened, tmp_path):
     """All turns of a conversation. What a person types is ordinary text, and so are answers, so messages with names of
     special tokens are left out here."""
@@ -193,7 +192,7 @@ def test_templates_equal_transformers(name, escapes, system, chat, opened, tmp_p
             found += ours.encode_at(INSIDE, answers[i].encode()).tolist()
 
 
-@pytest.mark.parametrize("day", ["2024-02-09", "2025-09-01", "1999-12-31"])
+@pytest.mark.parametrize("day", ["2024-02-09", "1999-12-31"])
 def test_the_date(day, chat, opened, monkeypatch):
     """Llama 3.2's, on days of one digit and two, late in UTC, when it is tomorrow elsewhere."""
     import datetime

@@ -106,12 +106,11 @@ def number(pattern, text):
     return float(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("script", ALL)
-def test_shell(script):
-    subprocess.run(["bash", "-n", SCRIPTS / script], check=True)
-    assert os.access(SCRIPTS / script, os.X_OK)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", SCRIPTS / script], check=True)
+def test_shell():
+    for script in ALL:
+        subprocess.run(["bash", "-n", SCRIPTS / script], check=True)
+        if shutil.which("shellcheck"):
+            subprocess.run(["shellcheck", SCRIPTS / script], check=True)
 
 
 # ---- one machine
@@ -173,7 +172,6 @@ def test_run(data, tmp_path, script, schedule, warmup, least):
 
 @needs_mpirun
 def test_gpus_is_the_number_of_ranks(data, tmp_path):
-    """GPUS is the number of ranks."""
     plan = run("run_162M_slimpajama_ssmax.sh", *SMALL, "--dry-run", DATA=data, OUT=tmp_path / "out", GPUS=2)
     says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8")
 
@@ -188,8 +186,8 @@ def test_no_program(data):
 
 @needs_cuda_train
 @pytest.mark.parametrize("dtype, model, heads, needed", [
-    ("bf16", "channels=128,heads=1,ffn=16", 128, 106), ("fp32", "channels=128,heads=1,ffn=16", 128, 138),
-    ("bf16", "channels=128,block=gau", 128, 106), ("fp32", "channels=64,heads=1,ffn=16", 64, None)])
+    ("bf16", "channels=128,block=gau", 128, 106), ("fp32", "channels=128,heads=1,ffn=16", 128, 138),
+    ("fp32", "channels=64,heads=1,ffn=16", 64, None)])
 def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
     """If a block has 99 KB, heads of 128 are rejected before memory is allocated; with as much as the message says,
     they train."""
@@ -234,10 +232,6 @@ def test_switch(softmax):
     assert attention(softmax, 6) == "ssmax" and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
     rates = [lr for lr, in metrics(softmax, ["lr"])]
     assert rates[4:6] == rates[:2]                              # the warmup restarts
-
-
-def test_switch_once(softmax):
-    run("switch_to_ssmax.sh", "--steps", 6, OUT=softmax)
     text = run("switch_to_ssmax.sh", "--steps", 8, OUT=softmax)
     says(text, "resumes at step 6")
     assert "switched" not in text and lineage(softmax) == [(0, "softmax"), (4, "ssmax")]

@@ -110,13 +110,10 @@ def test_the_metadata_of_the_shape(family, data, tmp_path):
 
 
 def test_a_mistral_in_a_folder_of_that_name(data, tmp_path):
-    """transformers would take the name for an architecture. Given a config of a Mistral, it loads no GGUF."""
-    from transformers import AutoConfig
+    """transformers would take the name for an architecture."""
     folder = MODELS["mistral"](data, tmp_path / "mistral")
     convert(folder, tmp_path / "out.gguf")
     assert (logits(tmp_path, gguf_file="out.gguf") - logits(folder)).abs().max() <= 1e-6
-    with pytest.raises(NotImplementedError, match="mistral"):
-        logits(tmp_path, gguf_file="out.gguf", config=AutoConfig.from_pretrained(folder))
 
 
 QWEN_WINDOW = dict(use_sliding_window=True, head_dim=8)
@@ -140,7 +137,6 @@ def test_a_window_shorter_than_the_training_length(family, arch, more, data, tmp
 
 @pytest.mark.parametrize("family, length", [("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)])
 def test_the_length_that_a_config_leaves_out(family, length):
-    assert re.search(rf'"{family}", .* {to_gguf.LENGTHS[family]}}},', (ROOT / "model/config_write.c").read_text())
     for config in {}, {"max_position_embeddings": None}:
         assert to_gguf.context_length(config | {"model_type": family}) == length
 
