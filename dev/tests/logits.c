@@ -37,7 +37,7 @@ static void load(const char *folder, size_t T) {
     model.list = tensors_of(&model.config, NULL, 0);
     plan_parameters(&model, false, false);
     plan_activations(&model, model.config.layers, 1, T);
-    if (model.doc_mask) attention_parse(&model.config.attn, "softmax+window=1", 0, message, sizeof message);
+    if (model.doc_mask) attention_parse(&model.config.attn, "softmax+window=1", 1, message, sizeof message);
     model.others = others;
     model.other_count = model.doc_mask;
     plan_decoder(&decoder, &model, &model.plan, BESIDE, T, BACK);
