@@ -123,16 +123,6 @@ def test_log_likelihoods_equal_lm_evals_formulas(rows, shape, attn, model_of, tm
                                                f"{row['acc_norm_stderr']:.4f}"]
 
 
-def test_acc_and_acc_norm_differ(model_of, tmp_path):
-    """A right answer of one token is likelier than a long one, but not per character."""
-    folder, tensors, config = model_of("llama", "softmax")
-    rows = [({"query": "the cat", "choices": ["went", "went over the house and said"], "gold": gold}, None, None)
-            for gold in (0, 1, 1)]
-    _, result = evaluate("choice", folder, None, tmp_path, "--data", write_questions(tmp_path / "q.jsonl", rows))
-    [row] = result["results"]
-    assert row["acc"] == pytest.approx(1 / 3) and row["acc_norm"] == pytest.approx(2 / 3)
-
-
 def test_the_first_of_equal_endings_wins(model_of, tmp_path):
     path = write_questions(tmp_path / "q.jsonl", [({"query": "the cat", "choices": ["went", "went"], "gold": 0},)])
     _, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", path)
@@ -189,12 +179,6 @@ def test_activations_that_are_not_finite_in_one_ending(at, model_of, tmp_path):
     [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
     assert [value is None for value in row["log_likelihoods"][0]] == [at == 0, at == 1]
     assert "its activations are not finite in 1 of 1 questions" in errors and row["acc"] is None
-
-
-def test_one_question_has_no_standard_error(model_of, tmp_path):
-    path = write_questions(tmp_path / "q.jsonl", [(GOOD | {"label": 0},)])
-    output, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", path)
-    assert output.splitlines()[-1].split()[-1] == "n/a" and result["results"][0]["acc_norm_stderr"] is None
 
 
 def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
@@ -265,22 +249,17 @@ GOOD = {"query": "a", "choices": ["b", "c"], "gold": 0}
 WRONG = {
     "empty file": ("", ["found none"]),
     "line 4": (f"{json.dumps(GOOD)}\n" * 2 + '\n{"query": "a",,}\n', ["expected JSON", "at offset", "(line 4)"]),
-    "blank lines": ("\n \n", ["found none"]),
     "not JSON": ("{\n", ["q.jsonl", "offset"]),
     "a list over several lines": (json.dumps([GOOD], indent=1), ["(line 1)", "one question per line"]),
-    "a question over several lines": (json.dumps(GOOD, indent=1), ["(line 1)", "one question per line"]),
     "a byte order mark in the second line": (f"{json.dumps(GOOD)}\n\ufeff{json.dumps(GOOD)}", ["(line 2)"]),
     "not an object": ("[]\n", ["line 1", "choices"]),
-    "second line": (json.dumps(GOOD) + "\n{}\n", ["line 2", "choices"]),
     "one choice": (json.dumps(GOOD | {"choices": ["b"]}), ["line 1", "at least two"]),
     "a number as a choice": (json.dumps(GOOD | {"choices": ["b", 1]}), ["line 1", "ending 1 (from 0) is not a text"]),
     "no query": (json.dumps({"choices": ["b", "c"], "gold": 0}), ["line 1", '"query"']),
     "no label": (json.dumps({"query": "a", "choices": ["b", "c"]}), ["line 1", '"label" or "gold"', "0 to 1"]),
     "gold 2": (json.dumps(GOOD | {"gold": 2}), ["line 1", "0 to 1"]),
-    "gold -1": (json.dumps(GOOD | {"gold": -1}), ["line 1", "0 to 1"]),
     "gold 0.5": (json.dumps(GOOD | {"gold": 0.5}), ["line 1", "0 to 1"]),
     "gold with a space": (json.dumps(GOOD | {"gold": " 1"}), ["line 1", "0 to 1"]),
-    "gold -0": (json.dumps(GOOD | {"gold": "-0"}), ["line 1", "0 to 1"]),
     "label and gold": (json.dumps(GOOD | {"label": 1}), ["line 1", '"label" and "gold" name different endings']),
     "an empty label": (json.dumps(hellaswag("a", "b", "c", ["d", "e"], "")), ["line 1", "0 to 1"]),
     "other capitals": (json.dumps({"Query": "a", "Choices": ["b", "c"], "gold": 0}), ["line 1", "choices"]),

@@ -502,15 +502,6 @@ def test_rehearsal(tmp_path):
     parts = parts_of(carried)
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(gpu_check.ALL, "done")
     assert all(part["seconds"] <= budget for part in parts.values())
-    for path in root.rglob("*"):                          # copied again, with newer times
-        if "build" not in path.parts and path.is_file():
-            os.utime(path)
-    assert "nothing to do" in call("build", code=(0,))[1]
-    changed = root / "dev/tests/test_matmul.cu"           # with a time before that of every object
-    changed.write_text(changed.read_text() + "\n// rehearsed\n")
-    os.utime(changed, (1e9, 1e9))
-    said = call("build", "determinism", code=(0,))[1]
-    assert "rebuilding them" in said and "done in an earlier call" in said
     print("\n".join(f"{name:12} {part['seconds']:5.0f} s" for name, part in parts.items()))
 
 
