@@ -86,7 +86,7 @@ bool attention_parse(AttentionList *out, const char *text, size_t layers, char *
             else snprintf(message, size, "%s", why);
             return false;
         }
-        if (dealt + item.count > layers) item.count = layers - dealt;
+        if (layers && dealt + item.count > layers) item.count = layers - dealt;
         if (!item.count) continue;
         if (out->count == ATTENTION_ITEMS) {
             snprintf(message, size,

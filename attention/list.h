@@ -31,7 +31,7 @@ typedef struct {
     size_t count;
 } AttentionList;
 
-// Parses --attn for a model with this many layers; what is beyond them is left out.
+// Parses --attn for a model with this many layers; what is beyond them is left out. layers = 0: keeps the whole list.
 // On failure, returns false with a message that names the entry and lists the valid choices.
 bool attention_parse(AttentionList *out, const char *text, size_t layers, char *message, size_t size);
 
