@@ -28,8 +28,9 @@
 extern "C" {
 #endif
 
-// In the order of --task's choices.
+// --task's choices, by name in eval_tasks.
 typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE, TASK_COUNT } EvalTask;
+extern const char *const eval_tasks[TASK_COUNT];
 typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
 typedef enum { EVAL_FP32, EVAL_BF16 } EvalType;
 typedef enum { CHAT_RAW, CHAT_SQUAD, CHAT_CHATML } Chat;
