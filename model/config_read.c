@@ -412,7 +412,7 @@ static void read_normalizer_layers(Reader *r, const cJSON *layers, const char *n
     if (!cJSON_IsArray(layers))
         reasons_add(&r->reasons, "attention_normalizer.layers is %s; expected a list with an object for each layer",
                     value_of(layers).text);
-    else if (count != r->config->layers)
+    else if (r->config->layers && count != r->config->layers)
         reasons_add(&r->reasons, "attention_normalizer.layers has %zu object%s; expected one for each of %zu layers",
                     count, count == 1 ? "" : "s", r->config->layers);
     if (!cJSON_IsArray(layers) || count != r->config->layers) return;
@@ -484,7 +484,7 @@ static void read_normalizer(Reader *r) {
         return;
     }
     bool parsed = attention_parse(&r->config->attn, name->valuestring, r->config->layers, message, sizeof message);
-    if (!parsed) reasons_add(&r->reasons, "attention_normalizer \"%s\": %s", name->valuestring, message);
+    if (!parsed) reasons_add(&r->reasons, "attention_normalizer %s: %s", quoted(name->valuestring).text, message);
     else if (layers) read_normalizer_layers(r, layers, name->valuestring);
     else if (r->config->attn.count == 1)
         read_layer(r, attn, name->valuestring, "attention_normalizer", attention_of(r->config, 0));
