@@ -329,11 +329,10 @@ def test_full_disk(tmp_path):
     assert len(read_shard(tmp_path / "out" / "text_val_000000.bin")) > 1_000_000
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_closed_descriptors(tmp_path, closed):
+def test_closed_descriptors(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     words = [sys.executable, DATA / "text.py", tmp_path / "a.txt", "--val-fraction", "0", "--out", tmp_path / "out"]
-    subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], check=True)
+    subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], check=True)
     assert documents_of(tmp_path / "out", "train") == ["text"]
     assert (tmp_path / "out/.text.lock").read_text() == ""
 

@@ -508,15 +508,6 @@ def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
     assert found.verdict == verdict and found.difference.endswith(" ± 0.012")
 
 
-def test_claims_of_equality_show_their_tolerance(tmp_path):
-    below = '[[claim]]\nname = "below"\npaper = "p"\nours = "ssmax < softmax"\n'
-    equal = '[[claim]]\nname = "equal"\npaper = "p"\nours = "ssmax = softmax"\nwithin = 0.05\n'
-    table = grid_report.claims_table(reported(tmp_path, UNEVEN, below, equal))
-    assert table.head[3:6] == ["difference", "tolerance", "seeds"]
-    assert [(row[0], row[4]) for row in table.rows] == [("below", ""), ("equal", "0.05")]
-    assert "tolerance" not in grid_report.claims_table(reported(tmp_path, UNEVEN, below)).head
-
-
 @pytest.mark.parametrize("lssa, verdict", [(1.0, "agrees"), (4.0, "disagrees"), (2.0, "undecided")])
 def test_a_chain_needs_every_pair(tmp_path, monkeypatch, lssa, verdict):
     values = {"softmax": SOFTMAX, "ssmax": {1: 2.0, 2: 3.01, 3: 4.0}, "lssa": {1: lssa, 2: lssa + 1, 3: lssa + 2.02}}
