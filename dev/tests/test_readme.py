@@ -24,30 +24,49 @@ SMALL = "--model layers=4,heads=2,channels=16,ffn=24 --batch 2 --seq-len 16 --to
 
 # The beginning of a command -> the form in which it runs; {} is the command itself, {1} what its parentheses match, ""
 # runs nothing. The first match wins. If a flag is given twice, the last one counts.
-RULES = [ (r"git clone \S+ attn\.c$", ""), # the fixture has made a copy, (r"cd attn\.c$", ""), # and commands start in
-it (r"scripts/quickstart\.sh$", "QUICKSTART_STEPS=2 {}"), # These take hours, gigabytes or a GPU.
-(r"scripts/test\.sh|scripts/setup_cuda\.sh$|scripts/setup\.sh --test$", "bash -n {}"), (r"scripts/setup\.sh$", "{}"),
-(r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY), (r"GPUS=8 (OUT=\S+ scripts/run_\w+\.sh .*)", "GPUS=1
-PROGRAM=./train_gpt2 {1} " + TINY), (r"HOSTFILE=hosts scripts/launch\.sh 16 \./train_gpt2cu (.*)", "./train_gpt2 {1}
---dry-run " + SMALL), (r"sbatch --nodes=2 scripts/run_multi_node\.sbatch \./train_gpt2cu (.*)", "bash -n
-scripts/run_multi_node.sbatch && ./train_gpt2 {1} --dry-run " + SMALL), (r"\./train_gpt2 --out out/switch --resume ",
-"rm -r out/switch/ckpt/step-00000400 && {}"), (r"\./train_gpt2 --out out/earlier --resume ", "{} --steps 210"),
-(r"\./train_gpt2 .*--out out/switch ", "{} " + SMALL), (r"\./train_gpt2 .*--out out/layers$", "{} --steps 2 " + SMALL),
-(r"\./train_gpt2 --init-from ", "{} --batch 2 --seq-len 16 --steps 2"), (r"\./train_gpt2 (--help|--version|--attn
-help)$", "{}"), (r"\./train_gpt2 .*--dry-run$", "{} && {trains}"), # the plan as it is, then a small run
-(r"\./train_gpt2 .*--resume$", "{} " + TINY + " --steps 4"), (r"\./train_gpt2 ", "{} " + TINY), (r"\./sample_gpt2 ", "{}
---max-new-tokens 8"), (r"\./eval_gpt2 ", "{} --seq-lens 16,32 --max-tokens 64"), (r"\./test_gpt2 attention$",
-"{}_softmax_T4"), (r"\.venv/bin/python data/text\.py ", "{}"), (r"\.venv/bin/python data/fineweb\.py ", "{} --input
-~/parquet"), (r"\.venv/bin/python scripts/(plot|report)\.py ", "{}"), (r"\.venv/bin/python scripts/follow\.py ", "{}
---once"), (r"\.venv/bin/python scripts/grid\.py ", "{} --dry-run"), (r"\.venv/bin/pip install \.$", "{} --dry-run
---no-deps --no-build-isolation"), (r"mkdir|cp ", "{}"), (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{}
---help | grep -e --rounds"), (r"\.venv/bin/pip install (pyarrow|torch transformers)$", "{} --dry-run --no-index"),
-(r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"), (r"make
-(train_gpt2cu|train_gpt2cu_on_cpu|test_on_cpu|run/\S+ WORD=rope|test|check)$", "{} --dry-run"), (r"make (MARCH=\S+|SAN=1
-\S+|-j\S+ WERROR=1)$", "{} --dry-run"), (r"make( help| test_gpt2| -j\S+)?$", "{}"), (r"make build/tests/(\w+) &&
-build/tests/\1$", "{}"), (r"make test_gpt2 && \./test_gpt2 ssmax$", "{}_tied_v97_T1"), (r"\.venv/bin/clang-format -i
-FILE$", "{} --version"), (r"dev/mutate/mutate\.py( row_slope| --draw 5 run/save\.c)?$", "{} --help"), ] PROGRAM =
-re.compile(r"(\./|scripts/\w+\.sh|make\b|git |\.venv/bin/|dev/\w+/\w+\.py)")
+RULES = [
+    (r"git clone \S+ attn\.c$", ""),                                  # the fixture has made a copy,
+    (r"cd attn\.c$", ""),                                             # and commands start in it
+    (r"scripts/quickstart\.sh$", "QUICKSTART_STEPS=2 {}"),
+    # These take hours, gigabytes or a GPU.
+    (r"scripts/test\.sh|scripts/setup_cuda\.sh$|scripts/setup\.sh --test$", "bash -n {}"),
+    (r"scripts/setup\.sh$", "{}"),
+    (r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY),
+    (r"GPUS=8 (OUT=\S+ scripts/run_\w+\.sh .*)", "GPUS=1 PROGRAM=./train_gpt2 {1} " + TINY),
+    (r"HOSTFILE=hosts scripts/launch\.sh 16 \./train_gpt2cu (.*)", "./train_gpt2 {1} --dry-run " + SMALL),
+    (r"sbatch --nodes=2 scripts/run_multi_node\.sbatch \./train_gpt2cu (.*)",
+     "bash -n scripts/run_multi_node.sbatch && ./train_gpt2 {1} --dry-run " + SMALL),
+    (r"\./train_gpt2 --out out/switch --resume ", "rm -r out/switch/ckpt/step-00000400 && {}"),
+    (r"\./train_gpt2 --out out/earlier --resume ", "{} --steps 210"),
+    (r"\./train_gpt2 .*--out out/switch ", "{} " + SMALL),
+    (r"\./train_gpt2 .*--out out/layers$", "{} --steps 2 " + SMALL),
+    (r"\./train_gpt2 --init-from ", "{} --batch 2 --seq-len 16 --steps 2"),
+    (r"\./train_gpt2 (--help|--version|--attn help)$", "{}"),
+    (r"\./train_gpt2 .*--dry-run$", "{} && {trains}"),       # the plan as it is, then a small run
+    (r"\./train_gpt2 .*--resume$", "{} " + TINY + " --steps 4"),
+    (r"\./train_gpt2 ", "{} " + TINY),
+    (r"\./sample_gpt2 ", "{} --max-new-tokens 8"),
+    (r"\./eval_gpt2 ", "{} --seq-lens 16,32 --max-tokens 64"),
+    (r"\./test_gpt2 attention$", "{}_softmax_T4"),
+    (r"\.venv/bin/python data/text\.py ", "{}"),
+    (r"\.venv/bin/python data/fineweb\.py ", "{} --input ~/parquet"),
+    (r"\.venv/bin/python scripts/(plot|report)\.py ", "{}"),
+    (r"\.venv/bin/python scripts/follow\.py ", "{} --once"),
+    (r"\.venv/bin/python scripts/grid\.py ", "{} --dry-run"),
+    (r"\.venv/bin/pip install \.$", "{} --dry-run --no-deps --no-build-isolation"),
+    (r"mkdir|cp ", "{}"),
+    (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{} --help | grep -e --rounds"),
+    (r"\.venv/bin/pip install (pyarrow|torch transformers)$", "{} --dry-run --no-index"),
+    (r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"),
+    (r"make (train_gpt2cu|train_gpt2cu_on_cpu|test_on_cpu|run/\S+ WORD=rope|test|check)$", "{} --dry-run"),
+    (r"make (MARCH=\S+|SAN=1 \S+|-j\S+ WERROR=1)$", "{} --dry-run"),
+    (r"make( help| test_gpt2| -j\S+)?$", "{}"),
+    (r"make build/tests/(\w+) && build/tests/\1$", "{}"),
+    (r"make test_gpt2 && \./test_gpt2 ssmax$", "{}_tied_v97_T1"),
+    (r"\.venv/bin/clang-format -i FILE$", "{} --version"),
+    (r"dev/mutate/mutate\.py( row_slope| --draw 5 run/save\.c)?$", "{} --help"),
+]
+PROGRAM = re.compile(r"(\./|scripts/\w+\.sh|make\b|git |\.venv/bin/|dev/\w+/\w+\.py)")
 
 
 def commands(text):
