@@ -16,11 +16,13 @@ static void check_processor(void) {
     BUILT_FOR
 #undef X
     if (!lacking) return;
+    char host[256] = "";
+    gethostname(host, sizeof host - 1);
     fprintf(
         stderr,
-        "This program was built for a processor with %s, which this processor lacks.\n"
-        "  Rebuild it here with `make clean all`, or with `make clean all MARCH=x86-64-v3` for a mix of machines.\n",
-        lacking);
+        "This program was built for a processor with %s, which the processor of %s lacks.\n"
+        "  Rebuild it there with `make clean all`, or with `make clean all MARCH=x86-64-v3` for a mix of machines.\n",
+        lacking, host);
     _exit(EXIT_PEER);
 #endif
 }

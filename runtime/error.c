@@ -13,6 +13,7 @@ const char *program_name = "gpt2";
 bool (*fail_speaker)(bool says) = NULL;
 void (*fail_hook)(int code) = NULL;
 bool warn_off = false;
+const char *fail_where = "";
 
 static _Noreturn void end(ExitCode code) {
     fflush(stdout);
@@ -41,7 +42,7 @@ void fail_with(const Error *error) {
     bool says = error->text[0] != 0;
     fflush(stdout);
     if (fail_speaker) says = fail_speaker(says);
-    if (says) say("", error->text);
+    if (says) say(strncmp(error->text, "rank ", 5) ? fail_where : "", error->text);
     end(error->code);
 }
 

@@ -44,6 +44,9 @@ void fail(ExitCode code, const char *format, ...) __attribute__((noreturn, forma
 // Like fail(), with the text and code of an Error. An empty text is not printed.
 void fail_with(const Error *error) __attribute__((noreturn));
 
+// What precedes a message that does not name a rank itself: on ranks other than 0, "rank 2 on node1: ".
+extern const char *fail_where;
+
 // Prints "program: warning: text" to stderr, unless warn_off is set. It is set on every rank but 0, so that a warning
 // appears once.
 extern bool warn_off;

@@ -177,19 +177,13 @@ const char *options_text(const Option *row, char *out, size_t size) {
 
 // ---- usage errors
 
-// Every rank of a launched run has the same invalid flag, so only rank 0 reports it.
-static _Noreturn void fail_once(Error *error) {
-    if (process_launched_rank() > 0) error->text[0] = 0;
-    fail_with(error);
-}
-
 void usage_fail(const char *format, ...) {
     Error error = {.code = EXIT_USAGE};
     va_list args;
     va_start(args, format);
     vsnprintf(error.text, sizeof error.text, format, args);
     va_end(args);
-    fail_once(&error);
+    process_fail_early(&error);
 }
 
 // The distance, but 0 if one word is a prefix of the other (--train for --train-data).
@@ -462,7 +456,7 @@ static void read_lines(Option *table, size_t count, FlagFile file) {
         snprintf(where, sizeof where, "%.512s: line %d: ", file.path, file.line);
         set_line(line_row(table, count, line.flag, file.line, lines, where), &line, where);
     }
-    if (file.error.text[0]) fail_once(&file.error);
+    if (file.error.text[0]) process_fail_early(&file.error);
     free(lines);
 }
 
@@ -478,7 +472,7 @@ static void read_run(Option *table, size_t count, const char *path, const char *
     Error error;
     if (!cJSON_IsObject(arguments)) {
         error_set(&error, EXIT_INPUT, "%s: expected lines flag = value, or a run's run.json, found other JSON.", path);
-        fail_once(&error);
+        process_fail_early(&error);
     }
     cJSON_ArrayForEach(item, arguments) {
         Option *o = options_find(table, count, item->string);
@@ -495,10 +489,10 @@ static void read_config(Option *table, size_t count, const char *path) {
     size_t size;
     char *text = file_read(path, CONFIG_LIMIT, &size, &error);
     if (!*path) usage_fail("--config: expected a file, found no name.");
-    if (!text) fail_once(&error);
+    if (!text) process_fail_early(&error);
     if (strlen(text) < size) {
         error_set(&error, EXIT_INPUT, "%s: contains a 0 byte; expected text.", path);
-        fail_once(&error);
+        process_fail_early(&error);
     }
     if (text[strspn(text, " \t\r\n")] == '{') {
         read_run(table, count, path, text);

@@ -59,11 +59,25 @@ void process_check_build(const char *lacks) {
               "%d ranks were started, but this program was built without %s.\n"
               "  Install it and run make again (`make help` shows what it finds), or start a single rank.",
               launched_size(), lacks);
-    if (process_launched_rank() > 0) {
-        sleep(1);    // the launcher kills the others when the first one ends
-        error.text[0] = 0;
-    }
-    fail_with(&error);
+    process_fail_early(&error);
+}
+
+// Lets the messages of a rank other than 0 name it.
+static void name_rank(int rank) {
+    static char where[300];
+    char host[256] = "";
+    if (rank <= 0) return;
+    gethostname(host, sizeof host - 1);
+    snprintf(where, sizeof where, "rank %d on %s: ", rank, host);
+    fail_where = where;
+}
+
+void process_fail_early(const Error *error) {
+    enum { OTHERS_SECONDS = 4 };    // a launcher ends the other ranks within less (launch.sh: GRACE)
+    int rank = process_launched_rank();
+    if (rank > 0 && !fail_speaker) sleep(OTHERS_SECONDS);
+    name_rank(rank);
+    fail_with(error);
 }
 
 // ---- signals
@@ -237,32 +251,45 @@ static void check(int status, const char *what) {
 
 #ifndef START_SECONDS    // a test defines less
 #define START_SECONDS 600
+#define LAST_SECONDS 60
 #endif
 
 // Global, because the thread outlives its creator.
 static atomic_bool started;
 
-static void *end_unless_started(void *unused) {
+// Ends a rank that waits for others which have not come so far. Uses write(), because stderr's lock may be held.
+static _Noreturn void end_waiting(const char *what, int seconds, const char *remedy) {
     char host[256] = "", text[1024];
-    (void)unused;
-    sleep(START_SECONDS);
-    if (started) return NULL;
     gethostname(host, sizeof host - 1);
     const char *call = activity_now().waits;
     int length =
-        snprintf(text, sizeof text,
-                 "%s: rank %d on %s: not all ranks have started within %d s; this one is in %s.\n"
-                 "  Another rank hangs, or MPI cannot reach its machine. Check the network and the file systems\n"
-                 "  of all machines, then start the job again.\n",
-                 program_name, process_launched_rank(), host, START_SECONDS, call ? call : "no call of MPI");
-    ssize_t written = write(STDERR_FILENO, text, (size_t)length);    // stderr's lock may be held
+        snprintf(text, sizeof text, "%s: rank %d on %s: not all ranks have %s within %d s; this one is in %s.\n%s",
+                 program_name, process_launched_rank(), host, what, seconds, call ? call : "no call of MPI", remedy);
+    ssize_t written = write(STDERR_FILENO, text, (size_t)length);
     (void)written;
     _exit(EXIT_PEER);
 }
 
-static void limit_start(void) {
+static void *end_unless_started(void *unused) {
+    (void)unused;
+    sleep(START_SECONDS);
+    if (started) return NULL;
+    end_waiting("started", START_SECONDS,
+                "  Another rank hangs, or MPI cannot reach its machine. Check the network and the file systems\n"
+                "  of all machines, then start the job again.\n");
+}
+
+static void *end_unless_ended(void *unused) {
+    (void)unused;
+    sleep(LAST_SECONDS);
+    end_waiting(
+        "ended", LAST_SECONDS,
+        "  What had to be saved is saved. Another rank hangs, or its machine is down: look for a process of it.\n");
+}
+
+static void start_watch(void *(*watch)(void *)) {
     pthread_t thread;
-    if (pthread_create(&thread, NULL, end_unless_started, NULL) == 0) pthread_detach(thread);
+    if (pthread_create(&thread, NULL, watch, NULL) == 0) pthread_detach(thread);
 }
 
 void process_started(void) {
@@ -281,7 +308,7 @@ void process_started(void) {
 void process_start(int *argc, char ***argv) {
     if (launched_size() < 2) return;
     int threads;
-    limit_start();
+    start_watch(end_unless_started);
     WAIT(MPI_Init_thread, argc, argv, MPI_THREAD_FUNNELED, &threads);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_rank(MPI_COMM_WORLD, &process.rank);
@@ -295,6 +322,7 @@ void process_start(int *argc, char ***argv) {
     check(MPI_Comm_dup(MPI_COMM_WORLD, &ending.comm), "MPI_Comm_dup");
     fail_speaker = speaker;
     warn_off = process.rank > 0;
+    name_rank(process.rank);
     MPI_Comm local;
     check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, process.rank, MPI_INFO_NULL, &local),
           "MPI_Comm_split_type");
@@ -304,7 +332,12 @@ void process_start(int *argc, char ***argv) {
 }
 
 void process_end(void) {
-    if (process.size > 1) MPI_Finalize();
+    if (process.size > 1) {
+        start_watch(end_unless_ended);
+        activity_waits("MPI_Finalize");
+        MPI_Finalize();
+        activity_waits(NULL);
+    }
     fail_hook = NULL;
     fail_speaker = NULL;
 }

@@ -24,12 +24,16 @@ extern Process process;    // {0, 1, 0, 1} until process_start()
 // that may fail.
 void process_check_build(const char *lacks);
 
+// Ends the program with an error that usually all ranks have, possibly before process_start(), when they cannot agree
+// on who reports it. Then the others wait for a few seconds until rank 0 has reported it and the launcher ends them.
+void process_fail_early(const Error *error) __attribute__((noreturn));
+
 // If a launcher (mpirun, srun) started this process as one of several, starts MPI, fills `process`, and makes fail()
 // end all ranks (fail_hook, MPI_Abort). A dead rank takes the others down: mpirun kills them, and an MPI call that
 // fails exits with EXIT_PEER. A rank that is silent but not dead is the business of runtime/heartbeat.h.
 //
 // process_end() is collective. Call it after everything that must not be lost: from the first exit on, mpirun kills the
-// remaining ranks.
+// remaining ranks. A rank whose process has not ended a minute later ends with EXIT_PEER.
 //
 // If process_started() does not follow within ten minutes, because a rank hangs or a machine cannot be reached, the
 // process ends with EXIT_PEER. From then on that is the business of runtime/heartbeat.h.

@@ -41,8 +41,7 @@ static void check_stack_limit(void) {
                   "the stack limit is %zu KiB (ulimit -s), but this program needs at least %zu KiB.\n"
                   "  Raise the limit: ulimit -s 8192",
                   (size_t)found >> 10, STACK_NEEDED >> 10);
-        if (process_launched_rank() > 0) error.text[0] = 0;
-        fail_with(&error);
+        process_fail_early(&error);
     }
     pthread_attr_init(&others);
     pthread_attr_setstacksize(&others, (size_t)limit.rlim_cur);

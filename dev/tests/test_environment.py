@@ -320,7 +320,8 @@ def test_a_build_without_mpi_or_nccl(tmp_path):
                     "-lm"], check=True)
     start([tmp_path / "main"], OMPI_COMM_WORLD_SIZE="1")
     said = [start([tmp_path / "main"], code=USAGE, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=x) for x in "01"]
-    assert "2 ranks were started, but this program was built without MPI" in said[0] and not said[1]
+    assert "gpt2: 2 ranks were started, but this program was built without MPI" in said[0]
+    assert f"gpt2: rank 1 on {os.uname().nodename}: 2 ranks were started" in said[1]
 
 
 def test_clang_builds_without_warnings(tmp_path):

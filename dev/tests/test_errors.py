@@ -912,6 +912,11 @@ def on_each_rank(path, *flags):
     return path
 
 
+def test_an_error_of_one_rank_before_it_knows_the_others(data, tmp_path):
+    text = train(data, processes=2, code=USAGE, program=on_each_rank(tmp_path / "program", "", "--stpes 3"))
+    says(text, f"train_gpt2: rank 1 on {os.uname().nodename}: --stpes: unknown flag")
+
+
 RANKS_DIFFER = {
     "a dry run": (["--dry-run"], "rank 1: --dry-run is 1, but on rank 0 it is 0."),
     "a switch": (["--attn-switch", "1:ssmax"], "rank 1: --attn-switch is 1:ssmax, but on rank 0 it is none."),

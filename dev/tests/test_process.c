@@ -8,6 +8,7 @@
 #include <time.h>
 
 #define START_SECONDS 5
+#define LAST_SECONDS 2
 #include "runtime/process.c"
 
 #include "dev/tests/check.h"
@@ -139,13 +140,14 @@ static int work(const char *what, int argc, char **argv) {
     if (!strcmp(what, "late") && process_launched_rank() == 1) sleep(60);
     process_start(&argc, &argv);
     process_started();
+    if (!strcmp(what, "last") && process.rank == 1) sleep(60);
     if (!strcmp(what, "sums")) work_sums();
     else if (!strcmp(what, "fail")) work_fail();
     else if (!strcmp(what, "die")) work_die();
     else if (!strcmp(what, "hang")) work_hang();
     else if (!strcmp(what, "stop")) work_stop();
     else if (!strcmp(what, "show")) work_show();
-    else work_stuck(what);
+    else if (strcmp(what, "last") != 0) work_stuck(what);
     process_end();
     return 0;
 }
@@ -283,6 +285,9 @@ static void test_progress(void) {
           "code %d: %s", code, output);
     code = check_fork(launch, &(Job){"2", "late"}, output, sizeof output);
     CHECK(code == EXIT_PEER && strstr(output, "not all ranks have started within 5 s; this one is in MPI_Init_thread"),
+          "code %d: %s", code, output);
+    code = check_fork(launch, &(Job){"2", "last"}, output, sizeof output);
+    CHECK(code == EXIT_PEER && strstr(output, "not all ranks have ended within 2 s; this one is in MPI_Finalize"),
           "code %d: %s", code, output);
     code = check_fork(launch, &(Job){"2", "deadlock"}, output, sizeof output);
     CHECK(code == EXIT_PEER && strstr(output, "all ranks wait for each other, without progress of rank 0 on ") &&
