@@ -6,18 +6,19 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import cache, partial
 
 import pytest
 
-from trainer import ROOT, assert_same_run, steps, train
+from trainer import ROOT, TRAIN, assert_same_run, checkpoint, says, steps, train
 
 FLAGS = ["--batch", 1, "--steps", 12, "--ckpt-every", 2, "--keep", 0]
 ZERO = ["--zero", 1, "--dtype", "bf16"]
 PEER, RESOURCE = 6, 4
-# The call, and how often rank 1 makes it before the fault: in training, in the comparison before a save, while pieces
-# of moments are saved, and in one of NCCL's operations.
-CALLS = [("MPI_Allreduce", 30), ("MPI_Allgather", 4), ("MPI_Send", 20), ("MPI_Iallgather", 101),
-         ("MPI_Iallgather", 110), ("MPI_Iallgather", 119), ("MPI_Iallgather", 128)]
+# The call of rank 1 that fails, counted from the first checkpoint on: in training, in the comparison before a save, while
+# pieces of moments are saved, and in several of NCCL's operations.
+CALLS = [("MPI_Allreduce", 9), ("MPI_Allgather", 3), ("MPI_Send", 2), ("MPI_Iallgather", 1), ("MPI_Iallgather", 10),
+         ("MPI_Iallgather", 19), ("MPI_Iallgather", 28)]
 
 
 @pytest.fixture(scope="module")
@@ -29,38 +30,44 @@ def library(tmp_path_factory):
     return path
 
 
+def with_faults(program, library, path, setting=""):
+    """Writes a script that runs a program with the library; as rank 1 with a setting, too."""
+    path.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" != 1 ] || export LC_ALL=C {setting}\n'
+                    f'LD_PRELOAD={library} exec {program} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture
 def faulty(cuda, library, tmp_path):
-    """A program that runs train_gpt2cu with the library; as rank 1 with a setting of the emulation, too."""
-    def program(setting=""):
-        path = tmp_path / "faulty"
-        path.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" != 1 ] || export LC_ALL=C {setting}\n'
-                        f'LD_PRELOAD={library} exec {cuda} "$@"\n')
-        path.chmod(0o755)
-        return path
-    return program
+    """train_gpt2cu with the library; as rank 1 with a setting of the emulation, too."""
+    return partial(with_faults, cuda, library, tmp_path / "faulty")
 
 
 @pytest.fixture(scope="module")
 def whole(cuda, data, tmp_path_factory):
-    out = {ranks: tmp_path_factory.mktemp("whole") for ranks in (2, 3)}
-    for ranks, folder in out.items():
+    """The folder of an undisturbed run of so many ranks."""
+    @cache
+    def of(ranks):
+        folder = tmp_path_factory.mktemp("whole")
         train(data, *FLAGS, *ZERO, "--out", folder, program=cuda, processes=ranks)
-    return out
+        return folder
+    return of
 
 
 def resumed(cuda, data, out, whole, ranks):
     train(data, *FLAGS, *ZERO, "--resume", "--out", out, program=cuda, processes=ranks)
-    assert_same_run(out, whole[ranks], 12)
+    assert_same_run(out, whole(ranks), 12)
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("action", ["die", "hang"])
 @pytest.mark.parametrize("call, number", CALLS, ids=[f"{call} {number}" for call, number in CALLS])
 def test_a_rank_that_dies_or_hangs(cuda, faulty, data, tmp_path, whole, ranks, action, call, number):
     out, start = tmp_path / "out", time.time()
-    env = {"FAULT_RANK": "1", "FAULT_CALL": call, "FAULT_NUMBER": str(number), "FAULT_ACTION": action}
+    env = {"FAULT_RANK": "1", "FAULT_CALL": call, "FAULT_NUMBER": str(number), "FAULT_ACTION": action,
+           "FAULT_AFTER": str(checkpoint(out, 2))}
     text = train(data, *FLAGS, *ZERO, "--progress-timeout", 2, "--out", out, program=faulty(), processes=ranks, env=env,
                  code=PEER if action == "hang" else 128 + signal.SIGKILL)
     assert time.time() - start < 60
@@ -76,13 +83,22 @@ def test_slow_ranks_change_nothing(faulty, data, tmp_path, whole, action, rank):
     env = {"FAULT_ACTION": action} | ({"FAULT_RANK": rank, "FAULT_CALL": "MPI_Iallgather"} if rank else {})
     train(data, *FLAGS, *ZERO, "--progress-timeout", 10, "--rank-timeout", 2, "--out", tmp_path / "out",
           program=faulty(), processes=2, env=env, timeout=300)
-    assert_same_run(tmp_path / "out", whole[2], 12)
+    assert_same_run(tmp_path / "out", whole(2), 12)
 
 
 def test_one_rank_lacks_memory(faulty, data, tmp_path):
     text = train(data, *FLAGS, *ZERO, "--out", tmp_path / "out", program=faulty("CUDA_ON_CPU_MEMORY=1000000"),
                  processes=3, code=RESOURCE)
     assert "rank 1: this run needs " in text and not (tmp_path / "out").exists()
+
+
+def test_weights_that_differ_are_not_saved(library, data, tmp_path):
+    """Of train_gpt2; test_cuda.py has train_gpt2cu."""
+    program = with_faults(TRAIN, library, tmp_path / "faulty")
+    text = train(data, *FLAGS, "--out", tmp_path / "out", program=program, processes=4, env={"FAULT_WRONG": "2:3"},
+                 code=PEER)
+    says(text, "step 4: rank 2 on ", "other parameters than on rank 0 on ", "Nothing of this step is saved")
+    assert steps(tmp_path / "out") == [2]
 
 
 def test_a_full_disk_on_the_machine_of_rank_0(faults, data, tmp_path):
