@@ -487,8 +487,8 @@ def run_colors(count):
 
 
 def dashes_of(colors):
-    """A line style for each color. Equal colors get different ones."""
-    return [DASHES[colors[:i].count(color) % len(DASHES)] for i, color in enumerate(colors)]
+    """A line style for each color. Neighbors and equal colors get different ones."""
+    return [DASHES[(i + colors[:i].count(color)) % len(DASHES)] for i, color in enumerate(colors)]
 
 
 def legend(owner, handles, labels, **how):

@@ -282,7 +282,7 @@ def about_needles(series):
 
 def about_attention(series):
     missing = attention.left_out(series)
-    return ("<p>Points: heads; lines: means over the heads of a layer; dashed: with a leading end-of-text token."
+    return ("<p>Points: heads; lines: means over the heads of a layer; thin: with a leading end-of-text token."
             + f" {missing}." * bool(missing) + "</p>\n"
             + page.legend(charts.legend_of(series)) + page.panels(attention.statistic_panels(series), "attention")
             + "<h3>Maps</h3>\n" + page.attention(series, "maps"))

@@ -149,15 +149,15 @@ def sheet(maps, cell, T, side, gap=2):
 # ---------------------------------------------------------------- panels
 
 def draw_heads(axes, series, key, line=None):
-    """A point for each head, and a line through the layers' means; dashed with a leading end-of-text token."""
+    """A point for each head, and a line through the layers' means; thin with a leading end-of-text token."""
     for s in series:
         x = head_means(prompts(s, False), key)
         layers = np.arange(len(x))
         axes.plot(np.repeat(layers, x.shape[1]), x.ravel(), ".", color=s.color, alpha=0.35, markersize=5)
-        axes.plot(layers, mean(x, 1), color=s.color, linewidth=1.7, label=s.label)
+        axes.plot(layers, mean(x, 1), color=s.color, linewidth=2, linestyle=s.dash, label=s.label)
         with_end = prompts(s, True)
         if with_end:
-            axes.plot(layers, mean(head_means(with_end, key), 1), color=s.color, linewidth=1.2, linestyle=(0, (4, 2)))
+            axes.plot(layers, mean(head_means(with_end, key), 1), color=s.color, linewidth=0.8, linestyle=s.dash)
     if line is not None:
         axes.axhline(line, color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     charts.layer_axis(axes, max(len(s.rows[0]["layers"]) for s in series))
@@ -167,11 +167,11 @@ def draw_heads(axes, series, key, line=None):
 def draw_residual(axes, series, key):
     values = []
     for s in series:
-        for end_of_text, dash, width in (False, "-", 1.7), (True, (0, (4, 2)), 1.2):
+        for end_of_text, width in (False, 2), (True, 0.8):
             rows = prompts(s, end_of_text)
             if rows:
                 x = of_residual(rows, key)
-                axes.plot(range(len(x)), x, color=s.color, linewidth=width, linestyle=dash,
+                axes.plot(range(len(x)), x, color=s.color, linewidth=width, linestyle=s.dash,
                           marker="." if not end_of_text else None, label=s.label)
                 values += list(x)
     charts.positive_axis(axes, values, 20)
@@ -340,7 +340,7 @@ def sheet_panels(series):
 
 def attention(series, title):
     counted = len(prompts(series[0], False))
-    said = f"Means over {counted} prompt{'s' * (counted != 1)}; dashed: with a leading end-of-text token"
+    said = f"Means over {counted} prompt{'s' * (counted != 1)}; thin: with a leading end-of-text token"
     missing = left_out(series)
     panels = statistic_panels(series) + (grid_panels(series) if len(series) <= 4 else [])
     pictures = [Picture("attention", panels, 3, charts.legend_of(series),
