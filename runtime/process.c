@@ -62,14 +62,14 @@ void process_check_build(const char *lacks) {
     process_fail_early(&error);
 }
 
-// Lets the messages of a rank other than 0 name it.
+// Lets the messages of a rank other than 0 name it, until the process ends.
 static void name_rank(int rank) {
-    static char where[300];
-    char host[256] = "";
+    char host[256] = "", text[300];
     if (rank <= 0) return;
     gethostname(host, sizeof host - 1);
-    snprintf(where, sizeof where, "rank %d on %s: ", rank, host);
-    fail_where = where;
+    snprintf(text, sizeof text, "rank %d on %s: ", rank, host);
+    const char *where = strdup(text);
+    if (where) fail_where = where;
 }
 
 void process_fail_early(const Error *error) {

@@ -15,8 +15,8 @@ from trainer import ROOT, TRAIN, assert_same_run, checkpoint, says, steps, train
 FLAGS = ["--batch", 1, "--steps", 12, "--ckpt-every", 2, "--keep", 0]
 ZERO = ["--zero", 1, "--dtype", "bf16"]
 PEER, RESOURCE = 6, 4
-# The call of rank 1 that fails, counted from the first checkpoint on: in training, in the comparison before a save, while
-# pieces of moments are saved, and in several of NCCL's operations.
+# The call of rank 1 that fails, counted from the first checkpoint on: in training, in the comparison before a save,
+# while pieces of moments are saved, and in several of NCCL's operations.
 CALLS = [("MPI_Allreduce", 9), ("MPI_Allgather", 3), ("MPI_Send", 2), ("MPI_Iallgather", 1), ("MPI_Iallgather", 10),
          ("MPI_Iallgather", 19), ("MPI_Iallgather", 28)]
 

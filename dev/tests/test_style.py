@@ -146,7 +146,7 @@ def test_kept_mutations_apply():
 # The writable variables of the libraries, each with the reason why no caller owns it.
 GLOBALS = {
     # fail() and warn() are called from anywhere
-    "runtime/error": {"program_name", "fail_hook", "fail_speaker", "warn_off"},
+    "runtime/error": {"program_name", "fail_hook", "fail_speaker", "fail_where", "warn_off"},
     "runtime/activity": {"activity"},     # of the main thread, wherever it is
     # process: set once, and read wherever ranks differ, like MPI_COMM_WORLD
     "runtime/process": {"process",
