@@ -98,6 +98,8 @@ names=()
 flags=(-np "$ranks" --map-by slot:OVERSUBSCRIBE --bind-to none)
 if [ -n "${HOSTFILE:-}" ]; then
     [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: cannot be read."
+    ! LC_ALL=C grep -qa $'[\001-\010\013-\037]' "$HOSTFILE" ||
+        usage "HOSTFILE=$HOSTFILE: has control characters. If they are Windows line ends: sed -i 's/\r\$//' $HOSTFILE"
     all=0 most=0 hosts=
     { read -r how
       while read -r name count; do
@@ -264,7 +266,7 @@ reach() {
 }
 reach_machines() {
     local name unreached
-    [ -z "${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}" ] || return 0
+    [ ${#names[@]} -gt 0 ] && [ -z "${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}" ] || return 0
     unreached=$(for name in "${names[@]}"; do is_here "$name" || reach "$name" & done; wait)
     [ -n "$unreached" ] || return 0
     echo "launch.sh: cannot reach these machines of HOSTFILE:" >&2
@@ -276,8 +278,8 @@ reach_machines() {
 # Runs the job once. Sets status to its exit code.
 run_job() {
     lost=
+    reach_machines || { status=6; return; }
     if [ "$machines" -gt 1 ]; then
-        reach_machines || { status=6; return; }
         exec {errors}> >(watch_errors)
         watcher=$!
     else

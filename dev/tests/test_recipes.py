@@ -437,6 +437,17 @@ def test_machines_that_cannot_be_reached(launcher, tmp_path):
     said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
     says(said, "cannot reach these machines", "node-a: No route to node-a\n", "node-c: No route to node-c\n")
     assert "node-b" not in said and "localhost" not in said and not (tmp_path / "called").exists()
+    hosts.write_text("node-a slots=4\n")
+    says(run([SCRIPTS / "launch.sh", 4, TRAIN], code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""}),
+         "node-a: No route to node-a\n")
+
+
+def test_a_hostfile_from_windows(launcher, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_bytes(b"node-a slots=4\t# caf\xc3\xa9\r\n")
+    text = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts})
+    subprocess.run(["sed", "-i", text.split("sed -i '")[1].split("'")[0], hosts], check=True)
+    run([SCRIPTS / "launch.sh", 4, TRAIN], **{**launcher, "HOSTFILE": hosts})
 
 
 @pytest.mark.parametrize("text", ["node-a slots=8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
