@@ -251,10 +251,9 @@ def add_shape(writer, config):
 def token_names(whole, vocab):
     """The name and kind of each id; ids without a token are unused."""
     model, byte_level = whole["model"], not whole["model"].get("byte_fallback")
-    names, kinds = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab
+    names, kinds, known = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab, vocabulary.Names(not byte_level)
     for name, i in model["vocab"].items():
-        byte = not byte_level and vocabulary.Names(True).byte(name) is not None
-        names[i], kinds[i] = name, BYTE if byte else NORMAL
+        names[i], kinds[i] = name, NORMAL if known.byte(name) is None else BYTE
     for token in whole.get("added_tokens") or []:
         names[token["id"]] = token["content"]
         kinds[token["id"]] = USER_DEFINED if token.get("special") is False else CONTROL
