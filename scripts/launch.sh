@@ -39,6 +39,7 @@ case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; e
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh [--restart R] N program flags..." >&2; exit 2; }
 
+{    # bash reads all of this before it runs it, so that the file may change during a job
 restarts=0
 if [[ ${1:-} == --restart=* ]]; then set -- --restart "${1#*=}" "${@:2}"; fi
 if [ "${1:-}" = --restart ]; then
@@ -333,5 +334,8 @@ for ((restart = 1; restart <= restarts; restart++)); do
 done
 if [ "$restarts" -gt 0 ] && [ -z "$stopped" ] && can_help "$status"; then
     echo "launch.sh: the job ended with exit code $status after restart $restarts, the limit of --restart." >&2
+elif [ "$status" -gt 128 ] && [ -z "$stopped" ] && names_out "$@"; then
+    echo "launch.sh: a rank was killed or crashed (exit code $status). --resume continues from the newest checkpoint." >&2
 fi
 exit "$status"
+}
