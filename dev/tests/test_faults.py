@@ -56,7 +56,7 @@ def whole(cuda, data, tmp_path_factory):
 
 
 def resumed(cuda, data, out, whole, ranks):
-    train(data, *FLAGS, *ZERO, "--resume", "--out", out, program=cuda, processes=ranks)
+    train(data, *FLAGS, *ZERO, "--progress-timeout", 60, "--resume", "--out", out, program=cuda, processes=ranks)
     assert_same_run(out, whole(ranks), 12)
 
 
@@ -68,8 +68,8 @@ def test_a_rank_that_dies_or_hangs(cuda, faulty, data, tmp_path, whole, ranks, a
     out, start = tmp_path / "out", time.time()
     env = {"FAULT_RANK": "1", "FAULT_CALL": call, "FAULT_NUMBER": str(number), "FAULT_ACTION": action,
            "FAULT_AFTER": str(checkpoint(out, 2))}
-    text = train(data, *FLAGS, *ZERO, "--progress-timeout", 2, "--out", out, program=faulty(), processes=ranks, env=env,
-                 code=PEER if action == "hang" else 128 + signal.SIGKILL)
+    text = train(data, *FLAGS, *ZERO, "--progress-timeout", ranks, "--out", out, program=faulty(), processes=ranks,
+                 env=env, code=PEER if action == "hang" else 128 + signal.SIGKILL)
     assert time.time() - start < 60
     says(text, *(["progress of rank ", "rank 1 on "] if action == "hang" else ["process rank 1 "]), "--resume")
     assert steps(out)
