@@ -110,7 +110,7 @@ BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(ATTN),/$(ATTN))
 KERNELS  = $(BUILD)$(if $(filter 1,$(TSAN)),/tsan)
 BIN     ?= $(if $(filter build,$(KERNELS)),.,$(KERNELS))
 PROGRAMS = train_gpt2 sample_gpt2 eval_gpt2
-LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard eval/*.c model/*.c run/*.c runtime/*.c attention/*.c))
+LIBRARY  = $(patsubst %.c,$(BUILD)/%.o,$(wildcard $(addsuffix /*.c,eval run model attention data text math runtime)))
 TESTS    = $(patsubst dev/tests/%.c,$(BUILD)/tests/%,$(wildcard dev/tests/test_*.c))
 
 ifneq ($(OPENMP)$(CJSON)$(XXHASH),111)
@@ -156,7 +156,7 @@ $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library
 	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LD_LIBS)
 
 # Both in double, next to float_path.o and the library in float32.
-in_double = $(addprefix $(BUILD)/in_double/,attention/attention_cpu.o attention/rows.o runtime/tiles.o)
+in_double = $(addprefix $(BUILD)/in_double/,attention/attention_cpu.o attention/rows.o math/tiles.o)
 $(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o $(in_double)
 $(BUILD)/in_double/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -206,7 +206,7 @@ for_v4     = $(AVX512)
 for_bf16   = $(AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
 for_double = -march=x86-64-v3 -DREAL=double
 torch_sources = attention/attention_cpu.c attention/normalizer.c attention/rows.c attention/torch/attn_c.c runtime/error.c runtime/number.c runtime/spelling.c \
-  runtime/tiles.c runtime/utf8.c
+  math/tiles.c runtime/utf8.c
 
 # TORCH_CUDA=1 adds the library for GPUs, which takes 8 minutes on two cores.
 TORCH_CUDA ?= 0
@@ -408,7 +408,7 @@ help:
 	@echo 'make [all]      train_gpt2, sample_gpt2 and eval_gpt2'
 	@echo 'make check      the quick C tests: 10 s after a build. CONTRIBUTING.md lists the other tiers'
 	@echo 'make test       test_gpt2, $(words $(TESTS)) other C tests and, if .venv has pytest, the programs'\'' quick tests'
-	@echo 'make SAN=1      with AddressSanitizer, UBSan, and range checks in runtime/vecmath.h, in build/san'
+	@echo 'make SAN=1      with AddressSanitizer, UBSan, and range checks in math/vecmath.h, in build/san'
 	@echo 'make ATTN=ssmax    programs for that attention normalizer alone, in build/ssmax'
 	@echo 'make MARCH=x86-64-v3    for machines other than this one (now: $(MARCH))'
 	@echo 'make ONEDNN=0 BLAS=0 MPI=0 SODIUM=0 NCCL=0    without these libraries'

@@ -21,7 +21,7 @@
 #include "eval/eval.h"
 #include "eval/needle.h"
 #include "eval/observe.h"
-#include "runtime/real.h"
+#include "math/real.h"
 
 static const char PROGRAM[] = "eval_gpt2cu";
 

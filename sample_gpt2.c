@@ -11,16 +11,16 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "math/random.h"
+#include "model/checkpoint.h"
 #include "model/decode.h"
-#include "run/checkpoint.h"
-#include "runtime/chat.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
-#include "runtime/random.h"
-#include "runtime/sampler.h"
 #include "runtime/start.h"
-#include "runtime/tokenizer.h"
 #include "runtime/utf8.h"
+#include "text/chat.h"
+#include "text/sampler.h"
+#include "text/tokenizer.h"
 #pragma GCC diagnostic pop
 
 typedef enum { SAMPLE_FP32, SAMPLE_BF16 } SampleType;

@@ -20,23 +20,23 @@
 
 #include "attention/attention_cpu.h"
 #include "attention/l2.h"
+#include "data/shards.h"
+#include "math/adamw.h"
+#include "math/gemm.h"
+#include "math/muon.h"
+#include "math/peak.h"
+#include "math/real.h"
 #include "model/activations.h"
 #include "model/model.h"
 #include "model/rope.h"
 #include "model/weights.h"
 #include "run/profile.h"
 #include "run/run.h"
-#include "runtime/adamw.h"
+#include "runtime/activity.h"
 #include "runtime/cgroup.h"
 #include "runtime/clock.h"
-#include "runtime/gemm.h"
 #include "runtime/memory.h"
-#include "runtime/muon.h"
-#include "runtime/peak.h"
-#include "runtime/activity.h"
 #include "runtime/process.h"
-#include "runtime/real.h"
-#include "runtime/shards.h"
 #include "runtime/size.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1341,7 +1341,7 @@ static void muon_round(const Model *m, real *y, const real *x, size_t R, size_t 
     gemm_run(&m->mm, R, C, S, tall ? X : B, tall ? B : X, 1, y, C);
 }
 
-// One step of Muon (runtime/muon.h) for a matrix. The rounds alternate between two buffers, one of which is the state
+// One step of Muon (math/muon.h) for a matrix. The rounds alternate between two buffers, one of which is the state
 // array that Muon does not keep.
 static void muon_update(Model *m, const Tensor *t, real scale, AdamW a) {
     real *x = m->state[STATE_SQUARE] + t->offset, *y = m->muon.x, *param = m->params + t->offset;

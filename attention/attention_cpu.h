@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #include "attention/rows.h"
-#include "runtime/tiles.h"
+#include "math/tiles.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#include "runtime/real.h"
+#include "math/real.h"
 
 // 1/|x|, or 0 if |x|² is below the smallest normal number
 static inline real l2_inverse(const real *x, size_t HS) {

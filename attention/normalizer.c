@@ -1,6 +1,6 @@
 // Parses and validates --attn and prints its help, all from the one table in normalizer.h. Tested by
 // dev/tests/test_normalizer.c.
-#include "normalizer.h"
+#include "attention/normalizer.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -19,7 +19,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "runtime/real.h"
+#include "math/real.h"
 
 #ifdef __cplusplus
 extern "C" {

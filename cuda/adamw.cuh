@@ -11,7 +11,7 @@
 // has only those of the tensors that it owns, one after the other. rounded: a flat bf16 copy of params, or NULL. It is
 // rounded to
 // nearest or stochastically: up with a probability equal to the fraction that is cut off, so that the expected value is
-// exact. The 16 random bits of element i of `rounded` are half-word i mod 8 of Philox4x32-10 (runtime/philox.h) at
+// exact. The 16 random bits of element i of `rounded` are half-word i mod 8 of Philox4x32-10 (math/philox.h) at
 // (seed, step, i div 8), so they depend neither on the grid nor on which rank owns the element.
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Test: dev/tests/test_kernels.cu adamw.
 //
@@ -27,8 +27,8 @@
 #include <math.h>
 
 #include "cuda/vector.cuh"
-#include "runtime/adamw.h"
-#include "runtime/philox.h"
+#include "math/adamw.h"
+#include "math/philox.h"
 
 enum { SEGMENT_PART = 4096, SEGMENT_THREADS = 256, ADAMW_WIDTH = 8 };
 

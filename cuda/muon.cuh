@@ -1,4 +1,4 @@
-// Muon for one hidden matrix (R,C) of the flat parameter array; runtime/muon.h has the formula and its constants.
+// Muon for one hidden matrix (R,C) of the flat parameter array; math/muon.h has the formula and its constants.
 //
 //   muon_momentum_kernel   m += (1 − momentum) (g − m), g = gradient · numbers.scale; the sum of u²,
 //                          u = m − (1 − momentum) (m − g)
@@ -9,7 +9,7 @@
 // If R > C, X is the smaller matrix times its transpose the other way around: A = XᵀX, Y = X B + a X. B is symmetric,
 // and nothing is transposed in memory. X, Y, A and B are bf16 whatever the run's type, and matmuls sum in float; each
 // result is rounded once. m, p and the gradient are float. If numbers.finite is 0, neither m nor p changes.
-// Sources: runtime/muon.h. Test: dev/tests/test_kernels.cu muon; whole steps in dev/tests/test_cuda.py.
+// Sources: math/muon.h. Test: dev/tests/test_kernels.cu muon; whole steps in dev/tests/test_cuda.py.
 //
 // 5 (4 S² L + 2 S³) FLOPs, S and L being the smaller and the larger of R and C: 1.7 TFLOP for the 84 matrices of the
 // 124M model, 1.7 ms at an H100's 989 TFLOP/s; their 1,260 matmuls of 768 rows are too small to reach that. The kernels
@@ -21,7 +21,7 @@
 #include "cuda/adamw.cuh"
 #include "cuda/matmul.h"
 #include "cuda/norms.cuh"
-#include "runtime/muon.h"
+#include "math/muon.h"
 
 enum { MUON_PART = 4096, MUON_THREADS = 256, MUON_WIDTH = 8 };
 

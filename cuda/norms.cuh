@@ -1,7 +1,7 @@
 // The squared norm of the gradient, and the step's numbers that follow from it.
 //
 //   the sum of squares over the table's ranges (adamw.cuh), in double
-//   norm = sqrt(squares);   scale = clip_scale(norm, clip) (runtime/adamw.h)
+//   norm = sqrt(squares);   scale = clip_scale(norm, clip) (math/adamw.h)
 //
 // Shapes: grads the flat array, float; partials double, one per block of segments_ready(). The order of the sum depends
 // only on the table, so every run on any GPU produces the same bits. With several ranks, the gradients are reduced

@@ -155,7 +155,7 @@ def empty(value):
     return value is None or value is False or value == ""
 
 
-# Which tokenizers the C programs can use: the rules of runtime/tokenizer_json.c.
+# Which tokenizers the C programs can use: the rules of text/tokenizer_json.c.
 
 def split_pattern(numbers):
     return (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + numbers
@@ -223,7 +223,7 @@ def found_as_it_is(token):
 
 
 def other_kind(whole):
-    """Lists the features of a tokenizer.json that runtime/tokenizer.c does not support."""
+    """Lists the features of a tokenizer.json that text/tokenizer.c does not support."""
     model, added = whole.get("model") or {}, whole.get("added_tokens") or []
     rows = [(model.get("type", "BPE") == "BPE", 'model.type "BPE"'),
             (isinstance(model.get("vocab"), dict), "an object model.vocab"),
@@ -256,7 +256,7 @@ class Names:
 
 
 def wrong_tokens(whole):
-    """Lists the first reason why runtime/tokenizer.c cannot use the tokens of a supported tokenizer.json, if any."""
+    """Lists the first reason why text/tokenizer.c cannot use the tokens of a supported tokenizer.json, if any."""
     model, added = whole["model"], whole.get("added_tokens") or []
     names, texts, used, single = Names(model.get("byte_fallback") is True), {}, set(), set()
     contents = {token["content"] for token in added}
@@ -309,13 +309,13 @@ def wrong_added(vocab, added):
 
 
 def unusable(text):
-    """Lists why the C programs cannot use this tokenizer.json; [] if they can. Same rules as runtime/tokenizer.h."""
+    """Lists why the C programs cannot use this tokenizer.json; [] if they can. Same rules as text/tokenizer.h."""
     whole = json.loads(text)
     return other_kind(whole) or wrong_tokens(whole)
 
 
 MOST_BYTES = 64 << 20      # of a tokenizer's file
-# A key that contains one of these, in any case, names code or decides whether it runs (runtime/tokenizer_settings.c).
+# A key that contains one of these, in any case, names code or decides whether it runs (text/tokenizer_settings.c).
 CODE = "auto_map", "custom_pipelines", "trust_remote_code", "code_revision"
 
 
@@ -438,7 +438,7 @@ def without_space(whole):
 
 def adds_no_space(settings):
     """Does transformers put no space before a document, whatever tokenizer.json says, because of this
-    tokenizer_config.json? read_settings() in runtime/tokenizer_json.c has the same rule."""
+    tokenizer_config.json? read_settings() in text/tokenizer_json.c has the same rule."""
     classes = r"(Llama|CodeLlama|Gemma)Tokenizer(Fast)?"
     return (settings.get("add_prefix_space") is False
             and re.fullmatch(classes, str(settings.get("tokenizer_class"))) is not None)

@@ -1,6 +1,6 @@
-"""Prints runtime/tokenizer_classes.h: which characters are letters, numbers and spaces to tiktoken and `tokenizers`.
+"""Prints text/tokenizer_classes.h: which characters are letters, numbers and spaces to tiktoken and `tokenizers`.
 
-    python dev/tokenizer_classes.py > runtime/tokenizer_classes.h
+    python dev/tokenizer_classes.py > text/tokenizer_classes.h
 
 The classes come from tiktoken itself (an encoding whose pattern is just the class keeps the characters of that class
 and drops the others), because Python's unicodedata follows another version of Unicode. ByteLevel in `tokenizers` has
@@ -61,7 +61,7 @@ def runs(classes):
 
 def header():
     numbers, cut_out = members(r"\p{N}"), digits()
-    assert numbers <= cut_out, "is_number() in runtime/tokenizer.c expects that Digits knows all of tiktoken's numbers"
+    assert numbers <= cut_out, "is_number() in text/tokenizer.c expects that Digits knows all of tiktoken's numbers"
     rows = [f"{{{first:#x}, {last:#x}, {name}}}," for first, last, name in ranges()]
     lines = ["    " + " ".join(rows[i:i + 4]) for i in range(0, len(rows), 4)]
     more = [f"    {{{first:#x}, {last:#x}}}," for first, last, _ in runs(dict.fromkeys(cut_out - numbers, ""))]

@@ -7,11 +7,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "data/tokens_match.h"
+#include "model/checkpoint.h"
 #include "model/weights.h"
-#include "run/checkpoint.h"
 #include "runtime/human.h"
 #include "runtime/path.h"
-#include "runtime/tokens_match.h"
 #include "runtime/utf8.h"
 
 static bool name_taken(const Eval *e) {

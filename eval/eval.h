@@ -17,12 +17,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "data/shards.h"
 #include "model/model.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
 #include "runtime/options.h"
-#include "runtime/shards.h"
-#include "runtime/tokenizer.h"
+#include "text/tokenizer.h"
 
 #ifdef __cplusplus
 extern "C" {

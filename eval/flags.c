@@ -6,8 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "run/checkpoint.h"
-#include "runtime/mixture.h"
+#include "data/mixture.h"
+#include "model/checkpoint.h"
 #include "runtime/start.h"
 
 static const OptionsHelp HELP = {

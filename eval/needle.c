@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "math/random.h"
 #include "runtime/human.h"
 #include "runtime/path.h"
-#include "runtime/random.h"
 
 // What surrounds the haystack and asks for the number. %s is the city.
 static const struct {

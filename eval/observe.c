@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "math/random.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
-#include "runtime/random.h"
 #include "runtime/size.h"
 
 // ---- prompts

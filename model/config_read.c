@@ -11,7 +11,7 @@
 
 #include "model/config.h"
 #include "runtime/file.h"
-#include "runtime/tokenizer.h"
+#include "text/tokenizer.h"
 
 static const Family NO_FAMILY = {.seq_len = 2048};
 

@@ -3,7 +3,7 @@
 #ifndef MODEL_DECODE_H
 #define MODEL_DECODE_H
 
-#include "runtime/gemv.h"
+#include "math/gemv.h"
 
 #ifndef PREFILL_ROWS
 #define PREFILL_ROWS 1024    // prompt tokens that run through the layers together

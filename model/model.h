@@ -206,7 +206,7 @@ void tensors_free(TensorList *list);
 void tensors_use_muon(TensorList *list);
 
 // The learned scalars of a layer that exist under its normalizer (in the parameters), and the gradients of those that
-// it trains. Inline, because the caller determines `real` (runtime/real.h).
+// it trains. Inline, because the caller determines `real` (math/real.h).
 static inline Scalars scalars_of(const TensorList *list, const real *params, size_t layer, const AttentionList *attn) {
     const Normalizer *normalizer = &attention_at(attn, layer)->normalizer;
     Scalars scalars = {{NULL}};

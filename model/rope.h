@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 
-#include "runtime/real.h"
+#include "math/real.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -84,7 +84,7 @@ double *rope_frequencies(const RopeAngles *angles, size_t T);
 
 // cos and sin of t · frequency_i, times the amplitude, for sequences of T tokens
 //   cosines, sines (T,HS/2) written
-// Inline, because the caller determines `real` (runtime/real.h).
+// Inline, because the caller determines `real` (math/real.h).
 static inline void rope_table(real *cosines, real *sines, size_t T, RopeAngles angles) {
     size_t half = angles.HS / 2;
     double *frequency = rope_frequencies(&angles, T), amplitude = rope_amplitude(&angles.scaling);

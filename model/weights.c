@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "runtime/random.h"
-#include "runtime/safetensors.h"
+#include "math/random.h"
+#include "model/safetensors.h"
 
 void weights_init(const Weights *w, uint64_t seed) {
     uint64_t place = 0;

@@ -4,7 +4,7 @@
 
 #include "model/model.h"
 #include "runtime/file.h"
-#include "runtime/safetensors.h"
+#include "model/safetensors.h"
 
 #ifdef __cplusplus
 extern "C" {

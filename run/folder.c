@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "runtime/file.h"
 #include "runtime/own.h"
 #include "runtime/path.h"

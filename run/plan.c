@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/human.h"

@@ -6,12 +6,12 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "math/random.h"
 #include "runtime/error.h"
 #include "runtime/own.h"
 #include "runtime/path.h"
-#include "runtime/random.h"
-#include "runtime/sampler.h"
 #include "runtime/utf8.h"
+#include "text/sampler.h"
 
 // ---- a step
 

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "run/folder.h"
 #include "run/run_json.h"
 #include "runtime/activity.h"

@@ -23,19 +23,19 @@
 #include <cjson/cJSON.h>
 #include <limits.h>
 
+#include "data/mixture.h"
+#include "data/shards.h"
+#include "math/adamw.h"
+#include "model/checkpoint.h"
 #include "model/model.h"
-#include "run/checkpoint.h"
+#include "model/weights.h"
 #include "run/metrics.h"
 #include "run/schedule.h"
 #include "run/train_options.h"
-#include "runtime/adamw.h"
 #include "runtime/heartbeat.h"
 #include "runtime/memory.h"
-#include "runtime/mixture.h"
-#include "runtime/sampler.h"
-#include "runtime/shards.h"
-#include "runtime/tokenizer.h"
-#include "model/weights.h"
+#include "text/sampler.h"
+#include "text/tokenizer.h"
 
 #ifdef __cplusplus
 extern "C" {

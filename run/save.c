@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "attention/modeling.h"
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "run/folder.h"
 #include "run/lineage.h"
 #include "run/run_json.h"

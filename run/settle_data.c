@@ -2,10 +2,10 @@
 
 #include <stdio.h>
 
+#include "data/tokens_match.h"
 #include "runtime/error.h"
 #include "runtime/path.h"
 #include "runtime/process.h"
-#include "runtime/tokens_match.h"
 
 void settle_batches(Run *run) {
     TrainOptions *o = &run->o;

@@ -4,7 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "run/folder.h"
 #include "run/lineage.h"
 #include "runtime/error.h"

@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "file.h"
+#include "runtime/file.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -13,8 +13,8 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include "activity.h"
-#include "own.h"
+#include "runtime/activity.h"
+#include "runtime/own.h"
 
 // ---- fault points
 

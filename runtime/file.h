@@ -17,7 +17,7 @@
 #include <sys/types.h>
 #include <xxhash.h>
 
-#include "error.h"
+#include "runtime/error.h"
 
 #ifdef __cplusplus
 extern "C" {

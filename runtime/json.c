@@ -1,10 +1,10 @@
-#include "json.h"
+#include "runtime/json.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "file.h"
+#include "runtime/file.h"
 
 // cJSON needs at least 64 bytes per value.
 enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000 };

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "error.h"
+#include "runtime/error.h"
 
 // Where a text begins in its file: the line from 1, and the byte. Only used in errors.
 typedef struct {

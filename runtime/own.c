@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "own.h"
+#include "runtime/own.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -4,7 +4,7 @@
 #ifndef RUNTIME_OWN_H
 #define RUNTIME_OWN_H
 
-#include "error.h"
+#include "runtime/error.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -121,7 +121,7 @@ def matches(pattern):
 
 
 def patterns_of(text):
-    """The patterns in a text, as find_files() in runtime/shards.c splits it: one that contains spaces or commas and
+    """The patterns in a text, as find_files() in data/shards.c splits it: one that contains spaces or commas and
     matches, otherwise a list."""
     if os.path.exists(ROOT / text):
         return [glob.escape(text)]

@@ -13,8 +13,8 @@
 
 #include "attention/attention_cpu.h"
 #include "attention/list.h"
+#include "math/random.h"
 #include "runtime/error.h"
-#include "runtime/random.h"
 #include "runtime/subnormal.h"
 
 static double now(void) {

@@ -31,7 +31,7 @@ COMPILED = ("autocast", "bf16")                      # gpu_step.py's variants un
 # What a part's results depend on: the programs, and these files; if nothing else runs them, the recipes in
 # scripts/gpu_check.py.
 PROGRAM_SOURCES = ("Makefile", "*.c", "*.h", "*.cu", "attention/**/*", "cuda/**/*", "model/**/*", "run/**/*",
-                   "runtime/**/*")
+                   "math/**/*", "text/**/*", "data/*.[ch]", "runtime/**/*")
 RECIPES = ("scripts/gpu_check.py",)
 FLASH_SO = "dev/tests/flash_so.cu"
 TIMES_ATTENTION = ("dev/bench/attention_gpu.py", "dev/reference/model.py", FLASH_SO)

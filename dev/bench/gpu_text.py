@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("README.md", "doc/*.md", "*.c", "*.h", "*.cu", "cuda/*", "runtime/*", "attention/*.*")
+FILES = ("README.md", "doc/*.md", "*.c", "*.h", "*.cu", "cuda/*", "math/*", "runtime/*", "attention/*.*")
 MAGIC, VERSION = 20240520, 1
 
 

@@ -2,13 +2,13 @@
 // The same bytes as an answer, of which later turns see a part.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/tokenizer.c runtime/tokenizer_json.c
-// Sources: runtime/chat.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c text/tokenizer.c text/tokenizer_json.c
+// Sources: text/chat.c text/pretokenize.c text/nfc.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
-#include "runtime/chat.h"
+#include "text/chat.h"
 
 static void make_nothing(const char *folder) {
     (void)folder;

@@ -5,19 +5,20 @@
 // the length of its contents, which follow.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/utf8.c runtime/human.c run/checkpoint.c
-// Sources: run/metrics.c runtime/tokenizer.c runtime/tokenizer_json.c runtime/tokenizer_settings.c
-// Sources: runtime/pretokenize.c runtime/nfc.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/utf8.c runtime/human.c
+// Sources: model/checkpoint.c
+// Sources: run/metrics.c text/tokenizer.c text/tokenizer_json.c text/tokenizer_settings.c
+// Sources: text/pretokenize.c text/nfc.c
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
 #include "dev/fuzz/folder.h"
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "run/metrics.h"
 #include "runtime/own.h"
-#include "runtime/tokenizer.h"
+#include "text/tokenizer.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 #define OLD_STEP "ckpt/step-00000001"

@@ -1,12 +1,12 @@
 // Reads a sharded folder whose model.safetensors.index.json is hostile.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/safetensors.c runtime/utf8.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c model/safetensors.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
-#include "runtime/safetensors.h"
+#include "model/safetensors.h"
 
 static void make_shards(const char *folder) {
     char path[200];

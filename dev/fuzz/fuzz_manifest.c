@@ -2,12 +2,12 @@
 // either is rejected or agrees with its manifest.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c run/checkpoint.c runtime/utf8.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c model/checkpoint.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
-#include "run/checkpoint.h"
+#include "model/checkpoint.h"
 #include "runtime/file.h"
 
 static void make_file(const char *folder) {

@@ -2,7 +2,7 @@
 // data without overlap and can be read.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/safetensors.c runtime/utf8.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c model/safetensors.c runtime/utf8.c
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "runtime/safetensors.h"
+#include "model/safetensors.h"
 
 // Builds the file in memory. After an 'r', the bytes are the file. After anything else, a header extends to the first
 // NUL and data follows; the header's length is put in front, because a mutation would seldom keep it right.

@@ -3,13 +3,13 @@
 // range.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/human.c runtime/random.c runtime/shards.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/human.c math/random.c data/shards.c
 // Sources: runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 
+#include "data/shards.h"
 #include "dev/fuzz/folder.h"
-#include "runtime/shards.h"
 
 enum { LENGTH = 8 };
 

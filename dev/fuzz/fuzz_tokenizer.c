@@ -3,14 +3,14 @@
 // that have no token.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/tokenizer.c runtime/tokenizer_json.c
-// Sources: runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c text/tokenizer.c text/tokenizer_json.c
+// Sources: text/pretokenize.c text/nfc.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 
 #include "dev/fuzz/folder.h"
-#include "runtime/tokenizer.h"
-#include "runtime/tokenizer_parts.h"
+#include "text/tokenizer.h"
+#include "text/tokenizer_parts.h"
 
 static const char text[] =
     "the the  then it's 1234 \xC3\xA9  \xC2\xBD\xF0\x9F\x98\x80\n\t<|endoftext|>e\xCC\x81\xCC\xA3 it'S.\r\n\n \xE2\x96\x81";

@@ -1,13 +1,13 @@
 // Any bytes as text: made valid UTF-8, normalized, and split into words in each way.
 //
-// Sources: runtime/error.c runtime/pretokenize.c runtime/nfc.c runtime/utf8.c
+// Sources: runtime/error.c text/pretokenize.c text/nfc.c runtime/utf8.c
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "runtime/nfc.h"
-#include "runtime/pretokenize.h"
 #include "runtime/utf8.h"
+#include "text/nfc.h"
+#include "text/pretokenize.h"
 
 // Words follow one another without a gap, none is empty, and none ends within a character.
 static void check_words(const uint8_t *text, size_t length) {

@@ -71,7 +71,8 @@ TESTS = (
                 "test_config.py", "test_huggingface.py"]),
     ("run/", ["test_order.py", "test_errors.py", "test_training.py", "test_resume.py", "test_normalizers.py",
               "test_stops.py", "test_sample.py"]),
-    ("runtime/", [*C_TESTS, "test_gpt2", "test_sample.py", "test_chat.py", "test_families.py -k begins",
+    (("runtime/", "math/", "text/", "data/shards.", "data/mixture.", "data/tokens_match."), [
+                  *C_TESTS, "test_gpt2", "test_sample.py", "test_chat.py", "test_families.py -k begins",
                   "test_vocabularies.py -k short", "test_errors.py", "test_training.py -k muon_equals"]),
     ("data/", ["test_data.py", "test_squad.py", "test_needles.py", "test_debian_docs.py", "test_documents.py",
                "test_vocabulary.py"]),
@@ -84,7 +85,7 @@ NEEDS = {"test_flash.py": "build/on_cpu/flash.so", "test_torch.py": "attn_c", "t
          "test_torch_cuda.py": "attn_c build/on_cpu/attn_c_cuda.so", "test_eval_cuda.py": "eval_gpt2cu_on_cpu",
          "test_cuda.py": "train_gpt2cu_on_cpu", "test_training.py": "train_gpt2cu_on_cpu"}
 # Pictures: a test does not measure where a legend stands.
-NOT_DRAWN = re.compile(r"scripts/(pictures/|plot|canvas|draw_|report|grid_report)|runtime/\w*_(tables|classes)")
+NOT_DRAWN = re.compile(r"scripts/(pictures/|plot|canvas|draw_|report|grid_report)|text/\w*_(tables|classes)")
 
 # Without the variables that make tests long (dev/notes/tests.md) or draw their cases, and with builds that take little
 # time.

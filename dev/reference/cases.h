@@ -11,10 +11,10 @@
 #include <string.h>
 
 #include "dev/reference/hash.h"
+#include "math/adamw.h"
 #include "model/model.h"
-#include "runtime/adamw.h"
+#include "model/safetensors.h"
 #include "runtime/error.h"
-#include "runtime/safetensors.h"
 
 #define FIXTURES "dev/reference/fixtures/"
 #ifndef UPDATE_BOUND

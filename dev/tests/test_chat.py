@@ -1,4 +1,4 @@
-"""Conversations: the templates of runtime/chat.c against transformers' apply_chat_template(), and sample_gpt2
+"""Conversations: the templates of text/chat.c against transformers' apply_chat_template(), and sample_gpt2
 --interactive."""
 import ctypes
 import functools

@@ -12,8 +12,8 @@
 #include <sys/wait.h>
 
 #include "dev/tests/check.h"
-#include "run/checkpoint.h"
-#include "runtime/safetensors.h"
+#include "model/checkpoint.h"
+#include "model/safetensors.h"
 
 static char folder[] = "/tmp/test_checkpoint.XXXXXX", out_dir[100], source[100];
 

@@ -328,8 +328,8 @@ def test_clang_builds_without_warnings(tmp_path):
     """Files in which compilers differ; scripts/test.sh builds everything."""
     if subprocess.run("echo '#include <omp.h>' | clang -fsyntax-only -x c - 2>/dev/null", shell=True).returncode:
         pytest.skip("needs clang and libomp-dev")
-    objects = [f"{tmp_path}/{name}.o" for name in ("runtime/tiles", "runtime/peak", "runtime/gemm", "runtime/cpu",
-                                                   "attention/attention_cpu", "torch/bf16/runtime/tiles")]
+    objects = [f"{tmp_path}/{name}.o" for name in ("math/tiles", "math/peak", "math/gemm", "runtime/cpu",
+                                                   "attention/attention_cpu", "torch/bf16/math/tiles")]
     result = make(tmp_path, "CC=clang", "WERROR=1", "-j2", *objects)
     assert result.returncode == 0, result.stderr
 

@@ -529,7 +529,8 @@ def test_the_bounds_of_curves(tmp_path, dtype, losses, fine):
 def prerequisites():
     """The files of the tree from which the objects of the CUDA programs were compiled; if none are built here, those of
     the trainer."""
-    patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "model/*.d", "run/*.d", "runtime/*.d")
+    patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "model/*.d", "run/*.d", "math/*.d", "text/*.d", "data/*.d",
+                "runtime/*.d")
     compiled = [path for pattern in patterns for path in (ROOT / "build").glob(pattern)]
     text = "\n".join(path.read_text() for path in compiled)
     if not list(ROOT.glob("build/on_cpu/*.d")):

@@ -1,6 +1,6 @@
 // Finite differences in double of the trainer's own code (the layers, attention and passes of train_gpt2.c built with
 // REAL=double): every normalizer with both blocks, and each layer alone. Because no reference is involved, this also
-// detects errors that the reference shares. Double cannot show where the float32 functions of runtime/vecmath.h are
+// detects errors that the reference shares. Double cannot show where the float32 functions of math/vecmath.h are
 // called outside their ranges. Therefore every phi, and attention under every normalizer, is also compared with the
 // float32 code (float_path.c).
 //
@@ -172,7 +172,7 @@ static void test_phi(int phi, const char *name) {
         }
         CHECK(
             far <= 1,
-            "phi=%s in float32: at z = %g the error is %.3g times the bound. Does a function of runtime/real.h leave its range?",
+            "phi=%s in float32: at z = %g the error is %.3g times the bound. Does a function of math/real.h leave its range?",
             name, at, far);
     }
 }

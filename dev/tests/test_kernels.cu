@@ -18,8 +18,6 @@
 #include <vector>
 
 #include "attention/phi.cuh"
-#include "dev/reference/hash.h"
-#include "dev/tests/check.h"
 #include "cuda/adamw.cuh"
 #include "cuda/bias.cuh"
 #include "cuda/check.h"
@@ -29,13 +27,15 @@
 #include "cuda/gau.cuh"
 #include "cuda/muon.cuh"
 #include "cuda/norms.cuh"
-#include "cuda/rmsnorm.cuh"
 #include "cuda/output_gate.cuh"
 #include "cuda/qk_norm.cuh"
-#include "cuda/scores.cuh"
+#include "cuda/rmsnorm.cuh"
 #include "cuda/rope.cuh"
+#include "cuda/scores.cuh"
 #include "cuda/swiglu.cuh"
-#include "runtime/random.h"
+#include "dev/reference/hash.h"
+#include "dev/tests/check.h"
+#include "math/random.h"
 
 typedef std::vector<double> Numbers;
 
@@ -1077,7 +1077,7 @@ static void test_adamw_random(void) {
     check_true("Philox of zeros",
                words[0] == 0x6627e8d5 && words[1] == 0xe169c58d && words[2] == 0xbc57ac4c && words[3] == 0x9b00dbd8);
     philox_words(words, SEED, 7, 99);
-    check_true("as runtime/random.c", random_u64(SEED, 7, 99) == ((uint64_t)words[1] << 32 | words[0]));
+    check_true("as math/random.c", random_u64(SEED, 7, 99) == ((uint64_t)words[1] << 32 | words[0]));
     case_ends();
 }
 

@@ -1,8 +1,8 @@
 // mixture: exact proportions after any number of sequences, each source in its own order, weights and what is wrong.
 #include <sys/resource.h>
 
+#include "data/mixture.h"
 #include "dev/tests/check.h"
-#include "runtime/mixture.h"
 
 enum { T = 4, N = 401 };    // each source has (N - 1) / T = 100 windows
 

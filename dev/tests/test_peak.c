@@ -2,8 +2,8 @@
 #include <omp.h>
 
 #include "dev/tests/check.h"
+#include "math/peak.h"
 #include "runtime/error.h"
-#include "runtime/peak.h"
 
 // Two units of 16 floats at 7 GHz; less than any processor of the last twenty years on one busy core.
 enum { MOST_GFLOPS = 2 * 16 * 2 * 7, LEAST_MFLOPS = 100 };

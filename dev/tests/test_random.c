@@ -3,7 +3,7 @@
 #include <omp.h>
 
 #include "dev/tests/check.h"
-#include "runtime/random.h"
+#include "math/random.h"
 
 static void test_bits(void) {
     check_group("Philox4x32-10 against the published vectors");

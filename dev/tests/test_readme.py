@@ -105,7 +105,7 @@ def checkout(tmp_path_factory):
         if (ROOT / name).is_file():
             (folder / "attn.c" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / "attn.c" / name)
-    for name in ("attention", "eval", "model", "run", "runtime"):
+    for name in ("attention", "data", "eval", "math", "model", "run", "runtime", "text"):
         shutil.copytree(ROOT / "build" / name, folder / "attn.c/build" / name, ignore=shutil.ignore_patterns("*.tmp"))
     for path in [*(ROOT / "build").glob("*.[od]"), ROOT / "build/flags"]:
         shutil.copy2(path, folder / "attn.c/build")

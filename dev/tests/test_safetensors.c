@@ -8,7 +8,7 @@
 
 #include "dev/tests/check.h"
 #include "runtime/file.h"
-#include "runtime/safetensors.h"
+#include "model/safetensors.h"
 
 static char folder[] = "/tmp/test_safetensors.XXXXXX";
 

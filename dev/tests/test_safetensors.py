@@ -28,8 +28,8 @@ class TensorRow(ctypes.Structure):
 @pytest.fixture(scope="session")
 def c(tmp_path_factory):
     library = tmp_path_factory.mktemp("c") / "safetensors.so"
-    sources = [ROOT / "runtime" / f"{name}.c" for name in
-               ("activity", "error", "file", "json", "own", "safetensors", "utf8")]
+    sources = [ROOT / f"{name}.c" for name in ("model/safetensors", *(f"runtime/{part}" for part in
+               ("activity", "error", "file", "json", "own", "utf8")))]
     subprocess.run(["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", f"-I{ROOT}", "-o", library, *sources,
                     "-lcjson", "-lxxhash", "-lm"],
                    check=True)

@@ -3,8 +3,8 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include "data/shards.h"
 #include "dev/tests/check.h"
-#include "runtime/shards.h"
 
 static char folder[] = "/tmp/test_shards.XXXXXX";
 static Error error;

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -53,6 +54,19 @@ def test_executable():
     wrong = [path for path in [*PYTHON, *tracked("*.sh")]
              if (ROOT / path).read_text().startswith("#!") != os.access(ROOT / path, os.X_OK)]
     assert not wrong, wrong
+
+
+# A folder's files include its own and those of folders before it; the README of each says what belongs there.
+ROOMS = ("runtime", "math", "text", "data", "cuda", "attention", "model", "run", "eval")
+
+
+def test_includes_point_one_way():
+    included = {path: re.findall(r'^#include "(\w+/[^"]+)"', (ROOT / path).read_text(), re.M)
+                for path in SOURCES if path.split("/")[0] in ROOMS}
+    wrong = [f"{path} includes {name}" for path, names in included.items() for name in names
+             if name.split("/")[0] not in ROOMS[:ROOMS.index(path.split("/")[0]) + 1]]
+    assert not wrong, wrong
+    assert len(list(TopologicalSorter(included).static_order())) > 150       # CycleError if files include each other
 
 
 def test_columns():
@@ -174,7 +188,7 @@ def test_no_mutable_globals():
     more, checked = [], 0
     for source in map(Path, SOURCES):
         built = ROOT / ("build" if source.suffix == ".c" else "build/on_cpu") / source.with_suffix(".o")
-        library = source.parts[0] in ("attention", "cuda", "eval", "model", "run", "runtime")
+        library = source.parts[0] in ("attention", "cuda", "data", "eval", "math", "model", "run", "runtime", "text")
         if not (library or source.name == "train_gpt2.cu") or source.suffix not in (".c", ".cu"):
             continue
         if built.exists() and built.stat().st_mtime >= (ROOT / source).stat().st_mtime:

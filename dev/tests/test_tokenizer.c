@@ -1,7 +1,7 @@
 // The C tokenizer with a small vocabulary made here: splitting, merging, invalid UTF-8, and files that must be
 // rejected. dev/tests/test_tokenizer.py compares it with tiktoken on megabytes of text.
 #include "dev/tests/check.h"
-#include "runtime/tokenizer.h"
+#include "text/tokenizer.h"
 
 static char path[] = "/tmp/test_tokenizer_XXXXXX";
 

@@ -20,8 +20,8 @@ import tokenizer_classes
 import vocabulary
 
 
-SOURCES = ("activity", "chat", "own", "tokenizer", "tokenizer_json", "pretokenize", "nfc", "utf8", "json", "file",
-           "error")
+SOURCES = ("runtime/activity", "runtime/own", "runtime/utf8", "runtime/json", "runtime/file", "runtime/error",
+           "text/chat", "text/tokenizer", "text/tokenizer_json", "text/pretokenize", "text/nfc")
 
 
 class Error(ctypes.Structure):
@@ -32,7 +32,7 @@ class Error(ctypes.Structure):
 def library(tmp_path_factory):
     """The tokenizer as a shared library."""
     path = tmp_path_factory.mktemp("library") / "tokenizer.so"
-    sources = [ROOT / "runtime" / f"{name}.c" for name in SOURCES]
+    sources = [ROOT / f"{name}.c" for name in SOURCES]
     subprocess.run([*os.environ.get("CC", "gcc").split(), "-std=gnu11", "-O2", "-shared", "-fPIC", f"-I{ROOT}",
                     "-o", path, *sources, "-lcjson", "-lxxhash"], check=True)
     c = ctypes.CDLL(str(path))
@@ -297,8 +297,8 @@ def test_transformers_reads_the_files(gpt2, tiktoken_gpt2, tmp_path):
 # ---- the committed table
 
 def test_character_classes_are_tiktokens():
-    assert (ROOT / "runtime" / "tokenizer_classes.h").read_text() == tokenizer_classes.header()
+    assert (ROOT / "text/tokenizer_classes.h").read_text() == tokenizer_classes.header()
 
 
 def test_nfc_tables_are_the_librarys():
-    assert (ROOT / "runtime" / "nfc_tables.h").read_text() == nfc_tables.header()
+    assert (ROOT / "text/nfc_tables.h").read_text() == nfc_tables.header()

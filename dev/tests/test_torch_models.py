@@ -475,7 +475,7 @@ def test_wheel(attn_c, tmp_path):
     installed. For speed, all but one source have been compiled by the fixture attn_c."""
     clone = tmp_path / "a clone"
     shutil.copytree(ROOT / "build/torch", clone / "build/torch")
-    for name in "attention", "runtime":
+    for name in "attention", "math", "runtime":
         shutil.copytree(ROOT / name, clone / name)
     for name in "LICENSE", "Makefile", "pyproject.toml", "setup.py":
         shutil.copy(ROOT / name, clone)

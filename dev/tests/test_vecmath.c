@@ -3,7 +3,7 @@
 #include <math.h>
 
 #include "dev/tests/check.h"
-#include "runtime/vecmath.h"
+#include "math/vecmath.h"
 
 enum { CHUNK = 4096 };
 

@@ -1,4 +1,4 @@
-"""Tokenizers of other kinds: data/vocabulary.py and runtime/tokenizer.c agree on which the C programs can use, and the
+"""Tokenizers of other kinds: data/vocabulary.py and text/tokenizer.c agree on which the C programs can use, and the
 trainer trains on shards of any. Also the vocabulary size of a new model: that of --model, or else the tokenizer's, or
 else the default."""
 import copy
