@@ -47,8 +47,7 @@ BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096        # what a worker encodes
 DATA = Path(__file__).resolve().parent
 
 sys.path.append(str(DATA.parent / "scripts"))
-import command_line  # noqa: E402
-import files  # noqa: E402
+from lib import command_line, files  # noqa: E402
 
 
 class DataError(Exception):

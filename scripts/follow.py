@@ -17,10 +17,8 @@ import time
 import uuid
 from pathlib import Path
 
-import command_line
-import events
-import files
-import plot
+from lib import command_line, events, files, run_folder
+from lib.run_folder import Refused
 
 DAY = 86400     # seconds
 SAME = ("loss", "grad_norm", "lr", "val_loss")      # what a repeated step has to the last bit
@@ -72,7 +70,7 @@ class Metrics:
         self.file.seek(start + size)
         for line in text[:size].splitlines():
             self.number += 1
-            lines.append(plot.parse_line(self.path, self.number, line))
+            lines.append(run_folder.parse_line(self.path, self.number, line))
         return lines
 
     def close(self):
@@ -89,7 +87,7 @@ class TensorBoard(events.EventFile):
 
     def __init__(self, run, folder, lines):
         path = folder / "events.out.tfevents.0.follow"
-        super().__init__(path, plot.began(run, lines) if lines else time.time())
+        super().__init__(path, run_folder.began(run, lines) if lines else time.time())
         print(f"follow.py: writing {path}")
 
 
@@ -102,18 +100,18 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise plot.Refused("wandb is not installed. Install it (pip install wandb), or use --tensorboard, which "
+            raise Refused("wandb is not installed. Install it (pip install wandb), or use --tensorboard, which "
                                "needs no package.")
         files.refuse_link(Path(run) / "wandb")
         self.state = Path(run) / "wandb.json"
-        saved = plot.read_json(self.state)
+        saved = run_folder.read_json(self.state)
         self.id, self.first = saved.get("id", uuid.uuid4().hex[:8]), saved.get("step", 0)
         try:
             self.run = wandb.init(project=project, name=Path(run).resolve().name, id=self.id, resume="allow",
-                                  dir=str(run), config=plot.read_run(run)["arguments"])
+                                  dir=str(run), config=run_folder.read_run(run)["arguments"])
         except Exception as error:      # wandb's own, or the network's
             reason = str(error).rstrip(".")
-            raise plot.Refused(f"wandb cannot start: {reason}. Run `wandb login`, or set WANDB_MODE=offline.")
+            raise Refused(f"wandb cannot start: {reason}. Run `wandb login`, or set WANDB_MODE=offline.")
         if self.run.resumed:
             self.first = int(self.run.summary.get("step") or 0)
         self.step = self.first
@@ -169,7 +167,7 @@ def contents(run):
     except FileNotFoundError:
         return set()
     except NotADirectoryError:
-        raise plot.Refused(f"{run}: expected a run folder, the trainer's --out; found a file. Check the path.")
+        raise Refused(f"{run}: expected a run folder, the trainer's --out; found a file. Check the path.")
 
 
 def wait_for_run(run, options):
@@ -177,7 +175,7 @@ def wait_for_run(run, options):
     waits = False
     while not (names := contents(run)) & {"run.json", "metrics.jsonl"}:
         if options.once or names and "lock" not in names:
-            raise plot.Refused(f"{run}: expected a run folder, the trainer's --out; found neither run.json nor "
+            raise Refused(f"{run}: expected a run folder, the trainer's --out; found neither run.json nor "
                                "metrics.jsonl there. Check the path, or start the trainer first.")
         if not waits:
             print(f"follow.py: {run}: waiting for the trainer to begin this run", flush=True)
@@ -186,7 +184,7 @@ def wait_for_run(run, options):
 
 
 def is_complete(run, last):
-    arguments = plot.read_run(run).get("arguments")
+    arguments = run_folder.read_run(run).get("arguments")
     steps = arguments.get("steps") if isinstance(arguments, dict) else None
     return isinstance(steps, int) and last >= steps
 
@@ -252,7 +250,7 @@ def main():
             follow(options.run, sink, options, metrics, lines)
         finally:
             sink.close()
-    except (plot.Refused, OSError) as error:
+    except (Refused, OSError) as error:
         filename = getattr(error, "filename", None)
         print(f"follow.py: {f'{filename}: {error.strerror}.' if filename else error}", file=sys.stderr)
         return 3

@@ -19,8 +19,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-import command_line
-import files
+from lib import command_line, files
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 import shards  # noqa: E402     (first, because it says what to do if packages are missing)

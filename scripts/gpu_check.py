@@ -44,7 +44,7 @@ from typing import Callable, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "dev/bench"))
-import files
+from lib import files
 import gpu_programs
 import gpu_report
 import gpu_text

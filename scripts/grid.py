@@ -19,15 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-import command_line
-import files
-import grid_export
-import grid_file
-import grid_parts
-import grid_report
-import grid_run
-from grid_run import count, duration, many
-from grid_store import ROOT, Results, make_folder, nearest_folder, step_tokens
+from lib import command_line, files, grid_export, grid_file, grid_parts, grid_report, grid_run
+from lib.grid_run import count, duration, many
+from lib.grid_store import ROOT, Results, make_folder, nearest_folder, step_tokens
 
 FAILED, USAGE, INPUT, RESOURCE, STOPPED = 1, 2, 3, 4, 75
 

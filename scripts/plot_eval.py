@@ -21,10 +21,10 @@ import re
 import sys
 from pathlib import Path
 
-import command_line
-import files
+from lib import command_line, drawing, files
+from lib.run_folder import Refused
 import plot
-from pictures import attention, charts, page, results, tasks
+from lib.pictures import attention, charts, page, results, tasks
 
 DRAW = {"loss": tasks.loss, "positions": tasks.positions, "needle": tasks.needle, "attention": attention.attention,
         "scores": tasks.scores, "choice": tasks.choice}
@@ -35,7 +35,7 @@ def read(folders):
     series, _ = results.read_all(folders)
     for s in series:
         if s.task != series[0].task:
-            raise plot.Refused(f"{s.folder} has the task {s.task}, but {series[0].folder} has {series[0].task}. Plot "
+            raise Refused(f"{s.folder} has the task {s.task}, but {series[0].folder} has {series[0].task}. Plot "
                                "them one by one; scripts/report.py shows several tasks in one page.")
     common = results.label(series)
     charts.paint(series)
@@ -46,13 +46,13 @@ def subtract(series, baseline):
     """All other series, with losses less those of the baseline folder's first series; and a title."""
     base = next((s for s in series if s.folder.resolve() == Path(baseline).resolve()), None)
     if not base:
-        raise plot.Refused(f"--baseline {baseline}: expected one of the folders to plot.")
+        raise Refused(f"--baseline {baseline}: expected one of the folders to plot.")
     if base.task not in ("loss", "positions"):
-        raise plot.Refused(f"--baseline: {baseline} has the task {base.task}. Only losses are compared: loss, "
+        raise Refused(f"--baseline: {baseline} has the task {base.task}. Only losses are compared: loss, "
                            "positions.")
     found = [results.less(s, base) for s in series if s is not base]
     if not found:
-        raise plot.Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further folders.")
+        raise Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further folders.")
     title = f"difference to {base.label}" + ", perplexity as a ratio" * (base.task == "loss")
     return found, f"{found[0].label}: {title}" if len(found) == 1 else title
 
@@ -66,11 +66,11 @@ def pictures(folders):
 def means(series):
     """The series merged over seeds, and a title."""
     if series[0].task not in ("loss", "positions"):
-        raise plot.Refused(f"--seeds: {series[0].folder} has the task {series[0].task}. Only losses are drawn so: "
+        raise Refused(f"--seeds: {series[0].folder} has the task {series[0].task}. Only losses are drawn so: "
                            "loss, positions.")
     found = results.over_seeds(series)
     if len(found) == len(series):
-        raise plot.Refused("--seeds: no two of these evaluations are of runs that differ only in --seed. The run "
+        raise Refused("--seeds: no two of these evaluations are of runs that differ only in --seed. The run "
                            "folders must be at hand: above the evaluations, or where eval.json says (checkpoint).")
     common = results.label(found)
     charts.paint(found)
@@ -80,7 +80,7 @@ def means(series):
 
 def write(folders, out, baseline=None, seeds=False):
     """Writes all pictures and returns their paths. Only with --out do several folders' pictures have a name."""
-    plt, paths = plot.pyplot(), []
+    plt, paths = drawing.pyplot(), []
     series, title = read(folders)
     if seeds:
         series, title = means(series)
@@ -91,12 +91,12 @@ def write(folders, out, baseline=None, seeds=False):
         if out:
             path = Path(out) if i == 0 else Path(out).with_stem(f"{Path(out).stem}-{picture.name.rpartition('-')[2]}")
         figure = charts.figure(picture)
-        plot.save(figure, path, bool(out))
+        drawing.save(figure, path, bool(out))
         plt.close(figure)
         paths.append(path)
     if series[0].task == "attention":
         paths.append(Path(out).with_suffix(".html") if out else Path(folders[0]) / "attention.html")
-        plot.replace(paths[-1], page.attention_page(series, title or f"{len(series)} models").encode(), bool(out))
+        drawing.replace(paths[-1], page.attention_page(series, title or f"{len(series)} models").encode(), bool(out))
     if not paths:
         print(f"{', '.join(s.full_name for s in series)}: no learned scalars, nothing to draw")
     if not out:
@@ -113,7 +113,7 @@ def record(path, names):
     text = files.read(path, files.EVAL).decode()
     changed = re.sub(r'("files":\s*)(\[[^\[\]{}]*\])', extended, text, count=1)
     if changed != text:
-        plot.replace(path, changed.encode())
+        drawing.replace(path, changed.encode())
 
 
 def main():
@@ -139,7 +139,7 @@ def main():
     try:
         for path in write(options.folders, options.out, options.baseline, options.seeds):
             print(path)
-    except (plot.Refused, OSError) as error:
+    except (Refused, OSError) as error:
         print(f"plot_eval.py: {error}", file=sys.stderr)
         return 3
     return 0

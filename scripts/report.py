@@ -16,12 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-import command_line
-import files
-import plot
-from pictures import attention, charts, page, results, tasks
-from pictures import runs as pictures_of_runs
-from pictures.results import shown
+from lib import command_line, drawing, files, run_folder
+from lib.pictures import attention, charts, page, results, tasks
+from lib.pictures import runs as pictures_of_runs
+from lib.run_folder import NoStep, Refused, shown
 
 # Flags that say nothing about the result.
 SAME = {"out", "resume", "config", "dry-run", "profile", "threads", "rank-timeout", "progress-timeout", "graphs",
@@ -46,7 +44,7 @@ def short(value):
 
 
 def duration(seconds):
-    size, name = plot.unit(seconds, plot.TIME_UNITS)
+    size, name = drawing.unit(seconds, drawing.TIME_UNITS)
     return f"{seconds / size:.1f} {name}"
 
 
@@ -57,7 +55,7 @@ def flag_tables(names, arguments, same, others, made=()):
     arguments: for each of `names` its flags; same: those that are never compared."""
     keys = dict.fromkeys(key for flags in arguments for key in flags)
     rows = {key: [f"--{key}", *(shown(flags.get(key)) for flags in arguments)] for key in keys}
-    differ = results.differing(arguments, same)
+    differ = run_folder.differing(arguments, same)
     folded = [*made, *(row for key, row in rows.items() if key not in differ)]
     wrap = {(i, j): "wrap text" if i >= 0 else "text"
             for i in range(-1, len(folded) + len(keys)) for j in range(1, len(names) + 1)}
@@ -75,8 +73,8 @@ def flag_tables(names, arguments, same, others, made=()):
 def has_step(folder):
     """Has this run finished a step?"""
     try:
-        return (Path(folder) / "metrics.jsonl").exists() and bool(plot.read_metrics(folder))
-    except plot.NoStep:
+        return (Path(folder) / "metrics.jsonl").exists() and bool(run_folder.read_metrics(folder))
+    except NoStep:
         return False
 
 
@@ -89,16 +87,17 @@ def shape_of(arguments):
 def summary_row(folder, name, run):
     arguments = run["arguments"]
     if not has_step(folder):
-        return [name, plot.normalizers(run), shape_of(arguments), "no step yet", *[""] * (len(SUMMARY) - 4)]
-    lines = plot.read_metrics(folder)
-    finite = {key: [x for x in plot.column(lines, key) if math.isfinite(x)]
+        return [name, run_folder.normalizers(run), shape_of(arguments), "no step yet", *[""] * (len(SUMMARY) - 4)]
+    lines = run_folder.read_metrics(folder)
+    finite = {key: [x for x in run_folder.column(lines, key) if math.isfinite(x)]
               for key in ("loss", "val_loss", "grad_norm")}
     clip = arguments.get("grad-clip") or math.inf
-    return [name, plot.normalizers(run), shape_of(arguments), f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}",
-            f"{lines[-1]['tokens']:,}", text(plot.smooth(plot.column(lines, "loss"))[-1]),
-            plot.last_validation(lines, 4) or text(None), text(min(finite["val_loss"], default=None)),
+    return [name, run_folder.normalizers(run), shape_of(arguments),
+            f"{lines[-1]['step']:,} of {arguments.get('steps', 0):,}",
+            f"{lines[-1]['tokens']:,}", text(drawing.smooth(run_folder.column(lines, "loss"))[-1]),
+            drawing.last_validation(lines, 4) or text(None), text(min(finite["val_loss"], default=None)),
             text(max(finite["grad_norm"], default=None), 2), f"{sum(x > clip for x in finite['grad_norm']):,}",
-            duration(plot.seconds(lines)[-1])]
+            duration(run_folder.seconds(lines)[-1])]
 
 
 SUMMARY = ["run", "normalizer", "model", "steps", "tokens", "mean loss", "validation", "best validation",
@@ -144,11 +143,11 @@ def scalar_panels(folders, names):
     found = []
     for folder, name in zip(folders, names):
         try:
-            found.append((name, plot.read_scalars(folder)))
-        except plot.Refused:        # it learns none, or has none yet
+            found.append((name, drawing.read_scalars(folder)))
+        except Refused:        # it learns none, or has none yet
             continue
     series = [values[key] for _, values in found for key in values if key != "p"]
-    size, tokens_name = plot.unit(max((tokens[-1] for tokens, _ in series), default=1), plot.TOKEN_UNITS)
+    size, tokens_name = drawing.unit(max((tokens[-1] for tokens, _ in series), default=1), drawing.TOKEN_UNITS)
 
     def draw(axes, tokens, values):
         from matplotlib import cm, colormaps, colors, ticker
@@ -156,17 +155,17 @@ def scalar_panels(folders, names):
         # The ends of viridis cannot be seen on a dark or a light page.
         shades = colors.ListedColormap(colormaps["viridis"](np.linspace(0.25, 0.9, 256)))
         color = cm.ScalarMappable(colors.Normalize(0, max(1, layers - 1)), shades)
-        plot.draw_layers(axes, tokens, values, size, color.to_rgba)
+        drawing.draw_layers(axes, tokens, values, size, color.to_rgba)
         axes.set_xlabel(f"{tokens_name}tokens")
         axes.set_xlim(left=0)
         axes.figure.colorbar(color, ax=axes, label="layer", ticks=ticker.MaxNLocator(integer=True))
 
     panels = []
-    for key in plot.in_order({key for _, values in found for key in values}):
+    for key in drawing.in_order({key for _, values in found for key in values}):
         for name, values in found:
             if key == "p" and "p" in values:
                 panels.append(charts.Panel(f"p_n: {name}",
-                                           lambda axes, p=values["p"]: plot.draw_p(axes, p, plot.fit_log(p))))
+                                           lambda axes, p=values["p"]: drawing.draw_p(axes, p, drawing.fit_log(p))))
             elif key in values:
                 panels.append(charts.Panel(f"{key}: {name}", lambda axes, pair=values[key]: draw(axes, *pair)))
     return panels
@@ -177,13 +176,13 @@ def colors_of(names, runs, used):
     (color, dash)}"""
     styles = charts.colors_of(len(names) + len(used))
     free = itertools.cycle([style for style in styles if style not in used.values()] or styles)
-    keys = [results.join([name, plot.normalizers(run)]) for name, run in zip(names, runs)]
+    keys = [results.join([name, run_folder.normalizers(run)]) for name, run in zip(names, runs)]
     return [used[key] if key in used else next(free) for key in keys]
 
 
 def about_runs(folders, names, colors):
     """The sections about runs, as [(title, HTML)]."""
-    runs = [plot.read_run(folder) for folder in folders]
+    runs = [run_folder.read_run(folder) for folder in folders]
     chosen = colors_of(names, runs, colors)
     rows = [summary_row(folder, name, run) for folder, name, run in zip(folders, names, runs)]
     left = {(i, j): "text" if j == 1 or i < 0 else "text wrap" for i in range(-1, len(rows)) for j in (1, 2)}
@@ -193,7 +192,7 @@ def about_runs(folders, names, colors):
     if not started:
         return found
     folders, names, chosen = zip(*started)
-    drawn = [charts.Panel(title, draw) for title, draw in plot.curves(folders, *zip(*chosen))]
+    drawn = [charts.Panel(title, draw) for title, draw in drawing.curves(folders, *zip(*chosen))]
     legend = page.legend([(name, *style) for name, style in zip(names, chosen)])
     panels, seeds = pictures_of_runs.seed_panels(folders, chosen)
     over_seeds = page.legend(seeds) + page.panels(panels, "training-seeds") if panels else ""
@@ -318,7 +317,7 @@ def read_evaluations(folders, runs):
         found.setdefault(s.task, []).append(s)
         s.color, s.dash = styles[s.full_name]
         seen[s.task, s.full_name] = place = seen.get((s.task, s.full_name), -1) + 1
-        free = [dash for dash in plot.DASHES if (s.color, dash) not in taken] or plot.DASHES
+        free = [dash for dash in drawing.DASHES if (s.color, dash) not in taken] or drawing.DASHES
         s.dash = free[(place - 1) % len(free)] if place else s.dash
     names = [called[Path(os.path.abspath(run))] for run in runs]
     return {task: found[task] for task in SECTIONS if task in found}, styles, names
@@ -332,8 +331,8 @@ def settings(series):
     name = common or (series[0].full_name if len(series) == 1 else "")
     about = f"{escape(name)}. " if name else ""
     labels = {folder: [s.label for s in series if s.folder == folder] for folder in flags}
-    names = [label[0] if len(label) == 1 < len(series) and plot.GRID_EVAL.search(str(folder)) else name
-             for (folder, label), name in zip(labels.items(), plot.names(flags))]
+    names = [label[0] if len(label) == 1 < len(series) and run_folder.GRID_EVAL.search(str(folder)) else name
+             for (folder, label), name in zip(labels.items(), run_folder.names(flags))]
     many = f"{len(flags)} folders in " * (len(flags) > MOST_NAMED)
     return (f'<p class="muted">{about}From {many}{folders}.</p>\n'
             + flag_tables(names, flags.values(), results.SHOWN_ANYWAY, "flags"))
@@ -359,7 +358,7 @@ def report(folders, title):
         if folder not in runs and not each[folder]:
             text = f"{folder}: neither a run (run.json, metrics.jsonl) nor an evaluation (eval.json)."
             if not Path(folder).exists() or not runs and not any(each.values()):
-                raise plot.Refused(text)
+                raise Refused(text)
             if Path(folder).is_dir():
                 print(f"report.py: note: {text}", file=sys.stderr)
     evaluations = {os.path.abspath(one): one for found in each.values() for one in found}
@@ -390,12 +389,13 @@ def main():
         parser.error(f"--out {out}: cannot create the folder {out.parent} ({error.strerror}). Pass a path in a folder "
                      "that can be written")
     try:
-        named = [name for name, folder in zip(plot.names(options.folders), options.folders) if Path(folder).is_dir()]
+        names = run_folder.names(options.folders)
+        named = [name for name, folder in zip(names, options.folders) if Path(folder).is_dir()]
         called = ", ".join(dict.fromkeys(named)) if len(named) <= MOST_NAMED else f"{len(named)} folders"
         title = files.printable(options.title or "") or called
-        plot.replace(out, report(list(dict.fromkeys(options.folders)), title).encode(), bool(options.out))
+        drawing.replace(out, report(list(dict.fromkeys(options.folders)), title).encode(), bool(options.out))
         print(out)
-    except (plot.Refused, OSError) as error:
+    except (Refused, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 3
     return 0

@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import command_line
-import files
+from lib import command_line, files
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))

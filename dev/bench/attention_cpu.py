@@ -130,7 +130,7 @@ def print_table(rows):
 
 def draw(rows, lengths, path):
     sys.path.insert(0, str(ROOT / "scripts"))
-    import canvas  # noqa: F401
+    from lib import canvas  # noqa: F401
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 7), squeeze=False)
     for axis, T in zip(axes[0], lengths):

@@ -85,7 +85,7 @@ NEEDS = {"test_flash.py": "build/on_cpu/flash.so", "test_torch.py": "attn_c", "t
          "test_torch_cuda.py": "attn_c build/on_cpu/attn_c_cuda.so", "test_eval_cuda.py": "eval_gpt2cu_on_cpu",
          "test_cuda.py": "train_gpt2cu_on_cpu", "test_training.py": "train_gpt2cu_on_cpu"}
 # Pictures: a test does not measure where a legend stands.
-NOT_DRAWN = re.compile(r"scripts/(pictures/|plot|canvas|draw_|report|grid_report)|text/\w*_(tables|classes)")
+NOT_DRAWN = re.compile(r"scripts/(lib/(pictures/|drawing|canvas|grid_report)|plot|report)|text/\w*_(tables|classes)")
 
 # Without the variables that make tests long (dev/notes/tests.md) or draw their cases, and with builds that take little
 # time.

@@ -14,12 +14,12 @@ import pytest
 
 from trainer import ROOT
 
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / name) for name in ("scripts", "data", "dev/figures")]
 
 
 def call(script, *words, main=None, env=None):
-    """Runs main() of a script of this name in scripts/ or data/, or the function `main`. Returns what a process
-    would: its exit code and its output. env: changed variables"""
+    """Runs main() of a script of this name in scripts/, data/ or dev/figures/, or the function `main`. Returns what a
+    process would: its exit code and its output. env: changed variables"""
     main = main or importlib.import_module(script.removesuffix(".py")).main
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     handler = signal.getsignal(signal.SIGTERM)

@@ -22,13 +22,8 @@ from calls import call
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
 import draw_study
 import grid
-import grid_export
-import grid_file
-import grid_parts
-import grid_report
-import grid_run
-import grid_store
-from grid_file import Refused, Run
+from lib import grid_export, grid_file, grid_parts, grid_report, grid_run, grid_store
+from lib.grid_file import Refused, Run
 
 EVAL = Path(os.environ.get("EVAL_GPT2", ROOT / "eval_gpt2"))
 OVERFLOWS = "exp+scale=const:1e9"

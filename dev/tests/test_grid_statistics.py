@@ -1,11 +1,11 @@
-"""Intervals of differences and verdicts of scripts/grid_statistics.py, against textbook values and other formulas."""
+"""Intervals of differences and verdicts of grid_statistics.py, against textbook values and other formulas."""
 import math
 
 import numpy as np
 import pytest
 
 import calls  # noqa: F401, puts scripts/ on the path
-import grid_statistics
+from lib import grid_statistics
 
 
 # A textbook's table; 2.5 by scipy.stats.t.ppf(0.975, 2.5).

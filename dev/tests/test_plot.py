@@ -18,10 +18,9 @@ import pytest
 from calls import call, limited, make_run, put_in_place, time_limit, write_known
 from event_files import crc32c, events_of, unmask
 from trainer import ROOT, TRAIN, make_data, read_header, train
-import events
-import files
-import plot
-from pictures import runs
+from lib import drawing, events, files, run_folder
+from lib.run_folder import Refused
+from lib.pictures import runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -56,7 +55,7 @@ def texts(axes):
 
 @pytest.mark.parametrize("tail", ["", '{"step": 31, "tok', '{"step": 31, "tokens": 99, "loss": 1}'])
 def test_a_line_still_being_written_is_skipped(tmp_path, tail):
-    lines = plot.read_metrics(make_run(tmp_path / "a", 30, tail))
+    lines = run_folder.read_metrics(make_run(tmp_path / "a", 30, tail))
     assert [line["step"] for line in lines] == list(range(1, 31))
 
 
@@ -68,8 +67,8 @@ BROKEN = {"half": '{"step": 31, "tok', "list": "[]", "no tokens": '{"step": 4}',
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_complete_line_is_named(tmp_path, name):
     run = make_run(tmp_path / "a", 30, BROKEN[name] + "\n")
-    with pytest.raises(plot.Refused, match=r"metrics\.jsonl: line 31: expected a JSON object with numbers"):
-        plot.read_metrics(run)
+    with pytest.raises(Refused, match=r"metrics\.jsonl: line 31: expected a JSON object with numbers"):
+        run_folder.read_metrics(run)
 
 
 @pytest.mark.parametrize("wrong", [{"arguments": []}, {"arguments": {"steps": "x"}}, {"arguments": {"seed": 10**30}},
@@ -78,35 +77,35 @@ def test_a_broken_complete_line_is_named(tmp_path, name):
                                    {"data": {"train": {"tokens": "1"}}}, {"data": {"val": 3}}])
 def test_a_broken_run_json_is_named(tmp_path, wrong):
     run = make_run(tmp_path / "a", 3, known=wrong)
-    with pytest.raises(plot.Refused, match="run.json: .*expected"):
-        plot.picture([str(run)])
+    with pytest.raises(Refused, match="run.json: .*expected"):
+        drawing.picture([str(run)])
 
 
 def test_null_is_nan_and_time_is_the_sum_of_ms():
     lines = [{"ms": 500.0, "loss": 2.0}, {"ms": 250.0, "loss": None}, {"loss": 1.0}]
-    loss = plot.column(lines, "loss")
+    loss = run_folder.column(lines, "loss")
     assert loss[0] == 2.0 and math.isnan(loss[1]) and loss[2] == 1.0
-    assert plot.seconds(lines) == [0.5, 0.75, 0.75]
+    assert run_folder.seconds(lines) == [0.5, 0.75, 0.75]
 
 
 def test_smooth_is_a_centered_mean_that_leaves_nan_out():
     values = [float(i % 7) for i in range(300)]
     values[100] = math.nan
-    got = plot.smooth(values)
+    got = drawing.smooth(values)
     for i in range(300):
         window = [value for value in values[max(0, i - 3):i + 4] if not math.isnan(value)]
         assert got[i] == pytest.approx(sum(window) / len(window))
-    assert plot.smooth([4.0, 2.0]) == [4.0, 2.0]
+    assert drawing.smooth([4.0, 2.0]) == [4.0, 2.0]
 
 
 def test_names_are_short_unless_ambiguous(tmp_path):
     """A link has its own name: eval_gpt2 gives a model that one, too, by which a report finds its color."""
-    assert plot.names(["out/a", "out/b/"]) == ["a", "b"]
-    assert plot.names(["x/run", "y/run"]) == ["x/run", "y/run"]
-    assert plot.names(["../x/run", "/y/run/", "run"])[1:] == ["y/run", str(Path("run").resolve())[1:]]
+    assert run_folder.names(["out/a", "out/b/"]) == ["a", "b"]
+    assert run_folder.names(["x/run", "y/run"]) == ["x/run", "y/run"]
+    assert run_folder.names(["../x/run", "/y/run/", "run"])[1:] == ["y/run", str(Path("run").resolve())[1:]]
     make_run(tmp_path / "run")
     (tmp_path / "best").symlink_to("run")
-    assert plot.names([tmp_path / "best", tmp_path / "run"]) == ["best", "run"]
+    assert run_folder.names([tmp_path / "best", tmp_path / "run"]) == ["best", "run"]
 
 
 # ---------------------------------------------------------------- somebody else's folder
@@ -224,12 +223,12 @@ def test_a_single_step_and_a_diverged_run_are_drawn(tmp_path):
 # ---------------------------------------------------------------- the picture
 
 def test_the_panels_show_every_run(tmp_path):
-    figure = plot.picture([str(make_run(tmp_path / name, steps)) for name, steps in (("a", 200), ("b", 100))])
+    figure = drawing.picture([str(make_run(tmp_path / name, steps)) for name, steps in (("a", 200), ("b", 100))])
     by_tokens, by_time, lr, norm = figure.axes
     raw, smooth, val = by_tokens.lines[:3]
     assert raw.get_xdata()[-1] == pytest.approx(102.4) and by_tokens.get_xlabel() == "thousand tokens"
     assert list(raw.get_ydata()) == pytest.approx([3 + 8 / step for step in range(1, 201)])
-    assert list(smooth.get_ydata()) == pytest.approx(plot.smooth(list(raw.get_ydata())))
+    assert list(smooth.get_ydata()) == pytest.approx(drawing.smooth(list(raw.get_ydata())))
     assert list(val.get_xdata()) == pytest.approx([5.12 * i for i in range(1, 21)])
     assert by_time.lines[0].get_xdata()[-1] == pytest.approx(100 / 60) and by_time.get_xlabel() == "minutes"
     assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
@@ -237,14 +236,14 @@ def test_the_panels_show_every_run(tmp_path):
     assert low < 3.04 and 3.8 < high < 11, "the first steps must not flatten the rest"
     assert [texts(axes)[0] for axes in (by_tokens, by_time)] == ["axis truncated: the first steps reach 11.00"] * 2
     assert legend(figure) == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
-    untruncated = plot.picture([str(make_run(tmp_path / "c", 15))]).axes[0]
+    untruncated = drawing.picture([str(make_run(tmp_path / "c", 15))]).axes[0]
     assert untruncated.get_ylim()[1] > 11 and not untruncated.texts
 
 
 def test_names_are_shown_as_they_are(tmp_path):
     """Dollars make no formulas, and a name that begins with an underscore is in the legend."""
     folders = [str(make_run(tmp_path / name)) for name in (r"m$\foo$1", "x $x$", "_a", "_child0")]
-    for figure in plot.picture(folders), runs.comparison(folders, False, folders[0]):
+    for figure in drawing.picture(folders), runs.comparison(folders, False, folders[0]):
         figure.draw_without_rendering()
         found = figure.findobj(lambda artist: hasattr(artist, "get_parse_math"))
         assert not any(text.get_parse_math() for text in found if "$" in text.get_text())
@@ -254,7 +253,7 @@ def test_names_are_shown_as_they_are(tmp_path):
 
 def test_a_run_that_stopped_or_diverged_says_so(tmp_path):
     lost = '{"step": 16, "tokens": 8192, "loss": null}\n{"step": 17, "tokens": 8704, "loss": null}\n'
-    figure = plot.picture([str(make_run(tmp_path / "a", 15, lost, known={"arguments": {"steps": 40}}))])
+    figure = drawing.picture([str(make_run(tmp_path / "a", 15, lost, known={"arguments": {"steps": 40}}))])
     assert "x: not finite from step 16 on, step 17 of 40" in legend(figure)[0]
     crosses = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[8.192, 8.704]]
@@ -274,15 +273,16 @@ def test_resumes_are_marked(tmp_path):
             **{"attn-switch": (None, "11:ssmax"), "val-every": (10, 20)})
     resumed(run, 20)
     resumed(run, 31)        # still due
-    marks = plot.read_marks(run, plot.read_metrics(run))
+    marks = run_folder.read_marks(run, run_folder.read_metrics(run))
     assert [mark[:3] for mark in marks] == [(5120, 5.0, "resumed: lr 0.01 → 0.003, shuffle 1 → –"),
                                             (10240, 10.0, "resumed")]
-    for axes in plot.picture([str(run)]).axes:
+    for axes in drawing.picture([str(run)]).axes:
         where = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
         assert where == pytest.approx([5, 10] if axes.get_xlabel() == "seconds" else [5.12, 10.24])
-    for _ in range(plot.MOST_RESUMES):
+    for _ in range(run_folder.MOST_RESUMES):
         resumed(run, 20)
-    assert [mark[2] for mark in plot.read_marks(run, plot.read_metrics(run))[1:]] == [""] * 6, "too many to label"
+    marks = run_folder.read_marks(run, run_folder.read_metrics(run))
+    assert [mark[2] for mark in marks[1:]] == [""] * 6, "too many to label"
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -293,8 +293,8 @@ def test_a_run_after_its_parent(tmp_path, unsaved, moved):
         checkpoint = (Path("/elsewhere") if moved else tmp_path) / origin / f"ckpt/step-{step:08}"
         make_run(tmp_path / name, known={"lineage": [
             {"step": 0, "event": "init-from", "attn": "x", "from": str(checkpoint)}]})
-    lines = plot.after_parent(tmp_path / "grandchild", [])
-    assert [lines[i]["tokens"] for i in (0, -1)] == [512 * 31, 512 * 50] and plot.seconds(lines)[-1] == 25.0
+    lines = run_folder.after_parent(tmp_path / "grandchild", [])
+    assert [lines[i]["tokens"] for i in (0, -1)] == [512 * 31, 512 * 50] and run_folder.seconds(lines)[-1] == 25.0
     words = [tmp_path / "child", "--after-parent", "--out", tmp_path / "x.png"]
     assert drawn(parent, *words).startswith(PNG)
     shutil.rmtree(parent)
@@ -315,7 +315,7 @@ def test_norms_by_layer(tmp_path, unsaved):
     assert result.returncode == 3 and "--norms-every" in result.stderr
     for wrong in "5", '{"attn": [[1]]}', '{"attn": [1, "x"]}':
         bad = make_run(tmp_path / f"bad{wrong}", 2, f'{{"step": 3, "tokens": 9, "grad_norms": {wrong}}}\n')
-        with pytest.raises(plot.Refused, match="grad_norms"):
+        with pytest.raises(Refused, match="grad_norms"):
             runs.norms(bad)
 
 
@@ -347,21 +347,21 @@ def save_p(run, step, values, dtype="F32", name="model.attn_pn"):
 def test_the_fit_and_its_r2():
     """Of a line, of noise by the normal equations, of constant and of single values."""
     p = [0.25 * math.log(n) + 0.5 for n in range(1, 301)]
-    assert plot.fit_log(p) == pytest.approx((0.25, 0.5, 1), abs=1e-12)
-    assert plot.fit_log([-2 * math.log(n) - 3 for n in range(1, 20)]) == pytest.approx((-2, -3, 1), abs=1e-12)
+    assert drawing.fit_log(p) == pytest.approx((0.25, 0.5, 1), abs=1e-12)
+    assert drawing.fit_log([-2 * math.log(n) - 3 for n in range(1, 20)]) == pytest.approx((-2, -3, 1), abs=1e-12)
     p = np.log(np.arange(1, 65)) * 0.3 + 1 + np.sin(np.arange(64) ** 2)
     columns = np.stack([np.log(np.arange(1, 65)), np.ones(64)], 1)
     wanted, rest, *_ = np.linalg.lstsq(columns, p)
     r2 = 1 - rest[0] / (64 * p.var())
-    assert 0.02 < r2 < 0.5 and plot.fit_log(p) == pytest.approx((*wanted, r2), rel=1e-9)
+    assert 0.02 < r2 < 0.5 and drawing.fit_log(p) == pytest.approx((*wanted, r2), rel=1e-9)
     assert r2 == pytest.approx(np.corrcoef(columns[:, 0], p)[0, 1] ** 2)
-    a1, a2, r2 = plot.fit_log([1.0] * 8)
+    a1, a2, r2 = drawing.fit_log([1.0] * 8)
     assert (a1, a2) == (0, 1) and math.isnan(r2)
-    assert all(math.isnan(x) for x in plot.fit_log([1.0]))
+    assert all(math.isnan(x) for x in drawing.fit_log([1.0]))
 
 
 def test_scalars_by_layer(tmp_path):
-    figure = plot.scalars_picture([str(make_scalars(tmp_path / "a", keys=("attn_scale", "attn_sink")))])
+    figure = drawing.scalars_picture([str(make_scalars(tmp_path / "a", keys=("attn_scale", "attn_sink")))])
     s, sink, _ = figure.axes
     assert [axes.get_title(loc="left").partition(" by layer")[0] for axes in (s, sink)] == ["s", "sink"]
     for axes, factor in (s, 1), (sink, 10):
@@ -380,7 +380,7 @@ def test_p_of_the_newest_checkpoint_with_its_fit(tmp_path, dtype, error, capsys)
     save_p(run, 5, [7.0] * 300, dtype)
     save_p(run, 30, p, dtype)
     shutil.copytree(run / "ckpt" / "step-00000005", run / "ckpt" / "step-00000040-copy")
-    panel = plot.scalars_picture([str(run)]).axes[2]
+    panel = drawing.scalars_picture([str(run)]).axes[2]
     found = re.search(r"p_n = a1 ln n \+ a2: a1 = (\S+), a2 = (\S+), R\^2 = (\S+)", capsys.readouterr().out)
     a1, a2, r2 = map(float, found.groups())
     assert a1 == pytest.approx(0.25, rel=2 * error) and a2 == pytest.approx(0.5, rel=4 * error) and r2 > 0.999
@@ -413,14 +413,14 @@ def test_runs_without_scalars_are_rejected(tmp_path):
                                    "null"])
 def test_broken_scalars_are_named(tmp_path, value):
     run = make_scalars(tmp_path / "a", tail=f'{{"step": 31, "tokens": 9, "attn_bias": {value}}}\n')
-    with pytest.raises(plot.Refused, match=r"step 31: expected attn_bias as \[mean, minimum, maximum\]"):
-        plot.scalars_picture([str(run)])
+    with pytest.raises(Refused, match=r"step 31: expected attn_bias as \[mean, minimum, maximum\]"):
+        drawing.scalars_picture([str(run)])
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_diverged_scalar_is_a_gap(tmp_path):
     tail = '{"step": 31, "tokens": 15872, "attn_scale": [[null, null, null]]}\n'
-    figure = plot.scalars_picture([str(make_scalars(tmp_path / "a", layers=1, tail=tail))])
+    figure = drawing.scalars_picture([str(make_scalars(tmp_path / "a", layers=1, tail=tail))])
     assert math.isnan(figure.axes[0].lines[0].get_ydata()[-1])
 
 
@@ -431,8 +431,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     data = path.read_bytes()
     damaged = {"cut": data[:-4], "header": data[:20], "dtype": data.replace(b"F32", b"F99"), "empty": b""}
     path.write_bytes(damaged[damage])
-    with pytest.raises(plot.Refused, match=f"{path}: expected a safetensors file"):
-        plot.scalars_picture([str(run)])
+    with pytest.raises(Refused, match=f"{path}: expected a safetensors file"):
+        drawing.scalars_picture([str(run)])
 
 
 # ---------------------------------------------------------------- a run that switches its normalizer
@@ -456,7 +456,7 @@ def heads_in_checkpoint(run, step, name):
 
 def test_scalars_right_after_a_switch(switched):
     """No validation has recorded them yet, but the checkpoint has them."""
-    figure = plot.scalars_picture([str(switched)])
+    figure = drawing.scalars_picture([str(switched)])
     s, b = (panel for panel in figure.axes if panel.get_title(loc="left")[:2] in ("s ", "b "))
     for panel, name in (s, "attn_scale"), (b, "attn_bias"):
         means = heads_in_checkpoint(switched, 8, name).mean(axis=1)
@@ -485,8 +485,8 @@ def test_a_switch_is_marked(switched, tmp_path):
     lineage = json.loads((run / "run.json").read_text())
     lineage["lineage"].append({"step": 9, "event": "attn-switch", "from": "ssmax-bias", "attn": "softmax"})
     write_known(run, lineage)
-    panels = [axes for axes in plot.picture([str(run)]).axes if axes.get_xlabel()]
-    elapsed = [sum(ms for ms in plot.column(plot.read_metrics(run), "ms")[:6]) / 1e3]
+    panels = [axes for axes in drawing.picture([str(run)]).axes if axes.get_xlabel()]
+    elapsed = [sum(ms for ms in run_folder.column(run_folder.read_metrics(run), "ms")[:6]) / 1e3]
     for axes in panels:
         marks = [line.get_xdata()[0] for line in axes.lines
                  if list(line.get_xdata()) == [line.get_xdata()[0]] * 2 and list(line.get_ydata()) == [0, 1]]
@@ -502,8 +502,8 @@ def test_a_switch_at_the_start_is_in_the_legend(tmp_path, measured, said):
         {"step": 0, "event": "init-from", "attn": "ssmax", "from": "x"},
         {"step": 0, "event": "attn-at-start", "from": "softmax", "attn": "ssmax", "val_loss_before": measured[0],
          "val_loss_after": measured[1]}]})
-    assert plot.read_marks(run, plot.read_metrics(run)) == []
-    [text] = legend(plot.picture([run]))
+    assert run_folder.read_marks(run, run_folder.read_metrics(run)) == []
+    [text] = legend(drawing.picture([run]))
     assert text.endswith(", at the start softmax → ssmax" + said)
 
 
@@ -550,7 +550,7 @@ def test_differences_of_single_runs(seeded):
 def test_a_validation_older_than_the_last_step_has_its_step(tmp_path):
     run = make_seeded(tmp_path / "a", 0, "softmax", 0, 105)
     assert legend(runs.comparison([run], False, None)) == ["a: validation 3.5800 (step 100)"]
-    assert legend(plot.picture([run]))[0].endswith(", validation 3.580 (step 100)")
+    assert legend(drawing.picture([run]))[0].endswith(", validation 3.580 (step 100)")
 
 
 def test_differences_of_steps_that_differ_in_size(tmp_path, seeded):

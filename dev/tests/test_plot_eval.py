@@ -18,11 +18,11 @@ import pytest
 import calls
 from calls import call, limited, write_known
 from trainer import ROOT
-import files
-import plot
+from lib import drawing, files
+from lib.run_folder import Refused
 import plot_eval
 import report
-from pictures import attention, charts, page, results, tasks
+from lib.pictures import attention, charts, page, results, tasks
 from tiny import BIN, BUILD, environment, make_path, run
 import tiny
 
@@ -167,7 +167,7 @@ def undrawn(monkeypatch):
 @pytest.fixture
 def empty_figures(monkeypatch):
     """For tests of files: figures without panels, which are drawn at once."""
-    monkeypatch.setattr(charts, "figure", lambda _: plot.pyplot().figure())
+    monkeypatch.setattr(charts, "figure", lambda _: drawing.pyplot().figure())
 
 
 # ---------------------------------------------------------------- loss and positions
@@ -257,7 +257,7 @@ def test_baselines_that_cannot_be_subtracted(tmp_path):
     for folders, base, message in (([a, c], b, "expected one of the folders to plot"),
                                    ([a], a, "nothing to compare it with"), ([a, b], a, "no length in common"),
                                    ([needles], needles, "has the task needle. Only losses are compared")):
-        with pytest.raises(plot.Refused, match=message):
+        with pytest.raises(Refused, match=message):
             plot_eval.subtract(plot_eval.read(folders)[0], base)
 
 
@@ -853,7 +853,7 @@ def test_links_and_pipes_that_the_user_named_stay(tmp_path):
     os.mkfifo(tmp_path / "pipe.html")
     pipe = os.open(tmp_path / "pipe.html", os.O_RDWR | os.O_NONBLOCK)
     for name in "link.html", "pipe.html":
-        plot.replace(tmp_path / name, b"new", named=True)
+        drawing.replace(tmp_path / name, b"new", named=True)
     assert os.read(pipe, 9) == (tmp_path / "page.html").read_bytes() == b"new"
     os.close(pipe)
     assert (tmp_path / "link.html").is_symlink() and (tmp_path / "pipe.html").is_fifo()

@@ -26,7 +26,7 @@ EXEMPT = ("|", "#", "![", "[![", "<!--")     # a table's row, a heading, an imag
 
 # Only these files open others. Elsewhere, a line may do so if it names the system's files, this checkout's own, a
 # folder, or what has just been downloaded into a folder of its own.
-OPENERS = "runtime/file.c", "runtime/own.c", "scripts/files.py"
+OPENERS = "runtime/file.c", "runtime/own.c", "scripts/lib/files.py"
 C_OPEN = r"\b(fopen|freopen|open|open64|openat|creat|mkstemp|tmpfile|fopen64)\s*\("
 PYTHON_OPEN = (r"(?<![\w.])open\(|\bos\.open\(|\bio\.open\(|\.(read|write)_(text|bytes)\(|\.tofile\(|\.touch\("
                r"|\bnp\.(load|memmap|fromfile)\(")

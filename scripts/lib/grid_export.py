@@ -7,8 +7,8 @@ import re
 import statistics
 from dataclasses import dataclass
 
-import grid_report
-from grid_report import Difference
+from lib import grid_report
+from lib.grid_report import Difference
 
 TRAINING = ("val_loss", "grad_norm_max", "clipped", "zero_rows")     # in the CSV
 

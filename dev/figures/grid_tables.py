@@ -1,7 +1,7 @@
 """Writes tables of grids' reports into a page, so that the page has the numbers of grids/results.json.
 
-    .venv/bin/python scripts/grid_tables.py doc/results.md          # rewrites the tables below its markers
-    .venv/bin/python scripts/grid_tables.py doc/results.md --check  # only says which differ; exit code 1 if any does
+    .venv/bin/python dev/figures/grid_tables.py doc/results.md          # rewrites the tables below its markers
+    .venv/bin/python dev/figures/grid_tables.py doc/results.md --check   # exit code 1 if a table differs
 
 A marker is a comment that names the grid, a section of its report and, where that has several, a table:
 
@@ -15,12 +15,9 @@ import re
 import sys
 from pathlib import Path
 
-import command_line
-import files
-import grid_file
-import grid_parts
-import grid_report
-from grid_store import ROOT, Results
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from lib import command_line, files, grid_file, grid_parts, grid_report  # noqa: E402
+from lib.grid_store import ROOT, Results  # noqa: E402
 
 MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n+(?P<table>(?:\|.*\n)*)\n*")
 

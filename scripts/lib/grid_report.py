@@ -9,12 +9,10 @@ import textwrap
 from dataclasses import dataclass
 from html import escape
 
-import files
-import grid_statistics
-import plot
-from grid_file import LONGEST, Run, terms
-from grid_parts import from_root, slug
-from grid_store import attn_of, eval_attn, eval_key, key_of
+from lib import drawing, files, grid_statistics
+from lib.grid_file import LONGEST, Run, terms
+from lib.grid_parts import from_root, slug
+from lib.grid_store import attn_of, eval_attn, eval_key, key_of
 
 # Metrics that are infinite where a run diverged; others are then unknown.
 INFINITE = ("val_loss", "loss", "last_eighth", "grad_norm_max")
@@ -571,7 +569,7 @@ def panels(plan, title, found, data, draw, labels, base=True):
     """A figure with a panel for each title of {title: Lines}. draw(axes, line, data, color, style) draws the line's
     {key: data}; lines without data are left out. The baseline is dashed in the panels that lack it, and has no panel of
     its own. None if there is nothing to draw."""
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     found = {name: [line for line in lines if data.get(line.key())] for name, lines in found.items()}
     dashed = [line for lines in found.values() for line in lines if base and line.row.name == plan.grid.baseline]
     found = ({name: lines for name, lines in found.items() if any(line not in dashed for line in lines)}
@@ -589,17 +587,17 @@ def panels(plan, title, found, data, draw, labels, base=True):
     for axes, (name, lines) in zip(grid.flat, found.items()):
         colors = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20").colors
         for i, line in enumerate(lines):
-            draw(axes, line, data[line.key()], colors[i % len(colors)], plot.DASHES[i % len(plot.DASHES)])
+            draw(axes, line, data[line.key()], colors[i % len(colors)], drawing.DASHES[i % len(drawing.DASHES)])
         for line in dashed:
             if line not in lines:
                 draw(axes, line, data[line.key()], "0.3", "--")
         axes.set_title(name, weight="bold")
         handles = [line for line in axes.get_lines() if not UNLABELED.fullmatch(line.get_label())]
-        texts, _ = plot.fit_legend([line.get_label() for line in handles], names, 5, 7.5)
-        plot.legend(axes, handles, texts, fontsize=7.5, frameon=False, ncols=names, loc="upper left",
+        texts, _ = drawing.fit_legend([line.get_label() for line in handles], names, 5, 7.5)
+        drawing.legend(axes, handles, texts, fontsize=7.5, frameon=False, ncols=names, loc="upper left",
                     bbox_to_anchor=(0, -0.08))
     for axes, _ in zip(grid.flat, found):
-        plot.say_what_is_cut_off(axes)
+        drawing.say_what_is_cut_off(axes)
     figure.suptitle(textwrap.fill(title, int(10 * figure.get_figwidth())))
     for put, label in zip((figure.supxlabel, figure.supylabel), labels):
         put(label, fontsize=10)
@@ -628,7 +626,7 @@ def curves_picture(plan):
     whole = [curve for curve, outcomes, _ in curves.values() if not outcomes]
     late = [loss for curve in whole or [curve for curve, *_ in curves.values()] for _, loss in curve[len(curve) // 4:]]
     largest = max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)])
-    unit, name = plot.unit(largest, plot.TOKEN_UNITS)
+    unit, name = drawing.unit(largest, drawing.TOKEN_UNITS)
 
     def draw(axes, line, found, color, style):
         curve, outcomes, spread = found
@@ -645,7 +643,7 @@ def curves_picture(plan):
 def final_picture(plan):
     """The differences of final validation losses from the baseline, seed by seed, with their intervals, as in the
     table. The band is the interval of rows with the fewest seeds, which share it, around no difference."""
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     final = ranked(trained_rows(plan))
     if not final:
         return None
@@ -694,7 +692,7 @@ def lengths_picture(plan, title, evals):
         curve, = axes.plot(x, y, color=color, linestyle=style, linewidth=1.3, marker=".",
                            label=line.label + " (x: diverged)" * bool(bad))
         if any(spread):
-            plot.move_beside(axes, curve, draw_bars(axes, x, y, color, yerr=spread))
+            drawing.move_beside(axes, curve, draw_bars(axes, x, y, color, yerr=spread))
         axes.plot([T for T, *_ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, map(str, lengths), fontsize=8)
@@ -726,7 +724,7 @@ def needles_picture(plan, title, evals):
     metric, such as best_score, or have random depths."""
     if "right" not in metrics_of(plan, evals):
         return None
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     lines = [line for group in lines_of(plan, evals).values() for line in group]
     found = {}
     for line in lines:
@@ -763,13 +761,13 @@ def needles_picture(plan, title, evals):
 
 def scalars_picture(plan):
     """The learned scalars by layer, and p_n with its fit."""
-    plt = plot.pyplot()
-    from pictures import charts
+    plt = drawing.pyplot()
+    from lib.pictures import charts
     found = [(label, seed, entry["values"]) for label, row, size in members(plan) for seed in row.seeds
              if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
     known = [(label, seed, name, value) for label, seed, values in found
              for name, value in values.items() if isinstance(value, list)]
-    names = plot.in_order({name for _, _, name, _ in known})
+    names = drawing.in_order({name for _, _, name, _ in known})
     if not names:
         return None
     drawn = list(dict.fromkeys((label, seed) for label, seed, name, _ in known if name != "p"))
@@ -781,14 +779,14 @@ def scalars_picture(plan):
     for name, axes in zip(names, grid.flat):
         for label, seed, _, value in (row for row in known if row[2] == name):
             if name == "p":
-                plot.draw_p(axes, value, plot.fit_log(value))
+                drawing.draw_p(axes, value, drawing.fit_log(value))
             else:
                 color = colors[drawn.index((label, seed)) % len(colors)]
                 lines[f"{label}, seed {seed}"], = axes.plot(value, marker=".", linewidth=1.2, color=color)
                 axes.set_title(f"{name} at the end: mean over heads")
                 charts.layer_axis(axes, max(len(row[3]) for row in known if row[2] == name))
     if lines:      # one legend for all panels, outside of them
-        plot.legend(figure, list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8,
+        drawing.legend(figure, list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8,
                     frameon=False)
     return figure
 
@@ -800,7 +798,7 @@ def weight(n, low, high, factor):
 
 def formula_picture(formula):
     """The weight of one score of `high` among n - 1 of `low`: softmax, and s ln(n) times the scores."""
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     if formula.against == "n":
         n = sorted({round(2 ** (i / 8)) for i in range(8 * max(1, round(math.log2(max(formula.n)))) + 1)})
@@ -903,8 +901,8 @@ def draw_pictures(plan, folder):
     try:
         for name, figure in pictures(plan):
             if figure:
-                plot.save(figure, folder / f"{slug(name)}.png")
-                plot.pyplot().close(figure)
+                drawing.save(figure, folder / f"{slug(name)}.png")
+                drawing.pyplot().close(figure)
                 drawn.add(name)
     except ImportError as error:
         print(f"note: no pictures in the report of {plan.grid.name}: {error}. Use .venv/bin/python, which "

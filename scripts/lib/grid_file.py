@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import files
+from lib import files
 
 LENGTHS = ("seq-len", "seq-lens", "norm-length")                       # flags whose values may be multiples of L
 STEPS = ("steps", "warmup", "val-every", "ckpt-every")                 # and of S

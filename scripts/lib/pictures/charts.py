@@ -9,7 +9,7 @@ from typing import Callable
 
 import numpy as np
 
-import plot
+from lib import drawing
 
 MUTED = 0.65        # the opacity of what is not data
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -39,8 +39,8 @@ class Picture:
 
 def colors_of(count):
     """[(color, dash)] that tell `count` series apart."""
-    colors = plot.run_colors(count)
-    return list(zip(colors, plot.dashes_of(colors)))
+    colors = drawing.run_colors(count)
+    return list(zip(colors, drawing.dashes_of(colors)))
 
 
 def paint(series):
@@ -78,8 +78,8 @@ def powers_of_two(limit):
 
 
 def power_of_ten(value, _):
-    """The label of a tick at 1, 2 or 5 times a power of ten. matplotlib's own are formulas, which plot.pyplot() turns
-    off."""
+    """The label of a tick at 1, 2 or 5 times a power of ten. matplotlib's own are formulas, which
+    drawing.pyplot() turns off."""
     exponent = math.floor(math.log10(value) + 1e-9)
     factor = round(value / 10**exponent)
     return f"{factor} × " * (factor > 1) + "10" + str(exponent).translate(SUPERSCRIPT)
@@ -114,7 +114,7 @@ def mark_trained(axes, series, end=math.inf):
             axes.axvline(L, color="black", alpha=MUTED, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
             axes.annotate(f"trained at {L:,}" + ", see below" * (len(owners) > 1), (L, 0.98), (-3, 0),
                           xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="right",
-                          va="top", fontsize=8, color="0.35", zorder=5, path_effects=plot.rim())
+                          va="top", fontsize=8, color="0.35", zorder=5, path_effects=drawing.rim())
     lines = [f"trained at {L:,}{', beyond this axis' * (L > end)}: {'; '.join(labels)}"
              for L, labels in sorted(owners.items())]
     return "".join("\n" + textwrap.fill(line, 60) for line in lines) if len(owners) > 1 else ""
@@ -137,7 +137,7 @@ def wrapped(text, width):
 def figure(picture):
     """The picture as one figure."""
     from matplotlib.lines import Line2D
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     panels, columns = picture.panels, min(picture.columns, len(picture.panels))
     rows = [panels[i:i + columns] for i in range(0, len(panels), columns)]
     widths = [max(row[i].width for row in rows if i < len(row)) for i in range(columns)]
@@ -145,7 +145,7 @@ def figure(picture):
     labels, lines = [label for label, *_ in picture.legend], 0
     if labels:
         ncols = legend_columns(labels, max(sum(widths), 4))
-        labels, lines = plot.fit_legend(labels, ncols, max(sum(widths), 4), size=10)
+        labels, lines = drawing.fit_legend(labels, ncols, max(sum(widths), 4), size=10)
     title = wrapped(picture.title, max(sum(widths), 4))
     top = 0.3 * len(title.splitlines()) + 0.24 * lines
     out = plt.figure(figsize=(max(sum(widths), 4), sum(heights) + top), layout="constrained")
@@ -156,7 +156,7 @@ def figure(picture):
         axes.set_title(wrapped(panel.title, panel.width - 0.7))
     if picture.legend:
         handles = [Line2D([], [], color=color, linestyle=dash, linewidth=2.5) for _, color, dash in picture.legend]
-        legend = plot.legend(out, handles, labels, loc="outside upper center", frameon=False, title=title or None,
+        legend = drawing.legend(out, handles, labels, loc="outside upper center", frameon=False, title=title or None,
                              ncols=ncols, title_fontproperties={"weight": "bold", "size": 11})
         legend.get_title().set_multialignment("center")
     elif title:
@@ -172,7 +172,7 @@ def legend_columns(labels, width):
 
 def svg(panel, identity):
     """The panel alone, as SVG for a page: black and white follow the page's --ink and --paper, and so does the font."""
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": identity}):
         out = plt.figure(figsize=(panel.width, panel.height), layout="constrained")
         axes = out.add_subplot()

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-import files
-import plot
-from plot import Refused
+from lib import files, run_folder
+from lib.run_folder import Refused, differing, flag_text
 
 TASKS = ("loss", "positions", "needle", "attention", "scores", "choice")
 
@@ -42,7 +41,7 @@ class Series:
     def normalizer(self):
         if not self.trained:
             return f"{self.attn} (untrained)"
-        found = self.run and plot.normalizers(plot.read_run(self.run), self.step)
+        found = self.run and run_folder.normalizers(run_folder.read_run(self.run), self.step)
         return found if found and found.split(", then ")[-1].partition(" at ")[0] == self.attn else self.attn
 
     @property
@@ -119,13 +118,13 @@ def read_all(folders, runs=()):
     models are called."""
     series = [s for folder in folders for s in read(folder)]
     known = dict.fromkeys(Path(os.path.abspath(run)) for run in [*runs, *(s.run for s in series if s.run)])
-    called = dict(zip(known, plot.names(list(known))))
+    called = dict(zip(known, run_folder.names(list(known))))
     steps = {run: {s.step for s in series if s.run == run} for run in known}
     twice = {(s.folder, s.attn, s.run, s.step): s for s in series}      # one model given twice keeps its names
     for s in series:
         if s.run and twice[s.folder, s.attn, s.run, s.step] is s:
             s.model = called[s.run] + f", step {s.step:,}" * (len(steps[s.run]) > 1)
-        elif match := plot.GRID_RUN.fullmatch(s.model):
+        elif match := run_folder.GRID_RUN.fullmatch(s.model):
             s.model = f"{match[1]}, seed {match[2]}"
     return series, called
 
@@ -180,12 +179,11 @@ def less(series, base):
 def over_seeds(series):
     """The series of losses with those merged whose runs differ only in their seeds: means, and in "loss_each",
     "perplexity_each" and "loss_by_position_each" the numbers of each seed. A run that is not at hand stays alone."""
-    from . import runs
     flags, arguments = flags_of(series), {}
     for s in series:
-        found = plot.read_run(s.run)["arguments"] if s.run else {"run": s.full_name}
+        found = run_folder.read_run(s.run)["arguments"] if s.run else {"run": s.full_name}
         arguments[id(s)] = found | {"init-from": bool(found.get("init-from"))}
-    of_runs = differing(arguments.values(), runs.OWN | {"attn", "attn-switch"})
+    of_runs = differing(arguments.values(), run_folder.OWN | {"attn", "attn-switch"})
     of_evaluations = differing(flags.values(), SHOWN_ANYWAY | {"seed"})
     groups = {}
     for s in series:
@@ -223,36 +221,15 @@ def merged(group, name):
 
 # ---------------------------------------------------------------- flags
 
-def shown(value):
-    """A flag's value as it is typed."""
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "–" if value is None else str(value)
-
-
 def flags_of(series):
     """{folder: {flag: value}}. A flag that was not given has its default, or None for the checkpoint's own value."""
     return {s.folder: {key: None if (key, value) == ("rope-theta", 0) else value for key, value in s.arguments.items()}
             for s in series}
 
 
-def differing(arguments, same):
-    """The flags whose values differ, in order, but for those in `same`. arguments: dicts of flags."""
-    keys = dict.fromkeys(key for flags in arguments for key in flags)
-    return [key for key in keys if key not in same and len({shown(flags.get(key)) for flags in arguments}) > 1]
-
-
 # ---------------------------------------------------------------- labels
 
 MOST_FLAGS, LONGEST_FLAG = 2, 40    # in a label
-
-
-def flag_text(key, value):
-    if value is None or value is False:
-        return f"without --{key}"
-    return f"--{key}" if value is True else f"--{key} {shown(value)}"
 
 
 def labels_of_folders(series):
@@ -264,7 +241,7 @@ def labels_of_folders(series):
     short = len(keys) <= MOST_FLAGS and all(len(text) <= LONGEST_FLAG for texts in by_flags.values() for text in texts)
     if short and len({(*by_flags[s.folder], s.full_name) for s in series}) == len(series):
         return {folder: join(texts) for folder, texts in by_flags.items()}, True
-    return dict(zip(found, plot.names(found))), False
+    return dict(zip(found, run_folder.names(found))), False
 
 
 def join(texts):

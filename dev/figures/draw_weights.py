@@ -3,8 +3,8 @@
 Writes NAME.png for each normalizer, all.png with all of them, families.png with README's six, scores.png with the
 scores, and weights.csv with the numbers. attention/presets.md shows them.
 
-    .venv/bin/python scripts/draw_weights.py          # draws them
-    .venv/bin/python scripts/draw_weights.py --check  # compares with the stored ones; exit status 1 if they differ
+    .venv/bin/python dev/figures/draw_weights.py          # draws them
+    .venv/bin/python dev/figures/draw_weights.py --check  # compares with the stored ones; exit status 1 if they differ
 
 The row is the last of n = T = L = 64 keys, head size d = 64. Its scores q · k_j, over sqrt(d), are a hump around j =
 20, a dip around 38, a peak of 3 at 48, and noise; |q| = |k_j| = sqrt(d), which determines the cosines under qk=l2. A
@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import command_line
-import files
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dev/reference"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev/reference"), str(ROOT / "scripts")]
 import model as reference  # noqa: E402
+from lib import command_line, files  # noqa: E402
 
-FOLDER = Path(__file__).parents[1] / "doc/img/weights"
+FOLDER = ROOT / "doc/img/weights"
 N = D = 64
 SIZE, DPI = (2.2, 1.1), 100     # inches, so 220 x 110 pixels
 POSITIVE, NEGATIVE, TEXT = "#3b7fc4", "#d9566a", "#7a828a"   # for light and for dark pages
@@ -89,7 +89,7 @@ def save(figure, path):
 
 
 def draw_all(found):
-    import canvas  # noqa: F401
+    from lib import canvas  # noqa: F401
     import matplotlib.pyplot as plt
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, values in found.items():
@@ -155,7 +155,7 @@ def main():
         print(f"{FOLDER}: {len(found)} pictures, all.png, weights.csv")
         return 0
     wrong = differences(found)
-    remedy = ["To redraw them, run: python scripts/draw_weights.py"]
+    remedy = ["To redraw them, run: python dev/figures/draw_weights.py"]
     print("\n".join(wrong + remedy) if wrong else "the stored weights are current")
     return 1 if wrong else 0
 

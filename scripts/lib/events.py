@@ -8,7 +8,7 @@ string, summary 5, session_log 7}, Summary {value 1, repeated}, Value {tag 1: st
 import contextlib
 import struct
 
-import files
+from lib import files
 
 
 def crc32c_table():

@@ -12,11 +12,10 @@ import sys
 import tempfile
 import time
 
-import files
-import grid_parts
-from grid_file import Refused
-from grid_parts import DIVERGED
-from grid_store import ROOT, make_folder, step_tokens
+from lib import files, grid_parts
+from lib.grid_file import Refused
+from lib.grid_parts import DIVERGED
+from lib.grid_store import ROOT, make_folder, step_tokens
 
 BUSY = 7                      # exit code: the run folder is in use
 TRIES, PAUSE = 60, 2          # how often, and after how many seconds, to try again

@@ -1,7 +1,7 @@
 """Draws the figure of grids/study.toml: loss against length, from results.json, for light and for dark pages.
 
-    .venv/bin/python scripts/draw_study.py            # doc/img/study.png and study_dark.png
-    .venv/bin/python scripts/draw_study.py --out /tmp
+    .venv/bin/python dev/figures/draw_study.py            # doc/img/study.png and study_dark.png
+    .venv/bin/python dev/figures/draw_study.py --out /tmp
 
 Rows without results are left out. "Best scaling" is, at each length, the RoPE scaling with the lowest mean loss, or
 none. Bands are the standard deviation over seeds.
@@ -10,13 +10,11 @@ import statistics
 import sys
 from pathlib import Path
 
-import command_line
-import files
-import grid_file
-import grid_report
-import grid_tables
-import plot
-from grid_store import ROOT
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from lib import command_line, drawing, files, grid_file, grid_report  # noqa: E402
+from lib.grid_store import ROOT  # noqa: E402
+
+import grid_tables  # noqa: E402
 
 # label, row, groups of evaluations, color on light and on dark pages. Colors of Okabe and Ito, darker on light pages.
 LINES = (("softmax", "softmax", ["positions"], ("#d55e00", "#e69f00"), "-"),
@@ -52,7 +50,7 @@ def apart(places, least):
 
 
 def figure(plan, lines, page, background, text):
-    plt = plot.pyplot()
+    plt = drawing.pyplot()
     with plt.rc_context({key: text for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color",
                                                "axes.edgecolor")}):
         drawn, axes = plt.subplots(figsize=(7.2, 4.2), facecolor=background, layout="constrained")
@@ -88,7 +86,7 @@ def main():
             raise grid_file.Refused(f"{options.results}: no row of the figure has results yet. Run scripts/grid.py "
                                     "grids/study.toml.")
         for page, (name, *colors) in enumerate(PAGES):
-            print(plot.save(figure(plan, lines, page, *colors), options.out / name))
+            print(drawing.save(figure(plan, lines, page, *colors), options.out / name))
     except (grid_file.Refused, OSError) as error:
         sys.exit(f"draw_study.py: {error}")
 

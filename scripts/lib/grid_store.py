@@ -11,10 +11,10 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
-import files
-from grid_file import Refused, base_of
+from lib import files
+from lib.grid_file import Refused, base_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FORMAT = 1
 # Flags that change neither what a run learns nor what is kept of it, apart from the rounding of sums taken in another
 # order. The batch counts by total-batch-tokens.

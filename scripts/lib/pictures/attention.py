@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-import files
-from plot import Refused
+from lib import files
+from lib.run_folder import Refused
 
 from . import charts
 from .charts import Panel, Picture

@@ -12,10 +12,9 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import files
-import plot
-from grid_file import Refused, Run, base_of
-from grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, matches,
+from lib import drawing, files, run_folder
+from lib.grid_file import Refused, Run, base_of
+from lib.grid_store import (ROOT, attn_of, eval_attn, eval_identity, eval_key, fingerprint, identity, key_of, matches,
                         model_of, patterns_of, shards_of, sources_of, step_tokens)
 
 DIVERGED = 5                     # exit code of the trainer
@@ -381,13 +380,13 @@ def thinned(x, y):
 def train_values(grid, part, diverged):
     """(values, curves) of a training run from its folder and its log."""
     try:
-        lines = plot.read_metrics(part.folder)
-    except plot.Refused:
+        lines = run_folder.read_metrics(part.folder)
+    except run_folder.Refused:
         if not diverged:
             raise
         lines = []      # it diverged in its first step
     clip = grid.rows[part.run.row].flags.get("grad-clip", 1)
-    norms = [x for x in plot.column(lines, "grad_norm") if x == x]
+    norms = [x for x in run_folder.column(lines, "grad_norm") if x == x]
     empty = {int(step): float(share) / 100
              for step, share in re.findall(r"^step +(\d+)/.*\| (\S+?) ?% all-zero rows", part.output(), re.M)}
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
@@ -396,19 +395,19 @@ def train_values(grid, part, diverged):
     values = {"val_loss": None if diverged or not val else val[-1][1], "grad_norm_max": max(norms, default=None),
               "diverged": int(diverged), "clipped": clipped, "steps": last["step"], "tokens": last["tokens"],
               "zero_rows": empty.get(last["step"], 0.0), "zero_rows_max": max(empty.values(), default=0.0)}
-    curve = thinned(plot.column(lines, "tokens"), plot.smooth(plot.column(lines, "loss")))
+    curve = thinned(run_folder.column(lines, "tokens"), drawing.smooth(run_folder.column(lines, "loss")))
     return values | scalar_values(part.folder), {"loss": curve, "val": val}
 
 
 def scalar_values(folder):
     """The learned scalars of the newest checkpoint: mean over the heads of each layer, and p_n with its fit."""
     try:
-        found = plot.read_scalars(folder)
-    except plot.Refused:
+        found = drawing.read_scalars(folder)
+    except run_folder.Refused:
         return {}
     values = {name: [layer[0] for layer in series[1][-1]] for name, series in found.items() if name != "p"}
     if "p" in found:
-        a1, a2, r2 = plot.fit_log(found["p"])
+        a1, a2, r2 = drawing.fit_log(found["p"])
         values |= {"p": [float(f"{x:.6g}") for x in found["p"]], "p_a1": a1, "p_a2": a2,
                    "p_r2": None if r2 != r2 else r2}
     return values
@@ -508,9 +507,9 @@ def entry_of(plan, part, code, seconds, threads):
                   "values": loss_values(report) if part.eval.task in ("loss", "positions") else other_values(report)}
     else:
         values, curves = train_values(grid, part, code == DIVERGED)
-        in_steps = plot.seconds(plot.read_metrics(part.folder))[-1] if values["steps"] else 0.0
+        in_steps = run_folder.seconds(run_folder.read_metrics(part.folder))[-1] if values["steps"] else 0.0
         info["whole"], seconds = round(max(seconds, in_steps), 2), in_steps     # whole: with validation and start
-        info["commit"] = plot.read_run(part.folder).get("commit", "unknown")
+        info["commit"] = run_folder.read_run(part.folder).get("commit", "unknown")
         entry |= {"identity": identity(grid, run, plan.texts), "values": values, "curves": curves,
                   "outcome": f"diverged at step {values['steps'] + 1}" if code == DIVERGED else ""}
     return finite(entry | {"info": info | {"seconds": round(seconds, 2)}})

@@ -5,7 +5,7 @@ import textwrap
 
 import numpy as np
 
-import plot
+from lib import drawing
 
 from . import charts
 from .charts import Panel, Picture
@@ -32,7 +32,7 @@ def draw_by_length(axes, series, key):
             each = {int(row["seq_len"]): row[f"{key}_each"].std(ddof=1) for row in s.rows}
             bars = axes.errorbar(x, y, yerr=np.nan_to_num([each[T] for T in x]), fmt="none", ecolor=s.color,
                                  elinewidth=1.2, capsize=3)
-            plot.move_beside(axes, curve, bars)
+            drawing.move_beside(axes, curve, bars)
         missing = [T for T, value in zip(x, y) if not math.isfinite(value)]
         if missing:
             axes.plot(missing, [0.96] * len(missing), "x", color=s.color, transform=axes.get_xaxis_transform())
@@ -259,7 +259,7 @@ def scalars(series):
     """{symbol: (layers, heads)} of one series, and p_n as "p"."""
     row, = series.rows
     keys = dict.fromkeys(key for layer in row["layers"] for key in layer if key.startswith("attn_"))
-    found = {plot.symbol(key): numbers([layer[key] for layer in row["layers"]]) for key in keys}
+    found = {drawing.symbol(key): numbers([layer[key] for layer in row["layers"]]) for key in keys}
     if "attn_pn" in row:
         found["p"] = numbers(row["attn_pn"])
     return found
@@ -308,10 +308,10 @@ def learned(series):
 def score_panels(series):
     found = [(s, scalars(s)) for s in series]
     panels = []
-    for name in plot.in_order({name for _, values in found for name in values}):
+    for name in drawing.in_order({name for _, values in found for name in values}):
         rows = [(s, values[name]) for s, values in found if name in values]
         if name == "p":
-            panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: plot.draw_p(axes, p, plot.fit_log(p)))
+            panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: drawing.draw_p(axes, p, drawing.fit_log(p)))
                        for s, p in rows]
         else:
             owner = f": {rows[0][0].label}" if len(rows) == 1 < len(series) else ""

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 try:
-    import canvas  # noqa: F401
+    from lib import canvas  # noqa: F401
     import numpy  # noqa: F401
 except ImportError as error:
     sys.exit(f"{Path(sys.argv[0]).name}: {error}. To install what pictures need: pip install -r requirements.txt")

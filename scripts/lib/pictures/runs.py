@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-import plot
+from lib import drawing, run_folder
+from lib.run_folder import OWN, Refused
 
 from . import charts, results
 from .charts import Panel, Picture
 
-# Flags that do not make two runs of a group different experiments.
-OWN = {"seed", "out", "resume", "threads", "rank-timeout", "progress-timeout", "profile", "keep", "ckpt-every",
-       "sample-every", "norms-every", "dry-run"}
 NAMED = {"attn", "attn-switch"}     # in a run's normalizer
 
 
@@ -26,7 +24,7 @@ class Run:
 
     def values(self, key):
         """{step: value} where the value is finite."""
-        return {line["step"]: value for line, value in zip(self.lines, plot.column(self.lines, key))
+        return {line["step"]: value for line, value in zip(self.lines, run_folder.column(self.lines, key))
                 if math.isfinite(value)}
 
     @functools.cached_property
@@ -55,30 +53,30 @@ class Group:
 # ---------------------------------------------------------------- groups
 
 def load(path):
-    return Run(str(path), plot.read_metrics(path), plot.read_run(path)["arguments"])
+    return Run(str(path), run_folder.read_metrics(path), run_folder.read_run(path)["arguments"])
 
 
 def by_seed(runs):
     """Groups of runs whose flags differ in nothing but OWN, and in which checkpoint they began with, if any."""
     each = [run.arguments | {"init-from": bool(run.arguments.get("init-from"))} for run in runs]
-    found, keys = {}, results.differing(each, OWN)
+    found, keys = {}, run_folder.differing(each, OWN)
     for run, arguments in zip(runs, each):
-        found.setdefault(tuple(results.shown(arguments.get(key)) for key in keys), []).append(run)
+        found.setdefault(tuple(run_folder.shown(arguments.get(key)) for key in keys), []).append(run)
     groups = list(found.values())
     for together in groups:
         if len({run.seed for run in together}) < len(together):
-            raise plot.Refused(f"{together[0].path} and {together[1].path}: --seeds expects runs with the same flags "
+            raise Refused(f"{together[0].path} and {together[1].path}: --seeds expects runs with the same flags "
                                "to have different seeds. Plot one of them, or omit --seeds.")
     firsts = [each[runs.index(together[0])] for together in groups]
-    names = results.called([(plot.normalizers(plot.read_run(together[0].path)),
-                             *(results.flag_text(key, flags.get(key)) for key in keys if key not in NAMED))
+    names = results.called([(run_folder.normalizers(run_folder.read_run(together[0].path)),
+                             *(run_folder.flag_text(key, flags.get(key)) for key in keys if key not in NAMED))
                             for together, flags in zip(groups, firsts)])
     return [Group(name, together) for name, together in zip(names, groups)]
 
 
 def groups_of(paths, seeds):
     runs = [load(path) for path in paths]
-    groups = by_seed(runs) if seeds else [Group(name, [run]) for name, run in zip(plot.names(paths), runs)]
+    groups = by_seed(runs) if seeds else [Group(name, [run]) for name, run in zip(run_folder.names(paths), runs)]
     for group, (group.color, group.dash) in zip(groups, charts.colors_of(len(groups))):
         pass
     return groups
@@ -95,7 +93,7 @@ def pairs(group, base):
     of_seed = {run.seed: run for run in base.runs}
     found = [(run, of_seed[run.seed]) for run in group.runs if run.seed in of_seed]
     if not found:
-        raise plot.Refused(f"{group.name} and the baseline {base.name} have no seed in common: differences are those "
+        raise Refused(f"{group.name} and the baseline {base.name} have no seed in common: differences are those "
                            "of runs with the same seed, which read the same data.")
     return found
 
@@ -124,14 +122,14 @@ def draw_curves(axes, groups, base, key, unit):
         if not tokens:
             continue
         if key == "loss":
-            values = np.array([plot.smooth(list(row)) for row in values])
+            values = np.array([drawing.smooth(list(row)) for row in values])
         x, mean = [token / unit[0] for token in tokens], values.mean(axis=0)
         axes.plot(x, mean, color=group.color, linestyle=group.dash, linewidth=1.6,
                   marker="o" if key != "loss" or len(x) < 10 else None, markersize=3.5)
         if len(values) > 1:
             axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=group.color, alpha=0.18, linewidth=0)
-        marks = plot.read_marks(group.runs[0].path, group.runs[0].lines)
-        plot.draw_marks(axes, [mark for mark in marks if mark[0] <= tokens[-1]], unit[0],
+        marks = run_folder.read_marks(group.runs[0].path, group.runs[0].lines)
+        drawing.draw_marks(axes, [mark for mark in marks if mark[0] <= tokens[-1]], unit[0],
                         [0.7 * c for c in group.color])
         drawn.append(values[:, len(x) // 20:])
         begun += list(values[:, 0])
@@ -140,14 +138,14 @@ def draw_curves(axes, groups, base, key, unit):
     limit(axes, drawn, begun, base)
     axes.set(xlabel=f"{unit[1]}tokens", ylabel="nats per token")
     axes.set_xlim(left=0)
-    plot.say_what_is_cut_off(axes)
+    drawing.say_what_is_cut_off(axes)
 
 
 def limit(axes, drawn, begun, base):
     """Without the first twentieth, whose fall from ln(vocabulary) would flatten the rest."""
     values = np.concatenate([*(values.ravel() for values in drawn), [0.0] if base else []])
     if len(values):
-        high = values.max() if base else plot.high_end(values, begun)
+        high = values.max() if base else drawing.high_end(values, begun)
         margin = 0.05 * (high - values.min()) or 0.5
         axes.set_ylim(values.min() - margin, high + margin)
 
@@ -156,7 +154,7 @@ def last_values(group, base, key):
     """(tokens, the value of each seed) of the last step that has them; (None, []) if none has."""
     tokens, values = curves(group, base, key)
     if tokens and key == "loss":
-        values = np.array([plot.smooth(list(row)) for row in values])
+        values = np.array([drawing.smooth(list(row)) for row in values])
     return (tokens[-1], values[:, -1]) if tokens else (None, [])
 
 
@@ -176,7 +174,7 @@ def label_of(group, base, unit):
     if key == "val_loss" and ends < min(run.lines[-1]["tokens"] for run in group.runs):
         text += f" (step {next(step for step, tokens in group.runs[0].tokens.items() if tokens == ends):,})"
     last = {run.lines[-1]["step"]: run for run in group.runs}
-    short = (f"; mean to step {min(last):,}, where {plot.names([last[min(last)].path])[0]} ends" if len(last) > 1
+    short = (f"; mean to step {min(last):,}, where {run_folder.names([last[min(last)].path])[0]} ends" if len(last) > 1
              else "")
     if not base or group is base:
         return text + short
@@ -194,11 +192,11 @@ def find_baseline(groups, paths, baseline):
     for group in groups:
         if any(Path(run.path).resolve() == wanted for run in group.runs):
             return group
-    raise plot.Refused(f"--baseline {baseline}: expected one of the runs to plot, {', '.join(map(str, paths))}.")
+    raise Refused(f"--baseline {baseline}: expected one of the runs to plot, {', '.join(map(str, paths))}.")
 
 
 def unit_of(groups):
-    return plot.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), plot.TOKEN_UNITS)
+    return drawing.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), drawing.TOKEN_UNITS)
 
 
 def loss_panels(groups, base, unit, ending=""):
@@ -212,7 +210,7 @@ def seed_panels(paths, styles):
     seeds. styles: (color, dash) of each run; a mean has that of its first one."""
     try:
         groups = groups_of(paths, True)
-    except plot.Refused:        # two with one seed
+    except Refused:        # two with one seed
         return [], []
     if len(groups) == len(paths):
         return [], []
@@ -231,7 +229,7 @@ def comparison(paths, seeds, baseline):
     base = find_baseline(groups, paths, baseline) if baseline else None
     others = [group for group in groups if group is not base]
     if base and not others:
-        raise plot.Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further runs.")
+        raise Refused(f"--baseline {baseline}: there is nothing to compare it with. Name further runs.")
     panels = loss_panels(groups, None, unit)
     if base:
         panels += loss_panels(others, base, unit, f", difference to {base.name}")
@@ -260,8 +258,8 @@ def read_norms(run, lines):
                               {name: results.numbers([row[name] for _, row in rows]) for name in others})
             if any(array.ndim != 2 for array in found.get(key, ((), {}))[1].values()):
                 raise TypeError("lists of equal lengths")
-        except (TypeError, KeyError, plot.Refused) as error:
-            raise plot.Refused(f"{run}/metrics.jsonl: {key}: expected the same tensors and layers on each line "
+        except (TypeError, KeyError, Refused) as error:
+            raise Refused(f"{run}/metrics.jsonl: {key}: expected the same tensors and layers on each line "
                                f"({error}).")
     return found
 
@@ -271,7 +269,7 @@ def draw_norms(axes, tokens, curves, colors, unit, marks):
     x = [token / unit[0] for token in tokens]
     for (label, values), color in zip(curves, colors):
         axes.plot(x, values, color=color, linewidth=1.3, marker="." if len(x) < 10 else None, label=label)
-    plot.draw_marks(axes, marks, unit[0], "0.3", labels=False)
+    drawing.draw_marks(axes, marks, unit[0], "0.3", labels=False)
     charts.positive_axis(axes, [value for _, values in curves for value in values])
     axes.set_xlabel(f"{unit[1]}tokens")
     axes.set_xlim(left=0)
@@ -282,9 +280,9 @@ def draw_norms(axes, tokens, curves, colors, unit, marks):
 def norm_panels(run, name=""):
     """The panels of one run's norms by layer, in the layers' colors; [] without any."""
     from matplotlib import colormaps
-    lines = plot.read_metrics(run)
-    found, unit = read_norms(run, lines), plot.unit(lines[-1]["tokens"], plot.TOKEN_UNITS)
-    marks = plot.read_marks(run, lines)
+    lines = run_folder.read_metrics(run)
+    found, unit = read_norms(run, lines), drawing.unit(lines[-1]["tokens"], drawing.TOKEN_UNITS)
+    marks = run_folder.read_marks(run, lines)
     panels, titles = [], [*GROUPS, "outside"]
     for group in titles:
         for key, (tokens, layers, others) in found.items():
@@ -294,7 +292,7 @@ def norm_panels(run, name=""):
                 curves = [(f"layer {i}" if i in (0, count - 1) else None, layers[group][:, i]) for i in range(count)]
                 title = f"{NORMS[key]}: {GROUPS[group]}"
             elif group == "outside":
-                colors, curves = plot.run_colors(len(others)), list(others.items())
+                colors, curves = drawing.run_colors(len(others)), list(others.items())
                 title = f"{NORMS[key]}: outside of the layers"
             else:
                 continue
@@ -307,8 +305,8 @@ def norms(run):
     """The picture of `plot.py RUN --norms`."""
     panels = norm_panels(run)
     if not panels:
-        raise plot.Refused(f"{run}/metrics.jsonl: no norms by layer. The trainer writes them with --norms-every N.")
-    return charts.figure(Picture("norms", panels, 2, [], plot.names([run])[0]))
+        raise Refused(f"{run}/metrics.jsonl: no norms by layer. The trainer writes them with --norms-every N.")
+    return charts.figure(Picture("norms", panels, 2, [], run_folder.names([run])[0]))
 
 
 # ---------------------------------------------------------------- the scalars of each head
@@ -317,11 +315,11 @@ def head_values(run):
     """{symbol: (tokens, [array (checkpoints, heads) of each layer])} in the run's checkpoints."""
     found = {}
     for path in sorted(Path(run).glob("ckpt/step-*/model.safetensors")):
-        tokens, scalars = plot.checkpoint_scalars(path)
+        tokens, scalars = drawing.checkpoint_scalars(path)
         for name, layers in scalars.items():
             found.setdefault(name, {})[tokens] = layers
     if not found:
-        raise plot.Refused(f"{run}: no learned scalars in its checkpoints. Either its normalizer learns none, or the "
+        raise Refused(f"{run}: no learned scalars in its checkpoints. Either its normalizer learns none, or the "
                            "run has no checkpoint with them yet; --keep 0 keeps all checkpoints.")
     return {name: (list(steps), [np.array(layer) for layer in zip(*steps.values())]) for name, steps in found.items()}
 
@@ -330,7 +328,7 @@ def draw_heads(axes, tokens, layers, colors, unit, marks):
     for values, color in zip(layers, colors):
         axes.plot([token / unit[0] for token in tokens], values, color=color, linewidth=1, alpha=0.8,
                   marker="." if len(tokens) < 10 else None)
-    plot.draw_marks(axes, marks, unit[0], "0.3")
+    drawing.draw_marks(axes, marks, unit[0], "0.3")
     axes.set_xlabel(f"{unit[1]}tokens")
     axes.set_xlim(left=0)
 
@@ -345,14 +343,14 @@ def draw_newest(axes, layers, colors):
 def heads(run):
     """The picture of `plot.py RUN --heads`: each scalar over the steps, and by layer in the newest checkpoint."""
     from matplotlib import colormaps
-    found, lines = head_values(run), plot.read_metrics(run)
-    unit, marks = plot.unit(lines[-1]["tokens"], plot.TOKEN_UNITS), plot.read_marks(run, lines)
+    found, lines = head_values(run), run_folder.read_metrics(run)
+    unit, marks = drawing.unit(lines[-1]["tokens"], drawing.TOKEN_UNITS), run_folder.read_marks(run, lines)
     panels = []
-    for name in plot.in_order(found):
+    for name in drawing.in_order(found):
         tokens, layers = found[name]
         colors = [colormaps["viridis"](0.95 * i / max(1, len(layers) - 1)) for i in range(len(layers))]
         panels += [Panel(f"{name} of every head, in the colors of the layers",
                          lambda axes, t=tokens, v=layers, c=colors: draw_heads(axes, t, v, c, unit, marks), 7),
                    Panel(f"{name} of every head by layer, newest checkpoint (line: mean)",
                          lambda axes, v=layers, c=colors: draw_newest(axes, v, c), 6)]
-    return charts.figure(Picture("heads", panels, 2, [], plot.names([run])[0]))
+    return charts.figure(Picture("heads", panels, 2, [], run_folder.names([run])[0]))

@@ -1,19 +1,17 @@
 """Draws the figures of README and doc/ that show grids/results.json, for light and dark pages: without a background,
 and gray where other figures are black.
 
-    .venv/bin/python scripts/draw_pages.py            # into doc/img
-    .venv/bin/python scripts/draw_pages.py --out /tmp
+    .venv/bin/python dev/figures/draw_pages.py            # into doc/img
+    .venv/bin/python dev/figures/draw_pages.py --out /tmp
 """
 import sys
 from pathlib import Path
 
-import command_line
-import files
-import grid_file
-import grid_report
-import grid_tables
-import plot
-from grid_store import ROOT
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from lib import command_line, drawing, files, grid_file, grid_report  # noqa: E402
+from lib.grid_store import ROOT  # noqa: E402
+
+import grid_tables  # noqa: E402
 
 GRAY = "#7a828a"        # draw_weights.py's, too
 
@@ -64,7 +62,7 @@ def main():
             else:
                 figure.axes[0].set_title(title)
             for_pages(figure)
-            print(plot.save(figure, options.out / f"{file}.png"))
+            print(drawing.save(figure, options.out / f"{file}.png"))
     except (grid_file.Refused, OSError) as error:
         sys.exit(f"draw_pages.py: {error}")
 

@@ -1,0 +1,1 @@
+"""What the scripts share. Nothing here is run by itself."""

@@ -1,0 +1,416 @@
+"""Curves of runs, and what all pictures share: axes, colors, legends, marks, and writing a figure."""
+import io
+import math
+import statistics
+import textwrap
+from pathlib import Path
+
+from lib import files, run_folder
+from lib.run_folder import Refused
+
+TOKEN_UNITS = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "))
+TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+def smooth(values):
+    """The mean over a centered window of a fiftieth of the run, truncated at its ends, without NaNs."""
+    half = len(values) // 100
+    total, count = [0.0], [0]
+    for value in values:
+        total.append(total[-1] + (value if math.isfinite(value) else 0.0))
+        count.append(count[-1] + math.isfinite(value))
+    out = []
+    for i in range(len(values)):
+        a, b = max(0, i - half), min(len(values), i + half + 1)
+        out.append((total[b] - total[a]) / (count[b] - count[a]) if count[b] > count[a] else math.nan)
+    return out
+
+
+def unit(largest, units):
+    """The largest of the units, (size, name) in ascending order, that `largest` reaches, or else the first."""
+    return [u for u in units if u[0] <= largest or u is units[0]][-1]
+
+
+def last_validation(lines, digits):
+    """The last finite validation loss as text, with its step if the run has gone on since; "" if there is none."""
+    losses = run_folder.column(lines, "val_loss")
+    found = [(line["step"], value) for line, value in zip(lines, losses) if math.isfinite(value)]
+    if not found:
+        return ""
+    step, value = found[-1]
+    return f"{value:.{digits}f}" + (f" (step {step:,})" if step < lines[-1]["step"] else "")
+
+
+def title(name, lines, run):
+    """The run's name with its latest losses."""
+    loss = [value for value in smooth(run_folder.column(lines, "loss")) if math.isfinite(value)]
+    val = last_validation(lines, 3)
+    losses = (f": mean loss {loss[-1]:.3f}" if loss else "") + (f", validation {val}" if val else "")
+    lost = [line["step"] for line, value in zip(lines, run_folder.column(lines, "loss")) if not math.isfinite(value)]
+    losses += f", x: not finite from step {lost[0]:,} on" if lost else ""
+    steps = run_folder.read_run(run)["arguments"].get("steps") or 0
+    losses += f", step {lines[-1]['step']:,} of {steps:,}" if steps > lines[-1]["step"] else ""
+    return name + losses + run_folder.change_at_start(run)
+
+
+def draw_smooth(axes, x, y, color, dash="-"):
+    """Draws the values faintly and their running mean on top; if there are only a few, also as points."""
+    axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8, marker="." if len(x) < 10 else None)
+    axes.plot(x, smooth(y), color=color, linestyle=dash, linewidth=1.4)
+
+
+def draw_loss(axes, x, lines, color, dash):
+    """The training loss, an x at the top where it is not finite, and the validation losses as points on a thicker,
+    darker line."""
+    draw_smooth(axes, x, run_folder.column(lines, "loss"), color, dash)
+    lost = [a for a, b in zip(x, run_folder.column(lines, "loss")) if not math.isfinite(b)]
+    if lost:
+        axes.plot(lost, [0.96] * len(lost), "x", color=color, transform=axes.get_xaxis_transform())
+    points = [(a, b) for a, b in zip(x, run_folder.column(lines, "val_loss")) if math.isfinite(b)]
+    if points:
+        axes.plot(*zip(*points), color=[0.75 * c for c in color], linestyle=dash, linewidth=2, alpha=0.8, marker="o",
+                  markersize=5, markeredgecolor="white", markeredgewidth=0.8)
+
+
+def rim():
+    """The path effects of a label that stands on curves: a narrow rim instead of a box, which would hide them."""
+    from matplotlib import patheffects
+    return [patheffects.withStroke(linewidth=2, foreground="white")]
+
+
+def draw_marks(axes, marks, size, color, labels=True, place=0):
+    """A line for each of run_folder.read_marks(), against tokens (place 0) or seconds (1) in units of `size`, labeled
+    or not. Labels stand at the top, where losses rarely are, each on the side of its line with more room to its
+    neighbors, and those of several runs beside each other."""
+    for *at, _, style in marks:
+        axes.axvline(at[place] / size, color=color, linestyle=style, linewidth=1.1, alpha=0.9)
+    labeled = [(mark[place] / size, mark[2]) for mark in marks if labels and mark[2]]
+    edges = [0, *(x for x, _ in labeled), axes.get_xlim()[1]]
+    for before, (x, text), after in zip(edges, labeled, edges[2:]):
+        side, sign = ("right", -1) if x - before > after - x else ("left", 1)
+        text = "\n".join(textwrap.wrap(text, 36, max_lines=3, break_on_hyphens=False, placeholder=" …"))
+        there = [label.get_text() for label in axes.texts if getattr(label, "xy", None) == (x, 0.93)
+                 and label.get_ha() == side]
+        if text not in there:
+            lines = "\n".join([*there, ""]).count("\n")
+            axes.annotate(text, (x, 0.93), (sign * (3 + 11 * lines), 0), xycoords=("data", "axes fraction"),
+                          textcoords="offset points", rotation=90, ha=side, va="top", fontsize=8, color=color, zorder=5,
+                          path_effects=rim())
+
+
+def move_beside(axes, curve, bars):
+    """Moves a curve and its error bars a few points to the left or the right in turn, so that no bars of the axes hide
+    others."""
+    from matplotlib.transforms import ScaledTranslation
+    i = (len(axes.containers) - 1) % 9      # more would leave the axes
+    points = 3 * ((i + 1) // 2) * (1 if i % 2 else -1)
+    for artist in (curve, *bars.get_children()):
+        artist.set_transform(axes.transData + ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans))
+
+
+def high_end(late, begun):
+    """The largest late loss that an axis shows. If a run diverges, the axis ends at the losses that the runs began with
+    or, where these are low, half above the usual, so that the others are not flattened."""
+    return min(max(late), max([*begun, 1.5 * statistics.median(late)]))
+
+
+def loss_limits(loaded):
+    """From just below the lowest loss to just above the largest after the first twentieth of each run, so that the
+    fall from ln(vocabulary) in the first steps does not flatten the rest."""
+    late, begun = [], []
+    for lines in loaded:
+        loss, skip = run_folder.column(lines, "loss"), len(lines) // 20
+        late += [*loss[skip:], *smooth(loss)[skip:], *run_folder.column(lines, "val_loss")[skip:]]
+        begun += [value for value in loss[:1] if math.isfinite(value)]
+    late = [value for value in late if math.isfinite(value)] or [0.0]
+    high = high_end(late, begun)
+    margin = 0.04 * (high - min(late)) or 0.5
+    return min(late) - margin, high + margin
+
+
+def say_what_is_cut_off(axes):
+    """Adds a note below the top edge if some of what is drawn lies above or below the axis."""
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    points = [(float(x), float(y)) for line in axes.lines if line.get_transform() == axes.transData
+              for x, y in zip(line.get_xdata(), line.get_ydata()) if math.isfinite(y)]
+    cut = [(x, y) for x, y in points if not low <= y <= high]
+    if not cut:
+        return
+    least, largest = min(y for _, y in cut), max(y for _, y in cut)
+    early = least > high and max(x for x, _ in cut) < left + 0.1 * (right - left)
+    parts = ([f"reach {largest:.2f}"] if largest > high else []) + ([f"fall to {least:.2f}"] if least < low else [])
+    axes.text(0.5, 0.985, f"axis truncated: {'the first steps' if early else 'values'} {' and '.join(parts)}",
+              transform=axes.transAxes, ha="center", va="top", fontsize=9, style="italic", color="0.35")
+
+
+def pyplot():
+    """matplotlib.pyplot without a display, in this file's style."""
+    from lib import canvas  # noqa: F401
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
+                         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+                         "text.parse_math": False})     # folders' names may contain $
+    return plt
+
+
+def run_colors(count):
+    from matplotlib import colormaps
+    palette = colormaps["tab10" if count <= 10 else "tab20"].colors
+    return [palette[i % len(palette)] for i in range(count)]
+
+
+def dashes_of(colors):
+    """A line style for each color. Neighbors and equal colors get different ones."""
+    return [DASHES[(i + colors[:i].count(color)) % len(DASHES)] for i, color in enumerate(colors)]
+
+
+def legend(owner, handles, labels, **how):
+    """The legend of axes or a figure. matplotlib leaves out labels that begin with _, unless they get that later."""
+    made = owner.legend(handles, [f" {label}" for label in labels], **how)
+    for text, label in zip(made.get_texts(), labels):
+        text.set_text(label)
+    return made
+
+
+def curves(runs, colors=None, dashes=None, loaded=None):
+    """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
+    tokens. loaded: the runs' metrics."""
+    from matplotlib import ticker
+    loaded = loaded or [run_folder.read_metrics(run) for run in runs]
+    token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
+    time_size, time_name = unit(max(run_folder.seconds(lines)[-1] for lines in loaded), TIME_UNITS)
+    colors = colors or run_colors(len(runs))
+    each = list(zip(runs, loaded, colors, dashes or dashes_of(colors)))
+
+    def tokens_of(lines):
+        return [value / token_size for value in run_folder.column(lines, "tokens")]
+
+    def against(axes, size, name, place, labels):
+        for run, lines, color, _ in each:
+            mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
+            draw_marks(axes, run_folder.read_marks(run, lines), size, mark, labels, place)
+        axes.set_xlabel(name)
+        axes.set_xlim(left=0)       # also of a run whose parent is not drawn
+
+    def draw_losses(axes):
+        axes.set(ylabel="nats per token", ylim=loss_limits(loaded))
+        say_what_is_cut_off(axes)
+
+    def by_tokens(axes):
+        for _, lines, color, dash in each:
+            draw_loss(axes, tokens_of(lines), lines, color, dash)
+        against(axes, token_size, f"{token_name}tokens", 0, True)
+        draw_losses(axes)
+
+    def by_time(axes):
+        for _, lines, color, dash in each:
+            draw_loss(axes, [value / time_size for value in run_folder.seconds(lines)], lines, color, dash)
+        against(axes, time_size, time_name, 1, True)
+        draw_losses(axes)
+
+    def rate(axes):
+        for _, lines, color, dash in each:
+            axes.plot(tokens_of(lines), run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
+                      marker="." if len(lines) < 10 else None)
+        against(axes, token_size, f"{token_name}tokens", 0, False)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        axes.set_ylim(bottom=0)
+
+    def norm(axes):
+        for _, lines, color, dash in each:
+            draw_smooth(axes, tokens_of(lines), run_folder.column(lines, "grad_norm"), color, dash)
+        against(axes, token_size, f"{token_name}tokens", 0, False)
+        if any(value > 0 for _, lines, *_ in each for value in run_folder.column(lines, "grad_norm")):
+            axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+    return [("Loss, running mean, against tokens (points: validation)", by_tokens),
+            ("Loss, running mean, against time spent in steps (points: validation)", by_time),
+            ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
+
+
+def fit_legend(labels, columns, width, size):
+    """The labels, wrapped so that `columns` of them fit side by side into `width` inches at a font's `size` in points,
+    and how many lines the tallest column has."""
+    import numpy as np
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+    room = 72 * width / columns - 5 * size      # beside the line and the space around it
+
+    def wrap(label):
+        needed, _, _ = text_to_path.get_text_width_height_descent(label, FontProperties(size=size), ismath=False)
+        return textwrap.fill(label, max(1, int(len(label) * room / needed))) if needed > room else label
+
+    wrapped = [wrap(label) for label in labels]
+    return wrapped, max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(wrapped, columns))
+
+
+def picture(runs, loaded=None):
+    """A figure of the four panels of curves(), which grows with its legend."""
+    plt = pyplot()
+    from matplotlib.lines import Line2D
+    loaded = loaded or [run_folder.read_metrics(run) for run in runs]
+    colors = run_colors(len(runs))
+    figure, grid = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
+    for axes, (name, draw) in zip(grid.flat, curves(runs, colors, loaded=loaded)):
+        draw(axes)
+        axes.set_title(name)
+    handles = [Line2D([], [], color=color, linestyle=dash, linewidth=1.4)
+               for color, dash in zip(colors, dashes_of(colors))]
+    labels = [title(*each) for each in zip(run_folder.names(runs), loaded, runs)]
+    columns, size = (1, 11) if len(runs) < 4 else (2, 10)
+    labels, lines = fit_legend(labels, columns, 12, size)
+    figure.set_figheight(8 + 0.25 * max(0, lines - 4))
+    legend(figure, handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
+    return figure
+
+
+# ---------------------------------------------------------------- the normalizer's learned scalars
+
+# A scalar of the heads is called attn_NAME in metrics.jsonl and checkpoints, and NAME, or one of these symbols, in
+# pictures.
+SYMBOLS = {"attn_scale": "s", "attn_bias": "b"}
+
+
+def symbol(key):
+    return SYMBOLS.get(key, key.removeprefix("attn_"))
+
+
+def in_order(symbols):
+    """s and b first, p_n last."""
+    first = (*SYMBOLS.values(), "sink")
+    return sorted(symbols, key=lambda name: (name == "p", first.index(name) if name in first else len(first), name))
+
+
+def fit_log(p):
+    """(a1, a2, R^2) of the least-squares fit p_n = a1 ln n + a2 over n = 1..len(p), as in [SSMax] Figure 2. R^2 = 1 -
+    (sum of squared residuals)/(sum of squared differences from the mean), NaN where p is constant; all NaN for a single
+    value."""
+    import numpy as np
+    x, p = np.log(np.arange(1, len(p) + 1)), np.asarray(p, float)
+    dx, dp = x - x.mean(), p - p.mean()
+    if len(p) < 2:
+        return math.nan, math.nan, math.nan
+    a1 = dx @ dp / (dx @ dx)
+    rest = dp - a1 * dx
+    return float(a1), float(p.mean() - a1 * x.mean()), float(1 - rest @ rest / (dp @ dp)) if dp.any() else math.nan
+
+
+def fit_text(a1, a2, r2):
+    return f"a1 = {a1:.4g}, a2 = {a2:.4g}, " + ("constant" if math.isnan(r2) else f"R^2 = {r2:.4f}")
+
+
+def checkpoint_scalars(path):
+    """(tokens, {symbol: [the heads' values in each layer, NaN without any]}) of the learned scalars in a checkpoint's
+    model.safetensors."""
+    import numpy as np
+    tokens, found = run_folder.read_json(path.parent / "state.json").get("tokens"), {}
+    config = run_folder.read_json(path.parent / "config.json")
+    fixed, layers = config.get("attention_normalizer", {}).get("fixed"), config.get("num_hidden_layers", 0)
+    if tokens is not None and not fixed:
+        for name, x in run_folder.read_tensors(path, r"model\.layers\.\d+\.(self_attn|gau)\.attn_\w+").items():
+            values = found.setdefault(symbol(name.rpartition(".")[2]), layers * [np.array([math.nan])])
+            values[int(name.split(".")[2])] = x
+    return tokens, found
+
+
+def add_newest(series, newest, layers):
+    """The points of the validations and, if it is newer, that of the newest checkpoint: after a switch it may be the
+    only one. newest: its tokens; layers: the heads' values there, in each layer"""
+    tokens, values = series
+    if layers and (not tokens or newest > tokens[-1]) and (not values or len(values[0]) == len(layers)):
+        return [*tokens, newest], [*values, [(float(x.mean()), float(x.min()), float(x.max())) for x in layers]]
+    return series
+
+
+def read_scalars(run):
+    """{symbol: (tokens, values)} of the heads' scalars that the run has, and {"p": array} if it has p_n."""
+    path, checkpoint = Path(run) / "metrics.jsonl", run_folder.newest_checkpoint(run)
+    lines = run_folder.read_metrics(run)
+    newest, layers = checkpoint_scalars(checkpoint) if checkpoint else (0, {})
+    keys = {symbol(key): key for line in lines for key in line if key.startswith("attn_")}
+    found = {name: add_newest(run_folder.triples(lines, keys.get(name), path), newest, layers.get(name))
+             for name in keys.keys() | layers.keys()}
+    if checkpoint:
+        found |= {"p": p for p in run_folder.read_tensors(checkpoint, r"model\.attn_pn").values()}
+    if not found:
+        raise Refused(f"{path}: no attn_scale, and no learned scalars in the newest checkpoint. Either its normalizer "
+                      "learns none, or the run has not yet had a validation (--val-every) or a checkpoint with them.")
+    return found
+
+
+def draw_layers(axes, tokens, values, unit_size, color_of):
+    """Draws each layer's mean over its heads as a line, and the range of its heads as a band."""
+    x = [value / unit_size for value in tokens]
+    for layer in range(len(values[0])):
+        mean, least, largest = zip(*(step[layer] for step in values))
+        color = color_of(layer)
+        axes.plot(x, mean, color=color, linewidth=1.4, marker="." if len(x) < 10 else None)
+        axes.fill_between(x, least, largest, color=color, alpha=0.12, linewidth=0)
+
+
+def draw_p(axes, p, fit):
+    n = range(1, len(p) + 1)
+    axes.plot(n, p, ".", markersize=2.5, color="tab:blue")
+    a1, a2, _ = fit
+    axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4)
+    above = axes.get_xlabel() or "n (visible keys)"     # of another p_n in the same axes
+    axes.set(title="p_n in the newest checkpoint", xlabel=f"{above}\nline: a1 ln n + a2, {fit_text(*fit)}")
+
+
+def scalars_picture(runs):
+    """A figure with a column for each run: the scalars of the heads by layer against tokens, p_n against n with its
+    fit, which is printed too."""
+    loaded = [read_scalars(run) for run in runs]
+    rows = in_order({name for found in loaded for name in found})
+    series = [found[name] for found in loaded for name in found if name != "p"]
+    token_size, token_name = unit(max((tokens[-1] for tokens, _ in series), default=1), TOKEN_UNITS)
+    plt = pyplot()
+    from matplotlib import ticker
+    color = plt.cm.ScalarMappable(plt.Normalize(0, max([1, *(len(values[0]) - 1 for _, values in series)])), "viridis")
+    figure, grid = plt.subplots(len(rows), len(runs), figsize=(1 + 6 * len(runs), 0.6 + 3.2 * len(rows)), squeeze=False,
+                                layout="constrained")
+    for found, run, name, panels in zip(loaded, runs, run_folder.names(runs), grid.T):
+        for scalar, axes in zip(rows, panels):
+            if scalar not in found:
+                axes.set_axis_off()
+            elif scalar == "p":
+                fit = fit_log(found["p"])
+                print(f"{run}: p_n = a1 ln n + a2: {fit_text(*fit)}")
+                draw_p(axes, found["p"], fit)
+            else:
+                draw_layers(axes, *found[scalar], token_size, color.to_rgba)
+                draw_marks(axes, run_folder.read_marks(run, run_folder.read_metrics(run)), token_size, "0.3")
+                axes.set(title=f"{scalar} by layer: mean over heads, band from minimum to maximum",
+                         xlabel=f"{token_name}tokens")
+                axes.set_xlim(left=0)
+        panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12,
+                           weight="bold")
+    if series:      # layers count from 0, as in the checkpoints' names
+        figure.colorbar(color, ax=list(grid[[name != "p" for name in rows]].flat), label="layer", aspect=40,
+                        ticks=ticker.MaxNLocator(integer=True))
+    return figure
+
+
+# ---------------------------------------------------------------- output
+
+def replace(path, content, named=False):
+    """As files.replace()."""
+    try:
+        files.replace(path, content, named)
+    except OSError as error:
+        raise Refused(f"{path}: it could not be written ({error.strerror}), and what was there is unchanged.\n"
+                      "  Make room for it, or pass another --out.") from None
+
+
+def save(figure, path, named=False):
+    """Writes a picture in the format that its name ends with; without an ending, a PNG. Returns the file's path. named:
+    has the user named the file?"""
+    path, file = Path(path), io.BytesIO()
+    figure.savefig(file, format=path.suffix[1:] or "png", dpi=110)
+    path = path if path.suffix else path.with_suffix(".png")
+    replace(path, file.getvalue(), named)
+    return path
