@@ -433,7 +433,8 @@ def test_messages_of_scripts_do_not_act_on_a_terminal(script):
 
 def test_output_of_scripts_does_not_act_on_a_terminal():
     """A pipe gets it as it is."""
-    words = [sys.executable, "-X", "utf8", "-c", "from lib import files; files.print_escapes(); print('a\\x1b\\x9b\\tb')"]
+    program = "from lib import files; files.print_escapes(); print('a\\x1b\\x9b\\tb')"
+    words = [sys.executable, "-X", "utf8", "-c", program]
     env = environment(PYTHONPATH=str(ROOT / "scripts"))
     assert subprocess.run(words, capture_output=True, env=env).stdout == "a\x1b\x9b\tb\n".encode()
     handle, side = pty.openpty()
