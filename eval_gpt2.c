@@ -1,7 +1,7 @@
 // Evaluates checkpoints on the CPU: the loss at any sequence length and position, the needle in a haystack, where
 // attention goes, the learned scalars, and multiple choice; under the checkpoint's normalizer and immediately after a
-// switch to another one. The model is the trainer's (train_gpt2.c). This file runs it for the tasks; eval/program.h
-// contains the tasks and main(), which eval_gpt2.cu shares, and eval/ what they measure.
+// switch to another one. The model is the trainer's (train_gpt2.c). This file runs it for the tasks; eval/program.h has
+// what eval_gpt2.cu shares, and eval/ what the tasks measure.
 #define WITHOUT_MAIN
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"    // only some of the trainer's functions are used here
@@ -181,3 +181,24 @@ static const float *next_logits(Computer *c, int32_t token, size_t position) {
 }
 
 #include "eval/program.h"
+
+int main(int argc, char **argv) {
+    static Evaluator v;
+    start_program(PROGRAM);
+    eval_open(&v.e, computer_config(&v.c), argc, argv);
+    start_threads(v.e.o.threads);
+    if (v.e.model_count > 1) check_models(&v);
+    while (v.e.model_at < v.e.model_count) {
+        open_model(&v);
+        begin(&v);
+        evaluate(&v);
+        if (v.e.switches) {
+            switch_normalizer(&v);
+            evaluate(&v);
+        }
+        eval_record_model(&v.e);
+        close_model(&v);
+    }
+    finish(&v);
+    return EXIT_DONE;
+}

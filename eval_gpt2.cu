@@ -385,3 +385,24 @@ static const float *next_logits(Computer *c, int32_t token, size_t position) {
 }
 
 #include "eval/program.h"
+
+int main(int argc, char **argv) {
+    static Evaluator v;
+    start_program(PROGRAM);
+    eval_open(&v.e, computer_config(&v.c), argc, argv);
+    start_threads(v.e.o.threads);
+    if (v.e.model_count > 1) check_models(&v);
+    while (v.e.model_at < v.e.model_count) {
+        open_model(&v);
+        begin(&v);
+        evaluate(&v);
+        if (v.e.switches) {
+            switch_normalizer(&v);
+            evaluate(&v);
+        }
+        eval_record_model(&v.e);
+        close_model(&v);
+    }
+    finish(&v);
+    return EXIT_DONE;
+}

@@ -1,5 +1,6 @@
-// The evaluation programs: their tasks and main(). eval_gpt2.c and eval_gpt2.cu include this file after they define
-// Computer, the model and how it runs (see eval_gpt2.c for what each function does).
+// What eval_gpt2.c and eval_gpt2.cu do between the lines of their main(): the tasks, and the models one after another.
+// They include this file after they define Computer, the model and how it runs (see eval_gpt2.c for what each function
+// does).
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,6 +29,7 @@ typedef struct {
     uint8_t *mask;                         // (B,T)
     double *sums;                          // (T) the summed losses at each position
     uint64_t *counts;                      // (T) the number of targets at each position that count
+    double seconds;                        // of evaluating
 } Evaluator;
 
 // One row per task. settle() reads the task's data and sets e.longest, run() evaluates under the normalizer in use.
@@ -258,6 +260,7 @@ static void switch_normalizer(Evaluator *v) {
 static void evaluate(Evaluator *v) {
     Eval *e = &v->e;
     const AttentionList *attn = &e->config->attn;
+    double start = now();
     printf("\nunder %s%s\n", attn->text, e->after ? ", without training" : ", the checkpoint's own");
     if (attention_has(attn, SCALAR_P) && e->o.pn_extrapolate == PN_LOG && !e->pn_fit) {
         Weights weights = computer_weights(&v->c);
@@ -266,6 +269,7 @@ static void evaluate(Evaluator *v) {
     }
     task_of(v)->run(v);
     eval_finish(e);
+    v->seconds += now() - start;
 }
 
 // The model's part of the whole call, for the progress bar.
@@ -285,37 +289,23 @@ static void check_models(Evaluator *v) {
     v->e.checking = false;
 }
 
-int main(int argc, char **argv) {
-    static Evaluator v;
-    Eval *e = &v.e;
-    double seconds = 0;
-    start_program(PROGRAM);
-    eval_open(e, computer_config(&v.c), argc, argv);
-    start_threads(e->o.threads);
-    if (e->model_count > 1) check_models(&v);
-    while (e->model_at < e->model_count) {
-        open_model(&v);
-        if (e->model_at == 0) eval_take_folder(e);
-        eval_start(e);
-        if (e->model_at == 0) {
-            if (e->model_count == 1) add_work(e);
-            bar_start(&e->bar);
-        }
-        double start = now();
-        evaluate(&v);
-        if (e->switches) {
-            switch_normalizer(&v);
-            evaluate(&v);
-        }
-        seconds += now() - start;
-        eval_record_model(e);
-        close_model(&v);
-    }
+// Before a model is evaluated: prints what will be, and takes the folder and starts the bar before the first one.
+static void begin(Evaluator *v) {
+    Eval *e = &v->e;
+    bool first = e->model_at == 0;
+    if (first) eval_take_folder(e);
+    eval_start(e);
+    if (first && e->model_count == 1) add_work(e);
+    if (first) bar_start(&e->bar);
+}
+
+// After the last model.
+static void finish(Evaluator *v) {
+    Eval *e = &v->e;
     if (e->o.task == TASK_LOSS || e->o.task == TASK_POSITIONS) losses_compare(e);
     if (e->o.out) eval_write(e);
     flush_stdout("the results");
     if (e->tokens)
         fprintf(stderr, "%s: %s token%s in %.2f s, %.1f tokens/s\n", PROGRAM, human_grouped(e->tokens).text,
-                e->tokens == 1 ? "" : "s", seconds, (double)e->tokens / seconds);
-    return EXIT_DONE;
+                e->tokens == 1 ? "" : "s", v->seconds, (double)e->tokens / v->seconds);
 }
