@@ -3,7 +3,7 @@
 //   1. Layers       each forward above its backward, in the order in which the network uses them
 //   2. Model        the parameters, the activations, and the memory for both
 //   3. Passes       forward, loss, backward
-//   4. Update       the gradient norm and AdamW
+//   4. Update       the gradient norm, AdamW and Muon
 //   5. Training     main(), which contains the training loop
 //
 // attention/ contains the normalizers, model/ the tensors, their files and decoding, run/ everything around the model

@@ -4,7 +4,7 @@
 //   1. Layers       not here: one kernel file each in cuda/, and attention/flash.h
 //   2. Model        the parameters, the activations, and the device memory for both
 //   3. Passes       forward, loss, backward
-//   4. Update       the gradients summed over ranks, their norm, AdamW
+//   4. Update       the gradients summed over ranks, their norm, AdamW and Muon
 //   5. Training     main(), which chooses X, and train(), which contains the training loop
 //
 // X is the type of the activations and of the weights that matmuls read: float or bf16 (--dtype). With either, row
