@@ -368,6 +368,8 @@ static void open_checkpoint(Sampler *s) {
         }
         if (attempt == CHECKPOINT_ATTEMPTS || !checkpoint_vanished(folder)) fail_with(&error);
         memory_release(&s->model.plan);
+        free(s->decoder.caches);
+        s->decoder.caches = NULL;
         tensors_free(&s->model.list);
         gemm_end(&s->model.mm);
     }

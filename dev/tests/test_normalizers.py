@@ -483,7 +483,7 @@ def test_a_nonfinite_scalar_is_rejected(data, runs, tmp_path, name, value):
 
 def test_p_n_ends_at_the_training_length(data, runs):
     trained = checkpoint(runs["llama", "ssmax-pn"], 6)
-    says = f"p_n is learned for n up to L = {T}, but --seq-len is 16"
+    says = f"p_n is learned for n up to L = {T}, but with --seq-len 16 queries see"
     for source, name in ((trained, "ssmax-pn"), (checkpoint(runs["llama", "softmax"], 6), "ssmax-pn")):
         assert says in init_from(data, source, "--attn", name, "--seq-len", 16, code=2)
     assert says in init_from(data, trained, "--attn-switch", "0:ssmax-pn", "--attn", "softmax", "--seq-len", 16, code=2)
