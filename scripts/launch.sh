@@ -98,7 +98,7 @@ here=$ranks    # on the machine with the most
 names=()
 flags=(-np "$ranks" --map-by slot:OVERSUBSCRIBE --bind-to none)
 if [ -n "${HOSTFILE:-}" ]; then
-    [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: cannot be read."
+    [ -f "$HOSTFILE" ] && [ -r "$HOSTFILE" ] || usage "HOSTFILE=$HOSTFILE: expected a file that can be read."
     ! LC_ALL=C grep -qa $'[\001-\010\013-\037]' "$HOSTFILE" ||
         usage "HOSTFILE=$HOSTFILE: has control characters. If they are Windows line ends: sed -i 's/\r\$//' $HOSTFILE"
     all=0 most=0 hosts=
@@ -108,6 +108,7 @@ if [ -n "${HOSTFILE:-}" ]; then
       done; } < <(list_machines)
     machines=${#names[@]}
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
+    [[ " ${names[*]}" != *" -"* ]] || usage "HOSTFILE=$HOSTFILE: the name of a machine begins with \"-\", as an option of ssh does."
     if [ "$ranks" -gt "$all" ]; then here=$(((ranks + machines - 1) / machines))
     elif [ "$ranks" -gt "$most" ]; then here=$most; fi
     if [ "$how" = given ]; then flags+=(--hostfile "$HOSTFILE"); else flags+=(--host "${hosts#,}"); fi

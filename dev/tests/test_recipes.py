@@ -442,6 +442,13 @@ def test_machines_that_cannot_be_reached(launcher, tmp_path):
          "node-a: No route to node-a\n")
 
 
+def test_a_hostfile_with_an_option_of_ssh(launcher, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"-oProxyCommand=touch${{IFS}}{tmp_path}/ran slots=4\n")
+    said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
+    assert 'begins with "-"' in said and not (tmp_path / "ran").exists()
+
+
 def test_a_hostfile_from_windows(launcher, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"node-a slots=4\t# caf\xc3\xa9\r\n")
