@@ -8,7 +8,6 @@ Nothing here holds more of a file than a few times `limit`, the size of the larg
 """
 import bz2
 import codecs
-import errno
 import fnmatch
 import functools
 import gzip

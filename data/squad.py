@@ -8,7 +8,6 @@ end-of-text. Only the answer and the end-of-text after it count in the loss. Que
 and documents that do not fit into --max-tokens are skipped.
 """
 import itertools
-import json
 from dataclasses import dataclass
 
 import shards    # first, because it says what to do if packages are missing

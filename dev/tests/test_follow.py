@@ -68,7 +68,7 @@ def start(*words, **env):
 
 
 def follow(*words, code=0, **env):
-    """A call that ends by itself. Those for wandb are processes, because of the stub."""
+    """Runs follow.py until it ends by itself. With --wandb it needs a process, which imports the stub."""
     if "--wandb" in words:
         process = start(*words, **env)
         out, err = process.communicate(timeout=60)
