@@ -318,7 +318,7 @@ def check(case, got, rope=None):
         for h, (a, b) in enumerate(zip(by_head(got[name]), by_head(want[name]))):
             error, norm = (a - b).norm().item(), b.norm().item()
             if plain is None:
-                floor = (1e-1 if single else 1e-2) * whole
+                floor = (2e-1 if single else 1e-2) * whole
                 allowed = (1e-5 * norm if name == "out"
                            else 1e-4 * max(norm, floor) + FLOAT_ROUNDING.get(case.attn, 0) * whole)
             else:       # with a single row, or a number that sums one rounding per row, PyTorch may be right by chance
@@ -614,13 +614,13 @@ LONG = [Case(attn, FLOAT, T, HS, B=1, NH=1)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_float32_on_tensor_cores_that_truncate(flash, flash_with, case):
     """With sums rounded toward zero, as on an H100, the error of float32 is about the same as with sums rounded to
-    nearest, at every length."""
+    nearest, at every length. The 3e-7 are for ds, one number, whose error may be small by chance."""
     x = inputs(case)
     truncated = by_flash(flash_with(MMA="hopper"), case, *x)
     check(case, truncated)
     nearest = errors(case, by_flash(flash, case, *x))
     for name, error in errors(case, truncated).items():
-        assert error <= 1.5 * nearest[name] + 1e-7, (f"{name}: off by {error:.3g}, but with sums rounded to nearest "
+        assert error <= 1.5 * nearest[name] + 3e-7, (f"{name}: off by {error:.3g}, but with sums rounded to nearest "
                                                      f"only by {nearest[name]:.3g}")
 
 
