@@ -35,6 +35,7 @@
 # Example: scripts/launch.sh 2 ./train_gpt2 --train-data "data/shakespeare/*_train_*.bin" --out out/two
 # See doc/ranks.md and doc/gpu.md.
 set -euo pipefail
+for fd in 0 1 2; do [ -e /dev/fd/$fd ] || eval "exec $fd<> /dev/null"; done    # closed ones would be those of pipes
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 usage() { echo "launch.sh: $1" >&2; echo "  Usage: scripts/launch.sh [--restart R] N program flags..." >&2; exit 2; }
@@ -84,10 +85,11 @@ list_machines() {
     awk -v ranks="$ranks" '
         /^[[:space:]]*(#|$)/ { next }
         !($1 in slots) { names[++n] = $1 }
-        !match($0, /[[:space:]]slots *= *[0-9]+/) { slots[$1]++; lines++; next }
-        { count = substr($0, RSTART, RLENGTH); sub(/.*=/, "", count); slots[$1] += count; given = 1 }
+        !match($0, /[[:space:]]slots[[:space:]]*(=[[:space:]]*[^[:space:]#]*)?/) { slots[$1]++; lines++; next }
+        { count = substr($0, RSTART, RLENGTH); sub(/.*=[[:space:]]*/, "", count); slots[$1] += count; given = 1 }
+        count !~ /^[1-9][0-9]*$/ || length(count) > 5 { wrong = $0 }
         END {
-            print (given ? "given" : "counted")
+            print (wrong ? wrong : given ? "given" : "counted")
             for (i = 1; i <= n; i++) print names[i], (given || lines > n ? slots[names[i]] : int((ranks + n - 1) / n))
         }' "$HOSTFILE"
 }
@@ -106,6 +108,7 @@ if [ -n "${HOSTFILE:-}" ]; then
       while read -r name count; do
           names+=("$name") hosts+=,$name:$count all=$((all + count)) most=$((count > most ? count : most))
       done; } < <(list_machines)
+    [[ $how == given || $how == counted ]] || usage "HOSTFILE=$HOSTFILE: $how: expected slots=K, a number from 1 to 99999."
     machines=${#names[@]}
     [ "$machines" -gt 0 ] || usage "HOSTFILE=$HOSTFILE: lists no machine."
     [[ " ${names[*]}" != *" -"* ]] || usage "HOSTFILE=$HOSTFILE: the name of a machine begins with \"-\", as an option of ssh does."
@@ -127,6 +130,17 @@ if [ -n "${HOSTFILE:-}" ]; then
     done
 fi
 [ "$(id -u)" -ne 0 ] || flags+=(--allow-run-as-root)
+
+# Where mpirun cannot open its pipes, or MPI its files of shared memory (4 MiB each), they hang.
+files=$((64 + 5 * here)) size=$(ulimit -f)
+if [ "$ranks" -gt 1 ] && [ "$(ulimit -n)" != unlimited ] && [ "$(ulimit -n)" -lt "$files" ] && ! ulimit -Sn "$files" 2> /dev/null; then
+    echo "launch.sh: $here ranks need $files open files, but the limit is $(ulimit -n). Raise it: ulimit -n 4096" >&2
+    exit 4
+fi
+if [ "$ranks" -gt 1 ] && [ "$size" != unlimited ] && [ "$size" -lt 8192 ]; then
+    echo "launch.sh: MPI needs files of 8192 KiB, but the limit is $size. Raise it: ulimit -f unlimited" >&2
+    exit 4
+fi
 
 # By default, Open MPI binds a rank with all its threads to one core, and threads that wait for work and ranks that
 # wait for a message spin. With more of these than free cores, a parallel region takes a whole time slice, hundreds
@@ -160,34 +174,45 @@ watch_errors() {
 }
 job=
 lost=        # a rank has reported such a machine
-vanished=    # the process that then ends mpirun
+vanished=    # and mpirun is to end
+killer=      # the process that will kill mpirun
 clients=     # mpirun's children, which may outlive it and would hold our output open
+children() { cat /proc/"$1"/task/*/children 2> /dev/null || true; }
+end_later() {
+    [ -z "$killer" ] || return 0
+    clients=$(children "$job")
+    { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $clients; } > /dev/null 2>&1 &
+    killer=$!
+}
 end_soon() {
     lost=
-    [ -n "$watcher" ] && [ -z "$vanished" ] || return 0    # no watcher: the report came after the end of its job
-    clients=$(cat /proc/"$job"/task/*/children 2> /dev/null || true)
-    { sleep $((2 * ${GRACE:-2} + 5)); kill -KILL "$job" $clients; } > /dev/null 2>&1 &
-    vanished=$!
+    [ -n "$watcher" ] || return 0    # the report came after the end of its job
+    vanished=1
+    end_later
 }
 trap lost=1 PROF    # not ALRM, which bash uses for the limit of read
 
 # If a rank dies while it connects to mpirun, mpirun can deadlock on its way out, after all ranks have ended (Open MPI
-# 4.1 with PMIx 4.2). So mpirun is killed once its children have ended and it has not followed them for 10 seconds.
+# 4.1 with PMIx 4.2). So mpirun is killed once its children have ended and it has not followed them for 10 seconds; if it
+# cannot start any, after a minute; and 10 seconds after launch.sh was killed, if it ignores that.
 watch_children() {
-    local idle=0 line fields children
+    local idle=0 most=10 ranks
     trap '' INT TERM HUP USR1
-    while [ "$idle" -lt 10 ]; do
+    while [ "$idle" -lt "$most" ]; do
         sleep 1
-        read -r line < /proc/"$1"/stat || return
-        read -ra fields <<< "${line##*) }"
-        children=$(cat /proc/"$1"/task/*/children)
-        if living $children; then
-            idle=0
-        elif [ -n "$children" ] || [ "${fields[8]}" -gt 0 ]; then    # cminflt > 0: it has had children and waited for them
-            idle=$((idle + 1))
-        fi
+        kill -0 "$1" || return
+        ranks=$(children "$1")
+        if living $$ && living $ranks; then idle=0; else idle=$((idle + 1)); fi
+        if living $$ && ! has_started "$1"; then most=60; else most=10; fi
     done
-    kill -VTALRM $$
+    if living $$; then kill -VTALRM $$; else kill -KILL "$1" $ranks; fi
+}
+# Has mpirun ended, or has it children, or had some and waited for them (cminflt > 0)?
+has_started() {
+    local line fields
+    read -r line 2> /dev/null < /proc/"$1"/stat || return 0
+    read -ra fields <<< "${line##*) }"
+    [ "${fields[8]}" -gt 0 ] || [ -n "$(children "$1")" ]
 }
 # Is one of these processes more than a zombie?
 living() {
@@ -219,17 +244,25 @@ interrupt() {
     stopped=1 asked=1
 }
 trap interrupt INT
+passed=     # the signal that the job got
 pass_on() {
     asked=
-    kill "-$signal" "$job" 2> /dev/null || true
+    [ "$signal" != "$passed" ] || return 0
+    passed=$signal
+    [ "$signal" = USR1 ] || end_later
     # mpirun drops a signal for ranks that it has not started yet, so a young job gets it again; but not once its ranks
-    # have ended, because it would die of it instead of returning their exit code.
-    if [ "$ranks" -gt 1 ] && [ $((SECONDS - began)) -lt 3 ]; then
+    # have ended, because it would die of it instead of returning their exit code. Without any rank, it is killed.
+    if [ "$ranks" -eq 1 ] || [ "$machines" -gt 1 ] || living $(children "$job"); then
+        kill "-$signal" "$job" 2> /dev/null || true
+    fi
+    if [ "$ranks" -gt 1 ] && { [ $((SECONDS - began)) -lt 3 ] || ! has_started "$job"; }; then
         {
             for pause in 1 2; do
                 sleep $pause
-                if kill -0 $$ && living $(cat /proc/"$job"/task/*/children); then kill "-$signal" "$job"; fi
+                if kill -0 $$ && living $(children "$job"); then kill "-$signal" "$job"; fi
             done
+            sleep 2
+            [ "$machines" -gt 1 ] || has_started "$job" || kill -VTALRM $$
         } > /dev/null 2>&1 &
     fi
 }
@@ -279,7 +312,7 @@ reach_machines() {
 
 # Runs the job once. Sets status to its exit code.
 run_job() {
-    lost=
+    lost= vanished= killer= passed=
     reach_machines || { status=6; return; }
     if [ "$machines" -gt 1 ]; then
         exec {errors}> >(watch_errors)
@@ -303,13 +336,12 @@ run_job() {
         wait "$guard" 2> /dev/null || true
     fi
     if [ -n "$deadlock" ]; then
-        echo "launch.sh: mpirun was still running 10 s after all ranks had ended, and was killed." >&2
+        echo "launch.sh: mpirun was still running 10 s after all ranks had ended, or started none, and was killed." >&2
         status=6
     fi
+    [ -z "$killer" ] || kill "$killer" 2> /dev/null || true
     if [ -n "$vanished" ]; then
-        kill "$vanished" 2> /dev/null || true
         kill -KILL $clients 2> /dev/null || true
-        vanished=
         status=6
     elif [ -n "$watcher" ]; then
         wait "$watcher" || true

@@ -449,6 +449,13 @@ def test_a_hostfile_with_an_option_of_ssh(launcher, tmp_path):
     assert 'begins with "-"' in said and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("slots", ["slots=0", "slots=-2", "slots=4x", "slots=", "slots", "slots=1000000"])
+def test_slots_that_are_no_numbers(launcher, tmp_path, slots):
+    hosts = hostfile(tmp_path, f"node-a slots=4\nnode-b {slots} # of 8\nnode-c slots=4 max_slots=0\n")
+    said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts})
+    says(said, f"node-b {slots} # of 8: expected slots=K, a number from 1 to 99999.")
+
+
 def test_a_hostfile_from_windows(launcher, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"node-a slots=4\t# caf\xc3\xa9\r\n")

@@ -2,6 +2,7 @@
 restarted."""
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 import machines
-from jobs import line_count, ranks_of, wait_for
+from jobs import alive, line_count, ranks_of, wait_for
 from trainer import LAUNCH, STOP_SIGNALS, assert_same_run, command, environment, train
 
 STEPS = 1000
@@ -112,7 +113,7 @@ def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
     mpirun.write_text(f"#!/bin/sh\n{waits}\nexec sleep 1000\n")
     mpirun.chmod(0o755)
     text = launch("--restart", restarts, 2, "true", "--out", "x", code=6, MPIRUN=str(mpirun))
-    assert text.count("mpirun was still running 10 s after all ranks had ended, and was killed") == restarts + 1
+    assert text.count("mpirun was still running 10 s after all ranks had ended, or started none, and") == restarts + 1
     assert ("Restart 1 of 1" in text) == bool(restarts)
 
 
@@ -132,6 +133,55 @@ def test_a_stop_that_mpirun_drops(tmp_path, dropped):
     wait_for((tmp_path / "started").exists, "mpirun")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 75
+
+
+def test_stops_after_the_first(tmp_path):
+    """mpirun gets one signal, because another one would end it once its ranks have ended."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"""#!/bin/bash
+        sleep 60 & rank=$!
+        trap 'kill $rank; trap - USR1; sleep 1; exit 75' USR1
+        sleep 4
+        touch {tmp_path}/started
+        while :; do sleep 0.1; done""")
+    mpirun.chmod(0o755)
+    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
+                               preexec_fn=machines.end_with_parent)
+    wait_for((tmp_path / "started").exists, "mpirun")
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.01)
+    assert process.returncode == 75
+
+
+@pytest.mark.parametrize("starts, signals, code", [("", [signal.SIGTERM], 6), ("", [signal.SIGKILL], -9),
+                                                   ("sleep 1000 &", [signal.SIGINT] * 2, 137)])
+def test_an_mpirun_that_no_signal_ends(tmp_path, starts, signals, code):
+    """As when it could not start its ranks."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\ntrap '' USR1 USR2\n{starts}\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
+    mpirun.chmod(0o755)
+    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
+                               preexec_fn=machines.end_with_parent)
+    wait_for((tmp_path / "pid").exists, "mpirun")
+    for number in signals:
+        time.sleep(1.2)
+        process.send_signal(number)
+    assert process.wait(20) == code
+    wait_for(lambda: not alive((tmp_path / "pid").read_text().strip()), "the end of mpirun", 20)
+
+
+@pytest.mark.parametrize("kind, size, says", [("NOFILE", 30, "2 ranks need 74 open files, but the limit is 30"),
+                                              ("FSIZE", 1024, "needs files of 8192 KiB, but the limit is 1")])
+def test_limits_under_which_mpirun_hangs(kind, size, says):
+    number = getattr(resource, f"RLIMIT_{kind}")
+    done = subprocess.run([str(LAUNCH), "2", "true"], capture_output=True, text=True, env=environment(),
+                          preexec_fn=lambda: resource.setrlimit(number, (size, size)), timeout=20)
+    assert done.returncode == 4 and says in done.stderr, done.stderr
+
+
+def test_closed_outputs():
+    assert subprocess.run(f"MPIRUN=echo {LAUNCH} 2 true >&- 2>&-", shell=True).returncode == 0
 
 
 def failing(tmp_path, *codes):
