@@ -57,26 +57,31 @@ static bool fault_hit(int fd, const void *data, size_t size) {
 #endif
 
 static ssize_t act_write(int fd, const void *data, size_t size) {
+    activity_progress();
     if (fault_hit(fd, data, size)) return -1;
     return write(fd, data, size);
 }
 
 static int act_fsync(int fd) {
+    activity_progress();
     if (fault_hit(-1, NULL, 0)) return -1;
     return fsync(fd);
 }
 
 static int act_rename(int folder, const char *from, const char *to) {
+    activity_progress();
     if (fault_hit(-1, NULL, 0)) return -1;
     return renameat(folder, from, folder, to);
 }
 
 static int act_mkdir(int folder, const char *path) {
+    activity_progress();
     if (fault_hit(-1, NULL, 0)) return -1;
     return mkdirat(folder, path, 0777);
 }
 
 static int act_remove(int folder, const char *path, bool is_folder) {
+    activity_progress();
     if (fault_hit(-1, NULL, 0)) return -1;
     return unlinkat(folder, path, is_folder ? AT_REMOVEDIR : 0);
 }
@@ -190,7 +195,6 @@ bool file_write(File *file, const void *data, size_t size, Error *error) {
             snprintf(act, sizeof act, "writing %zu bytes at offset %" PRIu64, piece, file->size);
             return write_error(error, file->path, act);
         }
-        activity_progress();
         if (file->hash) XXH3_128bits_update(file->state, at, (size_t)written);
         file->size += (uint64_t)written;
         at += written;
