@@ -13,6 +13,7 @@
 #   OMP_NUM_THREADS=K    threads per rank; otherwise this machine's cores divided by its number of ranks, or fewer
 #                        if a container's CPU quota allows fewer
 #   GRACE=2              after an error: seconds until mpirun tells the other ranks to end, and then until it kills them
+#   LATE=70              seconds that ranks on one machine may run on after the first has ended; then they are killed
 #   MPIRUN=mpirun        a different mpirun, optionally followed by flags for it
 #
 # Ctrl-C, SIGTERM, SIGHUP (sent when the terminal closes) or SIGUSR1 lets the program save a checkpoint, however long
@@ -194,18 +195,30 @@ trap lost=1 PROF    # not ALRM, which bash uses for the limit of read
 
 # If a rank dies while it connects to mpirun, mpirun can deadlock on its way out, after all ranks have ended (Open MPI
 # 4.1 with PMIx 4.2). So mpirun is killed once its children have ended and it has not followed them for 10 seconds; if it
-# cannot start any, after a minute; and 10 seconds after launch.sh was killed, if it ignores that.
+# cannot start any, after a minute; and 10 seconds after launch.sh was killed, if it ignores that. And it would wait
+# forever for a rank that is stuck when the others have ended, or that waits for one that ended before it started MPI.
 watch_children() {
-    local idle=0 most=10 ranks
+    local idle=0 most=10 late=0 alive left
     trap '' INT TERM HUP USR1
     while [ "$idle" -lt "$most" ]; do
         sleep 1
         kill -0 "$1" || return
-        ranks=$(children "$1")
-        if living $$ && living $ranks; then idle=0; else idle=$((idle + 1)); fi
+        alive=() left=
+        for pid in $(children "$1"); do ! living "$pid" || alive+=("$pid"); done
+        if living $$ && [ ${#alive[@]} -gt 0 ]; then idle=0; else idle=$((idle + 1)); fi
         if living $$ && ! has_started "$1"; then most=60; else most=10; fi
+        [ ${#alive[@]} -ge "$ranks" ] || left=$(ranks_of "${alive[@]}")
+        if [ -n "$left" ]; then late=$((late + 1)); else late=0; fi
+        if [ "$late" -ge "${LATE:-70}" ]; then
+            echo "launch.sh: $late s ago the first of these ranks ended:" $(seq 0 $((ranks - 1)) | grep -vxF "$left"). \
+                "The others wait for them or hang, and are killed:" $left >&3
+            kill -KILL "${alive[@]}"
+        fi
     done
-    if living $$; then kill -VTALRM $$; else kill -KILL "$1" $ranks; fi
+    if living $$; then kill -VTALRM $$; else kill -KILL "$1" "${alive[@]}"; fi
+}
+ranks_of() {
+    for pid; do tr '\0' '\n' < /proc/"$pid"/environ; done 2> /dev/null | sed -n 's/^OMPI_COMM_WORLD_RANK=//p'
 }
 # Has mpirun ended, or has it children, or had some and waited for them (cminflt > 0)?
 has_started() {
@@ -327,7 +340,7 @@ run_job() {
     local guard=
     deadlock=
     if [ "$ranks" -gt 1 ] && [ "$machines" -eq 1 ]; then
-        watch_children "$job" > /dev/null 2>&1 &
+        watch_children "$job" 3>&2 > /dev/null 2>&1 &
         guard=$!
     fi
     wait_for_job

@@ -3,6 +3,7 @@ restarted."""
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -169,6 +170,16 @@ def test_an_mpirun_that_no_signal_ends(tmp_path, starts, signals, code):
         process.send_signal(number)
     assert process.wait(20) == code
     wait_for(lambda: not alive((tmp_path / "pid").read_text().strip()), "the end of mpirun", 20)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun")
+def test_a_rank_that_ends_long_before_the_others(tmp_path):
+    """As one that has --help, or that hangs once it has left MPI."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 1 ] || exec sleep 1000\n")
+    program.chmod(0o755)
+    text = launch(3, program, code=137, LATE="2")
+    assert "launch.sh: 2 s ago the first of these ranks ended: 1. The others" in text and "are killed: 0 2\n" in text
 
 
 @pytest.mark.parametrize("kind, size, says", [("NOFILE", 30, "2 ranks need 74 open files, but the limit is 30"),
