@@ -106,6 +106,10 @@ endif
 BUILT_FOR := $(shell $(CC) -march=$(MARCH) $(CFLAGS) -dM -E -x c /dev/null | sed -nE \
   's/^.define __(AVX|AVX2|FMA|BMI2|AVX512F|AVX512BW|AVX512DQ|AVX512VL|AVX512VNNI|AVX512BF16)__ 1/\1/p' | tr A-Z a-z | sed 's/.*/X("&")/' | sort)
 
+# A checksum of what decides the code, with the processor that -march=native stands for.
+codegen   = $(filter -O% -f% -m% --param=%,$(C_FLAGS) -march=$(MARCH) $(VECTORS) $(SANITIZE) $(CFLAGS))
+flags_sum = $(firstword $(shell { echo '$(codegen)'; $(CC) $(codegen) -dM -E -x c /dev/null; } | cksum))
+
 BUILD   ?= build$(if $(filter 1,$(SAN)),/san)$(if $(ATTN),/$(ATTN))
 KERNELS  = $(BUILD)$(if $(filter 1,$(TSAN)),/tsan)
 BIN     ?= $(if $(filter build,$(KERNELS)),.,$(KERNELS))
@@ -187,7 +191,7 @@ $(BUILD)/link_flags: FORCE
 $(BUILD)/attention/modeling.o: attention/modeling_attn_gpt.py
 $(BUILD)/eval/cities.o: data/cities.txt
 $(BUILD)/runtime/cpu.o: private CC_FLAGS := $(filter-out -march=%,$(CC_FLAGS)) '-DBUILT_FOR=$(BUILT_FOR)'
-$(BUILD)/runtime/version.o: private CC_FLAGS += '-DCOMMIT="$(COMMIT)"'
+$(BUILD)/runtime/version.o: private CC_FLAGS += '-DCOMMIT="$(COMMIT)"' '-DFLAGS_SUM="$(flags_sum)"'
 $(BUILD)/runtime/version.o: $(BUILD)/commit
 
 # So that a build without libsodium compiles only a few files.

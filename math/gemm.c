@@ -147,8 +147,9 @@ void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, floa
 #endif
 
 GemmLibrary gemm_library(void) {
-    GemmLibrary library;
+    GemmLibrary library = {0};
 #if defined(USE_ONEDNN)
+    library.instructions = dnnl_get_effective_cpu_isa();
     snprintf(library.name, sizeof library.name, "oneDNN %d.%d", dnnl_version()->major, dnnl_version()->minor);
 #elif defined(USES_CBLAS)
     strcpy(library.name, "CBLAS");

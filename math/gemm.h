@@ -46,7 +46,8 @@ void gemm(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real
 void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, real beta, real *C, size_t ldc);
 
 typedef struct {
-    char name[32];    // "oneDNN 2.6", "CBLAS" or "built-in loops"
+    char name[32];       // "oneDNN 2.6", "CBLAS" or "built-in loops"
+    int instructions;    // oneDNN's choice for this processor; otherwise 0
 } GemmLibrary;
 GemmLibrary gemm_library(void);
 

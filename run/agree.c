@@ -5,9 +5,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "math/gemm.h"
 #include "model/model.h"
 #include "runtime/error.h"
 #include "runtime/process.h"
+#include "runtime/version.h"
 
 // Each rank may have its own path to the same data or model, and only rank 0 uses those of --out and --matmuls. But all
 // ranks have such a flag, or none.
@@ -55,6 +57,7 @@ static void add_model(cJSON *facts, const ModelConfig *config) {
 static cJSON *common_facts(const Run *run) {
     cJSON *facts = cJSON_CreateObject();
     cJSON_AddStringToObject(facts, "the program", program_name);
+    cJSON_AddStringToObject(facts, "the build", version_build());
     add_flags(facts, &run->o);
     add_model(facts, run->config);
     cJSON_AddStringToObject(facts, "the normalizer before the start", run->loaded.text[0] ? run->loaded.text : "none");
@@ -82,6 +85,18 @@ static bool same_facts(const cJSON *names, const cJSON *mine, const cJSON *first
     return true;
 }
 
+// Different processors may share a build, but oneDNN has code of its own for each.
+static void check_same_matmuls(void) {
+    const GemmLibrary mine = gemm_library();
+    GemmLibrary first = mine;
+    process_broadcast(&first, sizeof first);
+    int64_t other = process_max_int(memcmp(&mine, &first, sizeof mine) != 0 ? process.rank : 0);
+    if (other)
+        warn("the matmuls of rank %lld use other instructions than those of rank 0: its processor, its oneDNN or\n"
+             "  ONEDNN_MAX_CPU_ISA differs. The run is valid, but its last bits depend on where each rank runs.",
+             (long long)other);
+}
+
 void check_same_on_all_ranks(const Run *run) {
     Error error;
     if (process.size == 1) return;
@@ -98,6 +113,7 @@ void check_same_on_all_ranks(const Run *run) {
     free(text);
     cJSON_Delete(mine);
     cJSON_Delete(first);
+    if (!run->program->gpus) check_same_matmuls();
 }
 
 void check_same_start(const Run *run) {

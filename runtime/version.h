@@ -10,4 +10,8 @@
 // Adds what writes a file: "program", "version" and "commit".
 void version_add(cJSON *json);
 
+// The commit, the compiler, and a checksum of its flags and the instruction sets that they imply. The ranks of a run
+// need the same, because each updates its weights by itself.
+const char *version_build(void);
+
 #endif

@@ -940,6 +940,20 @@ def test_ranks_that_differ(data, tmp_path, name):
     assert text.count("train_gpt2: rank") == 1 and not (tmp_path / "out").exists(), text
 
 
+def test_ranks_of_different_builds(data, tmp_path):
+    """Other instructions of the same build's matmuls are a warning."""
+    ours, other = TRAIN.read_bytes(), tmp_path / "other"
+    other.write_bytes(ours.replace(b"of commit ", b"of commit_"))
+    other.chmod(0o755)
+    program = tmp_path / "program"
+    for second, code, message in ((other, USAGE, "rank 1: the build is of commit_"),
+                                  (f"env ONEDNN_MAX_CPU_ISA=SSE41 {TRAIN}", 0, "the matmuls of rank 1 use other")):
+        program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 1 ] || exec {TRAIN} "$@"\nexec {second} "$@"\n')
+        program.chmod(0o755)
+        text = train(data, "--steps", 1, processes=2, program=program, code=code)
+        assert (message in text) == (code == USAGE or b"libdnnl" in ours), text
+
+
 def test_only_one_rank_has_a_run_folder(data, tmp_path):
     """The others would not save with it."""
     program = on_each_rank(tmp_path / "program", f"--out {tmp_path}/out", "")
