@@ -31,9 +31,7 @@ bool folder_lock(int *lock, const char *out, bool create, Error *error) {
     if (!create && access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR)) return true;
     const char *reason;
     int fd = own_open(path, O_RDWR | (create ? O_CREAT : 0), &reason);
-    if (fd < 0)
-        return error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  %s", path, reason,
-                         file_remedy(errno, "Choose another --out, or get write permission for this one."));
+    if (fd < 0) return error_set(error, EXIT_RESOURCE, "%s: cannot write it: %s.\n  %s", path, reason, own_remedy());
     bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
     if (!locked && errno != EWOULDBLOCK) {
         error_set(error, EXIT_RESOURCE, "%s: cannot lock it: %s.\n  Choose an --out on a file system with locks.", path,

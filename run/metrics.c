@@ -45,8 +45,7 @@ static off_t whole_lines(int fd) {
 }
 
 static bool cannot_open(Error *error, const char *path, const char *reason) {
-    return error_set(error, EXIT_RESOURCE, "%s: cannot open it for writing: %s.\n  %s", path, reason,
-                     file_remedy(errno, "Choose another --out, or get write permission for this one."));
+    return error_set(error, EXIT_RESOURCE, "%s: cannot open it for writing: %s.\n  %s", path, reason, own_remedy());
 }
 
 Metrics *metrics_open(const char *path, Error *error) {

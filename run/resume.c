@@ -39,8 +39,7 @@ static int64_t state_whole(State state, const char *name, int64_t least, int64_t
     if (json_u64(cJSON_GetObjectItemCaseSensitive(state.json, name), &value) && value >= (uint64_t)least &&
         value <= (uint64_t)most)
         return (int64_t)value;
-    if (least == most) snprintf(expected, sizeof expected, "%lld", (long long)least);
-    else snprintf(expected, sizeof expected, "a whole number from %lld to %lld", (long long)least, (long long)most);
+    snprintf(expected, sizeof expected, "a whole number from %lld to %lld", (long long)least, (long long)most);
     wrong_state(state, name, expected);
 }
 
@@ -74,9 +73,12 @@ static void read_owed(Run *run, State owed) {
 
 // The counter that random numbers depend on, besides the seed, is the step.
 static void check_random(const Run *run, State random) {
-    const cJSON *seed = cJSON_GetObjectItemCaseSensitive(random.json, "seed");
-    if (!cJSON_IsNumber(seed) || seed->valuedouble != (double)run->o.seed)
-        wrong_state(random, "seed", "that of run.json");
+    double seed = state_number(random, "seed", -DBL_MAX, DBL_MAX);
+    if (seed != (double)run->o.seed)
+        fail(EXIT_INPUT,
+             "%s: the run has the seed %.0f, but its run.json says %lld.\n"
+             "  If run.json was edited, restore the seed there; otherwise the checkpoint is damaged.",
+             random.path, seed, (long long)run->o.seed);
 }
 
 // Reads state.json. step: that of the checkpoint's name
@@ -88,7 +90,12 @@ static void read_state(Run *run, const char *folder, uint64_t step) {
     cJSON *json = json_read(path, JSON_SMALL, &error);
     if (!json) fail_with(&error);
     const State state = {json, path};
-    run->step = state_whole(state, "step", (int64_t)step, (int64_t)step);
+    run->step = state_whole(state, "step", 0, most);
+    if (run->step != (int64_t)step)
+        fail(EXIT_INPUT,
+             "%s: \"step\": expected %llu, as in the folder's name, found %lld.\n"
+             "  If the folder was renamed or copied, rename it back or remove it; otherwise the checkpoint is damaged.",
+             path, (unsigned long long)step, (long long)run->step);
     run->tokens = state_whole(state, "tokens", 0, most);
     run->sequence = (uint64_t)state_whole(state, "data_position", 0, most);
     run->schedule.rewarm = state_whole(state, "rewarm", 0, run->step);

@@ -40,6 +40,8 @@ void write_run(Run *run) {
 // The metrics line that is owed may already exist: the job that wrote it may have died before its next checkpoint.
 static bool open_metrics(Run *run, const char *path, Error *error) {
     int64_t last = run->owed ? run->step - 1 : run->step;
+    if (run->resumed && last > 0 && access(path, F_OK) != 0 && errno == ENOENT)
+        warn("%s: this file is missing. A new one begins with step %lld.", path, (long long)last + 1);
     return metrics_cut(path, last, error) && (run->metrics = metrics_open(path, error));
 }
 

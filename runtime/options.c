@@ -709,6 +709,14 @@ bool options_resume(Option *table, size_t count, const char *json, Error *error)
     Reasons forbidden = {0};
     if (!values) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
     bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "run.json: the saved flags are not a JSON object");
+    const cJSON *flag;
+    cJSON_ArrayForEach(flag, object) {
+        if (ok && !options_find(table, count, flag->string))
+            ok = error_set(error, EXIT_INPUT,
+                           "run.json: \"%.100s\": expected a flag of this program, found none of that name.\n"
+                           "  Resume with the version that wrote it, or remove it from \"arguments\".",
+                           flag->string);
+    }
     for (size_t i = 0; ok && i < count; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, table[i].name);
         if (!item || table[i].only_in) continue;

@@ -94,7 +94,7 @@ char *options_json(const Option *table, size_t count);
 // For --resume. `json` is the output of options_json() when the run started. Flags that are not given take the run's
 // values, except of `per_call`. Given flags whose values differ from the run's, and that are not `on_resume`, are an
 // error (EXIT_USAGE) that states both values of each; nothing is changed then. Flags that the run does not know keep
-// their values.
+// their values; those that the table does not know are an error (EXIT_INPUT).
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
 // Writes " Did you mean WORD?" for the one of `words` ("a|b|c") that `text` is probably a typo of, or "". Returns out.

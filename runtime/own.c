@@ -9,6 +9,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "runtime/file.h"
+
 int own_create(int folder, const char *name) {
     if (unlinkat(folder, name, 0) != 0 && errno != ENOENT) return -1;
     return openat(folder, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);    // O_EXCL follows no link
@@ -43,7 +45,13 @@ int own_open(const char *path, int flags, const char **reason) {
     *reason = reason_against(fd, path);
     if (!*reason) return fd;
     close(fd);
+    errno = EEXIST;
     return -1;
+}
+
+const char *own_remedy(void) {
+    if (errno == EEXIST || errno == EISDIR || errno == ELOOP) return "Remove it, or choose another --out.";
+    return file_remedy(errno, "Choose another --out, or get write permission for this one.");
 }
 
 static bool check_one(const char *path, const char *named, bool inside, Error *error) {

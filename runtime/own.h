@@ -15,8 +15,11 @@ extern "C" {
 int own_create(int folder, const char *name);
 
 // Opens a regular file that has no other name (hard link), and is not a link. `flags` are those of open(), among them
-// O_CREAT if it may be missing. Returns -1 with *reason set on error.
+// O_CREAT if it may be missing. Returns -1 with *reason and errno set on error: EEXIST if something else is there.
 int own_open(const char *path, int flags, const char **reason);
+
+// What to do about a file of the run folder that own_open() has just failed to open.
+const char *own_remedy(void);
 
 // Opens a folder that is not a link, in an open folder or (AT_FDCWD) at a path. Returns -1 with errno set on error.
 int own_folder(int folder, const char *name);

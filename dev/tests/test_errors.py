@@ -339,7 +339,8 @@ OWED = {"loss": 4, "lr": 0.01, "grad_norm": 123, "ms": 1, "tok_per_s": 1, "mfu":
                          ("ranks", 0), ("random", []), ("best_val_loss", 1e39), ("best_val_loss", -1), ("owed", 3)]),
     (lambda state: json.dumps({**state, "data_position": 17}), ["data_position", "4 x 4 after 4 steps", "17"]),
     (lambda state: json.dumps({**state, "tokens": 129}), ["tokens", "4 x 32", "129"]),
-    (lambda state: json.dumps({**state, "random": {"seed": 1}}), ["seed", "run.json"]),
+    (lambda state: json.dumps({**state, "random": {"seed": 1}}), ["has the seed 1, but its run.json says 1337"]),
+    (lambda state: json.dumps({**state, "step": 2}), ["found 2", "renamed or copied", "remove it"]),
     (lambda state: json.dumps({**state, "best_val_loss": 4, "best_step": 5}), ["best_step"]),
     (lambda state: json.dumps({**state, "owed": OWED}).replace("123", "1e999"), ["grad_norm", "expected a number"]),
     (lambda state: json.dumps({**state, "owed": OWED | {"lr": -1}}), ["lr", "expected a number"]),
@@ -378,6 +379,7 @@ def test_missing_moment(data, run):
      ["batch", "whole number", "damaged"]),
     (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "dtype": "fp8"}}),
      ["dtype", "fp32|bf16", "damaged"]),
+    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "zzz": 1}}), ['"zzz": expected a flag']),
 ])
 def test_malformed_run_json(data, run, change, parts):
     path = run / "run.json"
@@ -386,6 +388,11 @@ def test_malformed_run_json(data, run, change, parts):
 
 
 # ---- the run folder
+
+
+def test_missing_metrics(data, run):
+    (run / "metrics.jsonl").unlink()
+    says(resume(data, run), "metrics.jsonl: this file is missing. A new one begins with step 5.")
 
 
 def test_run_without_resume(data, run):
@@ -560,13 +567,15 @@ def put(path, what, victim):
     path.unlink(missing_ok=True)
     if what == "pipe":
         os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
     elif what == "hard link":
         os.link(victim, path)
     else:
         path.symlink_to(victim if what == "link" else victim.with_name("new"))
 
 
-@pytest.mark.parametrize("what", ["link", "link to nothing", "hard link", "pipe"])
+@pytest.mark.parametrize("what", ["link", "link to nothing", "hard link", "pipe", "folder"])
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "samples.txt"])
 def test_nothing_is_appended_through_a_link(data, tmp_path, name, what):
     out, victim = tmp_path / "out", tmp_path / "victim"
@@ -576,7 +585,8 @@ def test_nothing_is_appended_through_a_link(data, tmp_path, name, what):
     put(out / name, what, victim)
     samples = name == "samples.txt"
     text = train(data, "--steps", 1, "--sample-every", 1, "--out", out, code=0 if samples else RESOURCE, timeout=30)
-    says(text, out / name, "cannot", what.split(" to ")[0] if what != "pipe" or name != "samples.txt" else "")
+    says(text, out / name, "cannot", "" if samples else "Remove it, or choose another --out.",
+         what.split(" to ")[0] if "link" in what or what == "pipe" and not samples else "")
     assert victim.read_text() == before and not (tmp_path / "new").exists()
 
 
