@@ -153,17 +153,11 @@ static const float *observe_sequence(Computer *c, Observer *o, const int32_t *to
 
 _Static_assert(SHARED_BLOCK % PREFILL_ROWS == 0, "prompts share whole blocks of the decoder");
 
-// How many of a prompt's tokens the cache holds already.
-static size_t cached_tokens(const Computer *c, const NeedleTrial *t) {
-    (void)c;
-    return t->shared;
-}
-
 // Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.
 static const float *prompt_logits(Computer *c, Needle *n) {
     const NeedleTrial *t = &n->trial;
     Decoder *d = &c->decoder;
-    size_t cached = cached_tokens(c, t), at = cached;
+    size_t cached = t->shared, at = cached;
     for (; t->count - at > SHARED_BLOCK; at += SHARED_BLOCK) {
         decode_span(d, t->tokens + at, SHARED_BLOCK, 0, at);
         bar_within(c->bar, at + SHARED_BLOCK - cached, t->count - cached);

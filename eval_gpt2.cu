@@ -304,12 +304,6 @@ static const float *last_logits(Computer *c, size_t T) {
     return c->logits;
 }
 
-// How many of a prompt's tokens the device holds from the trial before.
-static size_t cached_tokens(const Computer *c, const NeedleTrial *t) {
-    (void)c;
-    return t->shared;
-}
-
 // While one of these exists, T is each row's own length so far, as in the cached decoding of eval_gpt2.
 struct ByRow {
     AttentionList *attn, own;
@@ -353,7 +347,7 @@ static const float *prompt_logits(Computer *c, Needle *n) {
     size_t T = t->count;
     ByRow by_row(&c->config.attn);
     upload_tokens(c, t->tokens, NULL, 1, T);
-    c->model->from = cached_tokens(c, t);
+    c->model->from = t->shared;
     by_type(c, [&](auto *m) {
         model_embed(m, m->batch, 1, T);
         for (size_t l = 0; l < c->config.layers; l++) {

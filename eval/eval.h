@@ -28,8 +28,16 @@
 extern "C" {
 #endif
 
-// --task's choices, by name in eval_tasks.
-typedef enum { TASK_LOSS, TASK_POSITIONS, TASK_NEEDLE, TASK_ATTENTION, TASK_SCORES, TASK_CHOICE, TASK_COUNT } EvalTask;
+// --task's choices. X(KIND, name)
+#define EVAL_TASKS(X) \
+    X(TASK_LOSS, "loss") \
+    X(TASK_POSITIONS, "positions") \
+    X(TASK_NEEDLE, "needle") \
+    X(TASK_ATTENTION, "attention") \
+    X(TASK_SCORES, "scores") \
+    X(TASK_CHOICE, "choice")
+#define EVAL_TASK(kind, name) kind,
+typedef enum { EVAL_TASKS(EVAL_TASK) TASK_COUNT } EvalTask;
 extern const char *const eval_tasks[TASK_COUNT];
 typedef enum { PN_AS_LEARNED, PN_LOG } PnExtrapolation;
 typedef enum { EVAL_FP32, EVAL_BF16 } EvalType;

@@ -38,9 +38,10 @@ enum {
     MODEL_RUNS = LOSSES | NEEDLE | CHOICE | ATTENTION | PROMPTS
 };
 
-const char *const eval_tasks[TASK_COUNT] = {[TASK_LOSS] = "loss",     [TASK_POSITIONS] = "positions",
-                                            [TASK_NEEDLE] = "needle", [TASK_ATTENTION] = "attention",
-                                            [TASK_SCORES] = "scores", [TASK_CHOICE] = "choice"};
+#define TASK_NAME(kind, name) name,
+#define TASK_OR(kind, name) "|" name
+const char *const eval_tasks[TASK_COUNT] = {EVAL_TASKS(TASK_NAME)};
+static const char CHOICES[] = EVAL_TASKS(TASK_OR);    // after a "|"
 
 // "loss, positions or needle"
 static void name_tasks(unsigned uses, char *out, size_t size) {
@@ -174,7 +175,7 @@ void eval_open(Eval *e, ModelConfig *config, int argc, char **argv) {
          .help = "maximum number of tokens per length, in whole sequences, at least one (loss, positions)"},
         {"samples", OPT_INT, &o->samples, 1, 1e6, .arg = "N", .group = "Data", .uses = NEEDLE | ATTENTION,
          .help = "needle: needles per length and depth; attention: sequences, if there is no --prompt-file"},
-        {"task", OPT_CHOICE, &o->task, .choices = "loss|positions|needle|attention|scores|choice", .group = "Evaluation",
+        {"task", OPT_CHOICE, &o->task, .choices = &CHOICES[1], .group = "Evaluation",
          .help = "loss: the mean loss at each length; positions: also the loss at each position; needle: how often a number in a long text is found again; attention: where the heads attend, and maps; scores: the learned scalars; choice: accuracy in multiple choice"},
         {"prompt-file", OPT_TEXT, &o->prompt_file, .arg = "F", .group = "Evaluation", .uses = ATTENTION | PROMPTS,
          .help = "attention: a file with one prompt per line, instead of --data"},

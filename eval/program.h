@@ -109,7 +109,7 @@ static void run_needle(Evaluator *v) {
         // Each length has its own angles under ntk.
         if (t->length != length) use_angles(&v->c, &v->e, length = t->length, t->positions);
         const float *logits = prompt_logits(&v->c, n);
-        v->e.tokens += t->count - cached_tokens(&v->c, t);
+        v->e.tokens += t->count - t->shared;
         for (size_t position = t->count; needle_answer(n, logits); position++) {
             logits = next_logits(&v->c, n->token, position);
             v->e.tokens++;

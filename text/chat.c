@@ -91,16 +91,14 @@ static const struct {
 // clang-format on
 
 const ChatTemplate *chat_template(const char *name) {
-    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
+    for (size_t i = 0; i < COUNT(TEMPLATES); i++)
         if (strcmp(TEMPLATES[i].name, name) == 0) return &TEMPLATES[i];
-    }
     return NULL;
 }
 
 const char *chat_missing(const ChatTemplate *chat, const Tokenizer *tokenizer) {
-    for (size_t i = 0; i < COUNT(chat->special) && chat->special[i]; i++) {
+    for (size_t i = 0; i < COUNT(chat->special) && chat->special[i]; i++)
         if (tokenizer_special(tokenizer, chat->special[i]) < 0) return chat->special[i];
-    }
     return NULL;
 }
 
@@ -116,9 +114,8 @@ static const char *template_text(const cJSON *item) {
     if (!cJSON_IsArray(item)) return cJSON_GetStringValue(item);
     cJSON_ArrayForEach(entry, item) {
         const char *name = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "name"));
-        if (name && strcmp(name, "default") == 0) {
+        if (name && strcmp(name, "default") == 0)
             return cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "template"));
-        }
     }
     return NULL;
 }
@@ -142,9 +139,8 @@ static bool read_template(const char *folder, char **text, Error *error) {
 
 // The row of PUBLISHED with this hash, or -1.
 static int published(uint64_t hash) {
-    for (size_t i = 0; i < COUNT(PUBLISHED); i++) {
+    for (size_t i = 0; i < COUNT(PUBLISHED); i++)
         if (PUBLISHED[i].hash == hash) return (int)i;
-    }
     return -1;
 }
 
@@ -229,9 +225,8 @@ static const char *trim(const char *text, size_t *length) {
     size_t width;
     while (at < end && is_space(utf8_get(at, (size_t)(end - at), &width))) at += width;
     const uint8_t *last = at;
-    for (const uint8_t *next = at; next < end; next += width) {
+    for (const uint8_t *next = at; next < end; next += width)
         if (!is_space(utf8_get(next, (size_t)(end - next), &width))) last = next + width;
-    }
     *length = (size_t)(last - at);
     return (const char *)at;
 }
@@ -239,9 +234,8 @@ static const char *trim(const char *text, size_t *length) {
 const char *chat_kept(const ChatTemplate *chat, const char *answer, size_t *length) {
     static const char end[] = "</think>";
     size_t thought = 0;
-    for (size_t i = strlen(end); chat->forgets_thoughts && i <= *length; i++) {
+    for (size_t i = strlen(end); chat->forgets_thoughts && i <= *length; i++)
         if (memcmp(answer + i - strlen(end), end, strlen(end)) == 0) thought = i;
-    }
     while (thought && thought < *length && answer[thought] == '\n') thought++;
     answer += thought;
     *length -= thought;

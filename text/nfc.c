@@ -74,9 +74,8 @@ static void reorder(Character *c, size_t count) {
 
 // Returns the character that a pair is composed into, or 0.
 static uint32_t composed(uint32_t first, uint32_t second) {
-    if (first - L_BASE < L_COUNT && second - V_BASE < V_COUNT) {
+    if (first - L_BASE < L_COUNT && second - V_BASE < V_COUNT)
         return S_BASE + ((first - L_BASE) * V_COUNT + second - V_BASE) * T_COUNT;
-    }
     bool open = first - S_BASE < S_COUNT && (first - S_BASE) % T_COUNT == 0;
     if (open && second > T_BASE && second < T_BASE + T_COUNT) return first + second - T_BASE;
     for (size_t i = SEARCH(compositions, first, first); i < COUNT(compositions) && compositions[i].first == first;

@@ -49,9 +49,8 @@ static CharClass class_of(uint32_t code) {
 // than the pattern does.
 static bool is_number(uint32_t code) {
     if (class_of(code) == NUMBER) return true;
-    for (size_t i = 0; i < COUNT(more_numbers); i++) {
+    for (size_t i = 0; i < COUNT(more_numbers); i++)
         if (code >= more_numbers[i].first && code <= more_numbers[i].last) return true;
-    }
     return false;
 }
 

@@ -59,9 +59,8 @@ static void word_reserve(Word *w, size_t capacity) {
     w->next = malloc(capacity * sizeof(*w->next));
     w->prev = malloc(capacity * sizeof(*w->prev));
     w->heap = malloc(2 * capacity * sizeof(*w->heap));    // one pair per symbol; a merge removes one and adds two
-    if (!w->symbol || !w->next || !w->prev || !w->heap) {
+    if (!w->symbol || !w->next || !w->prev || !w->heap)
         fail(EXIT_RESOURCE, "out of memory to encode a word of %zu bytes.", capacity);
-    }
 }
 
 static void heap_push(Word *w, uint64_t key) {
@@ -222,9 +221,8 @@ static void encode_part(Encoder *e, TextPlace place, const uint8_t *s, size_t le
         size_t start = words.at;
         words_next(&words);
         encode_word(e->t, &e->word, text + start, words.at - start);
-        for (size_t i = 0; i < e->word.count; i++) {
+        for (size_t i = 0; i < e->word.count; i++)
             if (e->word.symbol[i] >= 0) put(e, e->word.symbol[i]);
-        }
     }
 }
 

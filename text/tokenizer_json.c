@@ -195,9 +195,8 @@ static bool check_kind(Opening *o) {
          "special false in added_tokens only where normalized, single_word, lstrip and rstrip are false"},
     };
     Reasons reasons = {0};
-    for (size_t i = 0; i < COUNT(rows); i++) {
+    for (size_t i = 0; i < COUNT(rows); i++)
         if (!rows[i].right) reasons_add(&reasons, "expected %s", rows[i].expected);
-    }
     check_text(o, &reasons);
     return !reasons.count ||
            error_set(o->error, EXIT_INPUT,
@@ -418,9 +417,8 @@ static int32_t id_in_vocab(const Opening *o, const char *name) {
     int byte = fallback_byte(o, name);
     char *room = o->t->bytes + o->t->bytes_used;    // has room for the name
     if (byte >= 0) return o->t->byte_id[byte];
-    if (bytes_of_name(o, name, length, room, &out_length)) {
+    if (bytes_of_name(o, name, length, room, &out_length))
         return (int32_t)*tokenizer_name_slot(o->t, room, out_length) - 1;
-    }
     const AddedName *added = find_added(o, name);
     return added ? added->id : -1;
 }
@@ -443,9 +441,7 @@ static void order_added(Tokenizer *t) {
     qsort(t->added, t->added_count, sizeof(*t->added), compare_added);
     for (size_t i = 0; i < t->added_count; i++) {
         int32_t prefix = (int32_t)i - 1;
-        while (prefix >= 0 && !starts_with(t->added[i].name, t->added[prefix].name)) {
-            prefix = t->added[prefix].prefix;
-        }
+        while (prefix >= 0 && !starts_with(t->added[i].name, t->added[prefix].name)) prefix = t->added[prefix].prefix;
         t->added[i].prefix = prefix;
     }
 }
