@@ -94,13 +94,15 @@ DEVICE void mbarrier_wait(Mbarrier *b, unsigned parity) {
     if constexpr (RANK == rank) \
         HOPPER_ASM("cp.async.bulk.tensor." #rank "d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {" \
                    coordinates "}], [%2];" ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(b)), __VA_ARGS__ \
-                   : "memory");
+                   : "memory")
 template <int RANK>
-DEVICE void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int (&at)[RANK]){
-    HOPPER_TMA(1, "%3", "r"(at[0])) HOPPER_TMA(2, "%3, %4", "r"(at[0]), "r"(at[1]))
-        HOPPER_TMA(3, "%3, %4, %5", "r"(at[0]), "r"(at[1]), "r"(at[2]))
-            HOPPER_TMA(4, "%3, %4, %5, %6", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]))
-                HOPPER_TMA(5, "%3, %4, %5, %6, %7", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]))}
+DEVICE void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int (&at)[RANK]) {
+    HOPPER_TMA(1, "%3", "r"(at[0]));
+    HOPPER_TMA(2, "%3, %4", "r"(at[0]), "r"(at[1]));
+    HOPPER_TMA(3, "%3, %4, %5", "r"(at[0]), "r"(at[1]), "r"(at[2]));
+    HOPPER_TMA(4, "%3, %4, %5, %6", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]));
+    HOPPER_TMA(5, "%3, %4, %5, %6, %7", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]));
+}
 #undef HOPPER_TMA
 
 // Contiguous copies, which belong to the bulk group that the same thread closes by bulk_commit(). Addresses and the
