@@ -20,7 +20,7 @@ static int post_of(FlashShape shape) {
     return NORMALIZER_POST(shape.normalizer);
 }
 
-static bool recenters(FlashShape shape) {
+static bool centers(FlashShape shape) {
     return post_centers(post_of(shape));
 }
 
@@ -31,13 +31,17 @@ bool flash90_is_denied(void) {
     return true;
 }
 
-// Has the current device the instructions of flash90.cuh?
+// Has this program the kernels of flash90.cuh, and the current device their instructions?
 static bool is_hopper(void) {
+#ifdef USE_HOPPER
     int device, major;
     if (flash90_is_denied()) return false;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     return major == 9;
+#else
+    return false;
+#endif
 }
 
 static int flash_of(const Normalizer *a, size_t element) {
@@ -48,11 +52,7 @@ static int flash_of(const Normalizer *a, size_t element) {
 static bool backward_is_90(FlashShape shape, size_t element) {
     const Normalizer *a = shape.normalizer;
     int instance = flash_of(a, element);
-    bool built = false;
-#ifdef USE_HOPPER
-    built = is_hopper();
-#endif
-    return built && flash90_has(instance) && (shape.VS == shape.HS || shape.HS == 128) &&
+    return is_hopper() && flash90_has(instance) && (shape.VS == shape.HS || shape.HS == 128) &&
            !phi_learns(NORMALIZER_PHI(a)) && flash90_backward_fits(flash_instances[instance].post, (int)shape.HS);
 }
 
@@ -60,7 +60,7 @@ static bool backward_is_90(FlashShape shape, size_t element) {
 // phi is signed, these errors add up over the row's keys to more than all other rounding.
 static bool keeps_rest(FlashShape shape, size_t element) {
     return element == 2 && phi_signed(NORMALIZER_PHI(shape.normalizer)) &&
-           (norm_is_sum(shape.normalizer->norm) || (recenters(shape) && post_sweeps_twice(post_of(shape))));
+           (norm_is_sum(shape.normalizer->norm) || (centers(shape) && post_sweeps_twice(post_of(shape))));
 }
 
 static bool keeps_along(FlashShape shape, size_t element) {
@@ -139,7 +139,7 @@ static FlashScratch scratch_of(FlashShape shape, size_t element) {
     place(&at.g, rows, sizeof(float));
     if (phi_learns(NORMALIZER_PHI(shape.normalizer))) place(&at.by_number, rows, sizeof(float));
     if (shape.normalizer->cap > 0) place(&at.offsets, shape.B * shape.T, sizeof(float));
-    if (recenters(shape)) {
+    if (centers(shape)) {
         place(&at.prefix, sequences * shape.T * shape.VS, sizeof(float));
         place(&at.segments, sequences * ((shape.T - 1) / SEGMENT + 1) * shape.VS, sizeof(float));
     }
@@ -198,7 +198,7 @@ static FlashCall<X> call_of(FlashShape shape, FlashInput<X> in, float *stats, vo
     call.g = (float *)(from + at.g);
     if (phi_learns(call.phi)) call.by_number = (float *)(from + at.by_number);
     if (call.cap > 0) call.offsets = (float *)(from + at.offsets);
-    if (recenters(shape)) call.prefix = (float *)(from + at.prefix);
+    if (centers(shape)) call.prefix = (float *)(from + at.prefix);
     return call;
 }
 

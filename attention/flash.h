@@ -180,9 +180,9 @@ inline constexpr FlashInstance flash_instances[] = {
 };
 #undef FLASH_INSTANCE
 
-// post=rectify costs a signed phi a few instructions per score, even if it is not used. Only expm1's instance
-// (softpick) supports it, and the instances that select phi at run time.
-constexpr bool flash_rectifies(int phi) {
+// Dropping negative f (post=rectify) costs a signed phi a few instructions per score, even if it is not used. Only
+// expm1's instance (softpick) supports it, and the instances that select phi at run time.
+constexpr bool flash_may_drop(int phi) {
     return phi == PHI_EXPM1 || phi == FLASH_ANY_PHI;
 }
 
@@ -192,7 +192,7 @@ constexpr int flash_find(size_t element, int phi, int post, bool capped) {
     const bool plain = post_is_plain(post), drops = plain && post_needs(post) & POST_VANISHES;
     for (int i = 0; i < FLASH_INSTANCE_COUNT; i++) {
         FlashInstance have = flash_instances[i];
-        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && !capped && (!drops || flash_rectifies(phi)));
+        bool phi_fits = have.phi == FLASH_ANY_PHI || (have.phi == phi && !capped && (!drops || flash_may_drop(phi)));
         if (have.element == element && phi_fits && have.post == (plain ? POST_NONE : post)) return i;
     }
     return -1;

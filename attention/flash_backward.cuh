@@ -85,7 +85,7 @@ DEVICE void matmul_wide(float (&d)[TILES][NT][4], const Own<X, HS, TILES, false>
 // A row's sums for the gradient of phi's number: of df df/dnumber or, with powers, the two with t and with sgn(f), as
 // for dq.
 struct NumberSum {
-    float t, less;
+    float t, sign;
 };
 
 // What a warp keeps in registers: its rows, their sums, and their queries and output gradients.
@@ -95,7 +95,7 @@ struct DqWarp {
     typedef typename Post<POST>::Row Row;
     enum { TILES = P::TILES, ROWS = 2 * TILES };
     Row row[ROWS];
-    float g[ROWS], less[ROWS];    // of dz s; of t (1 - r)
+    float g[ROWS], less_sum[ROWS];    // of dz s; of t (1 - r)
     NumberSum number[ROWS];
     float dq[TILES][HS / 8][4];
     float less_dq[splits_dq<X, HS, POST> ? TILES : 1][HS / 8][4];    // the second accumulator, see splits_dq
@@ -125,7 +125,7 @@ DEVICE void dq_powers(float (&d)[N], float (&along)[N], float *less_sum, NumberS
             float z = phi_input<PHI>(s[e], row[e / 2], offset(e / 2), call) * (1 / unit<X, PHI>);
             float by_number = phi_slope_by_number(phi, z, row[e / 2].number, f[e], along[e]);
             number_sum[e / 2].t += t * by_number;
-            number_sum[e / 2].less += is_signed ? signed_as<X>(by_number, f[e]) : by_number;
+            number_sum[e / 2].sign += is_signed ? signed_as<X>(by_number, f[e]) : by_number;
         }
         if (is_signed) along[e] = signed_as<X>(along[e], f[e]);
         if (hidden[e]) d[e] = along[e] = 0;
@@ -133,7 +133,7 @@ DEVICE void dq_powers(float (&d)[N], float (&along)[N], float *less_sum, NumberS
 }
 
 // d and along of a chunk become what dq_powers says, or, with less_first, d becomes dz in the second sweep.
-// first: the first of two sweeps, which only adds to own.less
+// first: the first of two sweeps, which only adds to own.less_sum
 template <bool MASKED, class X, int HS, int PHI, int POST, bool WIDE, int TILES, int NT, int ALONG>
 DEVICE void dq_values_powers(float (&d)[TILES][NT][4], float (&along)[ALONG][NT][4],
                              DqWarp<X, HS, PHI, POST, WIDE> &own, const float (&s)[TILES][NT][4],
@@ -148,8 +148,8 @@ DEVICE void dq_values_powers(float (&d)[TILES][NT][4], float (&along)[ALONG][NT]
             bool hides[4];
             UNROLL
             for (int e = 0; e < 4; e++) hides[e] = is_hidden(hidden, {m, nt, e});
-            dq_powers<X, PHI, POST, power.value>(d[m][nt], along[m][nt], own.less + 2 * m, own.number + 2 * m, s[m][nt],
-                                                 hides, own.row + 2 * m, offset, call);
+            dq_powers<X, PHI, POST, power.value>(d[m][nt], along[m][nt], own.less_sum + 2 * m, own.number + 2 * m,
+                                                 s[m][nt], hides, own.row + 2 * m, offset, call);
         }
     });
     if (!less_first<X, HS, POST> || first) return;
@@ -241,7 +241,7 @@ DEVICE void dq_begin(DqWarp<X, HS, PHI, POST, WIDE> &own, const typename Post<PO
     for (int r = 0; r < own.ROWS; r++) {
         const int i = at.warp_row + 8 * r + lane_row();
         own.row[r] = i < call.T ? rows[i] : Row();
-        own.g[r] = own.less[r] = 0;
+        own.g[r] = own.less_sum[r] = 0;
         own.number[r] = {};
         Post<POST>::for_dq(own.row[r]);
     }
@@ -256,7 +256,7 @@ DEVICE void dq_between(DqWarp<X, HS, PHI, POST, WIDE> &own, typename Post<POST>:
     UNROLL
     for (int r = 0; r < own.ROWS; r++) {
         const int i = at.warp_row + 8 * r + lane_row();
-        own.row[r].less = Post<POST>::less_of(own.less[r], own.row[r], call, place_of(call, at.b, at.h, i).n);
+        own.row[r].less = Post<POST>::less_of(own.less_sum[r], own.row[r], call, place_of(call, at.b, at.h, i).n);
         if (i < call.T && threadIdx.x % 4 == 0) rows[i].less = own.row[r].less;
         own.number[r] = {};    // only the second sweep counts
     }
@@ -278,7 +278,7 @@ DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, typename Post<POST>::Row
         if constexpr (less_first<X, HS, POST>) less = own.row[r].less;
         if constexpr (splits_dq<X, HS, POST>) {
             Row end = i < call.T ? rows[i] : Row();    // reloaded, to save registers
-            less = Post<POST>::less_of(own.less[r], end, call, place_of(call, at.b, at.h, i).n);
+            less = Post<POST>::less_of(own.less_sum[r], end, call, place_of(call, at.b, at.h, i).n);
             dq_combine(own.dq[r / 2], own.less_dq[r / 2], r % 2, Post<POST>::factor(end, call), less);
             __syncwarp();
             if (writes) rows[i].less = less;
@@ -292,7 +292,7 @@ DEVICE void dq_end(DqWarp<X, HS, PHI, POST, WIDE> &own, typename Post<POST>::Row
         if (!phi_learns(phi_of<PHI>(call)) || !call.by_number) continue;
         of_row = row_sum(own.number[r].t);
         if constexpr (Post<POST>::POWERS)
-            of_row = Post<POST>::factor(own.row[r], call) * of_row - less * row_sum(own.number[r].less);
+            of_row = Post<POST>::factor(own.row[r], call) * of_row - less * row_sum(own.number[r].sign);
         if (writes) call.by_number[index] = of_row;
     }
     X *dq = head_at(call, call.dq, at.b, at.h) + at.warp_row * call.dq.row;

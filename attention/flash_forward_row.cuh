@@ -195,7 +195,7 @@ DEVICE void forward_total(ForwardRow &row, bool is_signed) {
 }
 
 template <int TILES, int NT>
-DEVICE void forward_rectify(float (&f)[TILES][NT][4]) {
+DEVICE void forward_drop(float (&f)[TILES][NT][4]) {
     for_each_element(f, [&](Element at) { f[at.m][at.nt][at.e] = max_nan(f[at.m][at.nt][at.e], 0); });
 }
 
@@ -260,9 +260,9 @@ DEVICE void forward_weigh(float (&s)[TILES][NT][4], ForwardRow (&row)[2 * TILES]
     between();
     forward_values<X, PHI, MASKED, DIVIDES, (SUMS && rounds_values<PHI, POST>)>(s, row, chunk, call);
     if (MASKED && call.first) hide_before(s, 0, call, chunk);
-    constexpr bool both = !Post<POST>::PLAIN || rectifies<PHI>;
+    constexpr bool both = !Post<POST>::PLAIN || may_drop<PHI>;
     if (sweep.first || (SUMS && !Post<POST>::TWICE)) forward_sums<both>(row, s, sweep.is_signed, Post<POST>::POWERS);
-    if (sweep.is_signed && Post<POST>::template drops<PHI>(call)) forward_rectify(s);
+    if (sweep.is_signed && Post<POST>::template drops<PHI>(call)) forward_drop(s);
     if constexpr (Post<POST>::TWICE) {
         if (!sweep.adds) return;
         with_power<POST, PHI>(call.power, [&](auto power) {
@@ -351,8 +351,8 @@ DEVICE float forward_end(float4 *stats, ForwardRow &row, const FlashCall<X> &cal
 
 // sum = sum · by - mean · prefix, then by = 1. prefix: the warp's first row and column
 template <int HS, int TILES>
-DEVICE void forward_recenter(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES],
-                             TileSource<float> prefix) {
+DEVICE void forward_center(float (&sum)[TILES][HS / 8][4], const ForwardRow (&row)[2 * TILES], float (&by)[2 * TILES],
+                           TileSource<float> prefix) {
     UNROLL
     for (int r = 0; r < 2 * TILES; r++) {
         const int i = 8 * r + lane_row();
@@ -413,7 +413,7 @@ DEVICE void forward_store(ForwardRows<HS, TILES, MORE> &own, const FlashCall<X> 
     forward_ends<PHI, POST>(by, own.row, call, at, is_signed);
     if (Post<POST>::PREFIX) {
         const float *prefix = call.prefix + (((size_t)at.b * call.NKV + at.kv) * call.T + at.warp_row) * call.VS;
-        forward_recenter<HS>(sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
+        forward_center<HS>(sum, own.row, by, {prefix + column0, (size_t)call.VS, rows, columns});
     }
     X *out = head_at(call, call.out, at.b, at.h) + at.warp_row * call.out.row + column0;
     X *rest = call.rest ? call.rest + ((size_t)at.head * call.T + at.warp_row) * call.VS + column0 : NULL;

@@ -7,6 +7,7 @@
 
 #include "attention/flash_row.cuh"
 
+#include <stddef.h>
 #include <string.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -63,6 +64,11 @@ struct alignas(16) PowersRow90 {
     float scale, bias, factor, D, mean, less, inverse_sum, by_dz;
     static constexpr float number = 0;    // no phi of these kernels has one
 };
+
+static_assert(offsetof(ExpRow90, D) == offsetof(ScaledRow90, D) && offsetof(ExpMeanRow90, D) == offsetof(MeanRow, D) &&
+                  offsetof(PowersRow90, factor) == offsetof(MeanRow, factor) &&
+                  offsetof(PowersRow90, less) == offsetof(MeanRow, less),
+              "norm_D() and norm_sum() read either as the second");
 
 template <class Row>
 DEVICE Row row_from(float4 x, float4 y) {
@@ -171,7 +177,7 @@ struct Post<POST_NONE> : PostNeeds<POST_NONE> {
 
     template <int PHI, class X>
     DEVICE bool drops(const FlashCall<X> &call) {
-        return rectifies<PHI> && call.post == POST_RECTIFY;
+        return may_drop<PHI> && call.post == POST_RECTIFY;
     }
 
     template <class X>
@@ -232,7 +238,6 @@ struct Post<POST_NONE> : PostNeeds<POST_NONE> {
 
     template <class X>
     DEVICE float norm_D(const FlashRow &row, const FlashCall<X> &call) {
-        // ExpRow90 has D in the same place.
         return rows_scale_D(call) ? row_in<ScaledRow90>(row).D : row_in<Row>(row).D;
     }
 };
@@ -359,7 +364,7 @@ struct Post<POST_RECENTER_L1> : Recenter<POST_RECENTER_L1> {
 
     template <class X>
     DEVICE float norm_D(const FlashRow &row, const FlashCall<X> &) {
-        return row_in<Row>(row).D;    // in the same place as ExpMeanRow90's
+        return row_in<Row>(row).D;
     }
 
     template <class X>
@@ -469,15 +474,16 @@ struct Powers : PostNeeds<POST> {
         return slope(row, call) * row.inverse_sum;
     }
 
-    // Without call.along, flash_dq_kernel sets less.
+    // Without call.dq_sums, flash_dq_kernel sets less.
     template <class X>
     DEVICE FlashRow row(const RowNumbers &x, const FlashCall<X> &call) {
         MeanRow row = {x.scale, x.bias, 0, x.D, 0, 0, x.stats.w, x.number};
         Post<POST>::template numbers<X>(&row.factor, &row.mean, x.stats.y, x.stats.z, x.n);
-        if (call.along && Post<POST>::has_less(call) && x.n > POST_FROM)
-            row.less = row.inverse_sum / (float)x.n * x.along;
-        if (call.dq_sums) row.number = row.scale * x.slope_unit * slope(row, call);    // PowersRow90's by_dz
-        return stored(row);
+        if (!call.dq_sums) return stored(row);
+        const float less =
+            call.along && Post<POST>::has_less(call) && x.n > POST_FROM ? row.inverse_sum / (float)x.n * x.along : 0;
+        return stored(PowersRow90{row.scale, row.bias, row.factor, row.D, row.mean, less, row.inverse_sum,
+                                  row.scale * x.slope_unit * slope(row, call)});
     }
 
     template <class X, int PHI, bool BY_COLUMN, int KNOWN, int N>

@@ -96,8 +96,9 @@ DEVICE float value_unit_of(const FlashCall<X> &call, float in_unit) {
     return call.phi == PHI_SOFTPLUS ? in_unit : 1;
 }
 
+// May the instance be asked to drop negative f (Post::drops)?
 template <int PHI>
-constexpr bool rectifies = flash_rectifies(PHI);
+constexpr bool may_drop = flash_may_drop(PHI);
 
 // x times the sign of f. In bf16 that is one instruction, which also takes the sign of a zero: at 0, any value from
 // -1 to 1 is a subgradient of |f|.
