@@ -34,13 +34,13 @@ static void plan_memory(Run *run) {
 }
 
 // A checkpoint's size: weights, with bf16 the float32 master weights, and the optimizer's state.
-static double checkpoint_bytes(const ModelConfig *config, const TrainOptions *o) {
-    TensorList list = tensors_of(config, NULL, 0);
+static double checkpoint_bytes(const Run *run) {
+    TensorList list = run_tensors(run);
     double bytes = 0;
-    if (o->optimizer == OPTIMIZER_MUON) tensors_use_muon(&list);
     for (size_t i = 0; i < list.count; i++) {
         const Tensor *t = &list.tensors[i];
-        int each = o->dtype == TRAIN_BF16 ? 2 + 4 : 4;
+        int each = run->o.dtype == TRAIN_BF16 ? 2 + 4 : 4;
+        if (!tensor_exists(t, &run->config->attn)) continue;
         for (size_t s = 0; s < STATE_ARRAYS; s++) each += update_state[t->update][s] ? 4 : 0;
         bytes += (double)t->elements * each;
     }
@@ -290,7 +290,7 @@ static void print_disk(const Run *run) {
     uint64_t free_bytes;
     Error error;
     if (!o->out || !file_free_space(o->out, &free_bytes, &error)) return;
-    double bytes = checkpoint_bytes(run->config, o), count = checkpoints_at_once(run), kept = bytes * count;
+    double bytes = checkpoint_bytes(run), count = checkpoints_at_once(run), kept = bytes * count;
     printf("disk      %s per checkpoint, up to %s%s at once: %s of %s free\n", human_bytes(bytes).text,
            human_grouped((uint64_t)count).text, run->resumed ? " more" : "", human_bytes(kept).text,
            human_bytes((double)free_bytes).text);
