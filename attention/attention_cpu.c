@@ -86,7 +86,7 @@ static Part backward_part(AttentionShape shape, real *scratch, size_t *used) {
     p.q_transposed = take(scratch, used, p.rows * HS);
     p.dout = take(scratch, used, p.rows * VS);
     p.dout_transposed = take(scratch, used, p.rows * VS);
-    p.sums = take(scratch, used, p.rows * (HS > VS ? HS : VS));
+    p.sums = take(scratch, used, p.rows * larger(HS, VS));
     p.rounded = take(scratch, used, p.rows * rounded_row(p.step));
     return p;
 }
@@ -96,8 +96,7 @@ static size_t thread_scratch(AttentionShape shape) {
     forward_part(shape, true, NULL, &in_parts);
     forward_part(shape, false, NULL, &whole);
     backward_part(shape, NULL, &backward);
-    size_t forward = in_parts > whole ? in_parts : whole;
-    return forward > backward ? forward : backward;
+    return larger(larger(in_parts, whole), backward);
 }
 
 // The calling thread's.   thread: its number in the region that shares the scratch
@@ -243,7 +242,7 @@ static void hide(real *scores, const Row *row, size_t hidden, size_t keys) {
 // Where the keys of the chunk end, and in which tile they begin, that any of the 32 rows of a block from row r on sees.
 static size_t visible_end(RowBlock at, size_t r) {
     size_t end = at.rows - r < TILE ? at.keys : at.keys - (at.rows - r - TILE);
-    return end < at.end ? end : at.end;
+    return smaller(end, at.end);
 }
 
 // Of all chunks
@@ -353,7 +352,7 @@ static void copy_out(View all, const Group *group, const real *sums, size_t widt
     for (size_t t = 0; t < T; t += TILE) {
         for (size_t c = 0; c < width; c += TILE)
             tiles_take_transposed(to + t * all.row + c, all.row, sums + t * tiled(width) + c * TILE,
-                                  T - t < TILE ? T - t : TILE, width - c < TILE ? width - c : TILE);
+                                  smaller(T - t, TILE), smaller(width - c, TILE));
     }
 }
 

@@ -223,7 +223,7 @@ void observe_head(Observer *o, float *weights, AttentionInput in, Scalars scalar
     size_t T = shape.T;
     float log_Z[OBSERVED_ROWS];
     for (at.from = 0; at.from < T; at.from += OBSERVED_ROWS) {
-        at.rows = T - at.from < OBSERVED_ROWS ? T - at.from : OBSERVED_ROWS;
+        at.rows = smaller(T - at.from, OBSERVED_ROWS);
         attention_weights(weights, T, log_Z, in, scalars, shape, at);
         for (size_t r = 0; r < at.rows; r++) {
             add_row(s, weights + r * T, log_Z[r], in.first ? (size_t)in.first[at.from + r] : 0, at.from + r);
