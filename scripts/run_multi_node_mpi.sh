@@ -24,7 +24,10 @@ usage() { echo "run_multi_node_mpi.sh: $1" >&2; echo "  Usage: HOSTFILE=file scr
     usage "HOSTFILE=${HOSTFILE:-}: expected a readable file with one line per machine: name slots=K."
 
 # The GPUs of each machine: slots=K, or the number of its lines.
-gpus=$(awk '!/^[[:space:]]*(#|$)/ { n[$1] += match($0, /[[:space:]]slots=[0-9]+/) ? substr($0, RSTART + 7, RLENGTH - 7) : 1 }
+gpus=$(awk '/^[[:space:]]*(#|$)/ { next }
+            { slots = match($0, /[[:space:]]slots *= *[0-9]+/) ? substr($0, RSTART, RLENGTH) : 1
+              sub(/.*=/, "", slots)
+              n[$1] += slots }
             END { for (name in n) print n[name] }' "$HOSTFILE")
 [ "$(sort -u <<< "$gpus" | grep -c .)" = 1 ] ||
     usage "$HOSTFILE: expected slots=K on each line, with the same number of GPUs on each machine."

@@ -464,7 +464,7 @@ def test_a_hostfile_from_windows(launcher, tmp_path):
     run([SCRIPTS / "launch.sh", 4, TRAIN], **{**launcher, "HOSTFILE": hosts})
 
 
-@pytest.mark.parametrize("text", ["node-a slots=8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
+@pytest.mark.parametrize("text", ["node-a slots = 8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
 def test_bad_hostfile(tmp_path, text):
     text = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], code=USAGE,
                HOSTFILE=hostfile(tmp_path, text))
