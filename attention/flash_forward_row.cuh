@@ -180,7 +180,7 @@ DEVICE void forward_sums_by_z(ForwardRow (&row)[2 * TILES], const float (&s)[TIL
 }
 
 // Finishes that sweep: the largest f, in the unit of z like the sum. It uses the same logarithm as the sum, not
-// phi_at's polynomial: in a row of equal weights, it must equal their mean up to rounding (rounding_of_row).
+// phi_at's polynomial: in a row of equal weights, it must equal their mean up to rounding (rounding_on_gpu).
 template <class X, int PHI>
 DEVICE void forward_total_by_z(ForwardRow &row) {
     const float z = row.largest;

@@ -109,12 +109,6 @@ DEVICE float signed_if(bool is_signed, float x, float f) {
     return is_signed ? signed_as<X>(x, f) : x;
 }
 
-// In a row of n equal weights, what remains of A after its mean is subtracted is 0 up to the rounding of the row's sum:
-// at most about this, relative to the sum of |A| or, for A n - 1, to 1. It must not be mistaken for weight.
-DEVICE float rounding_of_row(int n) {
-    return 32 * FLT_EPSILON * fmaxf(1, (float)n / 512);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The posts. A struct has
 //   Row, Row90<PHI>   the rows of flash_backward.cuh and of flash90_backward.cuh
@@ -284,7 +278,7 @@ struct Post<POST_RECENTER> : Recenter<POST_RECENTER> {
 
     template <class X>
     DEVICE void end(float4 *stats, float *, float *by, ForwardRow &row, const FlashCall<X> &, int n) {
-        stats->z = row.mean = n > POST_FROM ? row.sum_signed * *by / (float)n : 0;
+        stats->z = row.mean = recenter_mean(row.sum_signed, *by, n);
     }
 
     template <class X>
@@ -321,7 +315,7 @@ struct Post<POST_RECENTER_L1> : Recenter<POST_RECENTER_L1> {
     template <class X>
     DEVICE void between(ForwardRow &row, float inverse, int n) {
         row.factor = inverse;
-        row.mean = n > POST_FROM ? row.sum_signed * inverse / (float)n : 0;
+        row.mean = recenter_mean(row.sum_signed, inverse, n);
     }
 
     template <class X, int KNOWN, int N>
@@ -334,7 +328,7 @@ struct Post<POST_RECENTER_L1> : Recenter<POST_RECENTER_L1> {
     DEVICE void end(float4 *stats, float *left, float *by, ForwardRow &row, const FlashCall<X> &, int n) {
         const bool late = n > POST_FROM;
         const float inverse = *by;
-        if (late) *left = row.left < rounding_of_row(n) * row.sum * inverse ? 0 : row.left;
+        if (late) *left = row.left < rounding_on_gpu(n) * row.sum * inverse ? 0 : row.left;
         *by = late ? inverse_or_zero(*left) : 1;
         *stats = make_float4(row.bias, inverse * *by, row.mean * *by, row.signs);
     }
@@ -542,16 +536,10 @@ struct Powers : PostNeeds<POST> {
 
 template <>
 struct Post<POST_REWEIGHT> : Powers<POST_REWEIGHT> {
-    // From 1/Z and the largest f, the factor and mean that turn f into r: r = 1 + (f - mean) factor, where mean is the
-    // largest f. In bf16, f is not accurate enough for this form to matter, so r = f factor + mean, where mean = 1 -
-    // (the largest f) factor. An all-zero row gets r = 0.
+    // The factor and mean that turn f into r, see base(), from 1/Z and the largest f.
     template <class X>
     DEVICE void numbers(float *factor, float *mean, float inverse, float largest, int n) {
-        float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
-        bool weight = !(top < (from > 0 ? rounding_of_row(n) : FLT_MIN));
-        *factor = weight ? inverse * (float)n / top : 1;
-        if (is_bf16<X>) *mean = weight ? -from / top : -INFINITY;
-        else *mean = weight ? largest : INFINITY;
+        reweight_on_gpu(is_bf16<X>, factor, mean, inverse, largest, n);
     }
 
     template <class X>

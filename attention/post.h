@@ -6,7 +6,7 @@
 // and backward, from dW_j and D = sum_j W_j dW_j (0 without POST_DIVIDES),
 //   dA_j = back(f_j, dW_j, D), minus the mean of all dA with POST_CENTERS
 //
-// The kernels for GPUs start from other forms of the same numbers: attention/flash_post.cuh.
+// The kernels for GPUs have other forms of the same numbers: attention/flash_post.cuh, and the functions named _on_gpu.
 //
 // Tested by dev/tests/test_gradients.c (finite differences), test_gpt2.c (reference), dev/tests/test_attention.c.
 #ifndef ATTENTION_POST_H
@@ -52,6 +52,12 @@ NORMALIZER_INLINE real with_sign_of(real x, real D) {
     return x > 0 ? D : 0;
 }
 
+// In a row of n equal weights, what remains of A after its mean is subtracted is 0 up to the rounding of the row's sum:
+// on GPUs at most about this, relative to the sum of |A| or, for A n - 1, to 1. It must not be mistaken for weight.
+NORMALIZER_INLINE float rounding_on_gpu(int n) {
+    return 32 * FLT_EPSILON * fmaxf(1, (float)n / 512);
+}
+
 // ---- rectify: w = max(A, 0)
 
 NORMALIZER_INLINE void rectify_begin(PostRow *row, PostSums sums) {
@@ -76,9 +82,13 @@ NORMALIZER_INLINE real rectify_back(const PostRow *row, real f, real d, real D, 
 
 // ---- recenter: w = A - mean(A); recenter-l1: the same w, and W = w / sum |w|
 
+NORMALIZER_INLINE real recenter_mean(real sum, real inverse, int n) {
+    return n > POST_FROM ? sum * inverse / (real)n : 0;
+}
+
 NORMALIZER_INLINE void recenter_begin(PostRow *row, PostSums sums) {
     row->factor = row->inverse;
-    row->shift = sums.sum * row->inverse / (real)row->n;
+    row->shift = recenter_mean(sums.sum, row->inverse, row->n);
     row->divide = 1;
 }
 
@@ -135,6 +145,17 @@ NORMALIZER_INLINE void reweight_begin(PostRow *row, PostSums sums) {
     bool small = row->shift > 0 && top < REAL_EPSILON * (real)(row->n > 32 ? row->n : 32);
     if (small && all_equal(sums.f, row->n, sums.largest)) top = 0;
     row->by = inverse_or_zero(top);
+}
+
+// On GPUs: r = 1 + (f - mean) factor, where mean is the largest f. In bf16 (narrow), f is not accurate enough for this
+// form to matter, so r = f factor + mean, where mean = 1 - (the largest f) factor. An all-zero row gets r = 0. f is not
+// kept there, so that a row counts as one of equal weights by its largest f alone.
+NORMALIZER_INLINE void reweight_on_gpu(bool narrow, float *factor, float *mean, float inverse, float largest, int n) {
+    float from = n > POST_FROM ? 1 : 0, top = largest * (inverse * (float)n) - from;
+    bool weight = !(top < (from > 0 ? rounding_on_gpu(n) : FLT_MIN));
+    *factor = weight ? inverse * (float)n / top : 1;
+    if (narrow) *mean = weight ? -from / top : -INFINITY;
+    else *mean = weight ? largest : INFINITY;
 }
 
 NORMALIZER_INLINE real reweight_base(const PostRow *row, real f) {
