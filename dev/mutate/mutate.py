@@ -71,7 +71,7 @@ TESTS = (
                 "test_config.py", "test_huggingface.py"]),
     ("run/", ["test_order.py", "test_errors.py", "test_training.py", "test_resume.py", "test_normalizers.py",
               "test_stops.py", "test_sample.py"]),
-    (("runtime/", "math/", "text/", "data/shards.", "data/mixture.", "data/tokens_match."), [
+    (("runtime/", "math/", "text/", "data/shards.c", "data/shards.h", "data/mixture.", "data/tokens_match."), [
                   *C_TESTS, "test_gpt2", "test_sample.py", "test_chat.py", "test_families.py -k begins",
                   "test_vocabularies.py -k short", "test_errors.py", "test_training.py -k muon_equals"]),
     ("data/", ["test_data.py", "test_squad.py", "test_needles.py", "test_debian_docs.py", "test_documents.py",
