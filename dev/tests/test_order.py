@@ -79,6 +79,21 @@ def test_same_losses(request, tmp_path, kind, flags):
         np.testing.assert_allclose(run(*way), first, rtol=1e-5, err_msg=f"{way[0]} processes, batch {way[1]}")
 
 
+def test_masks_count_only_in_their_own_data(tmp_path):
+    """With weights that stay the same, masks of the validation data leave training as it is, and those of the training
+    data the loss of a validation."""
+    make_data(tmp_path)
+    flags = ["--lr", 0, "--steps", 2, "--val-data", tmp_path / "d_val_000000.bin", "--val-every", 1]
+    train(tmp_path, *flags, "--out", tmp_path / "none")
+    for name, kept in (("d_val_000000", ["loss", "grad_norm"]), ("d_train_000001", ["val_loss"])):
+        mask = tmp_path / f"{name}.mask"
+        write_shard(mask, np.arange(mask.with_suffix(".bin").stat().st_size // 2 - 512) % 3 == 0, magic=20240521)
+        train(tmp_path, *flags, "--out", tmp_path / name)
+        mask.unlink()
+        assert metrics(tmp_path / name, kept) == metrics(tmp_path / "none", kept)
+        assert metrics(tmp_path / name) != metrics(tmp_path / "none")
+
+
 def test_one_source_is_plain_data(data, tmp_path):
     """A source with a weight, alone, is the same run as its globs without one."""
     for name, text in {"a": f"{data}/*_train_*.bin", "b": f"{data}/*_train_*.bin:0.4"}.items():
