@@ -281,6 +281,20 @@ static void test_kill_replace(void) {
           "no text: %s", error.text);
 }
 
+// Although write-back of a large file starts early, it ends with an fsync.
+static void test_large(void) {
+    enum { BYTES = FLUSH_BYTES + 1 };
+    check_group("fsync of a large file");
+    char *data = calloc(1, BYTES);
+    Error error;
+    File *file = file_create(AT_FDCWD, in_test("large"), NULL, &error);
+    bool written = file && file_write(file, data, BYTES, &error);
+    fault_set(1, false, EIO);
+    CHECK(written && !file_close(file, &error) && strstr(error.text, "fsync"), "its fsync fails, and nobody notices");
+    fault_clear();
+    free(data);
+}
+
 // FAULT_AT, FAULT_KIND and FAULT_COUNT, as tests of other programs set them.
 static void test_environment(void) {
     check_group("FAULT_AT, FAULT_KIND, FAULT_COUNT");
@@ -643,6 +657,7 @@ int main(void) {
     test_kill_replace();
     test_errno("ENOSPC at each point of a save", ENOSPC, "Free some space");
     test_errno("EIO at each point of a save", EIO, "The disk failed");
+    test_large();
     test_environment();
     test_damage();
     file_remove_tree(AT_FDCWD, folder, &error);
