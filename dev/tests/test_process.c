@@ -94,7 +94,7 @@ static void work_hang(void) {
 }
 
 // The main thread of rank 1 makes no progress while rank 0 waits for it: it hangs for good, or uses files for three
-// seconds, or waits itself, for something that never comes.
+// seconds and is suspended for two, or waits itself, for something that never comes.
 static void work_stuck(const char *how) {
     enum { TIMEOUT = 1 };
     static char data[1 << 20];
@@ -103,6 +103,8 @@ static void work_stuck(const char *how) {
     activity_does("reading data");
     for (int i = 0; process.rank == 1 && (i < 30 || !strcmp(how, "stuck")); i++) {
         if (!strcmp(how, "busy")) file_sync(AT_FDCWD, "/proc", &error);
+        if (!strcmp(how, "busy") && i == 0)
+            expect(system("sleep 0.2; kill -STOP $PPID; sleep 2; kill -CONT $PPID") == 0, "the suspension");
         if (!strcmp(how, "deadlock")) process_bring(data, sizeof data, 1);
         usleep(100000);
     }
@@ -279,7 +281,7 @@ static void test_death(void) {
 }
 
 static void test_progress(void) {
-    check_group("a rank that does nothing ends the others, but not one that works");
+    check_group("a rank that does nothing ends the others, but not one that works or is suspended");
     char output[8192];
     int code = check_fork(launch, &(Job){"2", "stuck"}, output, sizeof output);
     CHECK(code == EXIT_PEER && strstr(output, "no progress of rank 1 on ") &&
