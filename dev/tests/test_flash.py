@@ -458,7 +458,7 @@ KINDS = list(on_both([
          Case("lssar", BF16, 80, 48, NH=3, NKV=1, documents=True),
          Case("softmax-recentered-l1+phi=gelu", BF16, 80, 48, B=1, NH=2, NKV=1, documents=True),
          Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
-         Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, window=9), Case("softmax", BF16, 300, 64, B=1, NH=1, window=140),
+         Case("ssmax-pn", FLOAT, 70, 48, NH=2, NKV=1, window=18), Case("softmax", BF16, 300, 64, B=1, NH=1, window=140),
          Case("softmax-recentered", BF16, 300, 48, B=1, NH=1, window=70, documents=True),
          Case("softmax+cap=2+offset=-logn", BF16, 150, 48, B=1, NH=2, NKV=1, window=70),
          Case("softmax-sink", FLOAT, 70, 48, NH=2, NKV=1, documents=True),
