@@ -26,7 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from trainer import environment, make_data, tokens, write_shard
 
-TIMES = ("ms", "tok_per_s", "mfu", "gpu_memory_gb", "ms_by_phase")
+TIMES = ("ms", "tok_per_s", "mfu", "gpu_memory_gb", "ms_by_phase", "mean_ms", "slowest_rank",
+         "slowest_ms")
 BLOCKS = {"llama": "layers=2,heads=2,channels=32,ffn=48,vocab=97", "gau": "layers=2,channels=32,vocab=97,block=gau"}
 NORMALIZERS = ("softmax", "ssmax", "ssmax-bias", "ssmax-pn", "softmax1", "softmax-sink", "lssa", "lssar",
                "softmax-recentered", "softmax-recentered-l1", "relu2-n", "sigmoid", "gelu-l1", "softpick")
