@@ -349,7 +349,7 @@ run_job() {
         wait "$guard" 2> /dev/null || true
     fi
     if [ -n "$deadlock" ]; then
-        echo "launch.sh: mpirun was still running 10 s after all ranks had ended, or started none, and was killed." >&2
+        echo "launch.sh: mpirun was killed: it started no rank, or was still running 10 s after all ranks had ended." >&2
         status=6
     fi
     [ -z "$killer" ] || kill "$killer" 2> /dev/null || true

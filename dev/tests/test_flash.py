@@ -614,14 +614,14 @@ LONG = [Case(attn, FLOAT, T, HS, B=1, NH=1)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_float32_on_tensor_cores_that_truncate(flash, flash_with, case):
     """With sums rounded toward zero, as on an H100, the error of float32 is about the same as with sums rounded to
-    nearest, at every length. The 3e-7 are for ds, one number, whose error may be small by chance."""
+    nearest, at every length. The error of ds, one number, may be small by chance."""
     x = inputs(case)
     truncated = by_flash(flash_with(MMA="hopper"), case, *x)
     check(case, truncated)
     nearest = errors(case, by_flash(flash, case, *x))
     for name, error in errors(case, truncated).items():
-        assert error <= 1.5 * nearest[name] + 3e-7, (f"{name}: off by {error:.3g}, but with sums rounded to nearest "
-                                                     f"only by {nearest[name]:.3g}")
+        allowed = 1.5 * nearest[name] + (3e-7 if name == "ds" else 1e-7)
+        assert error <= allowed, f"{name}: off by {error:.3g}, rounded to nearest only by {nearest[name]:.3g}"
 
 
 @pytest.mark.parametrize("case", [*KINDS, *on_both(Case(attn, BF16, 1024, 64, B=1, NH=1)

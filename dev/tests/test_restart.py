@@ -114,8 +114,17 @@ def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
     mpirun.write_text(f"#!/bin/sh\n{waits}\nexec sleep 1000\n")
     mpirun.chmod(0o755)
     text = launch("--restart", restarts, 2, "true", "--out", "x", code=6, MPIRUN=str(mpirun))
-    assert text.count("mpirun was still running 10 s after all ranks had ended, or started none, and") == restarts + 1
+    assert text.count("mpirun was killed: it started no rank, or was still running 10 s after") == restarts + 1
     assert ("Restart 1 of 1" in text) == bool(restarts)
+
+
+def started(tmp_path, mpirun):
+    """launch.sh with this mpirun, which has created the file `started`."""
+    mpirun.chmod(0o755)
+    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
+                               preexec_fn=machines.end_with_parent)
+    wait_for((tmp_path / "started").exists, "mpirun")
+    return process
 
 
 @pytest.mark.parametrize("dropped", [1, 2])
@@ -128,10 +137,7 @@ def test_a_stop_that_mpirun_drops(tmp_path, dropped):
         trap 'count=$((count + 1)); [ $count -le {dropped} ] || {{ kill $rank; exit 75; }}' USR1
         touch {tmp_path}/started
         while :; do sleep 0.1; done""")
-    mpirun.chmod(0o755)
-    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
-                               preexec_fn=machines.end_with_parent)
-    wait_for((tmp_path / "started").exists, "mpirun")
+    process = started(tmp_path, mpirun)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 75
 
@@ -145,10 +151,7 @@ def test_stops_after_the_first(tmp_path):
         sleep 4
         touch {tmp_path}/started
         while :; do sleep 0.1; done""")
-    mpirun.chmod(0o755)
-    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
-                               preexec_fn=machines.end_with_parent)
-    wait_for((tmp_path / "started").exists, "mpirun")
+    process = started(tmp_path, mpirun)
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.01)
@@ -160,16 +163,13 @@ def test_stops_after_the_first(tmp_path):
 def test_an_mpirun_that_no_signal_ends(tmp_path, starts, signals, code):
     """As when it could not start its ranks."""
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"#!/bin/sh\ntrap '' USR1 USR2\n{starts}\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
-    mpirun.chmod(0o755)
-    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
-                               preexec_fn=machines.end_with_parent)
-    wait_for((tmp_path / "pid").exists, "mpirun")
+    mpirun.write_text(f"#!/bin/sh\ntrap '' USR1 USR2\n{starts}\necho $$ > {tmp_path}/started\nexec sleep 1000\n")
+    process = started(tmp_path, mpirun)
     for number in signals:
         time.sleep(1.2)
         process.send_signal(number)
     assert process.wait(20) == code
-    wait_for(lambda: not alive((tmp_path / "pid").read_text().strip()), "the end of mpirun", 20)
+    wait_for(lambda: not alive((tmp_path / "started").read_text().strip()), "the end of mpirun", 20)
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun")
