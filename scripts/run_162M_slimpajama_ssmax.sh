@@ -11,9 +11,8 @@
 # paths are relative to the repository's root. PROGRAM=./train_gpt2 runs the same training on a CPU.
 #
 # Data    .venv/bin/python data/slimpajama.py --chunks 1-10, about 1.3 TB on disk; with fewer chunks the text repeats
-# Memory  25 GB per GPU, 9 GB with --batch 16. The batch of all GPUs together must divide the step's 2,048 sequences
-# Time    estimated, not measured: 0.85 GFLOP per token (6 · parameters without the input embedding
-#         + 12 · layers · channels · T), 3.6e20 in all. At 400 TFLOP/s per GPU that is 31 hours on eight, 8 hours on 32
+# Memory  about 27 GB per GPU, 10 GB with --batch 16. The batch of all GPUs together must divide the step's 2,048 sequences
+# Time    24 hours on eight H200s, if each runs at the 600 k tokens/s that one was measured at
 #
 # Example: GPUS=8 scripts/run_162M_slimpajama_ssmax.sh --dry-run
 # See doc/gpu.md.
