@@ -37,6 +37,10 @@ def flags():
 def main():
     args = flags().parse_args()
     val = needles.source_shards(args.source, "val")
+    path = args.out / val[0].name
+    for name in needles.shards_in_copy(args):
+        if name not in (path.name, path.with_suffix(".mask").name):
+            raise needles.other_dataset(args, name)
     tokenizer = vocabulary.load(str(args.source))
     text = np.concatenate([shards.read_shard(path) for path in val])
     found = list(chunks(text, tokenizer.end_of_text, args.tokens))
@@ -53,7 +57,6 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files.items():
         shards.write_atomically(args.out / name, content)
-    path = args.out / val[0].name
     shards.write_atomically(path.with_suffix(".mask"), shards.header(len(mask), shards.MASK) + mask.tobytes())
     shards.write_shard(path, tokens)
     print(f"{args.out}: {len(found):,} chunks of {args.tokens:,} tokens from "

@@ -96,17 +96,25 @@ def settings_of(args, sources):
             "questions": args.questions, "seed": args.seed}
 
 
+def shards_in_copy(args):
+    """The names of the shards and masks in --out, which may not be the dataset itself."""
+    if args.out.exists() and args.out.samefile(args.source):
+        raise DataError(USAGE, f"--out {args.out}: it is the dataset itself.\n  Pass another --out for the copy.")
+    return sorted(path.name for split in shards.FIRST for path in args.out.glob(f"*_{split}_*"))
+
+
+def other_dataset(args, name):
+    return DataError(USAGE, f"--out {args.out}: it holds another dataset ({name}).\n  Pass another --out.")
+
+
 def recorded(args, settings):
     """What needles.json says of the shards in --out: {} without shards, no "needles" if the run was killed. Rejects a
     folder with other shards."""
-    if args.out.exists() and args.out.samefile(args.source):
-        raise DataError(USAGE, f"--out {args.out}: it is the dataset itself.\n  Pass another --out for the copy.")
-    state = args.out / "needles.json"
-    names = sorted(path.name for split in shards.FIRST for path in args.out.glob(f"*_{split}_*"))
+    state, names = args.out / "needles.json", shards_in_copy(args)
     if not names:
         return {}
     if not state.exists():
-        raise DataError(USAGE, f"--out {args.out}: it holds another dataset ({names[0]}).\n  Pass another --out.")
+        raise other_dataset(args, names[0])
     found = json.loads(files.read(state, files.JSON))
     if found["settings"] != settings:
         raise DataError(USAGE, f"{args.out} holds needles made with other settings or from another dataset.\n"

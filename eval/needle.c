@@ -51,6 +51,7 @@ void needle_close(Needle *n) {
     free(n->previous);
     free(n->scores);
     free(n->answer_ids);
+    free(n->answer);
     shards_close(n->shards);
 }
 
@@ -328,6 +329,10 @@ void needle_settle(Needle *n, Eval *e) {
     n->tokens = array(n->longest + n->frame, sizeof *n->tokens);
     n->previous = array(n->longest + n->frame, sizeof *n->previous);
     n->answer_ids = array(n->answer_tokens, sizeof *n->answer_ids);
+    size_t longest_token = 0, length;
+    for (int32_t id = 0; (size_t)id < e->config->vocab; id++)
+        if (tokenizer_token(e->tokenizer, id, &length) && length > longest_token) longest_token = length;
+    n->answer = array(n->answer_tokens * longest_token + 1, 1);
     n->scores = array(2 * heads, sizeof *n->scores);
     n->mean_scores = n->scores + heads;
 }
@@ -550,7 +555,7 @@ bool needle_answer(Needle *n, const float *logits) {
     n->token = n->answer_ids[n->answered++] = best;
     if (best == n->closing) return false;
     const char *bytes = tokenizer_token(e->tokenizer, best, &length);
-    for (size_t i = 0; i < length && n->answer_length + 1 < sizeof n->answer; i++) {
+    for (size_t i = 0; i < length; i++) {
         bool plain = bytes[i] == '\n' || (bytes[i] >= ' ' && bytes[i] <= '~');
         n->answer[n->answer_length++] = plain ? bytes[i] : '?';    // a token may end within a character
     }

@@ -23,7 +23,6 @@ extern const char cities_text[];
 enum {
     MAX_CITY = 64,
     MAX_DIGITS = 18,
-    MAX_ANSWER = 512,
     // Prompts share the cache in whole blocks, which is a multiple of the tokens that the decoder computes together. So
     // each token is computed in the same block of tokens, with the same rounding, whatever is shared.
     SHARED_BLOCK = 1024
@@ -55,7 +54,7 @@ typedef struct {
     int32_t *tokens, *previous, *hay;
     size_t previous_count;
     size_t lengths[OPTION_LIST_MAX], length_count, depth_count, longest;
-    char answer[MAX_ANSWER];
+    char *answer;    // as text
     size_t answer_length, answered;
     double *scores, *mean_scores;    // (layers, heads): of this trial; summed over the trials of this length
     cJSON *row, *trial_rows;         // of this length

@@ -252,7 +252,7 @@ void observe_layer(Observer *o, size_t layer, const float *x, size_t T, size_t C
 // The slope of the line, or NAN.
 static double slope_of(const HeadStats *s, double *intercept) {
     double n = s->fitted, spread = s->xx - s->x * s->x / n;
-    double slope = spread > 1e-12 ? (s->xy - s->x * s->y / n) / spread : NAN;
+    double slope = spread > 1e-9 * s->xx ? (s->xy - s->x * s->y / n) / spread : NAN;    // NAN: all rows have the same n
     *intercept = s->y / n - slope * s->x / n;
     return slope;
 }

@@ -392,6 +392,8 @@ def test_what_is_kept_of_other_tasks():
     values = grid_parts.other_values(report)
     assert (values["best_score"] == {"8": 0.5, "mean": 0.5} and values["right"]["8 at 50 %"] == 0
             and "sample" not in values)
+    report["results"][0] |= {"right": None, "depths": [{"depth": 10, "right": 1.0}, {"depth": 50, "right": None}]}
+    assert grid_parts.other_values(report)["right"] == {"8": None, "mean": None, "8 at 10 %": 1, "8 at 50 %": None}
     report = {"models": [{}],
               "results": [{"attn": "a", "leading_end_of_text": with_it, "layers": [{"heads": [{"sum": with_it + x}]}]}
                           for with_it in (False, True) for x in (0, 1)]}
@@ -416,13 +418,15 @@ def test_only_the_other_normalizers_rows_are_kept():
 
 # ---------------------------------------------------------------- claims
 
-def judged(tmp_path, monkeypatch, ours, values, more="", seeds=(1, 2, 3), diverged=()):
-    """The verdict on a claim, given {row: {seed: number}}, the seeds that the rows are to have, and rows that
-    diverged."""
+def judged(tmp_path, monkeypatch, ours, values, more="", seeds=(1, 2, 3), diverged=(), bases=()):
+    """The verdict on a claim, given {row: {seed: number}}, the seeds that the rows are to have, rows that diverged, and
+    [(a row, the one that it continues)]."""
     grid = read(tmp_path, ROWS, '[[run]]\nattn = "lssa"\n', LOSS,
                 f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n{more}')
     for row in grid.rows.values():
         row.seeds = list(seeds)
+    for row, base in bases:
+        grid.rows[row].init_from = base
     plan = type("Plan", (), {"grid": grid})
     monkeypatch.setattr(grid_report, "values_of", lambda plan, row, size, of: values.get(row, {}))
     monkeypatch.setattr(grid_report, "diverged", lambda plan, row, size: row in diverged)
@@ -470,6 +474,14 @@ def test_differences_are_seed_by_seed(tmp_path, monkeypatch):
         assert (verdict.difference, verdict.seeds, verdict.verdict) == found
 
 
+def test_a_row_that_continues_another_is_paired_with_it_and_not_pooled(tmp_path, monkeypatch):
+    values = {"softmax": {1: 3.0, 2: 4.0, 3: 5.0}, "ssmax": {1: 2.9, 2: 3.88, 3: 4.86}, "lssa": {1: 2.0, 2: 3.0, 3: 4.1}}
+    for ours, of, found in (("ssmax < softmax", "", "-0.120 ± 0.050"),
+                            ("ssmax < softmax", 'of = "lengths.loss@4L"\n', "-0.120 ± 0.050"),
+                            ("lssa < softmax", "", "-0.97 ± 0.14")):
+        assert judged(tmp_path, monkeypatch, ours, values, of, bases=[("ssmax", "softmax")]).difference == found
+
+
 def test_one_model_under_two_evaluations_is_paired(tmp_path, monkeypatch):
     of = {"lengths.loss@4L": {1: 3.0, 2: 4.0, 3: 5.0}, "lengths.loss@L": {1: 2.9, 2: 3.88, 3: 4.86}}
     claim = 'of = "lengths.loss@4L"\nof-right = "lengths.loss@L"\n'
@@ -501,6 +513,8 @@ def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
     values = {"softmax": SOFTMAX, "ssmax": {seed: x + difference + seed / 200 for seed, x in SOFTMAX.items()}}
     found = judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n")
     assert found.verdict == verdict and found.difference.endswith(" ± 0.012")
+    values = {"softmax": INFINITE, "ssmax": INFINITE}
+    assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n").verdict == "undecided"
 
 
 @pytest.mark.parametrize("lssa, verdict", [(1.0, "agrees"), (4.0, "disagrees"), (2.0, "undecided")])

@@ -259,10 +259,11 @@ def test_the_default_length_of_an_answer(model_of, data, tmp_path):
     never = {token: 0 for token in (*b"0123456789", IM_END)}
     folder = write_biased(model_of("llama", "softmax"), tmp_path / "model", never)
     for flags, length in (([], 11), (["--digits", 3], 7), (["--number", "12345"], 9), (["--chat", "squad"], 11),
-                          (["--chat", "chatml"], 48), (["--max-new-tokens", 5], 5)):
-        _, _, prompts = needles(folder, data, tmp_path / "out", "--seq-lens", 100, "--samples", 2, "--depths", 50,
+                          (["--chat", "chatml"], 48), (["--max-new-tokens", 5], 5), (["--max-new-tokens", 600], 600)):
+        _, [row], prompts = needles(folder, data, tmp_path / "out", "--seq-lens", 100, "--samples", 2, "--depths", 50,
                                 *flags)
         assert [len(prompt["answer"]) for prompt in prompts] == 2 * [length], flags
+        assert min(len(trial["answer"]) for trial in row["trials"]) >= length, flags
 
 
 def row_lengths(attn):

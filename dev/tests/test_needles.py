@@ -229,3 +229,6 @@ def test_chunks_lie_inside_documents(source, tmp_path):
     assert np.flatnonzero(mask == 0).tolist() == [0, 200, 600]
     assert "no validation document has 500 tokens" in script(tmp_path, "--out", out, "--tokens", 500, code=3,
                                                              name="chunks")
+    assert "it is the dataset itself" in script(tmp_path, "--out", tmp_path, "--tokens", 100, code=2, name="chunks")
+    (out / "e_val_000000.bin").write_bytes(b"")
+    assert "another dataset (e_val_000000.bin)" in script(tmp_path, "--out", out, "--tokens", 100, code=2, name="chunks")

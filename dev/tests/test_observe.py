@@ -303,6 +303,15 @@ def test_equal_perplexities_have_no_correlation(model_of, tmp_path):
     assert [row["spearman_sum_perplexity"] for row in result["results"][-2:]] == [None, None]
 
 
+def test_rows_that_all_see_as_many_keys_have_no_slope(model_of, data, tmp_path):
+    """1,000 equal logarithms leave a spread of rounding errors."""
+    _, result = evaluate("attention", model_of("grouped", "softmax")[0], data, tmp_path, "--attn", "softmax+window=2",
+                         "--seq-lens", 1000, "--samples", 1)
+    slopes = [head["log_z_slope"] for row in result["results"] if row.get("attn") == "softmax+window=2"
+              for layer in row.get("layers", []) for head in layer["heads"]]
+    assert slopes and set(slopes) == {None}
+
+
 def test_activations_that_are_not_finite(model_of, prompts, tmp_path):
     """NaN in every statistic that depends on them, and a warning; the first layer's weights do not."""
     folder = overflowing(model_of("grouped", "softmax")[0], tmp_path / "model")

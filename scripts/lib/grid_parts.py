@@ -430,9 +430,13 @@ def loss_values(report):
         if "loss_by_position" in row:
             losses, T = row["loss_by_position"], row["seq_len"]
             parts = min(T, 2 * POINTS)
-            means = [mean(losses[T * i // parts:T * (i + 1) // parts]) for i in range(parts)]
+
+            def part(start, end):      # null at a position: masked or, if the row's loss is null as well, not finite
+                numbers = losses[start:end]
+                return None if row["loss"] is None and None in numbers else mean(numbers)
+            means = [part(T * i // parts, T * (i + 1) // parts) for i in range(parts)]
             values.setdefault("by_position", {})[str(T)] = means
-            values.setdefault("last_eighth", {})[str(T)] = mean(losses[-max(1, T // 8):])
+            values.setdefault("last_eighth", {})[str(T)] = part(T - max(1, T // 8), T)
     return values
 
 
@@ -462,7 +466,7 @@ def numbers_in(value):
 def other_values(report):
     """The numbers of any other task: {metric: {column: mean}}. The columns are the lengths, at each depth too for
     needles; with or without a leading end-of-text token for attention; and the mean over all."""
-    found = {}
+    found, unknown = {}, set()
 
     def add(key, column, value):
         found.setdefault(key, {}).setdefault(column, []).append(value)
@@ -476,7 +480,9 @@ def other_values(report):
         for depth in row.get("depths", []):
             if "depth" in depth:
                 add("right", f"{column} at {depth['depth']:g} %", depth["right"])
-    return {key: {at: mean(numbers) for at, numbers in columns.items()} for key, columns in found.items()}
+        unknown |= {(key, at) for key, value in row.items() if value is None for at in (column, "mean")}    # not finite
+    return {key: {at: None if (key, at) in unknown else mean(numbers) for at, numbers in columns.items()}
+            for key, columns in found.items()}
 
 
 def said(log):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lib import drawing, files, grid_statistics
-from lib.grid_file import LONGEST, Run, terms
+from lib.grid_file import LONGEST, Run, base_of, terms
 from lib.grid_parts import from_root, slug
 from lib.grid_store import attn_of, eval_attn, eval_key, key_of
 
@@ -92,9 +92,10 @@ def is_loss_at_L(plan, of):
 
 
 def residual(plan, size, of):
-    """The pooled residual of all rows with several seeds: (standard deviation, degrees of freedom), or None."""
+    """The pooled residual of all rows with several seeds: (standard deviation, degrees of freedom), or None. A row that
+    continues another's runs is left out, because it shares their noise."""
     return grid_statistics.pooled([values_of(plan, name, size, of) for name, row in plan.grid.rows.items()
-                                   if size in row.sizes])
+                                   if size in row.sizes and not base_of(row)])
 
 
 @dataclass
@@ -126,12 +127,13 @@ def difference(plan, size, left, right, seeds):
     both = [seed for seed in seeds if seed in a and seed in b]
     if not both:
         return None
-    each = [0.0 if a[seed] == b[seed] else a[seed] - b[seed] for seed in both]
+    each = [a[seed] - b[seed] for seed in both]      # NaN if both diverged
     mean = statistics.fmean(each)
     if not all(map(math.isfinite, each)):
         return Difference(mean, deviation(each), each)
     names = {left[0], right[0]}
-    if len(names) == 1 or not all(isinstance(name, str) for name in names):     # the same models, or a number
+    rows = [plan.grid.rows[name] for name in names if isinstance(name, str)]
+    if len(rows) == 1 or any(base_of(row) in names for row in rows):      # the same models, a number, or continued runs
         half = grid_statistics.half_of_paired(each)
     elif left[1] == right[1] and is_loss_at_L(plan, left[1]) and (pool := residual(plan, size, left[1])):
         half = grid_statistics.half_of_pooled(*pool, len(both))
