@@ -231,4 +231,5 @@ def test_chunks_lie_inside_documents(source, tmp_path):
                                                              name="chunks")
     assert "it is the dataset itself" in script(tmp_path, "--out", tmp_path, "--tokens", 100, code=2, name="chunks")
     (out / "e_val_000000.bin").write_bytes(b"")
-    assert "another dataset (e_val_000000.bin)" in script(tmp_path, "--out", out, "--tokens", 100, code=2, name="chunks")
+    said = script(tmp_path, "--out", out, "--tokens", 100, code=2, name="chunks")
+    assert "another dataset (e_val_000000.bin)" in said
