@@ -3,8 +3,8 @@
     .venv/bin/python dev/figures/draw_study.py            # doc/img/study.png and study_dark.png
     .venv/bin/python dev/figures/draw_study.py --out /tmp
 
-Rows without results are left out. "Best scaling" is, at each length, the RoPE scaling with the lowest mean loss, or
-none. Bands are the standard deviation over seeds.
+Rows without results are left out. "YaRN" scales RoPE beyond the training length by the length's factor. Bands are the
+standard deviation over seeds.
 """
 import statistics
 import sys
@@ -16,24 +16,24 @@ from lib.grid_store import ROOT  # noqa: E402
 
 import grid_tables  # noqa: E402
 
-# label, row, groups of evaluations, color on light and on dark pages. Colors of Okabe and Ito, darker on light pages.
-LINES = (("softmax", "softmax", ["positions"], ("#d55e00", "#e69f00"), "-"),
-         ("softmax, best scaling", "softmax", ["positions", "scaled"], ("#d55e00", "#e69f00"), "--"),
-         ("ssmax, best scaling", "ssmax", ["positions", "scaled"], ("#0072b2", "#56b4e9"), "--"),
-         ("lssar", "lssar", ["positions"], ("#007a5a", "#2fc79a"), "-"),
-         ("lssa, then lssar", "lssa, then lssar", ["positions"], ("#a0508a", "#e08bbd"), "-"))
+# label, row, evaluation beyond L, color on light and on dark pages. Colors of Okabe and Ito, darker on light pages.
+LINES = (("softmax", "softmax", "positions", ("#d55e00", "#e69f00"), "-"),
+         ("softmax, YaRN", "softmax", "yarn {}", ("#d55e00", "#e69f00"), "--"),
+         ("ssmax", "ssmax", "positions", ("#0072b2", "#56b4e9"), "-"),
+         ("ssmax, YaRN", "ssmax", "yarn {}", ("#0072b2", "#56b4e9"), "--"),
+         ("lssar", "lssar", "positions", ("#007a5a", "#2fc79a"), "-"))
 PAGES = (("study.png", "white", "black"), ("study_dark.png", "#0d1117", "#e6edf3"))      # background, text
 
 
-def points(plan, name, groups):
-    """[(length, mean loss, its deviation over seeds)] of a row, by the best of the evaluations in the groups."""
-    row, found = plan.grid.rows[name], []
-    evals = [e for e in plan.grid.evals if e.group in groups]
-    for T in sorted({T for e in evals for T in e.lengths}):
-        each = [grid_report.of_seeds(plan, row, row.sizes[0], row.seeds, e.name, "loss", str(T)) for e in evals]
-        if any(each):
-            best = min(filter(None, each), key=statistics.fmean)
-            found.append((T, statistics.fmean(best), *grid_report.spreads([best])))
+def points(plan, name, beyond):
+    """[(length, mean loss, its deviation over seeds)] of a row, beyond L by the evaluation whose name is `beyond` with
+    the multiple of L."""
+    row, L, found = plan.grid.rows[name], plan.grid.scale.L, []
+    for T in next(e.lengths for e in plan.grid.evals if e.name == "positions"):
+        losses = grid_report.of_seeds(plan, row, row.sizes[0], row.seeds,
+                                      beyond.format(T // L) if T > L else "positions", "loss", str(T))
+        if losses:
+            found.append((T, statistics.fmean(losses), *grid_report.spreads([losses])))
     return found
 
 

@@ -1234,14 +1234,14 @@ def test_a_text_that_nothing_was_trained_on_is_known_by_its_evaluations(tmp_path
 # ---------------------------------------------------------------- pages
 
 def test_the_studys_figure(tmp_path):
-    """A line with the best scaling has, at each length, the mean of the best evaluation, over all seeds."""
-    scaled = '[[eval]]\nname = "{name}"\nfor = { name = ["ntk", "yarn:4:8"] }\ngroup = "scaled"\ntask = "loss"\n' \
-             'lengths = ["4L"]\nflags = { rope-scaling = "{name}" }\n'
-    plan = reported(tmp_path, {"softmax": {1: 5.0, 2: 5.2}}, scaled)
-    set_values(plan, {"lengths": {"loss": {"4": 4.5, "8": 4.0, "32": 6.0}}, "ntk": {"loss": {"32": 5.0}},
-                      "yarn:4:8": {"loss": {"32": 5.5}}})
-    assert draw_study.points(plan, "softmax", ["lengths"]) == [(4, 4.5, 0), (8, 4.0, 0), (32, 6.0, 0)]
-    assert draw_study.points(plan, "softmax", ["lengths", "scaled"]) == [(4, 4.5, 0), (8, 4.0, 0), (32, 5.0, 0)]
+    """Beyond L, a line with YaRN has the means over seeds of YaRN's evaluations."""
+    evals = '[[eval]]\nname = "positions"\ntask = "loss"\nlengths = ["L/2", "L", "4L"]\n' \
+            '[[eval]]\nname = "yarn 4"\ntask = "loss"\nlengths = ["4L"]\nflags = { rope-scaling = "yarn:4:8" }\n'
+    plan = reported(tmp_path, {"softmax": {1: 5.0, 2: 5.2}}, evals)
+    set_values(plan, {"lengths": {}, "positions": {"loss": {"4": 4.5, "8": 4.0, "32": 6.0}},
+                      "yarn 4": {"loss": {"32": 5.0}}})
+    assert draw_study.points(plan, "softmax", "positions") == [(4, 4.5, 0), (8, 4.0, 0), (32, 6.0, 0)]
+    assert draw_study.points(plan, "softmax", "yarn {}") == [(4, 4.5, 0), (8, 4.0, 0), (32, 5.0, 0)]
     moved = draw_study.apart([1.0, 5.0, 1.1, 1.2], 0.3)
     assert moved[1] == 5 and np.diff(sorted(moved)).min() > 0.299 and np.argsort(moved).tolist() == [0, 2, 3, 1]
     drawn = call("draw_study.py", "--out", tmp_path)
