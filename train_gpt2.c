@@ -1493,6 +1493,7 @@ static void measure_norms(Run *run, Model *m) {
 static void draw_sample(Run *run, Decoder *d) {
     Sample sample;
     run_sample_start(run, &sample);
+    decoder_ready(d);
     float *logits = decode_prompt(d, sample.ids, sample.count, 0);
     while (run_sample_add(run, &sample, logits)) {
         size_t last = sample.count - 1;
@@ -1524,7 +1525,6 @@ int main(int argc, char **argv) {
     if (!run_take(&run)) return end(&run, &model);
 
     model_ready(&model);
-    if (run_sample_length(&run)) decoder_ready(&decoder);
     run_load(&run, weights_of(&model));
     round_parameters(&model);
     run_begin(&run, peak_of(&model, &best_peak));

@@ -145,6 +145,7 @@ static void read_run_json(Run *run) {
     run->lineage = found.lineage;
     run->history = found.history;
     run->history_omitted = found.omitted;
+    run->arguments = found.arguments;
 }
 
 // Handles a run that ended before its first checkpoint: it keeps its arguments and starts from the beginning.
@@ -160,8 +161,6 @@ static void settle_started_over(Run *run) {
     const cJSON *first = cJSON_GetArrayItem(run->lineage, 0);
     const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(first, "attn"));
     if (attn) o->attn = strdup(attn);
-    repeat_switches(run, run->lineage, NULL);
-    cJSON_Delete(run->lineage);
     run->started_over = true;
     if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", utf8_printed(o->out).text);
 }

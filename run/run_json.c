@@ -31,11 +31,11 @@ bool run_json_resume(const char *out, TrainOptions *options, TrainOptions *befor
                          shell_word(out).text);
     cJSON *json = json_read(path.text, JSON_SMALL, error);
     if (!json) return false;
-    cJSON *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
+    cJSON *arguments = cJSON_DetachItemFromObjectCaseSensitive(json, "arguments");
     cJSON *lineage = cJSON_DetachItemFromObjectCaseSensitive(json, "lineage");
     cJSON *history = cJSON_DetachItemFromObjectCaseSensitive(json, "history");
     char *text = cJSON_IsObject(arguments) ? cJSON_PrintUnformatted(arguments) : NULL;
-    *found = (RunJson){lineage, history, 0};
+    *found = (RunJson){lineage, history, 0, arguments};
     json_u64(cJSON_GetObjectItemCaseSensitive(json, "history_omitted"), &found->omitted);
     bool ok = (text && is_list_of_events(lineage)) ||
               error_set(error, EXIT_INPUT,
@@ -93,8 +93,13 @@ static void add_data(cJSON *data, const char *which, const char *fingerprint) {
 bool run_json_write(const char *out, const TrainOptions *options, const char *train, const char *val,
                     const RunJson *rest, const cJSON *to_repeat, Error *error) {
     cJSON *json = cJSON_CreateObject();
-    char *arguments = options_json(options->table, options->count);
-    cJSON_AddItemToObject(json, "arguments", cJSON_Parse(arguments));
+    char *given = options_json(options->table, options->count);
+    cJSON *arguments = cJSON_Parse(given);
+    cJSON_AddItemToObject(json, "arguments", arguments);
+    for (const Option *row = options->table; row < options->table + options->count; row++) {
+        const cJSON *kept = cJSON_GetObjectItemCaseSensitive(rest->arguments, row->name);
+        if (row->only_in && kept) cJSON_AddItemToObject(arguments, row->name, cJSON_Duplicate(kept, true));
+    }
     version_add(json);
     cJSON_AddNumberToObject(json, "ranks", process.size);
     cJSON *data = cJSON_AddObjectToObject(json, "data");
@@ -108,7 +113,7 @@ bool run_json_write(const char *out, const TrainOptions *options, const char *tr
     bool done = text && file_replace_text(folder_path(out, "run.json").text, text, error);
     if (!text) error_set(error, EXIT_RESOURCE, "out of memory for run.json.");
     free(text);
-    free(arguments);
+    free(given);
     cJSON_Delete(json);
     return done;
 }

@@ -11,9 +11,11 @@
 
 // What run.json keeps of a run besides its flags. `lineage`: how it began, and each change of normalizer. `history`: an
 // object for each start and resume, of which `omitted` earlier ones are no longer listed; NULL in version 0.2.
+// `arguments`: those before a resume, of which a run on a CPU keeps the flags of GPUs.
 typedef struct {
     cJSON *lineage, *history;
     uint64_t omitted;
+    cJSON *arguments;
 } RunJson;
 
 // Reads run.json for --resume: sets `before` to its arguments, uses them for all flags of `options` that were not

@@ -26,7 +26,7 @@ static bool write_run_json(const Run *run, Error *error) {
     cJSON *to_repeat = cJSON_CreateArray();
     for (const Switch *s = run->switches; s < run->switches + run->switch_count; s++)
         if (s->repeated) lineage_add(to_repeat, s->step, "attn-switch", "attn", s->to.text, NULL);
-    const RunJson rest = {run->lineage, run->history, run->history_omitted};
+    const RunJson rest = {run->lineage, run->history, run->history_omitted, run->arguments};
     bool done = run_json_write(run->o.out, &run->o, run->train_print, run->val_print, &rest, to_repeat, error);
     cJSON_Delete(to_repeat);
     return done;

@@ -27,7 +27,7 @@ typedef struct {
 
 // lr(s) = lr * ramp(s) * shape(s), where s counts from 0
 //   ramp   min(1, (s + 1) / warmup); from step `rewarm` on min(1, (s - rewarm + 1) / warmup)
-//   shape  1 during the warmup, then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
+//   shape  1 during the warmup (not under wsd), then with p = (s - warmup) / (steps - warmup) and m = min_lr_frac
 //          constant 1;  cosine m + (1 - m) (1 + cos(pi p)) / 2;  linear 1 - (1 - m) p;
 //          wsd 1 until the last decay_frac of the steps, rounded down; then m + (1 - m) d, where p goes from 0 to 1
 //          in those steps, and d is 1 - p (linear), 1 - sqrt(p) (sqrt) or (1 + cos(pi p)) / 2 (cosine)

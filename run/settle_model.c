@@ -83,8 +83,8 @@ static void settle_loaded(Run *run, char *folder, size_t size) {
     run->loaded = config->attn;
     run->loaded_L = config->seq_len;
     run->vocab_from = " (from the loaded model)";
-    if (train_options_given(o, "rope-theta")) config->rope_theta = o->rope_theta;
-    if (train_options_given(o, "logit-softcap")) config->logit_softcap = o->logit_softcap;
+    if (train_options_given(o, "rope-theta") || run->started_over) config->rope_theta = o->rope_theta;
+    if (train_options_given(o, "logit-softcap") || run->started_over) config->logit_softcap = o->logit_softcap;
     if (!train_options_given(o, "model")) return;
     if (!model_parse(&asked, o->model, &error)) fail_with(&error);
     if (!model_gives_vocab(o->model)) asked.vocab = config->vocab;
@@ -149,6 +149,12 @@ void settle_model(Run *run, char *folder, size_t size) {
     if (o->norm_length && run->loaded.text[0] && attention_has(&run->loaded, SCALAR_P))
         fail(EXIT_USAGE, "--norm-length %lld: %s has p_n that were learned for its own L.\n  Omit this flag.",
              (long long)o->norm_length, o->init_from);
+    if (run->started_over) repeat_switches(run, run->lineage, NULL);
+    cJSON_Delete(run->lineage);
+    // run.json records what the model is, whether by a flag or by --init-from.
+    o->attn = strdup(config->attn.text);
+    o->rope_theta = config->rope_theta;
+    o->logit_softcap = config->logit_softcap;
     run->lineage = cJSON_CreateArray();
     lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text,
                 o->init_from ? "from" : NULL, folder, NULL);

@@ -463,11 +463,13 @@ static void read_lines(Option *table, size_t count, FlagFile file) {
 static bool value_from_json(const Option *o, const cJSON *item, Value *v);
 static bool same_value(const Option *o, Value a, Value b);
 
-// The flags of a run, by its run.json, of which those count as given that differ from the defaults. Flags that only
-// another program has, such as those of the GPU trainer, are left out.
+// The flags of a run, by its run.json, of which those count as given that differ from the defaults and, after
+// --init-from, those whose default is the loaded model's. Flags that only another program has, such as those of the GPU
+// trainer, are left out.
 static void read_run(Option *table, size_t count, const char *path, const char *text) {
     cJSON *json = cJSON_Parse(text);
     const cJSON *item, *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
+    bool loaded = cJSON_IsString(cJSON_GetObjectItemCaseSensitive(arguments, "init-from"));
     Value v;
     Error error;
     if (!cJSON_IsObject(arguments)) {
@@ -476,10 +478,10 @@ static void read_run(Option *table, size_t count, const char *path, const char *
     }
     cJSON_ArrayForEach(item, arguments) {
         Option *o = options_find(table, count, item->string);
-        if (!o || o->only_in) continue;
+        if (!o || o->only_in || o->per_call) continue;
         if (!value_from_json(o, item, &v))
             usage_fail("%s: \"%s\" has a value that --%s cannot take.", path, o->name, o->name);
-        if (!same_value(o, v, value_get(o))) set_owned(o, v);
+        if (!same_value(o, v, value_get(o)) || (loaded && o->of_model)) set_owned(o, v);
     }
     cJSON_Delete(json);
 }

@@ -51,7 +51,8 @@ typedef struct {
     bool any_bytes;             // texts: need not be UTF-8; not for programs that call options_json()
     const char *computed;       // the default in words, if the program computes it after options_parse()
     bool on_resume;             // --resume may change this flag
-    bool per_call;              // run.json never sets this flag: it says what this call's user trusts
+    bool per_call;              // run.json never sets this flag: it is about one call, such as what its user trusts
+    bool of_model;              // with --init-from, the default is what the loaded model has
     const char *resume_hint;    // if not: a sentence for the message that says what to do instead
     // Do two different texts mean the same? NULL: no
     bool (*same)(const char *a, const char *b);

@@ -35,8 +35,12 @@ def plan_of(name, results=ROOT / "grids/results.json"):
 @functools.cache
 def report(name):
     """{name of a table: its Markdown} of a grid's report."""
-    return {title if table.title in ("", title) else f"{title} / {table.title}": table.markdown()
-            for title, tables, *_ in grid_report.sections(plan_of(name), {}) for table in tables}
+    found = {}
+    for title, tables, *_ in grid_report.sections(plan_of(name), {}):
+        for table in tables:
+            table.rows = [row for row in table.rows if any(row[1:])]      # without rows that have not run
+            found[title if table.title in ("", title) else f"{title} / {table.title}"] = table.markdown()
+    return found
 
 
 def main():

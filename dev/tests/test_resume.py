@@ -32,6 +32,9 @@ def twice(folder, tmp_path, *flags, half=10, total=20):
     assert f"resumes at step {half}" in text
     assert_same_run(whole, parts, total)
     assert [step for step, in metrics(parts, ["step"])] == list(range(1, total + 1))
+    if "--sample-every" in flags:
+        drawn, again = ({*(folder / "samples.txt").read_text().split("---- ")} for folder in (whole, parts))
+        assert drawn < again     # which also has one of its first half's end
 
 
 @pytest.mark.parametrize("flags", [
@@ -42,10 +45,11 @@ def twice(folder, tmp_path, *flags, half=10, total=20):
     ["--attn", "ssmax", "--batch", 2, "--total-batch-tokens", 64],
     ["--attn", "softmax1", "--seq-len", "8,16"],
     ["--pack", "example", "--sample-every", 7],
+    ["--attn", "softmax+rope=none", "--attn-switch", "8:softmax", "--sample-every", 15],
     ["--optimizer", "muon"],
     ["--optimizer", "muon", "--dtype", "bf16", "--attn", "ssmax"],
-], ids=["fp32", "bf16", "untied", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples", "muon",
-        "muon bf16 ssmax"])
+], ids=["fp32", "bf16", "untied", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples",
+        "samples after a switch", "muon", "muon bf16 ssmax"])
 def test_ten_and_ten_are_twenty(data, tmp_path, flags):
     twice(data, tmp_path, *validation(data), *flags)
 
@@ -364,6 +368,35 @@ def test_a_run_without_a_checkpoint_starts_over_with_its_own_arguments(data, tmp
                           check=True).stdout
     assert "starts over" in text
     assert_same_run(out, whole, 6)
+
+
+def test_what_differs_from_the_loaded_model_is_kept(data, tmp_path):
+    """By a run that starts over, and by one that is repeated from run.json: theta, cap, normalizer, and a switch whose
+    list is longer than the model. A repeated run does not resume another, nor trust what the first one did."""
+    source, whole, out, again = (tmp_path / name for name in ("source", "whole", "out", "again"))
+    train(data, "--rope-theta", 500, "--logit-softcap", 3, "--attn", "ssmax", "--steps", 2, "--out", source)
+    flags = ["--init-from", source, "--attn", "softmax", "--rope-theta", 10000, "--logit-softcap", 0, "--seq-len", 8,
+             "--batch", 4, "--steps", 6, "--attn-switch", "3:softmax,softmax,ssmax-pn"]
+    for folder in (whole, out):
+        train(data, *flags, "--out", folder, model=False)
+    shutil.rmtree(out / "ckpt")
+    assert "starts over" in train(data, "--out", out, "--resume", "--follow-links", 1, model=False)
+    assert_same_run(out, whole, 6)
+    text = subprocess.run([TRAIN, "--config", out / "run.json", "--out", again, "--print-config"], capture_output=True,
+                          text=True, check=True, env=environment(), cwd="/").stdout
+    assert "# resume = " in text and "# follow-links = " in text
+    subprocess.run([TRAIN, "--config", out / "run.json", "--out", again], check=True, env=environment(), cwd="/")
+    assert_same_run(again, whole, 6)
+
+
+def test_a_resume_on_a_cpu_keeps_the_flags_of_gpus(data, tmp_path):
+    train(data, "--steps", 2, "--out", tmp_path)
+    path = tmp_path / "run.json"
+    run = json.loads(path.read_text())
+    run["arguments"] |= {"zero": True, "reduce-dtype": "bf16"}
+    path.write_text(json.dumps(run))
+    train(data, "--steps", 3, "--out", tmp_path, "--resume")
+    assert json.loads(path.read_text())["arguments"].items() >= {"zero": True, "reduce-dtype": "bf16", "steps": 3}.items()
 
 
 @pytest.mark.parametrize("where", ["accumulation", "validation"])
