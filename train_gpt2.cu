@@ -383,7 +383,7 @@ static void find_masters(Model *m) {
         for (size_t i = 0; i < count; i++) {
             if (is_matrix(m, i) != matrices || !has_master(m, i)) continue;
             m->masters[i] = m->sharded ? floats : m->parts[i].from;
-            if (!matrices) m->vectors[m->vector_count++] = {floats, m->parts[i].floats, m->parts[i].owner};
+            if (!matrices) m->vectors[m->vector_count++] = {floats, m->parts[i].floats, m->parts[i].owner, 0};
             floats += m->parts[i].floats;
         }
     }
@@ -397,7 +397,10 @@ static void find_owners(Model *m) {
     if (!m->parts) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
     for (size_t i = 0; i < count; i++) {
         size_t from = m->list.tensors[i].offset, to = i + 1 < count ? m->list.tensors[i + 1].offset : m->list.floats;
-        m->parts[i] = {from, to - from, process.rank};
+        const char *const *states = update_state[m->list.tensors[i].update];
+        size_t arrays = m->in_bf16 && is_matrix(m, i);    // its master weights
+        for (size_t s = 0; s < STATE_ARRAYS; s++) arrays += states[s] != NULL;
+        m->parts[i] = {from, to - from, process.rank, arrays * (to - from) * sizeof(float)};
     }
     if (m->zero) collective_assign_owners(m->parts, count, process.size);
     find_states(m);

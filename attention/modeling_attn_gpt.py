@@ -101,7 +101,7 @@ def start_of_s(normalizer):
     said = re.findall(r"\+s=([-+.\deE]+)(?=\+[a-z]|$)", name)
     if said:
         return float(said[-1])
-    if name.startswith("ssmax-fixed") or normalizer["scale"] == "pn" or W == 1:
+    if re.match(r"(\d+\*)?ssmax-fixed", name) or normalizer["scale"] == "pn" or W == 1:
         return 1.0
     return L / (math.lgamma(W + 1) + (L - W) * math.log(W))
 

@@ -22,33 +22,45 @@ static int larger_first(const void *a, const void *b) {
 }
 
 // The rank that owns the least; the lowest of several.
-static int least_owner(const size_t *owned, int ranks) {
+// What a rank owns.
+typedef struct {
+    size_t floats, memory;
+    int rank;
+} Share;
+
+static int least_owner(const Share *shares, int ranks) {
     int least = 0;
     for (int r = 1; r < ranks; r++)
-        if (owned[r] < owned[least]) least = r;
+        if (shares[r].floats < shares[least].floats) least = r;
     return least;
 }
 
-// The position of a rank when all are ordered by what they own, the largest share first.
-static int place_by_share(const size_t *owned, int ranks, int rank) {
-    int place = 0;
-    for (int r = 0; r < ranks; r++) place += owned[r] > owned[rank] || (owned[r] == owned[rank] && r < rank);
-    return place;
+static int most_memory_first(const void *a, const void *b) {
+    const Share *x = (const Share *)a, *y = (const Share *)b;
+    if (x->memory != y->memory) return x->memory < y->memory ? 1 : -1;
+    if (x->floats != y->floats) return x->floats < y->floats ? 1 : -1;
+    return x->rank - y->rank;
 }
 
 void collective_assign_owners(CollectivePart *parts, size_t count, int ranks) {
     CollectivePart **order = (CollectivePart **)calloc(count + 1, sizeof *order);
-    size_t *owned = (size_t *)calloc((size_t)ranks, sizeof *owned);
-    if (!order || !owned) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
+    Share *shares = (Share *)calloc((size_t)ranks, sizeof *shares);
+    int *place = (int *)calloc((size_t)ranks, sizeof *place);
+    if (!order || !shares || !place) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
     for (size_t i = 0; i < count; i++) order[i] = &parts[i];
     qsort(order, count, sizeof *order, larger_first);
+    for (int r = 0; r < ranks; r++) shares[r].rank = r;
     for (size_t i = 0; i < count; i++) {
-        order[i]->owner = least_owner(owned, ranks);
-        owned[order[i]->owner] += order[i]->floats;
+        order[i]->owner = least_owner(shares, ranks);
+        shares[order[i]->owner].floats += order[i]->floats;
+        shares[order[i]->owner].memory += order[i]->memory;
     }
-    for (size_t i = 0; i < count; i++) parts[i].owner = place_by_share(owned, ranks, parts[i].owner);
+    qsort(shares, (size_t)ranks, sizeof *shares, most_memory_first);
+    for (int r = 0; r < ranks; r++) place[shares[r].rank] = r;
+    for (size_t i = 0; i < count; i++) parts[i].owner = place[parts[i].owner];
     free(order);
-    free(owned);
+    free(shares);
+    free(place);
 }
 
 #ifdef USE_NCCL
@@ -184,6 +196,8 @@ const char *collective_prepare(void) {
     // NCCL would otherwise connect in the first sums, and take device memory after the plan was compared with what is
     // free.
     setenv("NCCL_RUNTIME_CONNECT", "0", 0);
+    // NVLink SHARP sums in an order that may differ between runs.
+    setenv("NCCL_NVLS_ENABLE", "0", 0);
     return NULL;
 }
 

@@ -32,14 +32,16 @@ void collective_end(Collective *collective);
 // The floats x[from] to x[from + floats - 1] of an array.
 typedef struct {
     size_t from, floats;
-    int owner;    // a rank
+    int owner;        // a rank
+    size_t memory;    // bytes that only the owner needs
 } CollectivePart;
 
 // Sets the owners of `count` parts such that each of `ranks` ranks owns about the same number of floats. The largest
 // part goes first, each to the rank that owns the least so far. The largest share is then at most 4/3 of what the best
-// choice of owners would give (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Rank 0 owns the largest
-// share, so that no rank needs more memory than the plan that rank 0 prints. With more ranks than parts, some ranks own
-// nothing. All ranks come to the same result without communication, because it depends on the arguments alone.
+// choice of owners would give (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Rank 0 needs the most
+// memory for its parts, so that no rank needs more than the plan that rank 0 prints. With more ranks than parts, some
+// ranks own nothing. All ranks come to the same result without communication, because it depends on the arguments
+// alone.
 void collective_assign_owners(CollectivePart *parts, size_t count, int ranks);
 
 // The bytes of device memory that the functions below need for arrays of up to n floats; may be 0. Pass that memory,

@@ -102,7 +102,7 @@ typedef struct {
     char *train_print, *val_print;    // fingerprints
     cJSON *lineage, *history;         // of run.json; see folder.h
     uint64_t history_omitted;
-    cJSON *arguments;    // those that run.json had at a resume
+    cJSON *arguments;       // those that run.json had at a resume
     TrainOptions before;    // what run.json had, if the run existed
     int lock;               // of the run folder; see folder_lock()
     int checkpoints;        // OUT/ckpt; see checkpoint_prepare()

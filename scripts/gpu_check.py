@@ -654,7 +654,7 @@ def several_beside_one(job, ranks, bound, *flags):
 def several_twice(job, ranks):
     one, other = f"{job.folder}/one", f"{job.folder}/other"
     for out in (one, other):
-        train_several(job, ranks, out, 10, *BF16)
+        train_several(job, ranks, out, 10, *BF16, "--zero", 0)
     job.expect([job.compare(gpu_report.same, one, other)])
 
 

@@ -64,7 +64,8 @@ def section(config, *names):
 def rope_of(config):
     """RoPE's parameters, with the keys rope_type and rope_theta wherever the file has them."""
     rope = section(config, "rope_parameters", "rope_scaling")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    older = section(config, "rope_scaling")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or older.get("rope_theta") or 10000.0
     return rope | {"rope_type": rope.get("rope_type") or rope.get("type") or "default", "rope_theta": theta}
 
 
@@ -276,10 +277,8 @@ def scores(names, merges):
     return [float(-ranks.get(name, len(merges))) for name in names]
 
 
-def adds_bos(settings, whole):
-    """Does every text start with the token bos? If tokenizer_config.json does not say so, tokenizer.json does."""
-    if settings.get("add_bos_token") is not None:
-        return bool(settings["add_bos_token"])
+def adds_bos(whole):
+    """Does every text start with the token bos? As in transformers, tokenizer.json decides."""
     processor = whole.get("post_processor") or {}
     return any("SpecialToken" in step["single"][0] for step in processor.get("processors", [processor])
                if step.get("single"))
@@ -343,7 +342,7 @@ def add_special(writer, config, folder, names, whole):
             found = names.index(text)
         if found is not None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", found)
-    writer.add_add_bos_token(adds_bos(settings, whole))
+    writer.add_add_bos_token(adds_bos(whole))
     jinja = folder / "chat_template.jinja"
     template = files.read(jinja, files.JSON).decode("utf-8-sig") if jinja.exists() else settings.get("chat_template")
     if template:

@@ -114,7 +114,7 @@ def check_saved(dout, out, stats, q, v, kept):
 
 def check_positions(normalizer, seq_len, keys, start, window):
     """For normalizers with a factor for each position up to seq_len."""
-    positions = keys if start is None or not len(start) else keys - int(start.min())
+    positions = keys if start is None or not len(start) else keys - max(0, int(start.min()))
     positions = min(positions, window or positions)
     if positions > seq_len:
         raise ValueError(f"attn_c: {normalizer} has a factor for each of {seq_len} lengths, but the "

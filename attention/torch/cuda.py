@@ -55,7 +55,8 @@ def traits(normalizer, seq_len):
 
 
 def fits(head_dim, width):
-    return head_dim % 8 == 0 and 8 <= head_dim <= 128 and (width == head_dim or head_dim == 128 and width % 8 == 0)
+    return (head_dim % 8 == 0 and 8 <= head_dim <= 128
+            and (width == head_dim or head_dim == 128 and width % 8 == 0 and width > 0))
 
 
 def check(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
@@ -67,6 +68,10 @@ def check(q, k, v, scalars, start, normalizer, seq_len, scaling, window=None):
     if not fits(q.shape[3], v.shape[3]):
         raise ValueError("attn_c: on a GPU, expected a head_dim that is a multiple of 8 and at most 128, and values of "
                          f"the same size (or, at 128, of any multiple of 8), found {q.shape[3]} and {v.shape[3]}")
+    B, heads, keys = *q.shape[:2], k.shape[2]
+    if B * heads > 65535 or keys > 1 << 24:
+        raise ValueError("attn_c: on a GPU, expected at most 65,535 heads in all sequences together and 16,777,216 "
+                         f"keys, found {B} x {heads} heads and {keys} keys; pass fewer sequences at a time")
     if start is not None and traits(normalizer, seq_len)[2]:
         raise ValueError(f"attn_c: {normalizer} depends on the length of each text, which is not supported with "
                          "padding on a GPU; process texts of different lengths apart")

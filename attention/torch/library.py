@@ -152,5 +152,5 @@ def scalars_by_position(text):
 @functools.cache
 def names_of(text):
     """Both, in a function of its own since torch.compile has to find the two above without a cache around them."""
-    return (tuple(scalars_of(text, 1, 1)),
-            tuple(name for name, scalar in scalars_of(text, 1, 2).items() if scalar.size == 2))
+    found = scalars_of(text, 1, 2)      # a scale of log:L has no length of 1
+    return tuple(found), tuple(name for name, scalar in found.items() if scalar.size == 2)

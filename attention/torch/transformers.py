@@ -165,7 +165,7 @@ def trained_length(module):
 
 def register(normalizer):
     """Registers a normalizer, such as "softmax+post=reweight:3", and returns the name of its implementation."""
-    reads_length = traits(normalizer, 1)[2]      # or an error for a name that is not one
+    reads_length = traits(normalizer, 2)[2]      # or an error for a name that is not one
     attention_name = f"attn_c:{normalizer}"
     AttentionInterface.register(attention_name, registered(normalizer))
     AttentionMaskInterface.register(attention_name, functools.partial(mask, reads_length=reads_length))
@@ -188,6 +188,11 @@ def attention_layers(model):
     return layers
 
 
+def window_of(layer):
+    """Mistral's layers have none of their own, but their configuration does."""
+    return getattr(layer, "sliding_window", getattr(layer.config, "sliding_window", None))
+
+
 def attach(model, normalizer, seq_len):
     """Gives each attention layer of a model a Normalizer, `self_attn.normalizer`, whose scalars are trained and saved
     with the model, and selects the implementation. p of scale=pn is one parameter for the whole model. Scalars of an
@@ -195,7 +200,7 @@ def attach(model, normalizer, seq_len):
     layers = attention_layers(model)
     # An error in the arguments is found here, before the model changes.
     normalizers = [Normalizer(normalizer, layer.config.num_attention_heads, seq_len,
-                              device=next(layer.parameters()).device) for layer in layers]
+                              device=next(layer.parameters()).device, window=window_of(layer)) for layer in layers]
     implementation = register(normalizer)
     detach(model)
     for layer, own in zip(layers, normalizers):

@@ -85,7 +85,7 @@ static vector<CollectivePart> make_parts(size_t n, int ranks) {
     vector<CollectivePart> parts;
     for (size_t from = 0, floats; from < n; from += floats) {
         floats = (n - from + 1) / 2;
-        parts.push_back({from, floats, -1});
+        parts.push_back({from, floats, -1, 0});
     }
     collective_assign_owners(parts.data(), parts.size(), ranks);
     return parts;
@@ -302,7 +302,7 @@ static void work_slow(void) {
 static void work_owners(void) {
     Array x(vector<float>(1000, 1.0f));
     int first = process.rank == 1;
-    const CollectivePart parts[] = {{0, 400, first}, {400, 600, !first}};
+    const CollectivePart parts[] = {{0, 400, first, 0}, {400, 600, !first, 0}};
     collective_reduce_parts(collective, x.device, parts, 2, stream);
     x.read();
     printf("process %d came through\n", process.rank);
@@ -372,7 +372,7 @@ static void check_balance(const vector<CollectivePart> &parts, int ranks) {
 static void expect_owners(const vector<size_t> &sizes, int ranks, const vector<int> &owners) {
     vector<CollectivePart> parts;
     size_t from = 0;
-    for (size_t size : sizes) parts.push_back({from, size, -1}), from += size;
+    for (size_t size : sizes) parts.push_back({from, size, -1, 0}), from += size;
     collective_assign_owners(parts.data(), parts.size(), ranks);
     for (size_t i = 0; i < parts.size(); i++)
         CHECK(parts[i].owner == owners[i], "part %zu of %zu on %d ranks belongs to rank %d, not %d", i, parts.size(),
@@ -394,6 +394,10 @@ static void test_owners(void) {
     expect_owners({7, 7, 7}, 5, {0, 1, 2});
     check_case();
     expect_owners({}, 2, {});
+    check_case();
+    vector<CollectivePart> parts = {{0, 9, -1, 9}, {9, 8, -1, 16}};    // the smaller one needs more memory
+    collective_assign_owners(parts.data(), parts.size(), 2);
+    CHECK(parts[0].owner == 1 && parts[1].owner == 0, "rank %d needs the most memory, not rank 0", parts[1].owner);
 }
 
 static void test_one(void) {

@@ -245,7 +245,7 @@ def assert_new(model, block):
             assert (parameter == (0 if key.endswith(("bias", "offset", "sink")) else 1)).all(), key
 
 
-@pytest.mark.parametrize("name", ["ssmax-fixed", "ssmax-pn", "lssar", "softmax-sink"])
+@pytest.mark.parametrize("name", ["12*ssmax-fixed", "ssmax-pn", "lssar", "softmax-sink"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_new_model_made_by_transformers(block, name, model_of, data, tmp_path):
     """transformers makes a model from config.json alone: its initial weights have our distribution, it trains here,

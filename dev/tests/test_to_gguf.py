@@ -228,7 +228,7 @@ def test_the_tokenizer(name, pre, data, tmp_path):
     folder = with_tokenizer(name, data, tmp_path / "model")
     whole, config = (json.loads((folder / file).read_text()) for file in ("tokenizer.json", "config.json"))
     size = config["vocab_size"]
-    settings = {"chat_template": SMOLLM2, "add_bos_token": True, "bos_token": {"content": "<s>"}}
+    settings = {"chat_template": SMOLLM2, "bos_token": {"content": "<s>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     writer = gguf.GGUFWriter(None, "llama")     # of a file, reading which would take half a minute
     to_gguf.add_tokenizer(writer, config, folder)
@@ -243,7 +243,8 @@ def test_the_tokenizer(name, pre, data, tmp_path):
     assert all(names[i] == text for text, i in vocab.items())
     assert all(names[token["id"]] == token["content"] and kinds[token["id"]] in ((2, 3) if token["special"] else (4,))
                for token in whole["added_tokens"])
-    assert get("ggml.pre") == pre and get("chat_template") == SMOLLM2 and get("ggml.add_bos_token") is True
+    assert get("ggml.pre") == pre and get("chat_template") == SMOLLM2
+    assert get("ggml.add_bos_token") is to_gguf.adds_bos(whole)
     assert get("ggml.eos_token_id") == config["eos_token_id"]
     assert get("ggml.add_space_prefix") == {"mistral": True, "mistral-never": False}.get(name)
     if "mistral" in name:
@@ -401,7 +402,7 @@ def test_out_is_not_a_file(data, tmp_path):
 
 
 def test_a_template_that_starts_with_bos(data, tmp_path):
-    """Without add_bos_token, or if it is null, tokenizer.json's post_processor says whether texts start with bos."""
+    """tokenizer.json's post_processor says whether texts start with bos, whatever tokenizer_config.json says."""
     import gguf
     folder = with_tokenizer("own", data, tmp_path / "model")
     whole = json.loads((folder / "tokenizer.json").read_text())
@@ -410,7 +411,7 @@ def test_a_template_that_starts_with_bos(data, tmp_path):
     for processor, adds in ((None, False), (template, True),
                             ({"type": "Sequence", "processors": [whole["decoder"], template]}, True)):
         (folder / "tokenizer.json").write_text(json.dumps(whole | {"post_processor": processor}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": not adds}))
         convert(folder, tmp_path / "out.gguf")
         reader = gguf.GGUFReader(tmp_path / "out.gguf")
         assert reader.fields["tokenizer.ggml.add_bos_token"].contents() is adds
-        assert to_gguf.adds_bos({"add_bos_token": None}, {"post_processor": processor}) is adds

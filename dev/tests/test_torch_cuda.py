@@ -97,6 +97,7 @@ def test_the_backward_pass_checks_what_was_saved(gpu):
 
 @pytest.mark.parametrize("message, shape, change", [
     ("multiple of 8 and at most 128.*found 5", SHAPES[4], {}),
+    ("at most 65,535 heads .*found 8192 x 8 heads", Shape(8192, 8, 8, 1, 1, 8, 8), {}),
     ("expected float32 or bfloat16 on a GPU", HEADS[0], dict(dtype=torch.float64)),
     ("depends on the length of each text", HEADS[0], dict(name="relu2-T", start=torch.tensor([0, 1])))])
 def test_what_the_kernels_cannot_do(gpu, message, shape, change):

@@ -112,7 +112,8 @@ def test_attached_scalars(interface, tmp_path):
     assert not any("attn_pn" in name for name in [*model.state_dict(), *model._tied_weights_keys])
 
 
-@pytest.mark.parametrize("name", ["ssmax-pn", "ssmax-fixed", "softmax-sink", "softmax+post=reweight:3"])
+@pytest.mark.parametrize("name", ["ssmax-pn", "ssmax-fixed", "softmax-sink", "softmax+post=reweight:3",
+                                  "softmax+scale=log:L"])
 def test_an_attached_model_goes_to_the_trainer(interface, name, data, tmp_path):      # noqa: F811
     """Trained in PyTorch and written by save_pretrained(): the C programs give the same logits, and train it on."""
     model = make_llama(vocab_size=VOCAB, max_position_embeddings=T)
@@ -268,6 +269,8 @@ def test_a_normalizer_in_a_sliding_window(interface):
     """Its rows count the keys in the window: their number is the text's in a text that is no longer."""
     model = MistralForCausalLM(MistralConfig(**SLIDING | {"num_hidden_layers": 1})).eval()
     interface.attach(model, "ssmax", seq_len=64)
+    s = model.model.layers[0].self_attn.normalizer.attn_scale[0].item()
+    assert s == pytest.approx(1 / torch.arange(1, 65).clamp(max=4).log().mean().item())
     with torch.no_grad():
         whole, part = model(TOKENS).logits, model(TOKENS[:, 8:], position_ids=torch.arange(8, 12)[None]).logits
         text = model.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=None)
