@@ -74,6 +74,11 @@ void settle(Run *run) {
                          !run_json_same_data(o->out, "val", run->val_print, &error)))
         fail_with(&error);
     check_same_on_all_ranks(run);
+    if (!run->resumed) {    // run.json records what the model is, whether by a flag or by --init-from
+        o->attn = strdup(run->config->attn.text);
+        o->rope_theta = run->config->rope_theta;
+        o->logit_softcap = run->config->logit_softcap;
+    }
     norms_ready(run);
     run->schedule = schedule_of(o, run->schedule.rewarm);
 }

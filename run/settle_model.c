@@ -151,10 +151,6 @@ void settle_model(Run *run, char *folder, size_t size) {
              (long long)o->norm_length, o->init_from);
     if (run->started_over) repeat_switches(run, run->lineage, NULL);
     cJSON_Delete(run->lineage);
-    // run.json records what the model is, whether by a flag or by --init-from.
-    o->attn = strdup(config->attn.text);
-    o->rope_theta = config->rope_theta;
-    o->logit_softcap = config->logit_softcap;
     run->lineage = cJSON_CreateArray();
     lineage_add(run->lineage, 0, o->init_from ? "init-from" : "start", "attn", config->attn.text,
                 o->init_from ? "from" : NULL, folder, NULL);

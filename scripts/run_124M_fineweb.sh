@@ -9,7 +9,7 @@
 # paths are relative to the repository's root. PROGRAM=./train_gpt2 runs the same training on a CPU.
 #
 # Data    .venv/bin/python data/fineweb.py --version 10B, 20 GB on disk
-# Memory  about 27 GB per GPU, 10 GB with --batch 16. The batch of all GPUs together must divide the step's 512 sequences
+# Memory  24 GB per GPU, 8 GB with --batch 16. The batch of all GPUs together must divide the step's 512 sequences
 # Time    4.6 hours on one H200, at the 600 k tokens/s that its steps were measured at; eight GPUs are not measured
 #
 # Example: GPUS=8 scripts/run_124M_fineweb.sh --attn ssmax --dry-run

@@ -11,7 +11,7 @@
 # paths are relative to the repository's root. PROGRAM=./train_gpt2 runs the same training on a CPU.
 #
 # Data    .venv/bin/python data/slimpajama.py --chunks 1-10, about 1.3 TB on disk; with fewer chunks the text repeats
-# Memory  about 27 GB per GPU, 10 GB with --batch 16. The batch of all GPUs together must divide the step's 2,048 sequences
+# Memory  25 GB per GPU, 9 GB with --batch 16. The batch of all GPUs together must divide the step's 2,048 sequences
 # Time    24 hours on eight H200s, if each runs at the 600 k tokens/s that one was measured at
 #
 # Example: GPUS=8 scripts/run_162M_slimpajama_ssmax.sh --dry-run

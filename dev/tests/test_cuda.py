@@ -1011,7 +1011,7 @@ def test_the_environment_is_set_before_threads_start(cuda, data, tmp_path):
     library = tmp_path / "setenv.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "setenv.c", "-ldl"], check=True)
     text = train(data, *SMALL, "--dry-run", program=cuda, env={"LD_PRELOAD": str(library), "OPENBLAS_NUM_THREADS": "1"})
-    assert re.findall("NCCL_.*", text) == ["NCCL_RUNTIME_CONNECT: 1 threads"]
+    assert re.findall("NCCL_.*", text) == ["NCCL_RUNTIME_CONNECT: 1 threads", "NCCL_NVLS_ENABLE: 1 threads"]
 
 
 # ---- what is rejected, and what is reported
