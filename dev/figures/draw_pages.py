@@ -17,9 +17,6 @@ GRAY = "#7a828a"        # draw_weights.py's, too
 
 # file, grid, the figure's name in the grid's report, title
 FIGURES = (
-    ("results_ssmax_positions", "ssmax", "positions, theta × 50-positions",
-     "With the first seed, softmax holds its loss up to 5 times\nthe training length, ssmax up to 9 times\n"
-     "theta × 50; dotted: the training length; bands: ± SD over seeds"),
     ("results_ssmax_needles", "ssmax", "needles",
      "Beyond the training length of 128, softmax finds fewer needles than ssmax, and none at 8 times it"),
     ("comparison", "comparison", "final",
