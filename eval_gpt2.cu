@@ -341,10 +341,24 @@ static void last_weights(Computer *c, size_t T) {
     }
 }
 
+// The kernels' n is the number of visible keys, which in a window is not the row's length.
+static void check_by_row(const Computer *c) {
+    for (size_t l = 0; l < c->config.layers; l++) {
+        const LayerAttention *layer = attention_of(&c->config, l);
+        Normalizer by_row = normalizer_by_row(&layer->normalizer);
+        if (layer->window && !normalizer_equal(&layer->normalizer, &by_row))
+            fail(EXIT_USAGE,
+                 "--task needle: %s has a window and depends on each row's length, which eval_gpt2cu cannot compute.\n"
+                 "  Use eval_gpt2.",
+                 c->config.attn.text);
+    }
+}
+
 // Feeds the rest of a prompt and shows the needle the weights of its last token. Returns the logits after it.
 static const float *prompt_logits(Computer *c, Needle *n) {
     const NeedleTrial *t = &n->trial;
     size_t T = t->count;
+    check_by_row(c);
     ByRow by_row(&c->config.attn);
     upload_tokens(c, t->tokens, NULL, 1, T);
     c->model->from = t->shared;

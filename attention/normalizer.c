@@ -145,7 +145,8 @@ double normalizer_start(const Normalizer *a, Scalar scalar, size_t L, size_t W) 
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar) {
     if (!normalizer_has(from, scalar)) return false;
     bool same_s = (from->scale.kind == SCALE_PN) == (to->scale.kind == SCALE_PN) && (!to->fixed || from->fixed);
-    return scalar != SCALAR_S || (same_s && (!to->fixed || from->s_start == to->s_start || isnan(to->s_start)));
+    bool same_start = from->s_start == to->s_start || (isnan(from->s_start) && isnan(to->s_start));
+    return scalar != SCALAR_S || (same_s && (!to->fixed || same_start));
 }
 
 bool normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value) {

@@ -205,6 +205,14 @@ def test_weights_depend_on_T(attn, task, models, tmp_path):
     assert max(differences(*found)) < (1e-4,)
 
 
+def test_a_needle_with_T_in_a_window_is_rejected(models, tmp_path):
+    data = models("ssmax-pn")["data"]
+    model = tiny.train(data, tmp_path / "run", "--model", SHAPE, "--attn", "relu2-T+window=16", steps=0)[0]
+    _, errors = tiny.run(cuda_program("eval_gpt2cu"), "--model", model, "--data", f"{data}/*_val_*.bin", "--task",
+                         "needle", "--seq-lens", 110, "--samples", 1, "--out", tmp_path / "out", code=2)
+    assert "relu2-T+window=16 has a window and depends on each row's length" in errors
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("attn", ["ssmax", "relu2-T", "relu2-n+norm=T2", "sigmoid+offset=-logT"])
 def test_prompts_of_one_haystack(attn, models, tmp_path):

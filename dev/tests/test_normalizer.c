@@ -387,6 +387,8 @@ static void test_changes(void) {
         {"ssmax-pn", "ssmax-bias", {0, 1, -1, -1}},
         {"ssmax", "ssmax-fixed", {0, -1, -1, -1}},
         {"ssmax-fixed", "ssmax", {1, -1, -1, -1}},
+        {"ssmax-fixed", "ssmax+fixed", {0, -1, -1, -1}},
+        {"ssmax+fixed", "ssmax+fixed", {1, -1, -1, -1}},
         {"ssmax-pn", "ssmax-pn+post=negate", {1, 1, 1, -1}},
         {"ssmax", "ssmax+post=reweight:3", {1, -1, -1, -1}},
         {"ssmax-fixed", "ssmax-fixed+post=negate", {1, -1, -1, -1}},
