@@ -73,7 +73,35 @@ class File:
     mtime: int = 0          # in ns
 
     def open(self):
-        return self.hub.open(self.name, "rb") if self.hub else files.open_regular(self.name)
+        return HubStream(self.hub.open(self.name, "rb")) if self.hub else files.open_regular(self.name)
+
+
+class HubFailure(Exception):
+    """A failure while reading from the hub. Most are OSErrors, which would pass for corrupt data."""
+
+
+class HubStream:
+    """An open file on the hub, which raises HubFailure for whatever goes wrong."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stream.close()
+
+    def read(self, *size):
+        try:
+            return self.stream.read(*size)
+        except Exception as error:
+            raise HubFailure from error
+
+    read1 = read
 
 
 # ---- what a file is
@@ -202,8 +230,6 @@ def uncompressed(file):
         raise Bad(f"{file.name}: truncated: it ends in the middle of the compressed stream, after {size:,} bytes of "
                   "text.\n  Download it again.") from None
     except (OSError, zlib.error, lzma.LZMAError) as error:
-        if file.hub and getattr(error, "errno", None):
-            raise
         raise Bad(f"{file.name}: corrupt or unreadable after {size:,} bytes of text: "
                   f"{getattr(error, 'strerror', None) or first_line(error)}.") from None
 

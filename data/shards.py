@@ -127,7 +127,7 @@ def lock(folder, name):
 def recorded_settings(out, name):
     """The settings with which shards were made in a folder, or {}."""
     try:
-        return json.loads(files.read(out / f"{name}.json", files.JSON))["settings"]
+        return json.loads(files.read(out / f"{name}.json", files.METRICS))["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -177,11 +177,16 @@ class Writer:
         self.documents, self.tokens, self.done = 0, {"train": 0, "val": 0}, False
         self.counts, self.unnumbered = collections.Counter(), 0
         if not self.state_path.exists():
+            stray = sorted(path.name for split in FIRST for path in self.out.glob(f"{glob.escape(self.name)}_{split}_*")
+                           if path.suffix in self.formats)
+            if stray:
+                raise DataError(USAGE, f"{self.out} holds {stray[0]}, but no {self.state_path.name} that says how it "
+                                       "was made.\n  Pass another --out or --name.")
             if self.reader:
                 self.reader.restore(None, 0)
             return
         try:
-            state = json.loads(files.read(self.state_path, files.JSON))
+            state = json.loads(files.read(self.state_path, files.METRICS))      # with a line for each file read
             self.documents, self.tokens, self.done = state["documents"], state["tokens"], state["done"]
             settings = state["settings"]
             self.counts.update(state.get("counts", {}))
@@ -260,7 +265,7 @@ class Writer:
 
     def seal_file(self, path, part, count, form):
         """Writes the header of a full part and renames it; a file that is finished is only checked."""
-        found = next((p for p in (path, part) if p.exists()), None)
+        found = next((p for p in (part, path) if p.exists()), None)
         size, expected = found.stat().st_size if found else 0, HEADER_BYTES + form.dtype.itemsize * count
         if size != expected:
             raise DataError(INPUT, f"{path}: expected {expected:,} bytes ({count:,} tokens), found {size:,}.\n"
@@ -535,8 +540,9 @@ def fraction(text):
 
 
 def prefix(text):
-    if not re.fullmatch(r"[^/*?\[]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected the beginning of a file's name, without any of / * ? [")
+    if not re.fullmatch(r"[^/*?\[]+", text) or re.search("_(train|val)(_|$)", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected the beginning of a file's name, without any of / * ? [ "
+                                         "and without _train or _val, which follow it")
     return text
 
 

@@ -365,6 +365,7 @@ def items(reader):
     except Exception as error:
         if not reader.file.hub:
             raise
+        error = error.__cause__ or error
         raise DataError(INPUT, f"reading from the hub failed ({type(error).__name__}: {first_line(error)}).\n"
                                f"  Finished work is kept: rerun the same command to resume.") from None
 

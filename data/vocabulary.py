@@ -374,6 +374,10 @@ def load_json(path):
                                f"ids, found {vocab:,} ids "
                                f"{'without' if end_of_text is None else 'with'} such a token.")
     content = files.read(path, MOST_BYTES)
+    separator, special = tokenizer.id_to_token(end_of_text), tokenizer.get_added_tokens_decoder().get(end_of_text)
+    if not (special and special.special) and end_of_text in library_encoder(json.loads(content))([separator])[0]:
+        raise DataError(INPUT, f"{path}: the text {separator} in a document would become the token between documents.\n"
+                               '  Give that token "special": true in added_tokens.')
     if reasons := unusable(content):
         print(f"{path}: the C programs cannot use this tokenizer:" + "".join(f"\n  - {reason}" for reason in reasons)
               + "\n  train_gpt2 can still train on the shards. It shows samples as token ids, "

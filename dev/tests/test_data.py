@@ -1,4 +1,5 @@
 """The scripts in data/: the format of shards, every reader, resuming after a kill, and wrong usage."""
+import argparse
 import bz2
 import codecs
 import errno
@@ -1118,6 +1119,45 @@ def test_hub(tmp_path, monkeypatch):
     files = [*files, sources.File("gone", 5, Hub(tmp_path), "parquet")]
     with pytest.raises(shards.DataError, match="reading from the hub failed .FileNotFoundError"):
         list(sources.documents(files))
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl.gz", "x.jsonl"])
+def test_a_failure_of_the_hub_is_no_bad_record(name, tmp_path):
+    """It is an OSError without a number, as a corrupt file's may be."""
+    class Failing(Hub):
+        def open(self, name, mode):
+            stream = open(self.folder / name, mode)
+            whole = stream.read()
+            stream.seek(0)
+
+            class Stream:
+                def read(self, size=-1):
+                    if stream.tell() > len(whole) // 2:
+                        raise OSError("503 Server Error")
+                    return stream.read(min(size, 512) if size > 0 else 512)
+
+                def __getattr__(self, name):
+                    return getattr(stream, name)
+            return Stream()
+    text = "".join(json.dumps({"text": f"{i} {x}"}) + "\n" for i in range(999) for x in TEXTS).encode()
+    parquet(tmp_path / "x.parquet", [f"{i} {x}" for i in range(999) for x in TEXTS])
+    (tmp_path / "x.jsonl").write_bytes(text)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(text))
+    file = sources.File(name, (tmp_path / name).stat().st_size, Failing(tmp_path), sources.format_of(name))
+    with pytest.raises(shards.DataError, match="reading from the hub failed .OSError: 503 Server Error"):
+        list(sources.documents([file]))
+
+
+def test_shards_that_no_state_describes_are_not_kept(tmp_path):
+    (tmp_path / "text_train_000001.bin").write_bytes(b"")
+    with pytest.raises(shards.DataError, match="holds text_train_000001.bin, but no text.json"):
+        shards.Writer(tmp_path, "text", small_tokenizer(), 1000, 0.0, {})
+
+
+@pytest.mark.parametrize("name", ["a/b", "web_train", "web_val_x"])
+def test_names_that_would_be_ambiguous(name):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected the beginning of a file's name"):
+        shards.prefix(name)
 
 
 def test_no_network(tmp_path):

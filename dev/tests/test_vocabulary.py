@@ -306,6 +306,10 @@ def test_a_text_that_the_library_rejects(tmp_path, capsys):
     path = tmp_path / "tokenizer.json"
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="?"))
     tokenizer.save(str(path))
+    with pytest.raises(vocabulary.DataError, match="would become the token between documents"):
+        vocabulary.load(path)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
     with pytest.raises(vocabulary.DataError, match="cannot encode.*\n.*--tokenizer"):
         vocabulary.load(path).encode_batch(["b"])
 
