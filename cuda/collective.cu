@@ -21,13 +21,13 @@ static int larger_first(const void *a, const void *b) {
     return (x->from > y->from) - (x->from < y->from);
 }
 
-// The rank that owns the least; the lowest of several.
 // What a rank owns.
 typedef struct {
     size_t floats, memory;
     int rank;
 } Share;
 
+// The rank that owns the least; the lowest of several.
 static int least_owner(const Share *shares, int ranks) {
     int least = 0;
     for (int r = 1; r < ranks; r++)
