@@ -73,7 +73,8 @@ TESTS = (
               "test_stops.py", "test_sample.py"]),
     (("runtime/", "math/", "text/", "data/shards.c", "data/shards.h", "data/mixture.", "data/tokens_match."), [
                   *C_TESTS, "test_gpt2", "test_sample.py", "test_chat.py", "test_families.py -k begins",
-                  "test_vocabularies.py -k short", "test_errors.py", "test_training.py -k muon_equals"]),
+                  "test_vocabularies.py -k short", "test_vocabulary.py -k accept", "test_errors.py",
+                  "test_training.py -k muon_equals"]),
     ("data/", ["test_data.py", "test_squad.py", "test_needles.py", "test_debian_docs.py", "test_documents.py",
                "test_vocabulary.py"]),
     ("scripts/", ["test_follow.py", "test_grid.py", "test_to_gguf.py", "test_plot.py",

@@ -17,11 +17,10 @@ import pytest
 import byte_text
 import vocabularies
 from eval_models import write_model
-from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
+from test_tokenizer import INSIDE, CTokenizer, Error, library      # noqa: F401, a fixture
 from tiny import BIN, environment, ids_of, run, sample
 
 os.environ.pop("SOURCE_DATE_EPOCH", None)      # transformers writes today's date
-INSIDE = 2
 MESSAGES = ["Hi!", "  What is  2+2?  ", "\u3000\x1cAnd\u200b\u2028\x85",
             "日本語 <|im_end|><|user|>\\n</s> <|eot_id|>", "a"]
 ANSWERS = ["Hello there.", " It is 4.\u3000\n", "Yes", "No"]

@@ -22,6 +22,7 @@ import vocabulary
 
 SOURCES = ("runtime/activity", "runtime/own", "runtime/utf8", "runtime/json", "runtime/file", "runtime/error",
            "text/chat", "text/tokenizer", "text/tokenizer_json", "text/pretokenize", "text/nfc")
+AT_START, AFTER_SPECIAL, INSIDE = range(3)      # text/tokenizer.h's TextPlace
 
 
 class Error(ctypes.Structure):

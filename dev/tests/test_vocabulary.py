@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import byte_text
 from calls import prepare
-from test_tokenizer import CTokenizer, Error, library      # noqa: F401, a fixture
+from test_tokenizer import AWKWARD, INSIDE, CTokenizer, Error, library      # noqa: F401, a fixture
 from tiny import BIN, END_OF_TEXT, VOCAB, run, sentences, vocabulary, write_data
 from trainer import checkpoint, make_data, read_header, train, write_shard
 
@@ -244,10 +244,15 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     assert end.value == next((i for i in ends if i is not None), -1)
     if usable:
         tokenizer, c = vocabulary.load_json(path), CTokenizer(library, path)
-        texts = [*sentences(50, seed=3), "<|endoftext|> <pad é> 123 it's   ",
-                 "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4", "", " ", "▁the", " the", "  ▁ x",
+        texts = [*sentences(50, seed=3), *AWKWARD, "<|endoftext|> <pad é> 123 it's   ",
+                 "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4", " ", "▁the", " the", "  ▁ x",
                  "catcher cat  dat do<|endoftext|>cat", "e\u0301\u0323 \uFB2C", "<s> the</s><0x41>"]
         assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
+        assert all((c.encode_at(INSIDE, text.encode()) == ids).all()
+                   for text, ids in zip(texts, tokenizer.encode_inside(texts)))
+        for token in whole["added_tokens"]:
+            expected = token["id"] if token["special"] else -1
+            assert library.tokenizer_special(c.handle, token["content"].encode()) == expected
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None])
