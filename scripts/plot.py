@@ -67,9 +67,9 @@ def chosen(options):
     if options.seeds or options.baseline:
         return runs.comparison(options.runs, options.seeds, options.baseline), "comparison.png"
     if options.scalars:
-        return drawing.scalars_picture(options.runs), "scalars.png"
+        return runs.scalars(options.runs), "scalars.png"
     loaded = [run_folder.after_parent(run, options.runs) for run in options.runs] if options.after_parent else None
-    return drawing.picture(options.runs, loaded), "loss.png"
+    return runs.losses(options.runs, loaded), "loss.png"
 
 
 def main():

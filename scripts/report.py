@@ -138,37 +138,15 @@ def lineage(names, runs):
     return f"<h3>Lineage</h3>\n<ul>{''.join(items)}</ul>\n" if items else ""
 
 
-def scalar_panels(folders, names):
-    """The learned scalars of the heads against tokens, and p_n."""
+def learned_scalars(folders, names):
+    """[(folder, name, its learned scalars)] of the runs that have any."""
     found = []
     for folder, name in zip(folders, names):
         try:
-            found.append((name, drawing.read_scalars(folder)))
+            found.append((folder, name, drawing.read_scalars(folder)))
         except Refused:        # it learns none, or has none yet
             continue
-    series = [values[key] for _, values in found for key in values if key != "p"]
-    size, tokens_name = drawing.unit(max((tokens[-1] for tokens, _ in series), default=1), drawing.TOKEN_UNITS)
-
-    def draw(axes, tokens, values):
-        from matplotlib import cm, colormaps, colors, ticker
-        layers = len(values[0])
-        # The ends of viridis cannot be seen on a dark or a light page.
-        shades = colors.ListedColormap(colormaps["viridis"](np.linspace(0.25, 0.9, 256)))
-        color = cm.ScalarMappable(colors.Normalize(0, max(1, layers - 1)), shades)
-        drawing.draw_layers(axes, tokens, values, size, color.to_rgba)
-        axes.set_xlabel(f"{tokens_name}tokens")
-        axes.set_xlim(left=0)
-        axes.figure.colorbar(color, ax=axes, label="layer", ticks=ticker.MaxNLocator(integer=True))
-
-    panels = []
-    for key in drawing.in_order({key for _, values in found for key in values}):
-        for name, values in found:
-            if key == "p" and "p" in values:
-                panels.append(charts.Panel(f"p_n: {name}",
-                                           lambda axes, p=values["p"]: drawing.draw_p(axes, p, drawing.fit_log(p))))
-            elif key in values:
-                panels.append(charts.Panel(f"{key}: {name}", lambda axes, pair=values[key]: draw(axes, *pair)))
-    return panels
+    return found
 
 
 def colors_of(names, runs, used):
@@ -202,7 +180,7 @@ def about_runs(folders, names, colors):
     if panels:
         found.append(("Norms by layer", "<p>Euclidean norms of the gradient before clipping, and of the weights.</p>\n"
                       + page.panels(panels, "norms")))
-    scalars = scalar_panels(folders, names)
+    scalars = pictures_of_runs.scalar_panels(learned_scalars(folders, names))
     if scalars:
         about = "<p>Lines: means over the heads of a layer; bands: from the least to the largest head.</p>\n"
         found.append(("Learned scalars in training", about + page.panels(scalars, "scalars")))

@@ -173,62 +173,48 @@ def legend(owner, handles, labels, **how):
     return made
 
 
-def curves(runs, colors=None, dashes=None, loaded=None):
+def curves(runs, colors, dashes, loaded=None):
     """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
     tokens. loaded: the runs' metrics."""
     from matplotlib import ticker
     loaded = loaded or [run_folder.read_metrics(run) for run in runs]
     token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
     time_size, time_name = unit(max(run_folder.seconds(lines)[-1] for lines in loaded), TIME_UNITS)
-    colors = colors or run_colors(len(runs))
-    each = list(zip(runs, loaded, colors, dashes or dashes_of(colors)))
 
-    def tokens_of(lines):
-        return [value / token_size for value in run_folder.column(lines, "tokens")]
-
-    def against(axes, size, name, place, labels):
-        for run, lines, color, _ in each:
+    def against(axes, draw, in_seconds=False, labels=False):
+        """draw(x, lines, color, dash) draws a run."""
+        size, name = (time_size, time_name) if in_seconds else (token_size, f"{token_name}tokens")
+        for lines, color, dash in zip(loaded, colors, dashes):
+            x = run_folder.seconds(lines) if in_seconds else run_folder.column(lines, "tokens")
+            draw([value / size for value in x], lines, color, dash)
+        for run, lines, color in zip(runs, loaded, colors):
             mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
-            draw_marks(axes, run_folder.read_marks(run, lines), size, mark, labels, place)
+            draw_marks(axes, run_folder.read_marks(run, lines), size, mark, labels, int(in_seconds))
         axes.set_xlabel(name)
         axes.set_xlim(left=0)       # also of a run whose parent is not drawn
 
-    def draw_losses(axes):
+    def losses(axes, in_seconds):
+        against(axes, lambda *run: draw_loss(axes, *run), in_seconds, True)
         axes.set(ylabel="nats per token", ylim=loss_limits(loaded))
         say_what_is_cut_off(axes)
 
-    def by_tokens(axes):
-        for _, lines, color, dash in each:
-            draw_loss(axes, tokens_of(lines), lines, color, dash)
-        against(axes, token_size, f"{token_name}tokens", 0, True)
-        draw_losses(axes)
-
-    def by_time(axes):
-        for _, lines, color, dash in each:
-            draw_loss(axes, [value / time_size for value in run_folder.seconds(lines)], lines, color, dash)
-        against(axes, time_size, time_name, 1, True)
-        draw_losses(axes)
-
     def rate(axes):
-        for _, lines, color, dash in each:
-            axes.plot(tokens_of(lines), run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
-                      marker="." if len(lines) < 10 else None)
-        against(axes, token_size, f"{token_name}tokens", 0, False)
+        against(axes, lambda x, lines, color, dash: axes.plot(
+            x, run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
+            marker="." if len(lines) < 10 else None))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         axes.set_ylim(bottom=0)
 
     def norm(axes):
-        for _, lines, color, dash in each:
-            draw_smooth(axes, tokens_of(lines), run_folder.column(lines, "grad_norm"), color, dash)
-        against(axes, token_size, f"{token_name}tokens", 0, False)
-        if any(value > 0 for _, lines, *_ in each for value in run_folder.column(lines, "grad_norm")):
+        against(axes, lambda x, lines, *style: draw_smooth(axes, x, run_folder.column(lines, "grad_norm"), *style))
+        if any(value > 0 for lines in loaded for value in run_folder.column(lines, "grad_norm")):
             axes.set_yscale("log")
         axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
-    return [("Loss, running mean, against tokens (points: validation)", by_tokens),
-            ("Loss, running mean, against time spent in steps (points: validation)", by_time),
+    return [("Loss, running mean, against tokens (points: validation)", lambda axes: losses(axes, False)),
+            ("Loss, running mean, against time spent in steps (points: validation)", lambda axes: losses(axes, True)),
             ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
 
 
@@ -246,26 +232,6 @@ def fit_legend(labels, columns, width, size):
 
     wrapped = [wrap(label) for label in labels]
     return wrapped, max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(wrapped, columns))
-
-
-def picture(runs, loaded=None):
-    """A figure of the four panels of curves(), which grows with its legend."""
-    plt = pyplot()
-    from matplotlib.lines import Line2D
-    loaded = loaded or [run_folder.read_metrics(run) for run in runs]
-    colors = run_colors(len(runs))
-    figure, grid = plt.subplots(2, 2, figsize=(12, 8), height_ratios=(3, 2), layout="constrained")
-    for axes, (name, draw) in zip(grid.flat, curves(runs, colors, loaded=loaded)):
-        draw(axes)
-        axes.set_title(name)
-    handles = [Line2D([], [], color=color, linestyle=dash, linewidth=1.4)
-               for color, dash in zip(colors, dashes_of(colors))]
-    labels = [title(*each) for each in zip(run_folder.names(runs), loaded, runs)]
-    columns, size = (1, 11) if len(runs) < 4 else (2, 10)
-    labels, lines = fit_legend(labels, columns, 12, size)
-    figure.set_figheight(8 + 0.25 * max(0, lines - 4))
-    legend(figure, handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
-    return figure
 
 
 # ---------------------------------------------------------------- the normalizer's learned scalars
@@ -342,57 +308,14 @@ def read_scalars(run):
     return found
 
 
-def draw_layers(axes, tokens, values, unit_size, color_of):
-    """Draws each layer's mean over its heads as a line, and the range of its heads as a band."""
-    x = [value / unit_size for value in tokens]
-    for layer in range(len(values[0])):
-        mean, least, largest = zip(*(step[layer] for step in values))
-        color = color_of(layer)
-        axes.plot(x, mean, color=color, linewidth=1.4, marker="." if len(x) < 10 else None)
-        axes.fill_between(x, least, largest, color=color, alpha=0.12, linewidth=0)
-
-
-def draw_p(axes, p, fit):
+def draw_p(axes, p):
+    fit = fit_log(p)
     n = range(1, len(p) + 1)
     axes.plot(n, p, ".", markersize=2.5, color="tab:blue")
     a1, a2, _ = fit
     axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4)
     above = axes.get_xlabel() or "n (visible keys)"     # of another p_n in the same axes
     axes.set(title="p_n in the newest checkpoint", xlabel=f"{above}\nline: a1 ln n + a2, {fit_text(*fit)}")
-
-
-def scalars_picture(runs):
-    """A figure with a column for each run: the scalars of the heads by layer against tokens, p_n against n with its
-    fit, which is printed too."""
-    loaded = [read_scalars(run) for run in runs]
-    rows = in_order({name for found in loaded for name in found})
-    series = [found[name] for found in loaded for name in found if name != "p"]
-    token_size, token_name = unit(max((tokens[-1] for tokens, _ in series), default=1), TOKEN_UNITS)
-    plt = pyplot()
-    from matplotlib import ticker
-    color = plt.cm.ScalarMappable(plt.Normalize(0, max([1, *(len(values[0]) - 1 for _, values in series)])), "viridis")
-    figure, grid = plt.subplots(len(rows), len(runs), figsize=(1 + 6 * len(runs), 0.6 + 3.2 * len(rows)), squeeze=False,
-                                layout="constrained")
-    for found, run, name, panels in zip(loaded, runs, run_folder.names(runs), grid.T):
-        for scalar, axes in zip(rows, panels):
-            if scalar not in found:
-                axes.set_axis_off()
-            elif scalar == "p":
-                fit = fit_log(found["p"])
-                print(f"{run}: p_n = a1 ln n + a2: {fit_text(*fit)}")
-                draw_p(axes, found["p"], fit)
-            else:
-                draw_layers(axes, *found[scalar], token_size, color.to_rgba)
-                draw_marks(axes, run_folder.read_marks(run, run_folder.read_metrics(run)), token_size, "0.3")
-                axes.set(title=f"{scalar} by layer: mean over heads, band from minimum to maximum",
-                         xlabel=f"{token_name}tokens")
-                axes.set_xlim(left=0)
-        panels[0].annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=12,
-                           weight="bold")
-    if series:      # layers count from 0, as in the checkpoints' names
-        figure.colorbar(color, ax=list(grid[[name != "p" for name in rows]].flat), label="layer", aspect=40,
-                        ticks=ticker.MaxNLocator(integer=True))
-    return figure
 
 
 # ---------------------------------------------------------------- output

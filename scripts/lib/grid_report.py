@@ -781,7 +781,7 @@ def scalars_picture(plan):
     for name, axes in zip(names, grid.flat):
         for label, seed, _, value in (row for row in known if row[2] == name):
             if name == "p":
-                drawing.draw_p(axes, value, drawing.fit_log(value))
+                drawing.draw_p(axes, value)
             else:
                 color = colors[drawn.index((label, seed)) % len(colors)]
                 lines[f"{label}, seed {seed}"], = axes.plot(value, marker=".", linewidth=1.2, color=color)

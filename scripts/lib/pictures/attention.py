@@ -252,17 +252,6 @@ def draw_correlation(axes, series):
     axes.locator_params(axis="x", nbins=5)
 
 
-def draw_grid(axes, values, low, high):
-    """values (layers, heads): a cell for each head."""
-    axes.imshow(values.T, cmap="viridis", aspect="auto", vmin=low, vmax=high)
-    axes.grid(False)
-    from matplotlib import ticker
-    for axis in axes.xaxis, axes.yaxis:
-        axis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.set(xlabel="layer", ylabel="head")
-    axes.figure.colorbar(axes.images[0], ax=axes).formatter.set_useOffset(False)
-
-
 def draw_sheet(axes, found):
     image = sheet(*found, side=max(16, min(96, 1600 // found[0].shape[1])))
     layers, heads = found[0].shape[:2]
@@ -313,19 +302,6 @@ def statistic_panels(series):
     return panels
 
 
-def grid_panels(series):
-    """Row sums and entropies of all heads, in the same colors for all series."""
-    panels = []
-    for name, key in ("Row sum", "sum"), ("Entropy", "entropy"):
-        values = [head_means(prompts(s, False), key) for s in series]
-        finite = np.concatenate([x[np.isfinite(x)] for x in values])
-        low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
-        panels += [Panel(f"{name}: {s.label}", lambda axes, x=x, low=low, high=high: draw_grid(axes, x, low, high),
-                         height=max(3.7, 1.6 + 0.16 * x.shape[1]))
-                   for s, x in zip(series, values) if high - low > 1e-5]
-    return panels
-
-
 def sheet_panels(series):
     """The maps of the first prompt of each series that has them."""
     panels = []
@@ -342,8 +318,7 @@ def attention(series, title):
     counted = len(prompts(series[0], False))
     said = f"Means over {counted} prompt{'s' * (counted != 1)}; thin: with a leading end-of-text token"
     missing = left_out(series)
-    panels = statistic_panels(series) + (grid_panels(series) if len(series) <= 4 else [])
-    pictures = [Picture("attention", panels, 3, charts.legend_of(series),
+    pictures = [Picture("attention", statistic_panels(series), 3, charts.legend_of(series),
                         title + " · " * bool(title) + said + f"\n{missing}" * bool(missing))]
     sheets = sheet_panels(series)
     if sheets:

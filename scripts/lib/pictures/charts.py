@@ -48,6 +48,12 @@ def paint(series):
         pass
 
 
+def layer_colors(count):
+    """Without the ends of viridis, which cannot be seen on a dark or on a light page."""
+    from matplotlib import colormaps
+    return [colormaps["viridis"](0.25 + 0.65 * i / max(1, count - 1)) for i in range(count)]
+
+
 def legend_of(series):
     """None for a single series, which a title names."""
     return [] if len(series) == 1 else [(s.label, s.color, s.dash) for s in series]

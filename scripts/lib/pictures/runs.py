@@ -1,5 +1,5 @@
-"""Training runs compared: means and spreads over seeds, differences to a baseline, and the learned scalars of each
-head."""
+"""Training runs: their losses, means and spreads over seeds, differences to a baseline, norms by layer, and learned
+scalars."""
 import functools
 import math
 from dataclasses import dataclass
@@ -50,6 +50,18 @@ class Group:
         return f"{self.name}, {len(self.runs)} seeds" if len(self.runs) > 1 else self.name
 
 
+# ---------------------------------------------------------------- losses
+
+def losses(paths, loaded=None):
+    """The picture of `plot.py RUN...`: the panels of drawing.curves(). loaded: the runs' metrics."""
+    loaded = loaded or [run_folder.read_metrics(path) for path in paths]
+    styles = charts.colors_of(len(paths))
+    panels = [Panel(title, draw, 6, 4.8 if "Loss" in title else 3.2)
+              for title, draw in drawing.curves(paths, *zip(*styles), loaded)]
+    labels = [drawing.title(*each) for each in zip(run_folder.names(paths), loaded, paths)]
+    return charts.figure(Picture("loss", panels, 2, [(label, *style) for label, style in zip(labels, styles)]))
+
+
 # ---------------------------------------------------------------- groups
 
 def load(path):
@@ -83,6 +95,11 @@ def groups_of(paths, seeds):
 
 
 # ---------------------------------------------------------------- curves
+
+def unit_of(lines):
+    """The unit of tokens, (size, name), of axes that reach as far as these lines of metrics."""
+    return drawing.unit(max(line["tokens"] for line in lines), drawing.TOKEN_UNITS)
+
 
 def pairs(group, base):
     """[(run, the baseline's run with its seed)], or with the baseline's only run."""
@@ -195,10 +212,6 @@ def find_baseline(groups, paths, baseline):
     raise Refused(f"--baseline {baseline}: expected one of the runs to plot, {', '.join(map(str, paths))}.")
 
 
-def unit_of(groups):
-    return drawing.unit(max(run.lines[-1]["tokens"] for group in groups for run in group.runs), drawing.TOKEN_UNITS)
-
-
 def loss_panels(groups, base, unit, ending=""):
     """The training loss and the validation loss, or their differences to the baseline's."""
     return [Panel(title + ending, lambda axes, key=key: draw_curves(axes, groups, base, key, unit), 6.2, 4.2)
@@ -217,7 +230,7 @@ def seed_panels(paths, styles):
     of_run = dict(zip(map(str, paths), styles))
     for group in groups:
         group.color, group.dash = of_run[group.runs[0].path]
-    unit = unit_of(groups)
+    unit = unit_of(line for group in groups for run in group.runs for line in run.lines[-1:])
     return (loss_panels(groups, None, unit, ", mean and range over seeds"),
             [(label_of(group, None, unit), group.color, group.dash) for group in groups])
 
@@ -225,7 +238,7 @@ def seed_panels(paths, styles):
 def comparison(paths, seeds, baseline):
     """The picture of `plot.py RUN... [--seeds] [--baseline RUN]`."""
     groups = groups_of(paths, seeds)
-    unit = unit_of(groups)
+    unit = unit_of(line for group in groups for run in group.runs for line in run.lines[-1:])
     base = find_baseline(groups, paths, baseline) if baseline else None
     others = [group for group in groups if group is not base]
     if base and not others:
@@ -235,6 +248,28 @@ def comparison(paths, seeds, baseline):
         panels += loss_panels(others, base, unit, f", difference to {base.name}")
     legend = [(label_of(group, base, unit), group.color, group.dash) for group in groups]
     return charts.figure(Picture("comparison", panels, 2, legend, "mean and range over seeds" if seeds else ""))
+
+
+# ---------------------------------------------------------------- layers
+
+def by_layer(values):
+    """[(label, color, values of the layer)] in colors that are seen on dark and on light pages, the first and the last
+    one labeled."""
+    last = len(values) - 1
+    return [(f"layer {i}" if i in (0, last) else None, color, layer)
+            for i, (color, layer) in enumerate(zip(charts.layer_colors(len(values)), values))]
+
+
+def draw_against_tokens(axes, tokens, curves, unit, marks):
+    """curves: [(label or None, color, numbers (steps) or (steps, heads))]"""
+    x = [token / unit[0] for token in tokens]
+    for label, color, values in curves:
+        first, *_ = axes.plot(x, values, color=color, linewidth=1.3, alpha=0.9, marker="." if len(x) < 10 else None)
+        first.set_label(label)
+    drawing.draw_marks(axes, marks, unit[0], "0.3")
+    axes.set_xlabel(f"{unit[1]}tokens")
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=8, frameon=False)
 
 
 # ---------------------------------------------------------------- norms by layer
@@ -264,40 +299,24 @@ def read_norms(run, lines):
     return found
 
 
-def draw_norms(axes, tokens, curves, colors, unit, marks):
-    """curves: [(label or None, numbers)]"""
-    x = [token / unit[0] for token in tokens]
-    for (label, values), color in zip(curves, colors):
-        axes.plot(x, values, color=color, linewidth=1.3, marker="." if len(x) < 10 else None, label=label)
-    drawing.draw_marks(axes, marks, unit[0], "0.3", labels=False)
-    charts.positive_axis(axes, [value for _, values in curves for value in values])
-    axes.set_xlabel(f"{unit[1]}tokens")
-    axes.set_xlim(left=0)
-    if any(label for label, _ in curves):
-        axes.legend(fontsize=8, frameon=False)
-
-
 def norm_panels(run, name=""):
     """The panels of one run's norms by layer, in the layers' colors; [] without any."""
-    from matplotlib import colormaps
     lines = run_folder.read_metrics(run)
-    found, unit = read_norms(run, lines), drawing.unit(lines[-1]["tokens"], drawing.TOKEN_UNITS)
-    marks = run_folder.read_marks(run, lines)
-    panels, titles = [], [*GROUPS, "outside"]
-    for group in titles:
-        for key, (tokens, layers, others) in found.items():
-            if group in layers:
-                count = layers[group].shape[1]
-                colors = [colormaps["viridis"](0.25 + 0.65 * i / max(1, count - 1)) for i in range(count)]
-                curves = [(f"layer {i}" if i in (0, count - 1) else None, layers[group][:, i]) for i in range(count)]
-                title = f"{NORMS[key]}: {GROUPS[group]}"
-            elif group == "outside":
-                colors, curves = drawing.run_colors(len(others)), list(others.items())
-                title = f"{NORMS[key]}: outside of the layers"
-            else:
-                continue
-            panels.append(Panel(title + f": {name}" * bool(name), lambda axes, t=tokens, c=curves, p=colors:
-                                draw_norms(axes, t, c, p, unit, marks), 6, 3))
+    unit, marks = unit_of(lines), run_folder.read_marks(run, lines)
+
+    def panel(title, tokens, curves):
+        def draw(axes):
+            draw_against_tokens(axes, tokens, curves, unit, marks)
+            charts.positive_axis(axes, [value for *_, values in curves for value in values])
+        return Panel(title + f": {name}" * bool(name), draw, 6, 3)
+
+    found, panels = read_norms(run, lines), []
+    for group, called in GROUPS.items():
+        panels += [panel(f"{NORMS[key]}: {called}", tokens, by_layer(layers[group].T))
+                   for key, (tokens, layers, _) in found.items() if group in layers]
+    for key, (tokens, _, others) in found.items():
+        curves = [(tensor, color, others[tensor]) for tensor, color in zip(others, drawing.run_colors(len(others)))]
+        panels.append(panel(f"{NORMS[key]}: outside of the layers", tokens, curves))
     return panels
 
 
@@ -309,7 +328,38 @@ def norms(run):
     return charts.figure(Picture("norms", panels, 2, [], run_folder.names([run])[0]))
 
 
-# ---------------------------------------------------------------- the scalars of each head
+# ---------------------------------------------------------------- learned scalars
+
+def draw_scalar(axes, tokens, values, unit, marks):
+    """Draws each layer's mean over its heads as a line, and the range of its heads as a band. values: those of
+    run_folder.triples()"""
+    mean, least, largest = np.array(values).T       # each (layers, steps)
+    curves = by_layer(mean)
+    draw_against_tokens(axes, tokens, curves, unit, marks)
+    for (_, color, _), low, high in zip(curves, least, largest):
+        axes.fill_between([token / unit[0] for token in tokens], low, high, color=color, alpha=0.12, linewidth=0)
+
+
+def scalar_panels(found):
+    """The learned scalars of the heads against tokens, and p_n. found: [(run, name, its drawing.read_scalars())]"""
+    panels = []
+    for key in drawing.in_order({key for *_, values in found for key in values}):
+        for run, name, values in found:
+            if key == "p" and "p" in values:
+                panels.append(Panel(f"p_n: {name}", lambda axes, p=values["p"]: drawing.draw_p(axes, p)))
+            elif key in values:
+                lines = run_folder.read_metrics(run)
+                drawn = *values[key], unit_of(lines), run_folder.read_marks(run, lines)
+                panels.append(Panel(f"{key}: {name}", lambda axes, drawn=drawn: draw_scalar(axes, *drawn)))
+    return panels
+
+
+def scalars(paths):
+    """The picture of `plot.py RUN... --scalars`."""
+    found = [(path, name, drawing.read_scalars(path)) for path, name in zip(paths, run_folder.names(paths))]
+    return charts.figure(Picture("scalars", scalar_panels(found), max(2, len(paths)), [],
+                                 "Lines: means over the heads of a layer; bands: from the least to the largest head"))
+
 
 def head_values(run):
     """{symbol: (tokens, [array (checkpoints, heads) of each layer])} in the run's checkpoints."""
@@ -324,17 +374,8 @@ def head_values(run):
     return {name: (list(steps), [np.array(layer) for layer in zip(*steps.values())]) for name, steps in found.items()}
 
 
-def draw_heads(axes, tokens, layers, colors, unit, marks):
-    for values, color in zip(layers, colors):
-        axes.plot([token / unit[0] for token in tokens], values, color=color, linewidth=1, alpha=0.8,
-                  marker="." if len(tokens) < 10 else None)
-    drawing.draw_marks(axes, marks, unit[0], "0.3")
-    axes.set_xlabel(f"{unit[1]}tokens")
-    axes.set_xlim(left=0)
-
-
-def draw_newest(axes, layers, colors):
-    for layer, (values, color) in enumerate(zip(layers, colors)):
+def draw_newest(axes, layers):
+    for layer, (_, color, values) in enumerate(by_layer(layers)):
         axes.plot([layer] * len(values[-1]), values[-1], "o", color=color, markersize=5, alpha=0.8)
         axes.plot(layer, values[-1].mean(), "_", color="black", markersize=18)
     charts.layer_axis(axes, len(layers))
@@ -342,15 +383,13 @@ def draw_newest(axes, layers, colors):
 
 def heads(run):
     """The picture of `plot.py RUN --heads`: each scalar over the steps, and by layer in the newest checkpoint."""
-    from matplotlib import colormaps
     found, lines = head_values(run), run_folder.read_metrics(run)
-    unit, marks = drawing.unit(lines[-1]["tokens"], drawing.TOKEN_UNITS), run_folder.read_marks(run, lines)
+    unit, marks = unit_of(lines), run_folder.read_marks(run, lines)
     panels = []
     for name in drawing.in_order(found):
         tokens, layers = found[name]
-        colors = [colormaps["viridis"](0.95 * i / max(1, len(layers) - 1)) for i in range(len(layers))]
-        panels += [Panel(f"{name} of every head, in the colors of the layers",
-                         lambda axes, t=tokens, v=layers, c=colors: draw_heads(axes, t, v, c, unit, marks), 7),
+        panels += [Panel(f"{name} of every head", lambda axes, t=tokens, v=layers: draw_against_tokens(
+                       axes, t, by_layer(v), unit, marks), 7),
                    Panel(f"{name} of every head by layer, newest checkpoint (line: mean)",
-                         lambda axes, v=layers, c=colors: draw_newest(axes, v, c), 6)]
+                         lambda axes, v=layers: draw_newest(axes, v), 6)]
     return charts.figure(Picture("heads", panels, 2, [], run_folder.names([run])[0]))

@@ -283,10 +283,8 @@ def draw_scalar(axes, rows):
 
 
 def draw_scales(axes, s, ab):
-    from matplotlib import colormaps
     n = np.geomspace(1, 4 * s.L, 100)
-    for layer, heads in enumerate(ab):
-        color = colormaps["viridis"](0.25 + 0.65 * layer / max(1, len(ab) - 1))    # seen on dark and on light pages
+    for layer, (heads, color) in enumerate(zip(ab, charts.layer_colors(len(ab)))):
         for head, (a1, a2) in enumerate(heads):
             axes.plot(n, a1 * np.log(n) + a2, color=color, linewidth=0.9, alpha=0.7,
                       label=f"layer {layer}" if head == 0 else None)
@@ -311,8 +309,7 @@ def score_panels(series):
     for name in drawing.in_order({name for _, values in found for name in values}):
         rows = [(s, values[name]) for s, values in found if name in values]
         if name == "p":
-            panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: drawing.draw_p(axes, p, drawing.fit_log(p)))
-                       for s, p in rows]
+            panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: drawing.draw_p(axes, p)) for s, p in rows]
         else:
             owner = f": {rows[0][0].label}" if len(rows) == 1 < len(series) else ""
             panels.append(Panel(f"{name} by layer (points: heads){owner}",
