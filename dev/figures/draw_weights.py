@@ -126,20 +126,15 @@ def write(found):
 
 
 def differences(found):
-    """Lists the stored numbers and pictures that differ from what would be made now."""
-    try:
-        names, *rows = csv.reader(files.read(FOLDER / "weights.csv", files.JSON).decode().splitlines())
-        kept = dict(zip(names, np.array(rows, float).T))
-    except (OSError, ValueError) as error:
-        return [f"weights.csv: {error}"]
-    wrong = [f"{name}: no longer a normalizer" for name in kept if name not in ("j", *found)]
-    for name, values in found.items():
-        if name not in kept:
-            wrong.append(f"{name}: missing")
-        elif not (np.abs(kept[name] - values).max() <= TOLERANCE * np.abs(values).max()):
-            wrong.append(f"{name}: stored numbers differ by {np.abs(kept[name] - values).max():.2g}")
-    names = [*found, "all", "families"]
-    return wrong + [f"{name}.png: missing" for name in names if not (FOLDER / f"{name}.png").exists()]
+    """The stored numbers and pictures that are missing or differ from what would be made now."""
+    names, *rows = csv.reader(files.read(FOLDER / "weights.csv", files.JSON).decode().splitlines())
+    stored = dict(zip(names[1:], np.array(rows, float).T[1:]))
+
+    def current(name):
+        return (name in stored and name in found
+                and np.abs(stored[name] - found[name]).max() <= TOLERANCE * np.abs(found[name]).max())
+    return ([f"{name} in weights.csv" for name in stored | found if not current(name)]
+            + [f"{name}.png" for name in (*found, "all", "families") if not (FOLDER / f"{name}.png").exists()])
 
 
 def main():
@@ -154,10 +149,11 @@ def main():
         write(found)
         print(f"{FOLDER}: {len(found)} pictures, all.png, weights.csv")
         return 0
-    wrong = differences(found)
-    remedy = ["To redraw them, run: python dev/figures/draw_weights.py"]
-    print("\n".join(wrong + remedy) if wrong else "the stored weights are current")
-    return 1 if wrong else 0
+    if wrong := differences(found):
+        print(f"Missing or outdated: {', '.join(wrong)}. Run dev/figures/draw_weights.py.")
+        return 1
+    print("the stored weights are current")
+    return 0
 
 
 if __name__ == "__main__":

@@ -29,12 +29,13 @@ NUMBERED = re.compile(r"(?P<marker><!-- numbers: (?P<grid>\w+):\s(?P<terms>[^>]+
 NUMBER = re.compile(r"\d+\.\d\d(?!\d)|\d+%")
 
 
-def plan_of(name, results=ROOT / "grids/results.json"):
+@functools.cache
+def plan_of(name):
     """A grid at the small scale with its results."""
     path = ROOT / f"grids/{name}.toml"
     if not path.exists():
         raise grid_file.Refused(f"{path}: no such grid. Correct the marker.")
-    results = Results(results)
+    results = Results(ROOT / "grids/results.json")
     grid = grid_file.read(path, "small", lambda: grid_parts.presets(grid_parts.find("TRAIN_GPT2", "train_gpt2")))
     return grid_parts.Plan(grid, results, grid_parts.texts_of(grid, results), ROOT / "out/grids")
 

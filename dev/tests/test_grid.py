@@ -20,7 +20,7 @@ import pytest
 import jobs
 from calls import call
 from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
-import draw_study
+import draw_pages
 import grid
 from lib import grid_export, grid_file, grid_parts, grid_report, grid_run, grid_store
 from lib.grid_file import Refused, Run
@@ -145,7 +145,6 @@ BETTER = CLAIM + 'ours = "ssmax < softmax"\n'
 NUMBERS = LOSS + '[[paper]]\nrow = "%s"\nof = "lengths.loss"\nnumbers = { %s }\n'
 FORMULA = '[[formula]]\nname = "f"\nlow = 0\nhigh = %s\ns = 1\nagainst = "n"\nn = [%s]\n'
 BAD = {    # what is appended to a correct file, and what the message says
-    "syntax": ("[[run]\n", "not a valid TOML file"),
     "brackets": (f"a = {'[' * 100000}\n", "not a valid TOML file"),
     "digits": (f"a = {'9' * 5000}\n", "not a valid TOML file"),
     "NUL": ('[[run]]\nattn = "ss\\u0000max"\n', "a text has a NUL"),
@@ -179,11 +178,9 @@ BAD = {    # what is appended to a correct file, and what the message says
     "operator": (CLAIM + 'ours = "ssmax"\n', "with <, > or = between them"),
     "claimed row": (CLAIM + 'ours = "ssmx < softmax"\n', "no row ssmx at scale small. Did you mean ssmax?"),
     "claimed eval": (BETTER + 'of = "length.loss@L"\n', "no evaluation length"),
-    "claimed metric": (EVAL_E + BETTER + 'of = "e.losss@L"\n', "of: the task loss has no losss. Did you mean loss?"),
     "claimed training": (BETTER + 'of = "train.valloss"\n', "of: training has no valloss. Did you mean val_loss?"),
     "claimed column": (EVAL_E + BETTER + 'of = "e.loss@8L"\n',
                        "of: e.loss has no number @64. Its columns are 8, longest."),
-    "longest of none": (NEEDLES_E + BETTER + 'of = "e.right@longest"\n', "of: e.right has no number @longest."),
     "no column": (EVAL_E + BETTER + 'of-right = "e.loss"\n', "of-right: e.loss has no number without @COLUMN"),
     "row not evaluated": (EVAL_E + 'runs = ["ssmax"]\n' + BETTER + 'of = "e.loss@L"\n',
                           "of: evaluation e does not have row softmax. Add it to its runs."),
@@ -209,15 +206,14 @@ def test_bad_files_are_named(tmp_path, name):
     assert str(error.value).startswith(f"{tmp_path}/grid.toml: ")
 
 
-@pytest.mark.parametrize("lost, message", [('name = "tiny"', "[grid]: name is missing"),
-                                           ("steps = 16, ", "steps is missing; it defines S"),
-                                           ("[data.small.text]", "no [data.small]. Add [data.small]"),
-                                           ("[model.small]", "jobs: expected a whole number of 1 or more, found 1.5"),
-                                           ('baseline = "softmax"', "no row x at scale small")])
-def test_incomplete_heads_are_named(tmp_path, lost, message):
+@pytest.mark.parametrize("right, wrong, message", [
+    ("steps = 16, ", "", "steps is missing; it defines S"),
+    ("[data.small.text]", "", "no [data.small]. Add [data.small]"),
+    ("[model.small]", "[model.small]\njobs = 1.5", "jobs: expected a whole number of 1 or more, found 1.5"),
+    ('baseline = "softmax"', 'baseline = "x"', "no row x at scale small")])
+def test_bad_heads_are_named(tmp_path, right, wrong, message):
     path = write(tmp_path, ROWS)
-    instead = {"[model.small]": "[model.small]\njobs = 1.5", 'baseline = "softmax"': 'baseline = "x"'}
-    path.write_text(path.read_text().replace(lost, instead.get(lost, "")))
+    path.write_text(path.read_text().replace(right, wrong))
     with pytest.raises(Refused, match=re.escape(message)):
         grid_file.read(path, "small", list)
 
@@ -248,11 +244,6 @@ def test_kept_grids(path):
             every = grid_parts.run_flags(grid, row)["val-every"]
             assert row.flags["steps"] % every == 0, f"{row.name}: no validation at its end"
     assert scales[0] == "small"
-
-
-def test_the_example_is_planned_without_its_text(tmp_path):
-    planned = run(ROOT / "grids/example.toml", tmp_path / "out", "--dry-run")
-    assert "4 rows, 8 runs, 16 evaluations" in planned and "400 steps of 2,048 tokens, to do" in planned
 
 
 def test_the_comparison_has_every_preset():
@@ -343,18 +334,6 @@ def test_texts_are_those_of_the_trainer(tmp_path, monkeypatch):
         assert grid_parts.missing(grid_file.Data("text", train, f"{tmp_path}/b/*.bin", []))
 
 
-def test_a_grid_on_a_weighted_text(data, tmp_path):
-    """The folder of the results is created."""
-    path = write(tmp_path, ROWS, data=data)
-    glob = f"{data}/*_train_*.bin"
-    path.write_text(path.read_text().replace(f'"{glob}"', f'"{glob}:0.7,{data}/*_val_*.bin:0.3"'))
-    results = tmp_path / "new/results.json"
-    assert "fingerprint" in run(path, tmp_path / "out", "--only", "ssmax", "--results", results)
-    assert len(json.loads(results.read_text())["results"]) == 1
-    arguments = json.loads((folder_of(tmp_path / "out", "ssmax") / "run.json").read_text())["arguments"]
-    assert arguments["train-data"] == f"{glob}:0.7,{data}/*_val_*.bin:0.3"
-
-
 def test_results_are_merged_and_replaced_atomically(tmp_path, monkeypatch):
     path = tmp_path / "new/results.json"
     one, two = grid_store.Results(path), grid_store.Results(path)
@@ -402,18 +381,12 @@ def test_what_is_kept_of_other_tasks():
 
 def test_only_the_other_normalizers_rows_are_kept():
     """An evaluation with `attn` also has rows under the checkpoint's own normalizer."""
-    def report(**rows):
+    def report(of_softmax, of_ssmax):
         return {"models": [{"lineage": [{"event": "attn-switch", "from": "softmax", "attn": "ssmax"}]}],
-                "results": [{"attn": attn} | row for attn, row in rows.items()]}
-    assert grid_parts.other_values(report(softmax={"seq_len": 8, "right": 0.1, "depths": [{"depth": 10, "right": 0.1}]},
-                                          ssmax={"seq_len": 8, "right": 0.9, "depths": [{"depth": 10, "right": 0.9}]})
-                                   )["right"] == {"8": 0.9, "mean": 0.9, "8 at 10 %": 0.9}
-    attention = {attn: {"leading_end_of_text": False, "layers": [{"heads": [{"sum": x}]}]}
-                 for attn, x in (("softmax", 1.0), ("ssmax", 0.5))}
-    assert grid_parts.other_values(report(**attention)) == {"sum": {"plain": 0.5, "mean": 0.5}}
-    assert grid_parts.other_values(report(softmax={"acc": 0.2}, ssmax={"acc": 0.6})) == {"acc": {"mean": 0.6}}
-    losses = {attn: {"seq_len": 8, "loss": x, "all_zero_rows": 0.0} for attn, x in (("ssmax", 3.0), ("softmax", 4.0))}
-    assert grid_parts.loss_values(report(**losses))["loss"] == {"8": 3.0}
+                "results": [{"attn": "softmax"} | of_softmax, {"attn": "ssmax"} | of_ssmax]}
+    assert grid_parts.other_values(report({"acc": 0.2}, {"acc": 0.6})) == {"acc": {"mean": 0.6}}
+    losses = [{"seq_len": 8, "loss": loss, "all_zero_rows": 0.0} for loss in (4.0, 3.0)]
+    assert grid_parts.loss_values(report(*losses))["loss"] == {"8": 3.0}
 
 
 # ---------------------------------------------------------------- claims
@@ -440,10 +413,7 @@ SOFTMAX, INFINITE = {1: 3.0, 2: 4.0, 3: 5.0}, {1: math.inf, 2: math.inf, 3: math
     # Two rows, so the interval is that of a paired test: -0.067 ± 0.143, then -0.1 ± 0.099.
     ("ssmax < softmax", SOFTMAX, {1: 2.9, 2: 3.9, 3: 5.0}, "undecided"),
     ("ssmax < softmax", SOFTMAX, {1: 2.94, 2: 3.9, 3: 4.86}, "agrees"),
-    ("ssmax > softmax", SOFTMAX, {1: 2.89, 2: 3.9, 3: 4.91}, "disagrees"),
     ("ssmax < softmax", SOFTMAX, {1: 3.1, 2: 4.1, 3: 5.12}, "disagrees"),
-    ("ssmax < softmax", SOFTMAX, {1: 2.8, 2: 4.1, 3: 4.9}, "undecided"),
-    ("ssmax < softmax", SOFTMAX, {1: 3, 2: 4, 3: 5}, "undecided"),    # no difference at all
     ("ssmax < softmax", SOFTMAX, INFINITE, "disagrees"),
     ("ssmax > softmax", SOFTMAX, INFINITE, "agrees"),
     ("ssmax > softmax", SOFTMAX, {1: math.inf, 2: 4, 3: 5}, "undecided"),
@@ -507,14 +477,11 @@ def test_what_a_diverged_run_does_not_have_leaves_a_claim_undecided(tmp_path, mo
     assert found.verdict == "undecided: softmax diverged"
 
 
-@pytest.mark.parametrize("difference, verdict",
-                         [(0.0, "agrees"), (0.05, "agrees"), (0.095, "undecided"), (0.2, "disagrees")])
-def test_equality_has_a_tolerance(tmp_path, monkeypatch, difference, verdict):
-    values = {"softmax": SOFTMAX, "ssmax": {seed: x + difference + seed / 200 for seed, x in SOFTMAX.items()}}
-    found = judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n")
-    assert found.verdict == verdict and found.difference.endswith(" ± 0.012")
-    values = {"softmax": INFINITE, "ssmax": INFINITE}
-    assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n").verdict == "undecided"
+@pytest.mark.parametrize("softmax, ssmax, verdict", [(SOFTMAX, {1: 3.05, 2: 4.06, 3: 5.07}, "agrees"),
+                                                     (INFINITE, INFINITE, "undecided")])
+def test_equality_has_a_tolerance(tmp_path, monkeypatch, softmax, ssmax, verdict):
+    values = {"softmax": softmax, "ssmax": ssmax}
+    assert judged(tmp_path, monkeypatch, "ssmax = softmax", values, "within = 0.1\n").verdict == verdict
 
 
 @pytest.mark.parametrize("lssa, verdict", [(1.0, "agrees"), (4.0, "disagrees"), (2.0, "undecided")])
@@ -716,9 +683,7 @@ def test_needle_scores_are_not_drawn_as_needles_found(tmp_path):
         set_values(plan, {"one prompt": found, "lengths": {"loss": {"8": 5.0}}})
         drawn = {name for name, figure in grid_report.pictures(plan) if figure}
         assert drawn & {"one prompt"} == pictures
-        note = grid_report.needle_scores_note(plan, "one prompt", plan.grid.evals[1:])
-        assert bool(note) == (metric == "best_score")
-    assert grid_report.needle_scores_note(plan, "lengths", plan.grid.evals[:1]) == []
+        assert bool(grid_report.needle_scores_note(plan, plan.grid.evals[1:])) == (metric == "best_score")
 
 
 def test_the_scalars_picture(tmp_path):
@@ -954,7 +919,6 @@ def test_a_failing_run_does_not_stop_the_others(data, tmp_path):
 
 @pytest.mark.parametrize("row, message", [
     ('attn = "ssmx"', "[[run]] 2 (x): --attn ssmx: unknown normalizer. Did you mean ssmax?"),
-    ('attn = "ssmax"\nmodel = "qknorm=1"', "[[run]] 2 (x): --model: unknown model or key 'qknorm'. Did you mean qk_"),
     ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "needle"\nflags = { max-tokens = 3 }',
      "[[eval]] 1 (e): --max-tokens is for --task loss or positions, not needle."),
     ('attn = "ssmax"\n[[eval]]\nname = "e"\ntask = "loss"\nattn = "{run.attn}+post=rewait:3"',
@@ -1043,10 +1007,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, code, message", [
     (["--seeds", "0"], 2, "error: --seeds 0: expected 1 or more"),
     (["--out", "FILE"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
-    (["--out", "FILE/x", "--dry-run"], 2, "--out: FILE: expected a folder, found a file. Pass another --out."),
     (["--out", "/proc/x", "--report"], 2, "--out: /proc/x/tiny-small: cannot write there (No such file or directory)."),
     (["--results", "/proc/x/y.json"], 2, "--results: /proc/x: cannot write there (No such file or directory). Pass"),
-    (["--results", "FILE/y.json", "--dry-run"], 3, "FILE/y.json: expected a file with the results of grids, or none"),
     (["--results", "/", "--report"], 3, "/: expected a file with the results of grids, or none yet (Is a directory)")])
 def test_flags_that_cannot_be_followed_are_named(data, tmp_path, flags, code, message):
     """Before any run."""
@@ -1240,22 +1202,16 @@ def test_the_studys_figure(tmp_path):
     plan = reported(tmp_path, {"softmax": {1: 5.0, 2: 5.2}}, evals)
     set_values(plan, {"lengths": {}, "positions": {"loss": {"4": 4.5, "8": 4.0, "32": 6.0}},
                       "yarn 4": {"loss": {"32": 5.0}}})
-    assert draw_study.points(plan, "softmax", "positions") == [(4, 4.5, 0), (8, 4.0, 0), (32, 6.0, 0)]
-    assert draw_study.points(plan, "softmax", "yarn {}") == [(4, 4.5, 0), (8, 4.0, 0), (32, 5.0, 0)]
-    moved = draw_study.apart([1.0, 5.0, 1.1, 1.2], 0.3)
+    assert draw_pages.points(plan, "softmax", "positions") == [(4, 4.5, 0), (8, 4.0, 0), (32, 6.0, 0)]
+    assert draw_pages.points(plan, "softmax", "yarn {}") == [(4, 4.5, 0), (8, 4.0, 0), (32, 5.0, 0)]
+    moved = draw_pages.apart([1.0, 5.0, 1.1, 1.2], 0.3)
     assert moved[1] == 5 and np.diff(sorted(moved)).min() > 0.299 and np.argsort(moved).tolist() == [0, 2, 3, 1]
-    drawn = call("draw_study.py", "--out", tmp_path)
-    if "no row of the figure has results yet" not in drawn.stderr:
-        assert drawn.returncode == 0
-        assert {path.name for path in tmp_path.glob("*.png")} == {"study.png", "study_dark.png"}
-    none = call("draw_study.py", "--out", tmp_path, "--results", tmp_path / "none.json")
-    assert none.returncode == 1 and "no row of the figure has results yet" in none.stderr
 
 
 def test_the_pages_figures_are_drawn_from_the_results(tmp_path):
     assert call("draw_pages.py", "--out", tmp_path).returncode == 0
     drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn and drawn <= {path.name for path in (ROOT / "doc/img").glob("*.png")}
+    assert "study.png" in drawn and drawn <= {path.name for path in (ROOT / "doc/img").glob("*.png")}
 
 
 def test_the_pages_tables_are_those_of_the_results(tmp_path):
