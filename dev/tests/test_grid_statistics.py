@@ -15,12 +15,6 @@ def test_quantiles_of_students_distribution(freedom, expected):
     assert grid_statistics.quantile(freedom) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_residual_by_hand():
-    """Rows and seeds add up but for -1, 2 and -1 in the third row. A third of these counts as the seeds' effects, which
-    leaves 1/3, -2/3, 1/3 in two rows and -2/3, 4/3, -2/3 in the third: squares of 4 in all."""
-    assert grid_statistics.residual([[1, 2, 3], [3, 4, 5], [5 - 1, 6 + 2, 7 - 1]]) == (pytest.approx(1), 4)
-
-
 def test_the_residual_is_that_of_least_squares():
     numbers = np.random.default_rng(1).normal(size=(5, 4)) + np.arange(5)[:, None] + 10 * np.arange(4)
     rows, seeds = np.indices(numbers.shape).reshape(2, -1)

@@ -116,40 +116,23 @@ def test_shell():
 # ---- one machine
 
 
-def check_plan(script, plan, processes, batch):
-    """Compares the output of a dry run with the comment."""
-    parameters, tied, attn = RECIPES[script]
-    says(plan, f"model     {parameters} parameters", f", {tied}\n", f"attention {attn}, L = 1024\n", "bfloat16",
-         "nothing was written")
-    promised = comment(script)
-    steps, step_tokens = number(r"([\d,]+) steps of", promised), number(r"steps of ([\d,]+) tokens", promised)
-    assert number(r"\nrun       ([\d,]+) steps", plan) == steps
-    assert number(r"\nstep      ([\d,]+) tokens", plan) == step_tokens
-    micro = step_tokens / (processes * batch * 1024)
-    says(plan, f"{processes} rank{'s' * (processes > 1)} x {micro:.0f} micro-batch{'es' * (micro > 1)} of "
-               f"{batch} x 1024\n")
-
-
-@pytest.mark.parametrize("script", RECIPES)
-def test_plan(data, tmp_path, script):
-    """The real shape, but one sequence at a time, which fits anywhere."""
-    out = tmp_path / "out"
-    check_plan(script, run(script, "--dry-run", "--batch", 1, DATA=data, OUT=out), 1, 1)
-    assert not out.exists()
-
-
 @needs_cuda_train
 @pytest.mark.parametrize("script", RECIPES)
-def test_plan_of_a_gpu(data, script):
-    """The gigabytes in the comment, for its own batch and for a smaller one: a GPU with slightly more is enough, one
-    with slightly less is not."""
+def test_plan(data, script):
+    """What the comment says: the shape, the steps, and the gigabytes for its own batch and for a smaller one: a GPU
+    with slightly more is enough, one with slightly less is not."""
+    parameters, tied, attn = RECIPES[script]
     text = comment(script)
+    steps, step_tokens = number(r"([\d,]+) steps of", text), number(r"steps of ([\d,]+) tokens", text)
     gpu = {"program": CUDA_TRAIN, "DATA": data, "OUT": "/nowhere/out"}
     for flags, batch, promised in (([], 64, number(r"Memory (\d+) GB", text)),
                                    (["--batch", 16], 16, number(r"(\d+) GB with --batch 16", text))):
         plan = run(script, *flags, "--dry-run", CUDA_ON_CPU_MEMORY=int((promised + 1) * 1e9), **gpu)
-        check_plan(script, plan, 1, batch)
-        says(plan, "device memory per GPU", "host memory")
+        says(plan, f"model     {parameters} parameters", f", {tied}\n", f"attention {attn}, L = 1024\n", "bfloat16",
+             f"1 rank x {step_tokens / (batch * 1024):.0f} micro-batches of {batch} x 1024\n", "device memory per GPU",
+             "host memory", "nothing was written")
+        assert number(r"\nrun       ([\d,]+) steps", plan) == steps
+        assert number(r"\nstep      ([\d,]+) tokens", plan) == step_tokens
         says(run(script, *flags, "--dry-run", code=RESOURCE, CUDA_ON_CPU_MEMORY=int((promised - 1) * 1e9), **gpu),
              "of device memory", "--recompute")
 
@@ -224,6 +207,7 @@ def attention(out, step):
 
 def test_switch(softmax):
     before = (softmax / "run.json").read_bytes()
+    says(run("switch_to_ssmax.sh", OUT=softmax), "already at step 4; pass a --steps larger than 4 to continue")
     plan = run("switch_to_ssmax.sh", "--steps", 6, "--dry-run", OUT=softmax)
     says(plan, "attention softmax, L = 8", "switch    to ssmax at step 4\n", "nothing was written")
     assert (softmax / "run.json").read_bytes() == before
@@ -244,15 +228,6 @@ def test_switch_later(softmax):
         assert lineage(softmax) == [(0, "softmax"), *there]
     assert attention(softmax, 8) == "ssmax"
     says(run("switch_to_ssmax.sh", "--steps", 9, OUT=softmax, STEP=3, code=USAGE), "the run is already at step 8")
-
-
-def test_switch_of_a_finished_run(softmax):
-    """It changes nothing and prints what to do, which then works."""
-    text = run("switch_to_ssmax.sh", OUT=softmax)
-    says(text, "already at step 4; pass a --steps larger than 4 to continue")
-    assert lineage(softmax) == [(0, "softmax")]
-    run("switch_to_ssmax.sh", "--steps", 5, OUT=softmax)
-    assert lineage(softmax) == [(0, "softmax"), (4, "ssmax")]
 
 
 def test_switch_without_a_checkpoint(tmp_path):
