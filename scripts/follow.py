@@ -28,19 +28,20 @@ def scalars(line):
     """{name: number} of a line of metrics. Of the learned scalars, [mean, least, largest] of each layer's heads; of
     what is divided further, such as the norms, each part, and each layer of it."""
     found = {}
-    for key, value in line.items():
-        if isinstance(value, (int, float)) and key != "step":
-            found[key] = value
-        elif isinstance(value, dict):
-            for part, numbers in value.items():
-                parts = {part: numbers}
-                if isinstance(numbers, list):
-                    parts = {f"{part}/layer {layer}": number for layer, number in enumerate(numbers)}
-                found |= {f"{key}/{name}": number for name, number in parts.items() if isinstance(number, (int, float))}
+
+    def add(name, value):
+        if isinstance(value, dict):
+            for part, x in value.items():
+                add(f"{name}/{part}", x)
         elif isinstance(value, list):
-            for layer, triple in enumerate(value):
-                found |= {f"{key}/layer {layer} {what}": number
-                          for what, number in zip(("mean", "minimum", "maximum"), triple) if number is not None}
+            for layer, x in enumerate(value):
+                parts = zip((" mean", " minimum", " maximum"), x) if isinstance(x, list) else [("", x)]
+                for what, number in parts:
+                    add(f"{name}/layer {layer}{what}", number)
+        elif isinstance(value, (int, float)):
+            found[name] = value
+    for key in line.keys() - {"step"}:
+        add(key, line[key])
     return found
 
 

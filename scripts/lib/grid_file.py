@@ -87,6 +87,14 @@ def check(table, where, kinds, required=()):
             raise Refused(f"{where}: {key} is missing: add {key} = ..., {EXPECTED[kinds[key]]}.")
 
 
+def chosen(names, known, where):
+    """The names, by default all that are known; each must be known."""
+    for name in names or ():
+        if name not in known:
+            raise Refused(f"{where}: {name} is not one of {', '.join(known)}.{nearest(name, list(known))}")
+    return list(names or known)
+
+
 def check_flags(flags, where):
     for name in flags:
         if not re.fullmatch("[a-z][a-z0-9-]*", name):
@@ -369,19 +377,9 @@ class Reader:
                 raise Refused(f"{place}: expected a whole number of 1 or more, found {merged[key]!r}.")
         return merged
 
-    def chosen(self, table, key, known, where, default):
-        """The names under a key, each of which must be known."""
-        names = table.get(key, default)
-        for name in names:
-            if name not in known:
-                every = list(map(str, known))
-                raise Refused(f"{where}: {key}: {name} is not one of {', '.join(every)}.{nearest(str(name), every)}")
-        return list(names)
-
     def here(self, table, where):
         """Is the row part of this scale?"""
-        scales = list(self.whole["model"])
-        return self.scale.name in self.chosen(table, "scales", scales, where, scales)
+        return self.scale.name in chosen(table.get("scales"), self.whole["model"], f"{where}: scales")
 
     # ---- rows
 
@@ -417,15 +415,13 @@ class Reader:
             raise Refused(f"{where}: switch continues row {one['switch']['from']} with its flags, model and data. "
                           "Remove these keys.")
         name = one.get("name", one.get("attn", ""))
-        data = self.chosen({"data": [one["data"]]} if "data" in one else {}, "data", list(scale.data), where,
-                           list(scale.data)[:1])[0]
+        data = scale.data[chosen([one["data"]] if "data" in one else None, scale.data, f"{where}: data")[0]]
         if " < " in name or " > " in name or " = " in name:
             raise Refused(f"{where}: name: {name} has an operator of claims in it. Use another name.")
         seeds = list(dict.fromkeys(one.get("seeds", scale.seeds)))
-        sizes = self.chosen(one, "sizes", list(scale.sizes), where, list(scale.sizes))
+        sizes = chosen(one.get("sizes"), scale.sizes, f"{where}: sizes")
         return Row(name, one.get("group", ""), one.get("attn", ""), one.get("model", ""),
-                   self.flags(scale.flags, one, where), seeds, sizes, scale.data[data], origin, one.get("switch"),
-                   where)
+                   self.flags(scale.flags, one, where), seeds, sizes, data, origin, one.get("switch"), where)
 
     def check_base(self, row, rows):
         """A row that another one starts from exists, and has the same flags and the seeds if it is continued."""
@@ -510,7 +506,7 @@ class Reader:
         if e.data and not e.reads_text():
             raise Refused(f"{where}: data: this evaluation reads no text. Remove it.")
         if e.data:
-            self.chosen({"data": [e.data]}, "data", list(self.scale.data), where, [])
+            chosen([e.data], self.scale.data, f"{where}: data")
         return e
 
     def read_claims(self, rows, evals):
@@ -533,8 +529,7 @@ class Reader:
         for name, key in zip(ours[::2], ["of"] + ["of-right"] * ("of-right" in one) + ["of"] * len(ours)):
             if isinstance(name, str):
                 self.check_measured(one.get(key, of), name, evals, f"{where}: {key}")
-        size = self.chosen({"size": [one["size"]]} if "size" in one else {}, "size", list(self.scale.sizes), where,
-                           list(self.scale.sizes)[:1])[0]
+        size = chosen([one["size"]] if "size" in one else None, self.scale.sizes, f"{where}: size")[0]
         return Claim(one["name"], one.get("paper", ""), ours, of, one.get("of-right", of), one.get("within", 0.0), size,
                      one.get("seeds", []), where)
 

@@ -2,7 +2,6 @@
 only results.json."""
 import math
 import re
-import shlex
 import statistics
 import sys
 import textwrap
@@ -11,7 +10,7 @@ from html import escape
 
 from lib import drawing, files, grid_statistics
 from lib.grid_file import LONGEST, Run, base_of, terms
-from lib.grid_parts import from_root, slug
+from lib.grid_parts import slug
 from lib.grid_store import attn_of, eval_attn, eval_key, key_of
 
 # Metrics that are infinite where a run diverged; others are then unknown.
@@ -249,8 +248,8 @@ def is_numeric(column):
 
 
 def plain(text):
-    """Markdown for a text that may look like HTML. Indented code stays as it is."""
-    return text if text.startswith("    ") else escape(text, quote=False)
+    """Markdown for a text that may look like HTML."""
+    return escape(text, quote=False)
 
 
 @dataclass
@@ -557,16 +556,6 @@ def draw_band(axes, x, y, spread, color):
                           alpha=0.15, linewidth=0)
 
 
-def draw_bars(axes, x, y, color, **spread):
-    """Bars of the spread, xerr or yerr, at points that have one."""
-    (key, sizes), = spread.items()
-    points = [(a, b, size) for a, b, size in zip(x, y, sizes) if size]
-    if points:
-        x, y, sizes = zip(*points)
-        return axes.errorbar(x, y, fmt="none", ecolor=color, elinewidth=1.2, capsize=2.5, **{key: sizes})
-    return None
-
-
 def panels(plan, title, found, data, draw, labels, base=True):
     """A figure with a panel for each title of {title: Lines}. draw(axes, line, data, color, style) draws the line's
     {key: data}; lines without data are left out. The baseline is dashed in the panels that lack it, and has no panel of
@@ -694,7 +683,9 @@ def lengths_picture(plan, title, evals):
         curve, = axes.plot(x, y, color=color, linestyle=style, linewidth=1.3, marker=".",
                            label=line.label + " (x: diverged)" * bool(bad))
         if any(spread):
-            drawing.move_beside(axes, curve, draw_bars(axes, x, y, color, yerr=spread))
+            bars = axes.errorbar(x, y, [size or math.nan for size in spread], fmt="none", ecolor=color, elinewidth=1.2,
+                                 capsize=2.5)
+            drawing.move_beside(axes, curve, bars)
         axes.plot([T for T, *_ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, map(str, lengths), fontsize=8)
@@ -852,23 +843,12 @@ def pictures(plan):
 
 # ---------------------------------------------------------------- the report
 
-def needle_scores_note(plan, title, evals):
-    """[how to draw what results.json does not keep of needle scores: that of each head and of each trial], or []."""
+def needle_scores_note(plan, evals):
+    """[what results.json does not keep of needle scores], or []."""
     if any(e.task != "needle" for e in evals) or metrics_of(plan, evals) != ["best_score"]:
         return []
-    lines = [line for inside in lines_of(plan, evals).values() for line in inside]
-    keys = [eval_key(plan.grid, Run(line.row.name, line.size, line.row.seeds[0]), line.eval, plan.texts)
-            for line in lines]
-    folders = [from_root(plan.parts[key].folder) for key in dict.fromkeys(keys) if key in plan.results.entries]
-    if not folders:
-        return []
-    picture = from_root(plan.out / f"{plan.grid.name}-{plan.grid.scale.name}" / f"{slug(title)}.png")
-    command = " \\\n        ".join([f".venv/bin/python scripts/plot_eval.py --out {shlex.quote(picture)}",
-                                    *map(shlex.quote, folders)])
-    return ["Each trial counts with its best head's score. The scores of all heads and trials are not in results.json, "
-            "but in the run folders. This command draws them for the first seed of each row: the heads, ranked "
-            "([SSMax] Figure 7), in *-heads.png, and the trials, ranked (Figure 8), in *-trials.png. A fresh clone has "
-            "no run folders; running the grid with another --results makes them.", "    " + command]
+    return ["Each trial counts with its best head's score. plot_eval.py ranks the scores of all heads and trials "
+            "([SSMax] Figures 7 and 8); it reads them from the evaluations' folders, eval/ in those of the runs."]
 
 
 def sections(plan, failed):
@@ -892,7 +872,7 @@ def sections(plan, failed):
     yield "Training", training_tables(plan), ["curves", "final", "scalars"], [note] * several
     for title, evals in eval_groups(plan).items():
         yield (f"Evaluation: {title}", eval_tables(plan, evals), [title, f"{title}-positions"],
-               needle_scores_note(plan, title, evals))
+               needle_scores_note(plan, evals))
     for formula in grid.formulas:
         yield f"Formula: {formula.name}", [formula_table(formula)], [formula.name], [formula.paper]
 

@@ -264,7 +264,7 @@ def read_marks(run, lines):
             found.append((entry["step"], change_text(entry), SWITCH))
     for entry in resumes:
         changed = entry.get("changed")
-        texts = [f"{flag} {plain(pair.get('from'))} → {plain(pair.get('to'))}"
+        texts = [f"{flag} {shown(pair.get('from'))} → {shown(pair.get('to'))}"
                  for flag, pair in (changed.items() if isinstance(changed, dict) else ())
                  if isinstance(pair, dict) and flag not in OWN | {"attn-switch", "val-every"}]
         text = "resumed" + (": " + ", ".join(texts) if texts else "")
@@ -276,13 +276,6 @@ def read_marks(run, lines):
             at = (lines[done[-1]]["tokens"], times[done[-1]]) if done else (0, 0.0)
             marks.append((*at, text, style))
     return marks
-
-
-def plain(value):
-    """A flag's value in a mark."""
-    if isinstance(value, list):
-        return ",".join(map(plain, value))
-    return f"{value:g}" if isinstance(value, (bool, float)) else "–" if value is None else str(value)
 
 
 # ---------------------------------------------------------------- runs after their parents
@@ -319,11 +312,9 @@ def after_parent(run, runs, children=()):
 
 def shown(value):
     """A flag's value as it is typed."""
-    if isinstance(value, bool):
-        return str(int(value))
     if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "–" if value is None else str(value)
+        return ",".join(map(shown, value))
+    return f"{value:.15g}" if isinstance(value, (bool, float)) else "–" if value is None else str(value)
 
 
 def differing(arguments, same):
