@@ -275,9 +275,9 @@ def some_logits(logits):
     return torch.cat([flat.gather(1, ids), torch.logsumexp(flat, -1, keepdim=True)], 1)
 
 
-def run_model(case, dtype=torch.float64):
+def run_model(case):
     config, steps = model_config(case), int(case["steps"])
-    start = {name: parameter(name, shape).to(dtype) for name, shape in reference.parameter_shapes(config).items()}
+    start = {name: parameter(name, shape) for name, shape in reference.parameter_shapes(config).items()}
     parameters = {name: p.clone() for name, p in start.items()}
     optimizer = reference.AdamW(parameters, float(case.get("weight_decay", 0)))
     losses, norms, answers = [], [], {}
@@ -296,11 +296,11 @@ def run_model(case, dtype=torch.float64):
     return answers
 
 
-def backward(function, inputs, shape, dtype=torch.float64):
+def backward(function, inputs, shape):
     """Output and input gradients, by name, for the upstream gradient `dout`."""
-    inputs = {name: x.to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
+    inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     out = function(**inputs)
-    grads = torch.autograd.grad(out, list(inputs.values()), values("dout", shape).to(dtype))
+    grads = torch.autograd.grad(out, list(inputs.values()), values("dout", shape))
     return {"out": stored(out), **{"d" + name: stored(g) for name, g in zip(inputs, grads)}}
 
 
@@ -336,20 +336,20 @@ def run_crossentropy(N, vocab, scale, softcap, z_loss):
     return {"loss": stored(loss), "dlogits": stored(torch.autograd.grad(minimized, logits)[0])}
 
 
-def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, docs=None, dtype=torch.float64):
+def run_attention(attn, scale, L, B, T, heads, head_size, kv_heads=None, docs=None):
     normalizer = reference.parse_normalizer(attn)
     first = (torch.arange(T) // docs * docs).expand(B, T) if docs else None
     shape, kv_shape = (B, T, heads, head_size), (B, T, kv_heads or heads, head_size)
     inputs = {"q": values("q", shape, scale=scale), "k": values("k", kv_shape, scale=scale),
               "v": values("v", kv_shape, scale=2)}
     inputs.update({name: parameter(name, size) for name, size in reference.scalar_shapes(normalizer, heads, L).items()})
-    start = reference.scalars_at_start(normalizer, heads, L, dtype)
+    start = reference.scalars_at_start(normalizer, heads, L)
 
     def attention(q, k, v, **given):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scalars = {name: given.get(reference.SCALARS[name].tensor, x) for name, x in start.items()}
         return reference.attention(q, k, v, normalizer, L, scalars, first).transpose(1, 2)
-    return backward(attention, inputs, shape, dtype)
+    return backward(attention, inputs, shape)
 
 
 def run_adamw(N, steps, lr, weight_decay):
@@ -362,10 +362,10 @@ def run_adamw(N, steps, lr, weight_decay):
             "exp_avg_sq": stored(optimizer.exp_avg_sq[name])}
 
 
-def run_layer(case, **options):
+def run_layer(case):
     number = lambda key, text: text if key == "attn" else float(text) if "." in text else int(text)
     keys = {key: number(key, text) for key, text in case.items() if key not in ("case", "kind")}
-    return globals()["run_" + case["kind"]](**keys, **options)
+    return globals()["run_" + case["kind"]](**keys)
 
 
 @functools.cache
