@@ -62,6 +62,17 @@ def overflowing(folder, out):
     return out
 
 
+def write_chain(folder, text, end):
+    """Changes the weights of a model so that each byte of the text, all of which differ, is followed by the next one,
+    and the last one by the token `end`: each embedding points to the next byte's row of the head."""
+    path = folder / "model.safetensors"
+    tensors = {name: np.zeros_like(tensor) for name, tensor in load_file(path).items()}
+    tensors["model.norm.weight"][:] = 1
+    for i, (byte, following) in enumerate(zip(text, [*text[1:], end])):
+        tensors["model.embed_tokens.weight"][byte, i] = tensors["lm_head.weight"][following, i] = 1
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def evaluate(task, folder, data, out, *flags, code=0):
     """Stdout and eval.json; or, where the exit code is not 0, stderr. `data` (a folder, or None) and `out` may be
     overridden by the flags, of which the last one counts."""

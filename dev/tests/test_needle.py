@@ -1,7 +1,6 @@
-"""eval_gpt2 --task needle: a circuit made by hand that finds every needle, answers against transformers', needle scores
-against the reference, the cache that prompts share, what the prompts are, messages."""
+"""eval_gpt2 --task needle: answers against transformers', needle scores against the reference, the cache that prompts
+share, what the prompts are, verdicts, messages."""
 import json
-import math
 import os
 import re
 
@@ -9,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from byte_text import END_OF_TEXT, IM_END, VOCAB, text_of, write_text, write_tokenizer
-from eval_models import evaluate, overflowing, reference
+from byte_text import END_OF_TEXT, IM_END, text_of, write_text, write_tokenizer
+from eval_models import evaluate, overflowing, reference, write_chain
 from tiny import BIN, run
 from trainer import ROOT
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 L = 600
@@ -56,136 +55,6 @@ def tokens_to_compute(prompts):
     return computed, whole
 
 
-# ---------------------------------------------------------------- a circuit
-
-CODE, GRAM, PAIRS, D, THETA = 24, 4, 25, 200, 1e10
-OUT, ONE, C = 5 * CODE, 6 * CODE, 160       # channels: the token, the four before it, the answer, a constant 1
-POSITIONS, CONTENT, BIAS = range(PAIRS), range(48, 96), 96
-
-
-def code(token):
-    """Two of 24 channels: the byte's upper and lower half, without its highest bit. Two tokens share 2, 1 or no
-    channel."""
-    byte = token if token < 128 else 0
-    out = np.zeros(CODE)
-    out[[byte >> 4, 8 + byte % 16]] = 1
-    return out
-
-
-def content(channel):
-    """Where channel 0 to 95 of a gram is in q and k: in pairs that RoPE hardly turns."""
-    return CONTENT[channel % 48] + (D // 2 if channel >= 48 else 0)
-
-
-def circuit():
-    """The weights of an induction circuit. Head j of the first layer copies the token j before: its score is the sum of
-    cos((t - s - j) w) over RoPE's fast pairs, minus a threshold that only the right offset exceeds. Head 0 of the
-    second layer compares the newest four tokens with the four before each position, again above a threshold, and copies
-    the token at that position to the output. What phi does below the threshold does not matter."""
-    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, C)), "lm_head.weight": np.zeros((VOCAB, C)),
-               "model.norm.weight": np.ones(C)}
-    for token in range(VOCAB):
-        tensors["model.embed_tokens.weight"][token, :CODE] = code(token)
-        if token < 128:
-            tensors["lm_head.weight"][token, OUT:OUT + CODE] = code(token)
-    tensors["model.embed_tokens.weight"][:, ONE] = 1
-    w = THETA ** (-np.arange(PAIRS) / (D // 2))
-    nearest = max(np.cos(offset * w).sum() for offset in range(1, 5000))
-    for layer in range(2):
-        q, k, v, o = (np.zeros(shape) for shape in 3 * [(GRAM * D, C)] + [(C, GRAM * D)])
-        if layer == 0:
-            for head in range(GRAM):
-                at = head * D
-                q[at:at + PAIRS, ONE] = 1
-                k[at:at + PAIRS, ONE] = np.cos((head + 1) * w)
-                k[at + D // 2:at + D // 2 + PAIRS, ONE] = np.sin((head + 1) * w)
-                v[at:at + CODE, :CODE] = np.eye(CODE)
-                o[(head + 1) * CODE:(head + 2) * CODE, at:at + CODE] = np.eye(CODE)
-        else:
-            for channel in range(GRAM * CODE):
-                q[content(channel), channel] = k[content(channel), channel + CODE] = 1
-            v[:CODE, :CODE] = np.eye(CODE)
-            o[OUT:OUT + CODE, :CODE] = np.eye(CODE)
-        # z is STEEP at a match and -STEEP just below one; RMSNorm multiplies by sqrt(C/energy).
-        match, below, energy = [(PAIRS, nearest, 3), (2 * GRAM, 2 * GRAM - 1, 3 + 2 * GRAM)][layer]
-        gain = 2 * STEEP / (match - below) * math.sqrt(D) / (C / energy)
-        for head in range(GRAM if layer == 0 else 1):
-            q[head * D + BIAS, ONE], k[head * D + BIAS, ONE] = -(match + below) / 2, 1
-        for name, tensor in dict(q=gain * q, k=k, v=v * math.sqrt(energy / C), o=o).items():
-            tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = tensor
-        for name, shape in dict(gate=(8, C), up=(8, C), down=(C, 8)).items():
-            tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] = np.zeros(shape)
-        for name in ("input", "post_attention"):
-            tensors[f"model.layers.{layer}.{name}_layernorm.weight"] = np.ones(C)
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-
-
-STEEP = 15
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": C,
-         "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": GRAM, "num_key_value_heads": GRAM,
-         "head_dim": D, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
-         "rope_theta": THETA, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-         "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": END_OF_TEXT,
-         "eos_token_id": END_OF_TEXT, "dtype": "float32"}
-
-
-def write_llama(folder, tensors):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def induction(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("circuit") / "llama", circuit())
-
-
-def has_no_repeated_gram(number):
-    text = f"is: {number}."
-    return len({text[i:i + GRAM] for i in range(len(text) - GRAM)}) == len(text) - GRAM
-
-
-def test_an_induction_circuit_finds_every_needle(induction, data, tmp_path):
-    output, rows, prompts, tokens = needles_and_tokens(induction, data, tmp_path, "--seq-lens", "200,700,1500",
-                                                       "--depths", "0,10,50,90,100", "--samples", 2)
-    computed, whole = tokens_to_compute(prompts)
-    assert tokens == computed == whole - 2 * 1024                      # depths 90 and 100 of 1,500 tokens share a block
-    assert [row["seq_len"] for row in rows] == [200, 700, 1500] and len(prompts) == 30
-    for row in rows:
-        assert row["right"] == 1 and [depth["right"] for depth in row["depths"]] == 5 * [1], row["depths"]
-        for trial in row["trials"]:
-            assert has_no_repeated_gram(trial["number"])
-            assert trial["answer"] == f" {trial['number']}." and trial["verdict"] == "right"
-            assert (trial["best_score"] == pytest.approx(1, abs=1e-3)
-                    and (trial["best_layer"], trial["best_head"]) == (1, 0))
-    assert output.count("100.0%") == 18 and output.count(" 1.0000, layer 1, head 0\n") == 3
-
-
-# Those in which the weight of a match is 1 up to rounding, whatever n is.
-FINDS = ["ssmax", "ssmax-pn", "softmax-log512", "softmax1", "softmax-recentered", "softmax+post=reweight:15",
-         "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1", "mish-l1", "sigmoid",
-         "sigmoid-logn", "sigmoid-logn-l1", "softmax-sink", "softmax-floorlog", "softpick"]
-
-
-@pytest.mark.drawn(3)
-@pytest.mark.parametrize("attn", FINDS)
-def test_the_circuit_under_another_normalizer(attn, induction, data, tmp_path):
-    _, rows, _ = needles(induction, data, tmp_path, "--attn", attn, "--seq-lens", "300", "--depths", "10,50,90",
-                         "--samples", 2)
-    assert [row["attn"] for row in rows] == ["softmax", attn] and [row["right"] for row in rows] == [1, 1]
-
-
-def test_a_shuffled_circuit_finds_none(data, tmp_path):
-    shuffled = {name: np.random.default_rng(5).permutation(tensor.ravel()).reshape(tensor.shape)
-                for name, tensor in circuit().items()}
-    output, [row], _ = needles(write_llama(tmp_path / "llama", shuffled), data, tmp_path, "--seq-lens", "300",
-                               "--samples", 3)
-    assert (row["right"] == 0 and {trial["verdict"] for trial in row["trials"]} == {"wrong"}
-            and output.count(" 0.0%") == 6)
-
-
 # ---------------------------------------------------------------- transformers and the reference
 
 def answer_of_transformers(model, prompt):
@@ -198,11 +67,10 @@ def answer_of_transformers(model, prompt):
     return found[0, ids.shape[1]:].tolist()
 
 
-@pytest.mark.parametrize("shape, attn", [("circuit", "softmax"), ("grouped", "softmax"), ("grouped", "ssmax-bias"),
-                                         ("QK norms", "lssa"),
+@pytest.mark.parametrize("shape, attn", [("grouped", "softmax"), ("grouped", "ssmax-bias"), ("QK norms", "lssa"),
                                          ("gau", "softmax1")])
-def test_answers_equal_transformers_greedy_decoding(shape, attn, induction, model_of, data, tmp_path):
-    folder = induction if shape == "circuit" else model_of(shape, attn)[0]
+def test_answers_equal_transformers_greedy_decoding(shape, attn, model_of, data, tmp_path):
+    folder = model_of(shape, attn)[0]
     _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", "150", "--depths", "20,80", "--samples", 3,
                                 "--max-new-tokens", 8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
@@ -266,6 +134,15 @@ def test_the_default_length_of_an_answer(model_of, data, tmp_path):
         assert min(len(trial["answer"]) for trial in row["trials"]) >= length, flags
 
 
+def scores_of_reference(tensors, config, prompt):
+    """(layers, heads): the attention of the prompt's last token, summed over the number's tokens; and the largest
+    weight."""
+    trace, (first, end) = reference.Trace(), prompt["number"]
+    reference.forward(tensors, torch.tensor([prompt["tokens"]]), config, trace)
+    rows = torch.stack([A[0, :, -1] for A in trace.weights])
+    return rows[..., first:end].sum(-1).numpy(), rows.abs().max().item()
+
+
 def row_lengths(attn):
     """The normalizer that computes, in one pass, what the cache does, where T is each row's own length so far."""
     return {"relu2-T": "relu2-n", "relu2-T+norm=T2": "relu2-n+norm=n2",
@@ -279,16 +156,14 @@ def row_lengths(attn):
                           *(("QK norms", attn) for attn in ("softmax", "ssmax-bias", "softmax-sink", "lssar")),
                           ("llama", "sigmoid+offset=-logT"), ("llama", "relu2-T+norm=T2")])
 def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_path):
-    """The attention of the prompt's last token, summed over the number's tokens."""
+    """Prompts of more than 1,024 tokens are read in two parts."""
     folder, tensors, config = model_of(shape, attn)
-    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 330, "--depths", "15,60", "--samples", 2)
+    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 1100 if shape == "QK norms" else 330, "--depths",
+                                "15,60", "--samples", 2)
     config = reference.replace(config, attn=row_lengths(attn))
     mean = 0
     for prompt, trial in zip(prompts, row["trials"], strict=True):
-        trace, (first, end) = reference.Trace(), prompt["number"]
-        reference.forward(tensors, torch.tensor([prompt["tokens"]]), config, trace)
-        expected = torch.stack([A[0, :, -1, first:end].sum(-1) for A in trace.weights]).numpy()
-        largest = max(A[0, :, -1].abs().max().item() for A in trace.weights)
+        expected, largest = scores_of_reference(tensors, config, prompt)
         found = np.array(trial["needle_scores"])
         assert found.shape == expected.shape and np.abs(found - expected).max() < 1e-5 * max(1, largest)
         best = trial["best_layer"], trial["best_head"]
@@ -331,9 +206,7 @@ def test_theta_depends_on_the_length_alone(model_of, data, tmp_path, monkeypatch
     assert one["rope_theta"] == many["rope_theta"] == pytest.approx(theta)
     assert output.splitlines()[-1].split()[:3] == ["150", f"{theta / 1000:.1f}", "k"]
     monkeypatch.setattr(reference, "THETA", theta)
-    trace, (first, end) = reference.Trace(), prompts[0]["number"]
-    reference.forward(tensors, torch.tensor([prompts[0]["tokens"]]), config, trace)
-    expected = torch.stack([A[0, :, -1, first:end].sum(-1) for A in trace.weights]).numpy()
+    expected, _ = scores_of_reference(tensors, config, prompts[0])
     assert np.abs(np.array(one["trials"][0]["needle_scores"]) - expected).max() < 1e-5
 
 
@@ -390,6 +263,7 @@ def test_prompts(chat, model_of, data, tmp_path):
         assert len(trial["number"]) == 7 and trial["number"].isdigit() and trial["number"][0] != "0"
         assert trial["city"] in (ROOT / "data/cities.txt").read_text().splitlines()
     assert len(set(named.values())) == 4 and [row["attn"] for row in rows] == 2 * ["softmax"] + 2 * ["ssmax"]
+    assert rows[0]["needle_scores"] != rows[2]["needle_scores"]
     assert len(prompts) == 48 and [p["tokens"] for p in prompts[:24]] == [p["tokens"] for p in prompts[24:]]
     haystacks = {prompt["sample"]: parts_of(prompt, trial, chat)
                  for prompt, trial in zip(prompts[:12], trials) if trial["depth"] == 0}
@@ -438,29 +312,19 @@ def test_scores_of_single_trials_are_kept_up_to_100(samples, model_of, data, tmp
     assert all(("needle_scores" in trial) == (samples == 100) for trial in row["trials"]) and "needle_scores" in row
 
 
-def test_verdicts(induction, data, tmp_path):
-    """The circuit answers with what follows the needle's colon. A number counts only as a whole, and right in a longer
-    number is wrong."""
-    tensors = load_file(induction / "model.safetensors")
-
-    def verdict(name, change):
-        copy = {key: tensor.copy() for key, tensor in tensors.items()}
-        change(copy["lm_head.weight"])
-        folder = write_llama(tmp_path / name, copy)
-        _, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 200, "--depths", 50, "--samples", 1,
-                              "--number", "8106425")
-        return row["trials"][0]["answer"], row["trials"][0]["verdict"], row["right"], row["depths"][0]["first_digit"]
-
-    def swap(a, b):
-        def change(head):
-            head[[ord(a), ord(b)]] = head[[ord(b), ord(a)]]
-        return change
-
-    assert verdict("same", lambda head: None) == (" 8106425.", "right", 1, 0)
-    assert verdict("last digit", swap("5", "7"))[1:] == ("first digit right", 0, 1)
-    assert verdict("first digit", swap("8", "7"))[1:] == ("wrong", 0, 0)
-    answer, *rest = verdict("longer", swap(".", "3"))
-    assert answer.startswith(" 81064253") and rest == ["first digit right", 0, 1]
+@pytest.mark.parametrize("answer, verdict", [("8106425", "right"), ("8106427", "first digit right"),
+                                             ("7106425", "wrong"), ("81064253", "first digit right")])
+def test_verdicts(answer, verdict, model_of, data, tmp_path):
+    """A number counts only as a whole, and right in a longer number is wrong."""
+    folder = write_biased(model_of("llama", "softmax"), tmp_path / "model", {})
+    write_chain(folder, f": {answer}.\n".encode(), ord("\n"))
+    output, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 200, "--depths", "10,50,90", "--samples", 2,
+                               "--number", "8106425")
+    for trial in row["trials"]:
+        assert trial["answer"].startswith(f" {answer}.") and trial["verdict"] == verdict
+    assert row["right"] == (verdict == "right") and output.count("100.0%") == 4 * row["right"]
+    assert [depth["right"] for depth in row["depths"]] == 3 * [row["right"]]
+    assert [depth["first_digit"] for depth in row["depths"]] == 3 * [verdict == "first digit right"]
 
 
 def test_logits_that_are_not_finite(model_of, data, tmp_path):

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
 import byte_text
+from eval_models import write_chain
 from tiny import (BIN, END_OF_TEXT, SHAPE, T, VOCAB, environment, ids_of, logits, run, sample, train,
                   write_data)
 import trainer
@@ -292,17 +293,13 @@ HOSTILE = b"x\x1b]52;c\x07\xc2\x9b\xe2\x80\xae\r\x7f\ty"
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory):
-    """A model that writes HOSTILE, a token for each byte: each embedding points to the next byte's row of the head."""
+    """A model that writes HOSTILE, a token for each byte."""
     root = tmp_path_factory.mktemp("chain")
     shape = f"layers=1,heads=1,channels=32,ffn=32,tied=0,vocab={byte_text.VOCAB}"
     trainer.train(byte_text.write_text(root / "data"), "--model", shape, "--steps", 0, "--batch", 1, "--seq-len", 64,
                   "--out", root / "run", model=False)
     path = trainer.checkpoint(root / "run", 0) / "model.safetensors"
-    tensors = {name: np.zeros_like(tensor) for name, tensor in load_file(path).items()}
-    tensors["model.norm.weight"][:] = 1
-    for i, (byte, following) in enumerate(zip(HOSTILE, [*HOSTILE[1:], byte_text.END_OF_TEXT])):
-        tensors["model.embed_tokens.weight"][byte, i] = tensors["lm_head.weight"][following, i] = 1
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_chain(path.parent, HOSTILE, byte_text.END_OF_TEXT)
     trainer.sign(path.parent, path.name)
     return root / "run"
 
