@@ -1,5 +1,5 @@
-"""eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against lm_eval's formulas over the reference's logits,
-for texts prepared by hand, and against what lm_eval itself gave (lm_eval.json); messages.
+"""eval_gpt2 --task choice: log-likelihoods, acc and acc_norm against what lm_eval itself gave (lm_eval.json); lengths
+against the reference; messages.
 
     LM_EVAL=1 python -m pytest dev/tests/test_choice.py -k lm_eval_gives
 
@@ -34,34 +34,23 @@ def hellaswag(label, ctx_a, ctx_b, endings, gold):
             "label": str(gold)}
 
 
-# HellaSwag's fields, and the query and the endings that lm_eval makes of them
+# HellaSwag's fields, with texts that lm_eval changes: markup, spaces, capitals; and one of more than L tokens
 CLEANED = [
-    (hellaswag("Baking bread", "A cook has the dough on a table.", "she",
-               ["said the cat went on.", "[step] went  on it.", "went [title] a dog", "  over."], 0),
-     "Baking bread: A cook has the dough on a table. She",
-     ["said the cat went on.", " went on it.", "went. a dog", "over."]),
-    (hellaswag("Knots", "[header] How to tie [title] Take a rope.[step] Make a loop.  Then pull", "",
-               ["[substeps] a]b [c", "x [open", "[a\nb] c", "house"], 3),
-     "Knots: How to tie. Take a rope. Make a loop. Then pull", [" a]b [c", "x [open", "[a\nb] c", "house"]),
-    (hellaswag("Écoles", "das Café ist ÜBER 5 €", "ÉCOLE ÜBER ПРИВЕТ ǅUNGLA 日本",
-               ["über", "Über", "ПРИВЕТ", "привет"], 1),
-     "Écoles: das Café ist ÜBER 5 € École über привет ǆungla 日本", ["über", "Über", "ПРИВЕТ", "привет"]),
-    (hellaswag("ǆ", "the   cat    on", "ǆUNGLA", ["a   b", "on the mat", "on", "the"], 1),
-     "ǆ: the  cat  on ǅungla", ["a  b", "on the mat", "on", "the"]),
-    (hellaswag("Dogs", "The dog went", "[title]", ["house", " house", "cat and dog", "on the house and the cat"], 2),
-     "Dogs: The dog went. ", ["house", "house", "cat and dog", "on the house and the cat"]),
-    (hellaswag("\u2003Cats\u00a0", "the cat [x]", "the dog\u3000[x]",
-               ["went\u2028", "\x1cwent on\x1f", "said", "and"], 0),
-     "Cats\u00a0: the cat The dog\u3000", ["went", "went on", "said", "and"]),
-    (hellaswag("Same", "the cat", "said", ["on on", "on on", "the dog went over the house", "[x]"], 0),
-     "Same: the cat Said", ["on on", "on on", "the dog went over the house", ""]),
-    (hellaswag("Long", "the cat and the dog went over the house and said " * 12, "and",
-               ["the cat", "日本語 " * 4 + "cat", "went", "on the house"], 3),
-     "Long: " + "the cat and the dog went over the house and said " * 12 + " And",
-     ["the cat", "日本語 " * 4 + "cat", "went", "on the house"]),
+    hellaswag("Baking bread", "A cook has the dough on a table.", "she",
+              ["said the cat went on.", "[step] went  on it.", "went [title] a dog", "  over."], 0),
+    hellaswag("Knots", "[header] How to tie [title] Take a rope.[step] Make a loop.  Then pull", "",
+              ["[substeps] a]b [c", "x [open", "[a\nb] c", "house"], 3),
+    hellaswag("Écoles", "das Café ist ÜBER 5 €", "ÉCOLE ÜBER ПРИВЕТ ǅUNGLA 日本",
+              ["über", "Über", "ПРИВЕТ", "привет"], 1),
+    hellaswag("ǆ", "the   cat    on", "ǆUNGLA", ["a   b", "on the mat", "on", "the"], 1),
+    hellaswag("Dogs", "The dog went", "[title]", ["house", " house", "cat and dog", "on the house and the cat"], 2),
+    hellaswag("\u2003Cats\u00a0", "the cat [x]", "the dog\u3000[x]", ["went\u2028", "\x1cwent on\x1f", "said", "and"],
+              0),
+    hellaswag("Same", "the cat", "said", ["on on", "on on", "the dog went over the house", "[x]"], 0),
+    hellaswag("Long", "the cat and the dog went over the house and said " * 12, "and",
+              ["the cat", "日本語 " * 4 + "cat", "went", "on the house"], 3),
 ]
-CLEANED[-1] = (CLEANED[-1][0], CLEANED[-1][1].replace("  ", " "), CLEANED[-1][2])
-PLAIN = [({"query": query, "choices": choices, "gold": gold}, query, choices) for query, choices, gold in (
+PLAIN = [{"query": query, "choices": choices, "gold": gold} for query, choices, gold in (
     ("", ["the cat", "a dog went on"], 1), ("the  cat [x] said ", ["on the house", " on the house", "ON THE HOUSE"], 2),
     ("the cat\u00a0\u3000", ["went", "over and over"], 0), ("the cat", ["", "went"], 1))]
 
@@ -69,79 +58,56 @@ PLAIN = [({"query": query, "choices": choices, "gold": gold}, query, choices) fo
 DATA = write_data
 
 
-def write_questions(path, rows):
-    path.write_text("".join(json.dumps(row[0], ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(rows)))
+def write_questions(path, questions):
+    path.write_text("".join(json.dumps(question, ensure_ascii=i % 2 == 0) + "\n"
+                            for i, question in enumerate(questions)))
     return path
 
 
-def pieces(tokenizer, query, ending):
-    """lm_eval's loglikelihood() and _encode_pair(): the tokens of the context and those of the ending."""
+def log_likelihoods(tokenizer, tensors, config, question):
+    """By the reference, of a question with a query."""
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    if query == "":
-        return [END_OF_TEXT], encode(" " + ending)
-    context = query.rstrip()
-    whole = encode(query + " " + ending)
-    count = len(encode(context))
-    return whole[:count], whole[count:]
+    found, context = [], len(encode(question["query"]))
+    for ending in question["choices"]:
+        ids = torch.tensor(encode(f"{question['query']} {ending}"))
+        logits = torch.log_softmax(reference.forward(tensors, ids[None, :-1], config)[0], -1)
+        found.append(logits.gather(-1, ids[1:, None])[context - 1:].sum().item())
+    return found
 
 
-def expected_results(tokenizer, tensors, config, rows, longest=L):
-    """The log-likelihoods and lm_eval's acc and acc_norm."""
-    found, acc, norm = [], [], []
-    for question, query, endings in rows:
-        lls = []
-        for ending in endings:
-            context, continuation = pieces(tokenizer, query, ending)
-            ids = torch.tensor((context + continuation)[-(longest + 1):])
-            logits = torch.log_softmax(reference.forward(tensors, ids[None, :-1], config)[0], -1)
-            lls.append(logits[-len(continuation):].gather(-1, ids[-len(continuation):, None]).sum().item())
-        gold = int(question.get("label", question.get("gold")))
-        with np.errstate(divide="ignore"):
-            normalized = np.array(lls) / np.array([len(ending) for ending in endings], float)
-        found.append(lls)
-        acc.append(np.argmax(lls) == gold)
-        norm.append(np.argmax(normalized) == gold)
-    return found, acc, norm
-
-
-@pytest.mark.parametrize("shape, attn", [("llama", "softmax"), ("grouped", "ssmax"), ("gau", "relu2-T")])
-@pytest.mark.parametrize("rows", [CLEANED, PLAIN], ids=["HellaSwag", "plain"])
-def test_log_likelihoods_equal_lm_evals_formulas(rows, shape, attn, model_of, tmp_path):
+@pytest.mark.parametrize("shape, attn, scaling", [("llama", "softmax", "ntk"), ("gau", "relu2-T", "none")])
+def test_the_length_of_each_sequence(shape, attn, scaling, model_of, tmp_path):
+    """It determines T and, beyond L, ntk's theta."""
     folder, tensors, config = model_of(shape, attn)
-    output, result = evaluate("choice", folder, None, tmp_path, "--data", write_questions(tmp_path / "q.jsonl", rows))
-    [row] = result["results"]
-    expected, acc, norm = expected_results(AutoTokenizer.from_pretrained(folder), tensors, config, rows)
-    assert (row["questions"] == len(rows)
-            and [len(lls) for lls in row["log_likelihoods"]] == [len(lls) for lls in expected])
-    for found, lls in zip(row["log_likelihoods"], expected):
-        assert np.abs(np.subtract(found, lls)).max() <= 1e-5 * np.abs(lls).max(), (found, lls)
-    n = len(rows)
-    for key, right in (("acc", acc), ("acc_norm", norm)):
-        assert row[key] == np.mean(right)
-        assert row[f"{key}_stderr"] == pytest.approx(np.std(right, ddof=1) / np.sqrt(n))
-    assert output.splitlines()[-1].split() == [str(n), f"{np.mean(acc):.4f}", f"{np.mean(norm):.4f}",
-                                               f"{row['acc_norm_stderr']:.4f}"]
+    questions = [{"query": query, "choices": ["went", "on the house"], "gold": 0}
+                 for query in ("the cat and the dog" + 12 * " went over the house and said", "the cat")]
+    path = write_questions(tmp_path / "q.jsonl", questions)
+    _, result = evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", 900, "--rope-scaling", scaling)
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), reference.replace(config, rope_scaling=scaling)
+    for found, question in zip(result["results"][0]["log_likelihoods"], questions, strict=True):
+        expected = log_likelihoods(tokenizer, tensors, config, question)
+        assert np.abs(np.subtract(found, expected)).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_the_first_of_equal_endings_wins(model_of, tmp_path):
-    path = write_questions(tmp_path / "q.jsonl", [({"query": "the cat", "choices": ["went", "went"], "gold": 0},)])
+    path = write_questions(tmp_path / "q.jsonl", [{"query": "the cat", "choices": ["went", "went"], "gold": 0}])
     _, result = evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", path)
     assert result["results"][0]["acc"] == result["results"][0]["acc_norm"] == 1
 
 
 def test_acc_norm_counts_characters_not_bytes(model_of, tmp_path):
     """The ending that is likelier per character is not the one that is likelier per byte."""
-    folder, tensors, config = model_of("llama", "softmax")
+    def result(endings):
+        path = write_questions(tmp_path / "q.jsonl", [{"query": "the cat", "choices": endings, "gold": 0}])
+        return evaluate("choice", model_of("llama", "softmax")[0], None, tmp_path, "--data", path)[1]["results"][0]
+
     endings = ["日本語", "€", "went", "the cat", "naïve café", "ПРИВЕТ", "went over the house and said"]
-    row = {"gold": 0}, "the cat", endings
-    [lls], *_ = expected_results(AutoTokenizer.from_pretrained(folder), tensors, config, [row])
+    [lls] = result(endings)["log_likelihoods"]
     by_character, by_byte = ([ll / len(text) for ll, text in zip(lls, texts)]
                              for texts in (endings, [text.encode() for text in endings]))
     pairs = ((i, j) for i in range(7) for j in range(7))
     i, j = next((i, j) for i, j in pairs if by_character[i] > by_character[j] + 0.01 and by_byte[i] < by_byte[j] - 0.01)
-    question = {"query": "the cat", "choices": [endings[i], endings[j]], "gold": 0}
-    path = write_questions(tmp_path / "q.jsonl", [(question,)])
-    assert evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"][0]["acc_norm"] == 1
+    assert result([endings[i], endings[j]])["acc_norm"] == 1
 
 
 def test_activations_that_are_not_finite(model_of, tmp_path):
@@ -174,7 +140,7 @@ def test_activations_that_are_not_finite_in_one_ending(at, model_of, tmp_path):
     save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     question = {"query": "the cat", "choices": endings if at else endings[::-1], "gold": 0}
     words = ["--task", "choice", "--model", tmp_path / "model", "--data",
-             write_questions(tmp_path / "q.jsonl", [(question,)])]
+             write_questions(tmp_path / "q.jsonl", [question])]
     _, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
     [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
     assert [value is None for value in row["log_likelihoods"][0]] == [at == 0, at == 1]
@@ -187,7 +153,7 @@ def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
     whole = {"activity_label": "Cats", "ctx": "the cat The dog", "endings": ["went", "said on"], "label": 1}
     found = []
     for name, question in (("ctx", whole), ("parts", hellaswag("Cats", "the cat", "THE DOG", ["went", "said on"], 1))):
-        path = write_questions(tmp_path / f"{name}.jsonl", [(question,)])
+        path = write_questions(tmp_path / f"{name}.jsonl", [question])
         found.append(evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"][0])
     assert found[0] == found[1] and found[0]["acc_stderr"] is None      # of one question
 
@@ -215,24 +181,11 @@ def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):
 def test_pn_suffices_for_long_questions(model_of, tmp_path):
     """They lose their start, so that L inputs remain, for which a model has all its p_n."""
     folder, *_ = model_of("llama", "ssmax-pn")
-    path = write_questions(tmp_path / "q.jsonl", [(GOOD | {"query": "a b " * L},)])
+    path = write_questions(tmp_path / "q.jsonl", [GOOD | {"query": "a b " * L}])
     output, _ = run(BIN / "eval_gpt2", "--task", "choice", "--model", folder, "--data", path, "--picture", 0, "--out",
                     tmp_path / "out")
     assert "lengths of up to" not in output
     assert "asks for" in evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", L + 1, code=2)
-
-
-def test_ntk_depends_on_each_sequence(model_of, tmp_path):
-    """A sequence longer than L has a theta of its own, and a shorter one the checkpoint's."""
-    folder, tensors, config = model_of("llama", "softmax")
-    rows = [CLEANED[-1], PLAIN[0]]
-    path = write_questions(tmp_path / "q.jsonl", rows)
-    found = {scaling: evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", 900, "--rope-scaling",
-                               scaling)[1]["results"][0]["log_likelihoods"] for scaling in ("none", "ntk")}
-    tokenizer, ntk = AutoTokenizer.from_pretrained(folder), reference.replace(config, rope_scaling="ntk")
-    for lls, expected in zip(found["ntk"], expected_results(tokenizer, tensors, ntk, rows, 900)[0]):
-        assert np.abs(np.subtract(lls, expected)).max() <= 1e-5 * np.abs(expected).max()
-    assert found["ntk"][0] != found["none"][0] and found["ntk"][1] == found["none"][1]
 
 
 def test_another_normalizer_and_several_models(model_of, tmp_path):
@@ -425,8 +378,12 @@ def test_lm_eval_gives_the_same(name, rows, shape, attn, model_of, tmp_path):
     asked = os.environ.get("LM_EVAL") and {"inputs": digest(folder, path), **ask_lm_eval(name, path, folder, tmp_path)}
     theirs = stored_results(f"{name}, {shape}, {attn}", asked)
     assert theirs["inputs"] == digest(folder, path), "other questions or another tokenizer: run with LM_EVAL=store"
-    [row] = evaluate("choice", folder, None, tmp_path, "--data", path)[1]["results"]
+    output, result = evaluate("choice", folder, None, tmp_path, "--data", path)
+    [row] = result["results"]
     for found, lls in zip(row["log_likelihoods"], theirs["log_likelihoods"], strict=True):
         assert np.abs(np.subtract(found, lls)).max() <= 2e-5 * np.abs(lls).max(), (found, lls)
     for key in KEYS:
         assert row[key] == pytest.approx(theirs[key])
+    assert row["questions"] == len(rows)
+    assert output.splitlines()[-1].split() == [str(len(rows)), *(f"{theirs[key]:.4f}" for key in (
+        "acc", "acc_norm", "acc_norm_stderr"))]

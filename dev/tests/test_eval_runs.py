@@ -124,7 +124,6 @@ def test_the_table_of_all_losses(model_of, data, tmp_path):
         assert len(lines) == 5 == len(expected) + 1
         for line, (names, losses) in zip(lines[1:], expected.items()):
             assert line.split() == [*names, *(losses[T] for T in (16, 40, 64, 128) if T in losses)]
-            assert all(line[lines[0].index(f" {T}") - 6:][:len(f" {T}") + 6].strip() == losses[T] for T in losses)
     for task, flags in (("loss", ["--max-tokens", 400]), ("needle", ["--seq-lens", 100, "--samples", 1])):
         assert "loss by length" not in evaluate(task, folders[0], data, tmp_path, *flags)[0]
 
@@ -311,16 +310,6 @@ def test_what_a_killed_evaluation_left_is_removed(model_of, data, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*mine, "eval.json"}
 
 
-def test_columns_of_names_that_are_not_ascii(model_of, data, tmp_path):
-    folders = [tmp_path / "naïve", tmp_path / "plain"]
-    for folder in folders:
-        shutil.copytree(model_of("grouped", "softmax")[0], folder)
-    output, _ = evaluate("loss", f"{folders[0]},{folders[1]}", data, tmp_path / "out", "--seq-lens", 16,
-                         "--max-tokens", 16)
-    lines = output[output.index("\nloss by length\n"):].splitlines()[3:]
-    assert len(lines) == 2 and len({line.index("softmax") for line in lines}) == 1 and len(lines[0]) == len(lines[1])
-
-
 # ---------------------------------------------------------------- long sequences
 
 LONG = {        # T: the length of the sequences
@@ -341,29 +330,19 @@ def peak(task, model, data, folder, T):
     return bytes_used, json.loads((folder / "out/eval.json").read_text())["results"][0]
 
 
-def check_memory(task, shape, lengths, model_of, data, folder):
-    """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one
-    does."""
-    model, *_ = model_of(shape, "softmax")
-    (bytes_short, short), (bytes_long, long) = (peak(task, model, data, folder, T) for T in lengths)
-    assert bytes_long - bytes_short < lengths[1] ** 2 - lengths[0] ** 2, (bytes_short, bytes_long)
-    if task == "positions":
-        assert len(long["loss_by_position"]) == lengths[1]
-        assert np.abs(np.subtract(long["loss_by_position"][:lengths[0]], short["loss_by_position"])).max() < 1e-4
-
-
 @pytest.mark.parametrize("task, shape, lengths",
                          [("positions", "QK norms", [2048, 8192]), ("positions", "gau", [2048, 8192]),
                           ("needle", "QK norms", [2048, 8192]), ("choice", "QK norms", [2048, 8192]),
                           ("attention", "QK norms", [1024, 5120])])
 def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tmp_path):
-    check_memory(task, shape, lengths, model_of, data, tmp_path)
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("task", LONG)
-def test_memory_at_20480_tokens(task, model_of, data, tmp_path):
-    check_memory(task, "QK norms", [5120, 20480], model_of, data, tmp_path)
+    """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one
+    does."""
+    model, *_ = model_of(shape, "softmax")
+    (bytes_short, short), (bytes_long, long) = (peak(task, model, data, tmp_path, T) for T in lengths)
+    assert bytes_long - bytes_short < lengths[1] ** 2 - lengths[0] ** 2, (bytes_short, bytes_long)
+    if task == "positions":
+        assert len(long["loss_by_position"]) == lengths[1]
+        assert np.abs(np.subtract(long["loss_by_position"][:lengths[0]], short["loss_by_position"])).max() < 1e-4
 
 
 # ---------------------------------------------------------------- progress
@@ -425,14 +404,15 @@ def test_ctrl_c_ends_the_bars_line(model_of, data):
 
 # ---------------------------------------------------------------- bf16
 
-ROUNDED = {"needle": ("needle_scores", ["--seq-lens", 110, "--samples", 1, "--max-new-tokens", 1]),
+ROUNDED = {"loss": ("loss", ["--seq-lens", 50, "--max-tokens", 1000]),
+           "needle": ("needle_scores", ["--seq-lens", 110, "--samples", 1, "--max-new-tokens", 1]),
            "attention": ("loss", ["--seq-lens", 50, "--samples", 2]), "choice": ("log_likelihoods", [])}
 
 
 @pytest.mark.parametrize("shape", ["grouped", "gau"])
 @pytest.mark.parametrize("task", ROUNDED)
 def test_bf16_rounds_the_inputs_of_matmuls(task, shape, model_of, data, tmp_path):
-    """The results change, but hardly. test_eval.py has the same test for the losses."""
+    """The results change, but hardly."""
     key, flags = ROUNDED[task]
     if task == "choice":
         (tmp_path / "q.jsonl").write_text(json.dumps({"query": "the cat", "choices": ["sat", "went on"], "gold": 0}))
