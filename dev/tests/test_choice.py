@@ -20,7 +20,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from eval_models import evaluate, overflowing, reference
-from tiny import BIN, END_OF_TEXT, ROOT, environment, lm_eval_python, peak_memory, run, write_data
+from tiny import BIN, ROOT, environment, lm_eval_python, peak_memory, run, write_data
 from trainer import xxh3_128
 
 os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub

@@ -147,37 +147,6 @@ def test_same_results(task, name, dtype, models, tmp_path):
         assert all(max(differences(exact, rounded)) > (BOUNDS["fp32"],) for rounded in found), "neither ignores bf16"
 
 
-MATTER = {"loss": ["--doc-mask", "--pack example"],
-          **{task: ["--rope-scaling ntk", "--rope-theta 500000"] for task in ("positions", "needle", "attention")},
-          "choice": ["--rope-scaling ntk", "--rope-theta 500000"]}
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "list"])     # which is softmax without its flags
-@pytest.mark.parametrize("task", MATTER)
-def test_flags_matter(task, name, models, tmp_path):
-    """Each flag, and another normalizer, changes the CPU's results by so much that test_same_results would notice a
-    program that ignores it."""
-    files = models(name)
-    source = files["questions"] if task == "choice" else f"{files['data']}/*_val_*.bin"
-    words = ["--model", files["model"], "--data", source, "--task", task, "--pn-extrapolate", "log", "--picture", 0,
-             "--out", tmp_path]
-    words += {"loss": ["--seq-lens", 48], "positions": ["--seq-lens", 48, "--max-tokens", 192],
-              "choice": ["--seq-lens", 128], "needle": ["--seq-lens", 110, "--samples", 2, "--depths", "10,80",
-                                                      "--max-new-tokens", 5],
-              "attention": ["--seq-lens", 40, "--samples", 3]}[task]
-    ignored = CHOICES | {"rope_theta", "right", "sequences", "tokens", "attn", "models", "loss_per_sequence", "map"}
-
-    def results(*flags):
-        tiny.run(tiny.BIN / "eval_gpt2", *words, *flags)
-        return results_in(tmp_path, ignored)["results"]
-
-    both = results("--attn", "softmax1")
-    plain = both[:len(both) // 2]
-    others = [both[len(both) // 2:], *(results(*flag.split()) for flag in MATTER[task])]
-    moved = [max(differences(plain, other)) for other in others]
-    assert min(moved) > (10 * BOUNDS["fp32"],), dict(zip(["--attn", *MATTER[task]], moved))
-
-
 def test_all_zero_rows_of_each_length(models, tmp_path):
     """The share of attention's rows at a length, of all layers, heads and batches, the last of which is not full."""
     files, found = models("ssmax-pn"), []

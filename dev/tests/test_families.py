@@ -1,6 +1,6 @@
-"""Public model families, each as a tiny random model that transformers makes: its logits, gradients, ten steps and
-greedy text here equal those of transformers, on the CPU and by the CUDA source; what we save loads there again as the
-same class; and a switch of the normalizer leads there and back."""
+"""Public model families, each as a tiny random model that transformers makes: its logits, ten steps and greedy text here
+equal those of transformers; what we save loads there again as the same class; and a switch of the normalizer leads
+there and back."""
 import json
 import shutil
 
@@ -10,10 +10,9 @@ import torch
 
 import tiny
 from tiny import END_OF_TEXT, T, VOCAB, logits, sample
-from trainer import TRAIN, checkpoint, cuda_program, losses, metrics
+from trainer import checkpoint, metrics
 from trainer import train as run_trainer
 
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 torch.set_num_threads(1)
@@ -80,9 +79,8 @@ def flags(data, *more):
             "--warmup", 3, "--weight-decay", DECAY, *more]
 
 
-def train(data, folder, out, *more, program=TRAIN):
-    run_trainer(data, "--init-from", folder, "--out", out, *flags(data, *more), model=False, program=program,
-                timeout=300)
+def train(data, folder, out, *more):
+    run_trainer(data, "--init-from", folder, "--out", out, *flags(data, *more), model=False)
     return out
 
 
@@ -98,8 +96,8 @@ def loss_of(model, batch):
     return torch.nn.functional.cross_entropy(found.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def distance(ours, theirs, floor):
-    return (ours.double() - theirs).norm().item() / max(theirs.norm().item(), floor)
+def distance(ours, theirs):
+    return (ours.double() - theirs).norm().item() / theirs.norm().item()
 
 
 def test_logits(family):
@@ -109,20 +107,6 @@ def test_logits(family):
         theirs = model(ids).logits[0].double().numpy()
     ours = logits(folder, ids[0].tolist())      # also with the key-value cache: see dev/tests/logits.c
     assert abs(theirs).max() > 1 and abs(ours - theirs).max() < 1e-4
-
-
-def test_gradients(family, data, tmp_path):
-    """After the first step, AdamW's first moments are 1 - beta1 of the gradients."""
-    folder, model = family
-    train(data, folder, tmp_path / "out", "--steps", 1, "--beta1", 0.5, "--grad-clip", 0)
-    ours = load_file(checkpoint(tmp_path / "out", 1) / "optimizer.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    loss_of(model, next(batches(data, 1))).backward()
-    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert {f"{name}.exp_avg" for name in theirs} == {name for name in ours if name.endswith(".exp_avg")}
-    floor = 1e-3 * sum(g.norm().item() ** 2 for g in theirs.values()) ** 0.5
-    for name, g in theirs.items():
-        assert g.norm() > 0 and distance(2 * ours[f"{name}.exp_avg"], g, floor) < 1e-4, name
 
 
 def torch_steps(folder, data):
@@ -156,22 +140,7 @@ def test_ten_steps_there_and_back(family, data, tmp_path):
         type(start).__name__]
     before, after = dict(start.named_parameters()), dict(again.named_parameters())
     for name, p in model.named_parameters():
-        assert distance(after[name] - before[name], p - before[name].double(), 0) < 1e-3, name
-
-
-# Scaled RoPE, tied weights; three heads; biases; QK norms.
-@pytest.mark.parametrize("family", ["Llama 3.2", "SmolLM2", "Qwen2.5", "Qwen3"], indirect=True)
-def test_ten_steps_by_the_cuda_source(family, data, tmp_path):
-    """Both sides are float32, so the bound is twice that against float64."""
-    cuda, (folder, _) = cuda_program(), family
-    mine = train(data, folder, tmp_path / "cpu", "--steps", STEPS)
-    theirs = train(data, folder, tmp_path / "cuda", "--steps", STEPS, program=cuda)
-    assert losses(theirs) == pytest.approx(losses(mine), rel=1e-5)
-    mine, theirs = (load_file(checkpoint(out, STEPS) / "model.safetensors") for out in (mine, theirs))
-    before = load_file(folder / "model.safetensors")
-    assert mine.keys() == theirs.keys()
-    for name, p in mine.items():
-        assert distance(theirs[name] - before[name], (p - before[name]).double(), 0) < 2e-3, name
+        assert distance(after[name] - before[name], p - before[name].double()) < 1e-3, name
 
 
 def test_eighty_greedy_tokens(family):

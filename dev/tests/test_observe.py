@@ -2,21 +2,18 @@
 prompts from a file and from shards; Spearman's correlation; messages."""
 import json
 import math
-import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from byte_text import END_OF_TEXT, write_text
 from eval_models import evaluate, overflowing, reference
 from tiny import BIN, run
 from trainer import write_shard
 
-os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
-from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 L = 64
 PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab",
@@ -254,15 +251,12 @@ def ranks(values):
 
 
 def correlation(a, b):
-    a, b = ([rank - (len(x) + 1) / 2 for rank in ranks(x)] for x in (a, b))
-    return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+    return np.corrcoef(ranks(a), ranks(b))[0, 1]
 
 
 def test_spearmans_correlation(model_of, tmp_path):
     """Of the mean sums, to five decimals, with the perplexities. The prompts are so alike that three decimals would
     give some of them the same sum."""
-    assert (correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
-            and correlation([1, 1, 2], [3, 2, 1]) == pytest.approx(-math.sqrt(3) / 2))
     prompts = tmp_path / "prompts"
     prompts.write_text("".join(chr(97 + i) * 20 + chr(98 + i) * 12 + "\n" for i in range(24)))
     output, result = evaluate("attention", model_of("grouped", "softmax1")[0], None, tmp_path, "--prompt-file", prompts)
@@ -279,16 +273,6 @@ def test_spearmans_correlation(model_of, tmp_path):
     output, result = evaluate("attention", model_of("grouped", "softmax")[0], None, tmp_path, "--prompt-file", prompts)
     assert [row["spearman_sum_perplexity"] for row in result["results"][-2:]] == [None, None]
     assert output.count("undefined (all sums are equal)") == 2
-
-
-def test_ranges_end_with_the_longest_prompt(model_of, tmp_path):
-    """Of 8 tokens, the last n is 8 and the greatest distance 7."""
-    (tmp_path / "prompts").write_text("abcdefgh\n")
-    output, _ = evaluate("attention", model_of("grouped", "softmax1")[0], None, tmp_path,
-                         "--prompt-file", tmp_path / "prompts")
-    table = output[output.index("distance"):].split("\n")[1:5]
-    assert [line.split()[0] for line in table] == ["1", "2-3", "4-7", "8"]
-    assert [line.split()[2:3] for line in table] == [["0-1"], ["2-3"], ["4-7"], []]
 
 
 def test_equal_perplexities_have_no_correlation(model_of, tmp_path):
@@ -344,16 +328,6 @@ def test_two_normalizers_and_two_models(model_of, prompts, tmp_path):
     _, again = evaluate("attention", folders[1], None, tmp_path / "one", "--prompt-file", prompts, "--attn", "softmax1")
     assert [row for row in result["results"] if row["model"] == folders[1].name and "layers" in row][1:8] == \
            [row for row in again["results"] if "layers" in row][1:8]
-
-
-@pytest.mark.parametrize("shape, attn", [("grouped", "ssmax"), ("gau", "softmax1")])
-def test_maps_equal_transformers_output_attentions(shape, attn, model_of, prompts, tmp_path):
-    folder, *_ = model_of(shape, attn)
-    evaluate("attention", folder, None, tmp_path, "--prompt-file", prompts)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
-    with torch.no_grad():
-        weights = model(torch.tensor([ids_of(PROMPTS[0], False)]), output_attentions=True).attentions
-    near(np.load(tmp_path / "map-0.npy"), torch.stack(weights)[:, 0].numpy())
 
 
 def test_without_out_there_are_no_maps(model_of, prompts, tmp_path):

@@ -159,12 +159,9 @@ def test_a_run_without_checkpoints(runs, tmp_path):
 
 # ---------------------------------------------------------------- sampling
 
-@pytest.mark.parametrize("given, same", [("the cat", "the cat"), ("the cat\n", "the cat"),
-                                         ("the cat\r\n", "the cat"), ("\r\n", ""),
-                                         ("a\n\nb\n\n", "a\n\nb\n"), ("a\r\n\r\n", "a\r\n"), ("", ""),
-                                         ("naïve café " * 20, "naïve café " * 20)],
-                         ids=["a word", "a newline", "\\r\\n", "only \\r\\n", "lines", "lines with \\r\\n", "nothing",
-                              "long"])
+@pytest.mark.parametrize("given, same", [("the cat\n", "the cat"), ("the cat\r\n", "the cat"), ("\r\n", ""),
+                                         ("a\n\nb\n\n", "a\n\nb\n"), ("a\r\n\r\n", "a\r\n"),
+                                         ("naïve café " * 20, "naïve café " * 20)], ids=repr)
 def test_a_prompt_from_stdin(runs, given, same):
     """The prompt is all of stdin, without one newline at its end."""
     words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5", "--prompt"]
@@ -184,13 +181,6 @@ def test_prompts_from_a_pipe(runs):
         with open(standard, "rb") as file:
             result = subprocess.run([*words, *flags], stdin=file, **how)
         assert result.returncode == 3 and b"expected at most 67108864 bytes" in result.stderr, result.stderr
-
-
-@pytest.mark.parametrize("newline", ["", "\n", "\r\n"], ids=repr)
-def test_ids_from_stdin(runs, newline):
-    words = [BIN / "sample_gpt2", "--model", runs / "ids", "--max-new-tokens", "2", "--prompt", "-"]
-    result = subprocess.run(words, input=f"1,2{newline}".encode(), capture_output=True, env=environment())
-    assert result.returncode == 0 and result.stdout.startswith(b"1,2,"), result.stderr
 
 
 def test_a_byte_order_mark_is_no_text(runs, tmp_path):
