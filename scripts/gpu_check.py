@@ -47,7 +47,6 @@ sys.path.insert(0, str(ROOT / "dev/bench"))
 from lib import files
 import gpu_programs
 import gpu_report
-import gpu_text
 from gpu_report import FAILED, NO_GPU, UNFINISHED
 
 USAGE = 2
@@ -436,7 +435,7 @@ class Call:
         found = [Path(folder) for folder in folders if folder and shards(folder) and not self.dry]
         if not found:
             found = [Path("build/gpu_text")]
-            gpu_text.write(found[0])
+            gpu_programs.write_text(found[0])
         return found[0]
 
     def train_on_cpu(self, folder):

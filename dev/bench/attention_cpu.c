@@ -1,18 +1,16 @@
 // Times attention of one normalizer, for dev/bench/attention_cpu.py.
 //
-//   build/bench/attention_cpu NAME[+window=W] T B NH HS SECONDS [bf16]
+//   build/bench/attention_cpu NAME T B NH HS SECONDS [bf16]
 //
-// Prints the medians of the forward and of the backward pass in ms, and the peak resident size in MB.
+// Prints the medians of the forward and of the backward pass in ms.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <time.h>
 
 #include <omp.h>
 
 #include "attention/attention_cpu.h"
-#include "attention/list.h"
 #include "math/random.h"
 #include "runtime/error.h"
 #include "runtime/subnormal.h"
@@ -51,19 +49,17 @@ static void normalize(float *x, size_t rows, size_t width) {
 int main(int argc, char **argv) {
     enum { MOST = 1000 };
     static double forward[MOST], backward[MOST];
-    AttentionList list;
+    Normalizer normalizer;
     char message[1024];
     program_name = "attention_cpu";
     flush_subnormals();
     if (argc != 7 && argc != 8) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS [bf16].");
-    if (!attention_parse(&list, argv[1], 1, message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
+    if (!normalizer_parse(&normalizer, argv[1], message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
     size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
            HS = strtoul(argv[5], NULL, 10);
     double seconds = atof(argv[6]), start = now();
     bool bf16 = argc == 8 && !strcmp(argv[7], "bf16");
-    Normalizer normalizer = list.items[0].layer.normalizer;
-    size_t window = list.items[0].layer.window;
-    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T, .window = window};
+    AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T, .window = 0};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
     float *dout = normals(n, 3);
     float *out = normals(n, 7), *stats = normals(rows * ROW_STATS, 11);
@@ -75,7 +71,7 @@ int main(int argc, char **argv) {
         size_t size = scalar_size(x, NH, T);
         if (!normalizer_has(&normalizer, x)) continue;
         float *values = normals(size, 4);
-        for (size_t i = 0; i < size; i++) values[i] = (float)normalizer_start(&normalizer, x, T, window);
+        for (size_t i = 0; i < size; i++) values[i] = (float)normalizer_start(&normalizer, x, T, 0);
         scalars.of[x] = values;
         grads.of[x] = normals(size, 12);
     }
@@ -87,9 +83,6 @@ int main(int argc, char **argv) {
                          .k = {qkv + NH * HS, row, HS},
                          .v = {qkv + 2 * NH * HS, row, HS},
                          .tiles = tiles_available(bf16)};
-    int32_t *first = malloc(B * T * sizeof *first);
-    if (window) attention_window_starts(first, NULL, B, T, window);
-    if (window) in.first = first;
     AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {
@@ -100,8 +93,6 @@ int main(int argc, char **argv) {
         forward[runs] = 1000 * (between - from);
         backward[runs] = 1000 * (now() - between);
     }
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    printf("%.4f %.4f %.1f\n", median(forward, runs), median(backward, runs), (double)usage.ru_maxrss / 1024);
+    printf("%.4f %.4f\n", median(forward, runs), median(backward, runs));
     return EXIT_DONE;
 }

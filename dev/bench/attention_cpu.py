@@ -1,15 +1,26 @@
-"""Attention alone, forward and backward, for each normalizer, against PyTorch's fastest method.
+"""Attention alone on the CPU, forward and backward, for each normalizer.
 
-    .venv/bin/python dev/bench/attention_cpu.py [--lengths 256,1024,4096] [--attn softmax,softmax+window=256]
-        [--torch-lengths 1024] [--rounds 3] [--seconds 0.5] [--memory lssa,lssar] [--json F] [--chart F]
+    .venv/bin/python dev/bench/attention_cpu.py [--lengths 1024] [--attn softmax,lssar] [--variants C,attn_c]
+        [--rounds 11] [--seconds 0.1] [--level v3]
+    .venv/bin/python dev/bench/attention_cpu.py --overhead
 
-Ours is attention/attention_cpu.c, run by build/bench/attention_cpu. PyTorch's is scaled_dot_product_attention for
-softmax, and otherwise torch.compile of the formula in dev/reference/model.py, as a researcher would write it. Both use
-float32 and the same number of threads. Each round measures every variant once, and every second round in the opposite
-order. A time is the median of the rounds, a ratio the median of the rounds' ratios. Compilation and first calls do not
-count. 12 heads of 64; one sequence, or as many as make 1,024 tokens.
+In milliseconds, with float32, 12 heads of 64, and the same number of threads; one sequence, or as many as make 1,024
+tokens:
+
+    C         attention/attention_cpu.c as the trainer has it, run by build/bench/attention_cpu
+    attn_c    the PyTorch package, in eager mode; --level selects its library for other processors
+    PyTorch   scaled_dot_product_attention for softmax, and otherwise torch.compile of the formula in
+              dev/reference/model.py, as a researcher would write it
+    Flex      FlexAttention's forward pass (it has no other on CPUs), for normalizers that only scale softmax's scores
+
+Variants alternate: a round measures each for --seconds, so that a slow minute of the machine meets all of them. A time
+is the median of the rounds, a ratio the median of the rounds' ratios. Compilation and first calls do not count.
+
+--overhead prints instead what a call costs that has almost nothing to compute, in microseconds over the call of the C
+function by ctypes, beside a PyTorch operator that computes nothing.
 """
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -19,161 +30,292 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "build/bench/attention_cpu"
-HEADS, SIZE, LONGEST = 12, 64, 16384
+sys.path[:0] = [str(ROOT / "build/python"), str(ROOT / "dev/reference")]
+HEADS, SIZE = 12, 64
 
 
-def names():
-    """The presets, from the program's own table."""
+def presets():
+    """From the program's own table."""
     text = subprocess.run([ROOT / "train_gpt2", "--attn", "help"], capture_output=True, text=True, check=True).stdout
-    rows = text.split("\n\n")[1].splitlines()[1:]
-    return [row.split()[0] for row in rows]
+    return [row.split()[0] for row in text.split("\n\n")[1].splitlines()[1:]]
 
 
 def sequences(T):
     return max(1, 1024 // T)
 
 
-def ours(name, T, seconds, heads=HEADS, B=None):
-    """Milliseconds forward and backward, and the peak resident size in MB."""
-    words = [BENCH, name, T, B or sequences(T), heads, SIZE, seconds]
+# ---------------------------------------------------------------- the variants
+
+def c_function(name, T, seconds):
+    """Milliseconds forward and backward."""
+    words = [ROOT / "build/bench/attention_cpu", name, T, sequences(T), HEADS, SIZE, seconds]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=True)
     return [float(x) for x in result.stdout.split()]
 
 
-def torch_step(name, T):
-    """A function that runs forward and backward once and returns the milliseconds of both."""
+def timed(forward, wanted, dout):
+    """A function that runs forward and backward once and returns the milliseconds of both; forward alone without
+    `dout`."""
     import torch
-    sys.path.insert(0, str(ROOT / "dev/reference"))
-    import model as reference
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
-    B, normalizer = sequences(T), reference.parse_normalizer(name)
-    shape = (B, HEADS, T, SIZE)
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(shape) for _ in range(4))
-    scalars = reference.scalars_at_start(normalizer, HEADS, T, torch.float32)
-    inputs = [x.requires_grad_() for x in (q, k, v, *scalars.values())]
-    if name == "softmax":
-        formula = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:
-        attention = lambda q, k, v, *of: reference.attention(q, k, v, normalizer, T, dict(zip(scalars, of)))
-        compiled = torch.compile(attention, dynamic=False)
-        formula = lambda: compiled(*inputs)
 
     def step():
         start = time.perf_counter()
-        out = formula()
+        out = forward()
         between = time.perf_counter()
-        torch.autograd.grad(out, inputs, dout, allow_unused=True)
+        if dout is not None:
+            torch.autograd.grad(out, wanted, dout, allow_unused=True)
         return 1000 * (between - start), 1000 * (time.perf_counter() - between)
     return step
 
 
-def torch_rate(name, T, seconds):
-    """Medians of forward and backward, in a process of its own (the compiler's cache makes later rounds quick)."""
-    code = f"""
-import sys, time, statistics; sys.path.insert(0, {str(Path(__file__).parent)!r}); import attention_cpu as bench
-step = bench.torch_step({name!r}, {T}); step(); step(); runs, start = [], time.time()
-while len(runs) < 3 or time.time() - start < {seconds}: runs.append(step())
-print(statistics.median(r[0] for r in runs), statistics.median(r[1] for r in runs))"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if result.returncode:
-        print(f"{name} T={T}: PyTorch: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+def inputs_for(T):
+    """q, k, v, and dout, in memory by position, as projections write them."""
+    import torch
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(sequences(T), T, HEADS, SIZE).transpose(1, 2) for _ in range(4))
+    return [x.requires_grad_() for x in (q, k, v)], dout
+
+
+def by_attn_c(name, T):
+    from attn_c import Normalizer
+    inputs, dout = inputs_for(T)
+    norm = Normalizer(name, HEADS, T)
+    wanted = [*inputs, *(p for p in norm.parameters() if p.requires_grad)]
+    return timed(lambda: norm(*inputs), wanted, dout)
+
+
+def by_pytorch(name, T):
+    import torch
+    import model as reference
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(sequences(T), HEADS, T, SIZE) for _ in range(4))
+    normalizer = reference.parse_normalizer(name)
+    scalars = reference.scalars_at_start(normalizer, HEADS, T, torch.float32)
+    inputs = [x.requires_grad_() for x in (q, k, v, *scalars.values())]
+    if name == "softmax":
+        return timed(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, dout)
+    attention = lambda q, k, v, *of: reference.attention(q, k, v, normalizer, T, dict(zip(scalars, of)))
+    compiled = torch.compile(attention, dynamic=False)
+    return timed(lambda: compiled(*inputs), inputs, dout)
+
+
+def by_flex(name, T):
+    """None if the normalizer is not just softmax with other scores."""
+    import torch
+    import model as reference
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    normalizer = reference.parse_normalizer(name)
+    if (normalizer.qk, normalizer.phi, normalizer.norm, normalizer.post) != ("none", "exp", "l1", "none"):
         return None
-    return [float(x) for x in result.stdout.split()]
+    inputs = [x.detach() for x in inputs_for(T)[0]]
+    scalars = reference.scalars_at_start(normalizer, HEADS, T, torch.float32)
+    n = torch.arange(1, T + 1.0)[:, None]
+    scale = torch.as_tensor(reference.scale_of_row(normalizer.scale, n, SIZE, T, scalars)) * torch.ones(HEADS, T, 1)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    score_mod = lambda s, b, h, i, j: s * scale[h, i, 0]
+    return timed(lambda: compiled(*inputs, score_mod=score_mod, block_mask=mask, scale=1.0), inputs, None)
 
 
-def measure(presets, lengths, torch_lengths, rounds, seconds):
-    """{(name, T): [(ours, torch) of each round]}, each a pair of milliseconds."""
-    found = {}
-    for round_ in range(rounds):
-        for T in lengths:
-            for name in presets if round_ % 2 == 0 else reversed(presets):
-                a, b = ours(name, T, seconds)[:2], torch_rate(name, T, seconds) if T in torch_lengths else None
-                found.setdefault((name, T), []).append((a, b))
-                print(f"round {round_ + 1}: T={T} {name:22} ours {sum(a):8.2f} ms  torch "
-                      f"{sum(b) if b else float('nan'):8.2f} ms", flush=True)
+IN_PYTHON = {"attn_c": by_attn_c, "PyTorch": by_pytorch, "Flex": by_flex}
+VARIANTS = ("C", *IN_PYTHON)
+
+
+# ---------------------------------------------------------------- a normalizer at a length, in a process of its own
+
+def use(level):
+    """As many threads as the C function has, and the library for a level of processors."""
+    import torch
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
+    if level:
+        from attn_c import library, ops
+        ops.library_for = lambda dtype: library.load(level)
+
+
+def started(variant, name, T):
+    """The variant's step, compiled; None if it cannot compute this normalizer."""
+    try:
+        step = IN_PYTHON[variant](name, T)
+        for _ in range(2 if step else 0):
+            step()
+        return step
+    except Exception as error:      # of PyTorch's compiler
+        print(f"{name} T={T}: {variant}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+
+
+def repeated(step, seconds):
+    """Medians of forward and backward."""
+    runs, start = [], time.time()
+    while not runs or time.time() - start < seconds:
+        runs.append(step())
+    return [statistics.median(ms) for ms in zip(*runs)]
+
+
+def alternate(name, T, variants, rounds, seconds, level):
+    """[{variant: (forward, backward)} of each round]"""
+    in_python = [variant for variant in variants if variant != "C"]
+    if in_python:
+        use(level)
+    steps = {variant: started(variant, name, T) for variant in in_python}
+    found = []
+    for _ in range(rounds):
+        found.append({variant: step and repeated(step, seconds) for variant, step in steps.items()})
+        if "C" in variants:
+            time.sleep(0.02)        # until PyTorch's threads no longer wait actively
+            found[-1]["C"] = c_function(name, T, seconds)
     return found
 
 
-def median_of(rounds, value):
-    values = [value(a, b) for a, b in rounds if b]
-    return statistics.median(values) if values else float("nan")
-
-
-def table(found, presets, lengths, memory):
-    rows = []
+def measure(names, lengths, options):
+    """{(name, T): what alternate() returns}"""
+    found = {}
     for T in lengths:
-        base = found.get(("softmax", T))
-        for name in presets:
-            here = found[name, T]
-            milliseconds = statistics.median(sum(a) for a, _ in here)
-            of_softmax = statistics.median(sum(a) / sum(s) for (a, _), (s, _) in zip(here, base)) if base else None
-            rows.append({"name": name, "T": T, "forward_ms": statistics.median(a[0] for a, _ in here),
-                         "backward_ms": statistics.median(a[1] for a, _ in here), "ms": milliseconds,
-                         "torch_ms": median_of(here, lambda a, b: sum(b)),
-                         "times_torch": median_of(here, lambda a, b: sum(b) / sum(a)),
-                         "of_softmax": of_softmax, "memory": memory.get(name)})
-    return rows
+        for name in names:
+            task = [name, T, options.variants, options.rounds, options.seconds, options.level]
+            words = [sys.executable, __file__, "--child", json.dumps(task)]
+            result = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+            found[name, T] = json.loads(result.stdout)
+            print(f"T={T} {name:22} " + "  ".join(
+                f"{variant} {median(found[name, T], total(variant)):.2f} ms" for variant in options.variants
+                if found[name, T][0][variant]), file=sys.stderr, flush=True)
+    return found
+
+
+# ---------------------------------------------------------------- the table
+
+def median(rounds, value):
+    values = [value(here) for here in rounds if value(here) is not None]
+    return statistics.median(values) if values else None
+
+
+def total(variant, of=sum):
+    """Of a round: both passes of a variant, or what else `of` takes; None where it was not measured."""
+    return lambda here: of(here[variant]) if here.get(variant) else None
+
+
+def row(name, T, rounds, softmax):
+    """softmax: its rounds at this length, or none."""
+    def over(a, b):
+        return median(rounds, lambda here: total(a)(here) / total(b)(here) if here.get(a) and here.get(b) else None)
+
+    of_softmax = [sum(here["C"]) / sum(base["C"]) for here, base in zip(rounds, softmax) if "C" in here]
+    return {"name": name, "T": T, "C forward": median(rounds, total("C", lambda ms: ms[0])),
+            "C backward": median(rounds, total("C", lambda ms: ms[1])),
+            **{variant: median(rounds, total(variant)) for variant in ("C", "attn_c", "PyTorch")},
+            "PyTorch/C": over("PyTorch", "C"), "C/attn_c": over("C", "attn_c"),
+            "PyTorch/attn_c": over("PyTorch", "attn_c"),
+            "C/softmax's C": statistics.median(of_softmax) if of_softmax else None,
+            "attn_c forward": median(rounds, total("attn_c", lambda ms: ms[0])),
+            "Flex forward": median(rounds, total("Flex"))}
 
 
 def print_table(rows):
-    print("\n| normalizer | T | forward ms | backward ms | PyTorch ms | PyTorch/ours | ours/our softmax | peak at T = "
-          f"{LONGEST:,} over softmax's |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for r in rows:
-        of_softmax = f"{r['of_softmax']:.2f}" if r["of_softmax"] else ""
-        memory = f"{r['memory']:.2f}" if r["memory"] else ""
-        print(f"| {r['name']} | {r['T']} | {r['forward_ms']:.2f} | {r['backward_ms']:.2f} | {r['torch_ms']:.2f} | "
-              f"{r['times_torch']:.2f} | {of_softmax} | {memory} |")
+        print("| " + " | ".join(f"{x:.2f}" if isinstance(x, float) else str("" if x is None else x)
+                                for x in r.values()) + " |")
 
 
-def draw(rows, lengths, path):
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from lib import canvas  # noqa: F401
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 7), squeeze=False)
-    for axis, T in zip(axes[0], lengths):
-        here = [r for r in rows if r["T"] == T]
-        at = range(len(here))
-        axis.barh([y + 0.2 for y in at], [r["ms"] for r in here], 0.4, label="ours")
-        if any(r["torch_ms"] == r["torch_ms"] for r in here):
-            axis.barh([y - 0.2 for y in at], [r["torch_ms"] for r in here], 0.4, label="PyTorch")
-        axis.set(title=f"T = {T}", xlabel="ms, forward and backward", yticks=list(at),
-                 yticklabels=[r["name"] for r in here])
-        axis.invert_yaxis()
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+# ---------------------------------------------------------------- what a call costs
+
+def microseconds(functions, calls=60, rounds=125):
+    """{name: the least of a call}. Each round measures every function, so that a disturbance meets all of them."""
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            best[name] = min(best[name], 1e6 * (time.perf_counter() - start) / calls)
+    return best
+
+
+def empty_operator():
+    """An operator with the arguments and outputs of attn_c's, but nothing to compute, made as PyTorch's guide says: an
+    implementation, and an autograd.Function that calls it."""
+    import torch
+    from attn_c import ops
+    library = torch.library.Library("empty", "DEF")
+    library.define(f"attention({ops.ARGUMENTS}) -> (Tensor out, Tensor stats)")
+    operator = torch.ops.empty.attention.default
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            with ops.BelowAutograd():
+                out, stats = operator(*arguments)
+            ctx.save_for_backward(out, stats, *arguments[:5])
+            ctx.mark_non_differentiable(stats)
+            return out, stats
+
+    def autograd(*arguments):
+        if ops.is_differentiated(arguments[:4]):
+            return Function.apply(*arguments)
+        with ops.BelowAutograd():
+            return operator(*arguments)
+
+    library.impl("attention", lambda q, *others: (torch.empty_like(q), q.new_empty((*q.shape[:3], 4))), "CPU")
+    library.impl("attention", autograd, "Autograd")
+    return operator, library        # which has the operator only as long as it lives
+
+
+def overhead():
+    """{whether there is a gradient: {what is called: microseconds of a forward pass}}, for 8 tokens and two heads of 8,
+    on one thread. "C": the C function by ctypes."""
+    import torch
+    from attn_c import Normalizer, attention, ops
+    torch.set_num_threads(1)
+    (empty, _library), found = empty_operator(), {}
+    for gradient in False, True:
+        x = torch.randn(1, 2, 8, 8, requires_grad=gradient)
+        q, _, _, _, scalars, plan = ops.prepare(x, x, x, None, None, "softmax", None, None)
+        arrays = [torch.empty(n) for n in (128, 64, plan.scratch)]
+        where = [q.data_ptr()] * 3 + [None, scalars.data_ptr(), *(a.data_ptr() for a in arrays)]
+        s = torch.ones(2, requires_grad=gradient)
+        calls = {"C": lambda: plan.forward(plan.pointer, *where),
+                 "empty operator": lambda: empty(x, x, x, s, None, "ssmax", 8, None),
+                 'attention("softmax")': lambda: attention(x, x, x, "softmax"),
+                 'attention("ssmax")': lambda: attention(x, x, x, "ssmax", seq_len=8, scalars={"attn_scale": s})}
+        for name in "ssmax", "ssmax-bias":
+            module = Normalizer(name, 2, 8).requires_grad_(gradient)
+            calls[f'Normalizer("{name}")'] = lambda module=module: module(x, x, x)
+        found["with a gradient" if gradient else "without a gradient"] = microseconds(calls)
+    return found
+
+
+def print_overhead():
+    for how, us in overhead().items():
+        print(f"a forward pass {how}: C function {us['C']:.1f} us, empty operator {us['empty operator']:.1f} us; over "
+              "the C function: " + ", ".join(f"{name} {us[name] - us['C']:.1f} us" for name in list(us)[2:]))
 
 
 def main():
+    if sys.argv[1:2] == ["--child"]:
+        return print(json.dumps(alternate(*json.loads(sys.argv[2]))))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="256,1024,4096")
-    parser.add_argument("--torch-lengths", default="",
-                        help="lengths at which PyTorch also runs (it compiles for each); default: all")
+    parser.add_argument("--lengths", default="1024")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
-    parser.add_argument("--memory", default="",
-                        help="presets whose peak resident size is measured, at 16,384 tokens and 6 heads")
-    parser.add_argument("--json")
-    parser.add_argument("--chart")
-    arguments = parser.parse_args()
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=0.1, help="seconds of each variant in a round")
+    parser.add_argument("--level", help="v3, v4 or bf16: attn_c's library for these processors; default: the best")
+    parser.add_argument("--overhead", action="store_true")
+    options = parser.parse_args()
+    options.variants = options.variants.split(",")
     os.chdir(ROOT)
-    subprocess.run(["make", "-s", "train_gpt2", "build/bench/attention_cpu"], check=True)
-    presets = arguments.attn.split(",") if arguments.attn else names()
-    lengths = [int(T) for T in arguments.lengths.split(",")]
-    peaks = {name: ours(name, LONGEST, 0, heads=HEADS // 2, B=1)[2]
-             for name in dict.fromkeys(["softmax", *arguments.memory.split(",")]) if arguments.memory}
-    torch_lengths = [int(T) for T in arguments.torch_lengths.split(",")] if arguments.torch_lengths else lengths
-    found = measure(presets, lengths, torch_lengths, arguments.rounds, arguments.seconds)
-    rows = table(found, presets, lengths, {name: peak / peaks["softmax"] for name, peak in peaks.items()})
-    print_table(rows)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
-    if arguments.chart:
-        draw(rows, lengths, arguments.chart)
+    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu", "train_gpt2"], check=True,
+                   stdout=subprocess.DEVNULL)
+    importlib.invalidate_caches()       # build/python is new in a fresh clone
+    if options.overhead:
+        return print_overhead()
+    names = options.attn.split(",") if options.attn else presets()
+    for flag, unknown in (("--attn", set(names) - set(presets())), ("--variants", set(options.variants) - {*VARIANTS})):
+        if unknown:
+            parser.error(f"{flag}: unknown: {', '.join(sorted(unknown))}")
+    lengths = [int(T) for T in options.lengths.split(",")]
+    found = measure(names, lengths, options)
+    print_table([row(name, T, found[name, T], found.get(("softmax", T), [])) for T in lengths for name in names])
 
 
 if __name__ == "__main__":

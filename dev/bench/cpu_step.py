@@ -1,6 +1,6 @@
 """Our 124M training step on the CPU compared with the same model in PyTorch.
 
-    .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--steps 4] [--cases fp32:4x64,bf16:4x256] [--json out.json]
+    .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--steps 4] [--cases fp32:4x64,bf16:4x256]
 
 Every round runs every variant of every case once, each in a process of its own, never two at a time, and every second
 round in the opposite order, so that a machine that speeds up or slows down affects all of them alike. A figure is the
@@ -99,17 +99,21 @@ def torch_model():
     return Llama
 
 
+def optimizer_of(model):
+    """Matrices have weight decay, vectors none."""
+    import torch
+    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrix], "weight_decay": decay}
+              for matrix, decay in ((True, WEIGHT_DECAY), (False, 0.0))]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
 def torch_steps(variant, dtype, B, T, steps, threads):
     """Trains; returns the milliseconds of each counted step."""
     import torch
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = torch_model()(T)
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY},
-                                   {"params": others, "weight_decay": 0.0}],
-                                  lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = optimizer_of(model)
     forward = torch.compile(model) if variant == "compile" else model
     tokens = torch.randint(0, VOCAB, (UNCOUNTED_STEPS + steps, B, T + 1))
     ms = []
@@ -179,42 +183,25 @@ def write_shard(path, count, vocab=VOCAB):
     path.write_bytes(struct.pack("<256i", 20240520, 1, count, *([0] * 253)) + struct.pack(f"<{count}H", *tokens))
 
 
-def first_step_ms(path):
-    """`ms` of the first line of metrics.jsonl, or None if there is no line yet."""
-    try:
-        with open(path) as file:
-            line = file.readline()
-    except FileNotFoundError:
-        return None
-    return json.loads(line)["ms"] if line.endswith("\n") else None
-
-
 def run_ours(dtype, B, T, options, folder):
-    """One run of our trainer: milliseconds of each counted step, seconds from exec until step 1 begins, peak memory in
-    GB."""
+    """One run of our trainer: milliseconds of each counted step, and its peak memory in GB."""
     out = folder / "run"
     command = [options.ours, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
                "--model", "124M", "--attn", "softmax", "--dtype", dtype, "--batch", B, "--seq-len", T,
                "--steps", UNCOUNTED_STEPS + options.steps, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0,
                "--out", out]
     log = folder / "ours.log"
-    start = time.perf_counter()
     with open(log, "w") as file:
         process = subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=file,
                                    stderr=subprocess.STDOUT, env=environment(options.threads))
-    step_1_began = pid = None
-    while not pid:
-        if step_1_began is None and (ms := first_step_ms(out / "metrics.jsonl")) is not None:
-            step_1_began = time.perf_counter() - start - ms / 1e3
-        time.sleep(0.002 if step_1_began is None else 0.1)
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"cpu_step: {options.ours} ended with exit code {process.returncode}:\n"
                          f"{log.read_text()[-2000:]}")
     ms = [json.loads(line)["ms"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(out)
-    return ms[UNCOUNTED_STEPS:], step_1_began, usage.ru_maxrss * 1024 / 1e9
+    return ms[UNCOUNTED_STEPS:], usage.ru_maxrss * 1024 / 1e9
 
 
 # ---------------------------------------------------------------- rounds and the table
@@ -237,19 +224,20 @@ def measure(cases, options, folder):
         jobs = [(case, variant) for case in cases for variant in options.variants]
         for (dtype, B, T), variant in jobs if number % 2 == 0 else jobs[::-1]:
             if variant == "ours":
-                ms, start, memory = run_ours(dtype, B, T, options, folder)
+                ms, memory = run_ours(dtype, B, T, options, folder)
             else:
-                (ms, memory), start = run_torch(variant, dtype, B, T, options), None
+                ms, memory = run_torch(variant, dtype, B, T, options)
             step = statistics.median(ms)
-            records.append({"round": number, "dtype": dtype, "B": B, "T": T, "variant": variant, "ms": ms,
-                            "tok_per_s": 1e3 * B * T / step, "start_s": start, "peak_gb": memory})
+            records.append({"case": (dtype, B, T), "variant": variant, "tok_per_s": 1e3 * B * T / step,
+                            "peak_gb": memory})
             print(f"round {number + 1}: {dtype} B={B} T={T} {variant:8} {step:8.0f} ms {1e3 * B * T / step:7.1f} tok/s "
                   f"{memory:5.2f} GB", file=sys.stderr, flush=True)
     return records, rates
 
 
-def cell(value, digits, suffix=""):
-    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+def cell(values, digits, suffix=""):
+    """The median of the rounds."""
+    return f"{statistics.median(values):.{digits}f}{suffix}"
 
 
 def table(cases, options, records, rates):
@@ -259,34 +247,24 @@ def table(cases, options, records, rates):
     ours = "ours" in options.variants
 
     def rounds(case, variant, key):
-        return [r[key] for r in records if (r["dtype"], r["B"], r["T"], r["variant"]) == (*case, variant)]
-
-    def median(values):
-        values = [value for value in values if value is not None]
-        return statistics.median(values) if values else None
+        return [r[key] for r in records if (r["case"], r["variant"]) == (case, variant)]
 
     head = ["case", *[f"{variant} tok/s" for variant in options.variants]]
     head += [f"ours/{variant}" for variant in others] if ours else []
     head += ["floor tok/s", f"{options.variants[0]} of floor"]
-    head += ["start s", "peak GB"] if ours else []
-    rows = []
+    head += ["peak GB"] if ours else []
+    rows = [head, len(head) * ["---"]]
     for case in cases:
         dtype, B, T = case
         floor = 1e9 * rates[dtype] / flop_per_token(T)
         speed = {variant: rounds(case, variant, "tok_per_s") for variant in options.variants}
-        row = [f"{dtype} B={B} T={T}", *[cell(median(speed[variant]), 1) for variant in options.variants]]
+        row = [f"{dtype} B={B} T={T}", *[cell(speed[variant], 1) for variant in options.variants]]
         if ours:
-            row += [cell(median([a / b for a, b in zip(speed["ours"], speed[other])]), 2) for other in others]
-        row += [cell(floor, 0), cell(100 * median(speed[options.variants[0]]) / floor, 0, "%")]
-        if ours:
-            row += [cell(median(rounds(case, "ours", "start_s")), 2)]
-            row += [cell(max(rounds(case, "ours", "peak_gb")), 2)]
+            row += [cell([a / b for a, b in zip(speed["ours"], speed[other])], 2) for other in others]
+        row += [f"{floor:.0f}", cell([100 * rate / floor for rate in speed[options.variants[0]]], 0, "%")]
+        row += [f"{max(rounds(case, 'ours', 'peak_gb')):.2f}"] if ours else []
         rows.append(row)
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [[word.ljust(width) if i == 0 else word.rjust(width) for i, (word, width) in enumerate(zip(row, widths))]
-             for row in [head, *rows]]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def machine():
@@ -309,7 +287,6 @@ def parse():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="threads on each side (default: all cores)")
     parser.add_argument("--ours", default=str(ROOT / "train_gpt2"), help="the trainer (default: ./train_gpt2)")
-    parser.add_argument("--json", metavar="OUT", help="also write every process's figures to this file")
     options = parser.parse_args()
     options.variants = options.variants.split(",")
     if unknown := set(options.variants) - set(VARIANTS):
@@ -344,22 +321,16 @@ def main():
                              text=True)
     if version.returncode != 0:
         parser.error("PyTorch is missing: run scripts/setup.sh --test and use .venv/bin/python")
-    about = {"machine": machine(), "date": datetime.date.today().isoformat(), "torch": version.stdout.strip(),
-             "threads": options.threads, "rounds": options.rounds, "steps": options.steps,
-             "command": " ".join(["dev/bench/cpu_step.py", *sys.argv[1:]])}
     with tempfile.TemporaryDirectory(prefix="cpu_step_") as name:
         folder = Path(name)
         tokens = (UNCOUNTED_STEPS + options.steps + 1) * max(B * T for _, B, T in cases) + 1
         write_shard(folder / "random_train_000001.bin", tokens)
         write_shard(folder / "random_val_000000.bin", tokens)
         records, rates = measure(cases, options, folder)
-    about["gflops"] = rates
-    print(f"{about['machine']}; {about['date']}; torch {about['torch']}; {options.threads} threads, {options.rounds} "
-          f"rounds of {options.steps} steps\n{about['command']}")
+    print(f"{machine()}; {datetime.date.today().isoformat()}; torch {version.stdout.strip()}; {options.threads} threads, "
+          f"{options.rounds} rounds of {options.steps} steps\n{' '.join(['dev/bench/cpu_step.py', *sys.argv[1:]])}")
     print("torch.matmul: " + ", ".join(f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in rates.items()) + "\n")
     print(table(cases, options, records, rates))
-    if options.json:
-        Path(options.json).write_text(json.dumps({**about, "runs": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import lzma
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -316,6 +317,21 @@ def pack_python(call):
             return
     raise Lacked(f"pip is missing or cannot download {' '.join(PACKED_PACKAGES)}. The GPU machine needs them to test "
                  "attention and evaluation")
+
+
+# Text to train on where there are no shards and no network, one token per byte. 0 is the end-of-text token, so that
+# every vocabulary is large enough. The losses are only good for comparing two trainers.
+TEXT_FILES = ("README.md", "doc/*.md", "*.c", "*.h", "*.cu", "cuda/*", "math/*", "runtime/*", "attention/*.*")
+
+
+def write_text(folder):
+    """Writes this project's own pages and sources as a shard (doc/data.md, "Files")."""
+    paths = sorted({path for pattern in TEXT_FILES
+                    for path in gpu_report.ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})
+    tokens = b"".join(b"\0" + path.read_bytes().replace(b"\0", b"") for path in paths)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
+    (folder / "text_train_000001.bin").write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
 
 
 def pack_text(call):

@@ -80,9 +80,7 @@ def torch_steps(task):
     torch.set_float32_matmul_precision("high")
     pure = task["variant"] == "bf16"
     model = cpu_step.torch_model()(task["T"], **sizes(task["model"])).to(on, torch.bfloat16 if pure else torch.float32)
-    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrix], "weight_decay": decay}
-              for matrix, decay in ((True, cpu_step.WEIGHT_DECAY), (False, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=cpu_step.LR, betas=cpu_step.BETAS, eps=cpu_step.EPS, fused=True)
+    optimizer = cpu_step.optimizer_of(model)
     forward = model if DRY else torch.compile(model)
     vocab = sizes(task["model"]).get("vocab", cpu_step.VOCAB)
     steps = task["uncounted"] + task["steps"]

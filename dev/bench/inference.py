@@ -1,14 +1,13 @@
 """Evaluation, decoding and prefill of a 124M model on the CPU, next to transformers and to what the machine allows.
 
-    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill,windows]
-        [--dtypes fp32,bf16] [--json out.json]
+    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill]
+        [--dtypes fp32,bf16]
     .venv/bin/python dev/bench/inference.py --cases decoding --model data/smollm2
 
     evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
     decoding     256 tokens after a prompt of one, one text: sample_gpt2 next to transformers' generate(), both with
                  their key-value caches. "bf16 in fp32": both compute in float32, from a folder in bfloat16
     prefill      a prompt of 8,000 tokens: sample_gpt2 next to transformers
-    windows      64 tokens from position 8,192 on under --attn '3*softmax+window=512,softmax', next to softmax
 
 Each round runs every measurement once, each in a process of its own, and every second round in the opposite order. A
 figure is the median of the rounds, and a ratio the median of the rounds' own ratios. The weights are random, unless
@@ -31,7 +30,6 @@ from pathlib import Path
 from cpu_step import ROOT, VOCAB, environment, machine, matmul_rate, write_shard
 
 LONG, PROMPT, NEW = 10240, 8000, 256
-POSITION, LATE, WINDOWS = 8192, 64, "3*softmax+window=512,softmax"
 STORED = "bf16 in fp32"
 BYTES = {"fp32": 4, STORED: 2, "bf16": 2}    # of a weight, as the floor of decoding reads it
 
@@ -131,23 +129,17 @@ class Bench:
         seconds = self.run(ROOT / "build/bench/forward", self.model, dtype, LONG, 3).stdout.split()
         return LONG / statistics.median(map(float, seconds[1:]))
 
-    def sample(self, dtype, prompt, new_tokens, *more):
+    def sample(self, dtype, prompt, new_tokens):
         """Tokens per second of reading a prompt of so many tokens, and of the text."""
         prompt = ",".join(str((7919 * t + 1) % (VOCAB - 1)) for t in range(prompt))
         words = self.run(ROOT / "sample_gpt2", "--model", self.folder_of(dtype), "--prompt", prompt, "--max-new-tokens",
-                         new_tokens, "--temperature", 0, "--dtype", "bf16" if dtype == "bf16" else "fp32", *more).stderr
+                         new_tokens, "--temperature", 0, "--dtype", "bf16" if dtype == "bf16" else "fp32").stderr
         return [float(number) for number in re.findall(r"([\d.]+) tokens/s", words)]
 
     def ours(self, what, dtype):
         if what == "decoding":
             return self.sample(dtype, 1, NEW + 1)[1]
         return self.sample(dtype, PROMPT, 1)[0]
-
-    def windowed(self, what, dtype):
-        return self.sample(dtype, POSITION, LATE + 1, "--attn", WINDOWS)[1]
-
-    def softmax(self, what, dtype):
-        return self.sample(dtype, POSITION, LATE + 1)[1]
 
     def transformers(self, what, dtype):
         return (NEW if what == "decoding" else PROMPT) / self.torch(what, dtype)
@@ -162,7 +154,7 @@ class Bench:
 
 
 MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "transformers", "floor"),
-                "prefill": ("ours", "transformers", "floor"), "windows": ("windowed", "softmax")}
+                "prefill": ("ours", "transformers", "floor")}
 
 
 def dtypes(bench, case, wanted):
@@ -215,7 +207,6 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="on each side (default: all cores)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write every figure to this file")
     options = parser.parse_args()
     cases = options.cases.split(",")
     if unknown := set(cases) - set(MEASUREMENTS):
@@ -233,8 +224,6 @@ def main():
     print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} "
           f"rounds\n{command}\n")
     print(table(cases, figures))
-    if options.json:
-        options.json.write_text(json.dumps({" ".join(key): values for key, values in figures.items()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

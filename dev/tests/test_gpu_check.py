@@ -259,7 +259,7 @@ class Machine:
         self.root, self.log, self.out, self.cuda = (folder / name for name in ("tree", "log", "out", "cuda"))
         tests = (f"dev/tests/{name}" for name in ("test_kernels.cu", "hopper_wrappers.cuh", "test_matmul.cu"))
         for name in ("Makefile", "scripts/gpu_check.py", "scripts/lib/files.py", "attention/flash.cuh", *tests,
-                     *(f"dev/bench/gpu_{name}.py" for name in ("report", "programs", "text", "kernels"))):
+                     *(f"dev/bench/gpu_{name}.py" for name in ("report", "programs", "kernels"))):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         for name in ("include/cublasLt.h", "lib/libcudart_static.a", "lib/libcublasLt.so"):

@@ -782,8 +782,8 @@ def test_one_openmp_runtime_and_pytorchs_number_of_threads(attn_c):
 
 def overhead():
     sys.path.insert(0, str(ROOT / "dev/bench"))
-    import torch_cpu
-    return torch_cpu.overhead()
+    import attention_cpu
+    return attention_cpu.overhead()
 
 
 def test_a_call_costs_little(attn_c):
