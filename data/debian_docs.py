@@ -169,8 +169,7 @@ def all_documents(debs, other):
 
 
 def main():
-    parser = shards.add_flags(shards.parser(__doc__), "debian_docs", 0.02,
-                              own=True)
+    parser = shards.add_flags(shards.parser(__doc__), "debian_docs", 0.02, own=True)
     parser.add_argument("--packages", nargs="+", choices=[*SOURCES, OTHER], default=[*SOURCES, OTHER], metavar="NAME",
                         help=f"which of {', '.join(SOURCES)} and {OTHER}")
     parser.add_argument("--debs", type=Path, help="folder with the .deb files, instead of downloading them")

@@ -32,8 +32,7 @@ def works():
 
 
 def main():
-    parser = shards.add_flags(shards.parser(__doc__), "shakespeare", 0.05,
-                              own=True)
+    parser = shards.add_flags(shards.parser(__doc__), "shakespeare", 0.05, own=True)
     vocabulary.add_flag(parser, 4096, "the works")
     args = parser.parse_args()
     texts = works()

@@ -14,8 +14,7 @@ SAMPLE = 1 << 28     # characters to train a vocabulary on
 
 
 def main():
-    parser = shards.add_flags(shards.parser(__doc__), "text", 0.05,
-                              own=True)
+    parser = shards.add_flags(shards.parser(__doc__), "text", 0.05, own=True)
     vocabulary.add_flag(parser, 4096, "the text")
     sources.add_flags(parser, plain=True)
     parser.add_argument("inputs", nargs="+", help="files and folders")

@@ -22,8 +22,7 @@ def column_of(file):
 
 
 def main():
-    parser = shards.add_flags(shards.parser(__doc__), "tinystories", 0.01,
-                              tokenizer="own", own=True)
+    parser = shards.add_flags(shards.parser(__doc__), "tinystories", 0.01, tokenizer="own", own=True)
     vocabulary.add_flag(parser, 32000, "the stories")
     parser.add_argument("--vocab-documents", type=shards.count, default=500_000,
                         help="number of stories to train the vocabulary on")

@@ -21,6 +21,7 @@ GPT2_FILES = {"encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36
               "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT,
           "unk_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 class Tokenizer:
@@ -64,18 +65,27 @@ def gpt2_encoding():
                              special_tokens={END_OF_TEXT: 50256})
 
 
+def added_token(index, content, special=True):
+    """A row of added_tokens in a tokenizer.json."""
+    return {"id": index, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": special}
+
+
+def bpe_json(model, added, normalizer=None, words=BYTE_LEVEL, decoder=BYTE_LEVEL):
+    """A tokenizer.json. model: what it has beside the defaults; words: its pre_tokenizer"""
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
+            "pre_tokenizer": words, "post_processor": None, "decoder": decoder,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+            | model}
+
+
 def gpt2_json():
     """GPT-2's tokenizer.json in the format of the `tokenizers` library, which the C programs read too."""
     encoder, merges = gpt2_files()
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = {"id": 50256, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
-               "normalized": False, "special": True}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-             "vocab": json.loads(files.read(encoder, MOST_BYTES)),
+    model = {"vocab": json.loads(files.read(encoder, MOST_BYTES)),
              "merges": files.read(merges, MOST_BYTES).decode().split("\n")[1:-1]}
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
-             "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
+    whole = bpe_json(model, [added_token(50256, END_OF_TEXT)])
     return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -404,8 +414,7 @@ def encoder(whole):
     if (whole.get("normalizer") or {"type": "NFC"})["type"] != "NFC" or not known_words(words) or any(
             re.search(f"[{WHITE}]", content) for content in plain):
         return encode
-    one_word = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    encode_words = library_encoder(whole | {"pre_tokenizer": one_word})
+    encode_words = library_encoder(whole | {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}})
     if splits(words):
         return in_pieces(encode, encode_words, WHITE_IN_LINE)
     return in_pieces(encode, encode_words if is_byte_level(words, True) else None, WHITE)

@@ -16,14 +16,8 @@ SPECIAL = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": IM_START, "<|im_end|>":
 
 def write_tokenizer(folder, special=SPECIAL):
     """One token per byte, whose id is the byte, then the special ones."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    added = [{"id": index, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-              "special": True} for name, index in special.items()]
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-             "vocab": vocabulary.alphabet(), "merges": []}
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-             "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
+    added = [vocabulary.added_token(index, name) for name, index in special.items()]
+    whole = vocabulary.bpe_json({"vocab": vocabulary.alphabet(), "merges": []}, added)
     assert vocabulary.unusable(json.dumps(whole)) == []
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     (folder / "tokenizer_config.json").write_text(json.dumps(vocabulary.CONFIG))

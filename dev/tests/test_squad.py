@@ -142,7 +142,6 @@ def test_validation(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("words, remedy", [
     (["--val-json", "dev.json"], "pass those to train on with --json, too; to use the download, drop --val-json"),
-    (["--version", "1.1", "--json", "in.json"], "Drop --version, or drop --json to download"),
     (["--version", "2.0", "--json", "in.json"], "Drop --version, or drop --json to download")])
 def test_flags_that_exclude_each_other(tmp_path, tokenizer, words, remedy):
     """Nothing is downloaded and nothing is written."""
@@ -158,13 +157,6 @@ def test_all_files_of_a_repeated_flag_count(tmp_path, tokenizer):
            "--val-json", tmp_path / "d.json", "--tokenizer", tokenizer, "--out", tmp_path / "out")
     assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer)] == [" a", " b"]
     assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer, "val")] == [" c", " d"]
-
-
-def test_a_byte_order_mark_is_ignored(tmp_path, tokenizer):
-    path = write(tmp_path / "in.json", "1.1", ("It is a.", question("Who?", "a")))
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    script("squad", "--json", path, "--tokenizer", tokenizer, "--out", tmp_path / "out")
-    assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer)] == [" a"]
 
 
 @pytest.mark.parametrize("content, message", [

@@ -88,8 +88,7 @@ def fallback(words=None, normalizer=None, across=True):
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     model |= {"vocab": {name: i for i, name in enumerate(names)}, "unk_token": "<unk>", "fuse_unk": True,
               "byte_fallback": True}
-    tokenizer = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "normalizer": None, "model": model,
-                                               "pre_tokenizer": None, "post_processor": None, "decoder": None}))
+    tokenizer = Tokenizer.from_str(json.dumps(vocabulary.bpe_json(model, [], words=None, decoder=None)))
     if words:
         tokenizer.pre_tokenizer = words
     if normalizer:

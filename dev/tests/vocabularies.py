@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "scripts")]
 import get_smollm2
+import vocabulary
 from shards import INPUT, DataError
 from sources import package
 
@@ -54,19 +55,6 @@ def chat_templates():
         return {name.stem: wheel.read(str(name)).decode() for name in names}
 
 
-def added_token(index, content, special=True):
-    return {"id": index, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": special}
-
-
-def whole(model, added, normalizer, words, decoder):
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
-            "pre_tokenizer": words, "post_processor": None, "decoder": decoder,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-            | model}
-
-
 # ---- tiktoken's files: Llama 3, Qwen
 
 def tiktoken_model(data):
@@ -85,11 +73,11 @@ def tiktoken_model(data):
 
 
 def like_llama3(model, digits, special, plain=(), normalizer=None):
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    level = vocabulary.BYTE_LEVEL | {"use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": PATTERN % digits}, "behavior": "Isolated", "invert": False}
     first = len(model["vocab"])
-    added = [added_token(first + i, name, name not in plain) for i, name in enumerate([*special, *plain])]
-    return whole(model, added, normalizer, {"type": "Sequence", "pretokenizers": [split, level]}, level)
+    added = [vocabulary.added_token(first + i, name, name not in plain) for i, name in enumerate([*special, *plain])]
+    return vocabulary.bpe_json(model, added, normalizer, {"type": "Sequence", "pretokenizers": [split, level]}, level)
 
 
 def llama3():
@@ -149,13 +137,13 @@ def mistral(words=None):
     ids = {text: i for i, (text, _, _) in enumerate(found)}
     pairs = [(-score, ids[text[:i]], ids[text[i:]], text[:i], text[i:]) for text, score, kind in found if kind == 1
              for i in range(1, len(text)) if text[:i] in ids and text[i:] in ids]
-    added = [added_token(ids[name], name) for name in ("<unk>", "<s>", "</s>")]
+    added = [vocabulary.added_token(ids[name], name) for name in ("<unk>", "<s>", "</s>")]
     decoder = {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
                                                 {"type": "ByteFallback"}, {"type": "Fuse"},
                                                 {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
     model = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": ids,
              "merges": [[left, right] for *_, left, right in sorted(pairs)]}
-    return whole(model, added, None if words else PREPEND, words, decoder)
+    return vocabulary.bpe_json(model, added, None if words else PREPEND, words, decoder)
 
 
 # ---- SmolLM2's GGUF
