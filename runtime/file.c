@@ -15,6 +15,7 @@
 
 #include "runtime/activity.h"
 #include "runtime/own.h"
+#include "runtime/size.h"
 
 // ---- fault points
 
@@ -186,7 +187,7 @@ static void file_flush_early(File *file) {
 bool file_write(File *file, const void *data, size_t size, Error *error) {
     const char *at = data;
     while (size > 0) {
-        size_t piece = size < FLUSH_BYTES ? size : FLUSH_BYTES;
+        size_t piece = smaller(size, FLUSH_BYTES);
         ssize_t written = act_write(file->fd, at, piece);
         if (written < 0 && errno == EINTR) continue;
         if (written <= 0) {
@@ -255,8 +256,6 @@ ssize_t file_read_up_to(int fd, void *out, size_t size, uint64_t offset) {
     return (ssize_t)done;
 }
 
-enum { PIECE = 1 << 20 };    // files are read in pieces of this many bytes
-
 // O_NONBLOCK keeps open() from waiting for a FIFO's writer. It has no effect on regular files.
 static int open_regular(int folder, const char *path, const char *remedy, uint64_t *size, Error *error) {
     struct stat info;
@@ -285,27 +284,6 @@ static bool check_limit(const char *path, uint64_t size, uint64_t limit, Error *
                                       path, limit, size);
 }
 
-// Calls `take` with consecutive pieces of the file until it fails, up to the size that the file has now.
-static bool read_pieces(int folder, const char *path, uint64_t limit,
-                        bool (*take)(void *context, const void *data, size_t size, Error *error), void *context,
-                        Error *error) {
-    uint64_t size;
-    int fd = open_regular(folder, path, CHECK_PATH, &size, error);
-    if (fd < 0) return false;
-    char *piece = malloc(PIECE);
-    if (!piece) fail(EXIT_RESOURCE, "%s: out of memory.", path);
-    bool ok = check_limit(path, size, limit, error);
-    for (uint64_t offset = 0; ok && offset < size;) {
-        ssize_t got = file_read_up_to(fd, piece, size - offset < PIECE ? size - offset : PIECE, offset);
-        ok = got < 0 ? read_error(error, path, "reading it", CHECK_PATH) : take(context, piece, (size_t)got, error);
-        if (got <= 0) break;
-        offset += (uint64_t)got;
-    }
-    free(piece);
-    close(fd);
-    return ok;
-}
-
 // ---- folders
 
 // Some network file systems do not support fsync on folders and return EINVAL.
@@ -321,13 +299,18 @@ bool file_sync(int folder, const char *path, Error *error) {
     return ok;
 }
 
+void file_cut_last(char *path) {
+    size_t length = strlen(path);
+    while (length > 1 && path[length - 1] == '/') path[--length] = 0;
+    char *slash = strrchr(path, '/');
+    if (!slash) strcpy(path, ".");
+    else slash[slash == path] = 0;
+}
+
 static bool sync_parent(int folder, const char *path, Error *error) {
     char parent[PATH_MAX];
-    const char *slash = strrchr(path, '/');
-    int length = slash ? (int)(slash - path) : 0;
-    if (!slash) strcpy(parent, ".");
-    else if (length == 0) strcpy(parent, "/");
-    else snprintf(parent, sizeof parent, "%.*s", length, path);
+    snprintf(parent, sizeof parent, "%s", path);
+    file_cut_last(parent);
     return folder == AT_FDCWD ? file_sync(folder, parent, error) : sync_open(folder, parent, error);
 }
 
@@ -408,12 +391,10 @@ bool file_free_space(const char *path, uint64_t *bytes, Error *error) {
     struct statvfs info;
     snprintf(part, sizeof part, "%s", *path ? path : ".");
     while (statvfs(part, &info) != 0) {
-        char *slash = strrchr(part, '/');
         if ((errno != ENOENT && errno != ENOTDIR) || !strcmp(part, "/") || !strcmp(part, ".")) {
             return read_error(error, path, "reading its free space", CHECK_PATH);
         }
-        if (!slash) strcpy(part, ".");
-        else slash[slash == part] = '\0';    // "/a" becomes "/"
+        file_cut_last(part);
     }
     *bytes = (uint64_t)info.f_bavail * info.f_frsize;
     return true;
@@ -608,26 +589,28 @@ FileHash file_lines_hash(const FileLines *lines) {
     return (FileHash){lines->size, XXH3_128bits_digest(lines->state)};
 }
 
-typedef struct {
-    XXH3_state_t *state;
-    uint64_t size;
-} Hashing;
-
-static bool take_hash(void *context, const void *data, size_t size, Error *error) {
-    Hashing *hashing = context;
-    (void)error;
-    hashing->size += size;
-    XXH3_128bits_update(hashing->state, data, size);
-    return true;
-}
+enum { PIECE = 1 << 20 };    // bytes that are read at a time
 
 bool file_hash(int folder, const char *path, uint64_t limit, FileHash *hash, Error *error) {
-    Hashing hashing = {.state = XXH3_createState()};
-    if (!hashing.state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
-    XXH3_128bits_reset(hashing.state);
-    bool ok = read_pieces(folder, path, limit, take_hash, &hashing, error);
-    *hash = (FileHash){hashing.size, XXH3_128bits_digest(hashing.state)};
-    XXH3_freeState(hashing.state);
+    uint64_t size, offset = 0;
+    int fd = open_regular(folder, path, CHECK_PATH, &size, error);
+    if (fd < 0) return false;
+    char *piece = malloc(PIECE);
+    XXH3_state_t *state = XXH3_createState();
+    if (!piece || !state) fail(EXIT_RESOURCE, "%s: out of memory.", path);
+    XXH3_128bits_reset(state);
+    bool ok = check_limit(path, size, limit, error);
+    while (ok && offset < size) {    // up to the size that the file has now
+        ssize_t got = file_read_up_to(fd, piece, smaller(size - offset, PIECE), offset);
+        if (got < 0) ok = read_error(error, path, "reading it", CHECK_PATH);
+        if (got <= 0) break;
+        XXH3_128bits_update(state, piece, (size_t)got);
+        offset += (uint64_t)got;
+    }
+    *hash = (FileHash){offset, XXH3_128bits_digest(state)};
+    XXH3_freeState(state);
+    free(piece);
+    close(fd);
     return ok;
 }
 

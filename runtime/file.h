@@ -87,6 +87,9 @@ bool file_sync(int folder, const char *path, Error *error);
 // exists at the path.
 bool file_remove_tree(int folder, const char *path, Error *error);
 
+// Cuts the last part off a path: "a/b" becomes "a", "a" becomes ".", "/a" becomes "/".
+void file_cut_last(char *path);
+
 // Bytes available to this user on the file system of the path, or of its nearest existing parent.
 bool file_free_space(const char *path, uint64_t *bytes, Error *error);
 

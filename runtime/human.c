@@ -2,7 +2,6 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <string.h>
 
 // Three significant digits and a unit; 999.6 rounds up to 1.00 of the next unit.
 static Human scaled(double n, const char *const units[], int count) {

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "runtime/file.h"
+#include "runtime/utf8.h"
 
 // cJSON needs at least 64 bytes per value.
 enum { JSON_DEPTH = 32, JSON_COMMAS = 10000000 };
@@ -21,30 +22,14 @@ static bool wrong(Scan *scan, const char *what) {
     return false;
 }
 
-// Scans one non-ASCII character: two to four bytes, no overlong form, no surrogate, at most U+10FFFF.
-static bool scan_utf8(Scan *scan) {
-    const unsigned char *p = scan->at;
-    size_t left = (size_t)(scan->end - p), length = 2;
-    if (p[0] >= 0xE0) length = 3;
-    if (p[0] >= 0xF0) length = 4;
-    if (p[0] < 0xC2 || p[0] > 0xF4 || left < length) return wrong(scan, "a byte that is not UTF-8");
-    for (size_t i = 1; i < length; i++) {
-        if ((p[i] & 0xC0) != 0x80) return wrong(scan, "a byte that is not UTF-8");
-    }
-    bool overlong = (p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xF0 && p[1] < 0x90),
-         surrogate = p[0] == 0xED && p[1] > 0x9F;
-    if (overlong || surrogate || (p[0] == 0xF4 && p[1] > 0x8F)) return wrong(scan, "a byte that is not UTF-8");
-    scan->at += length;
-    return true;
-}
-
 static bool scan_string(Scan *scan) {
     scan->at++;
     while (scan->at < scan->end && *scan->at != '"') {
-        size_t left = (size_t)(scan->end - scan->at);
+        size_t left = (size_t)(scan->end - scan->at), width;
         if (*scan->at < 0x20) return wrong(scan, "a control character in a string");
         if (*scan->at >= 0x80) {
-            if (!scan_utf8(scan)) return false;
+            if (!utf8_is_valid(scan->at, left, &width)) return wrong(scan, "a byte that is not UTF-8");
+            scan->at += width;
         } else if (*scan->at == '\\') {
             if (left >= 6 && !memcmp(scan->at, "\\u0000", 6)) return wrong(scan, "a NUL in a string");
             scan->at += left >= 2 ? 2 : 1;

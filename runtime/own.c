@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -65,26 +64,17 @@ static bool check_one(const char *path, const char *named, bool inside, Error *e
         named, inside ? "this folder" : "the folder that contains it", (long)info.st_uid);
 }
 
-// Cuts the last part off a path: "a/b" becomes "a", "a" becomes ".", "/a" becomes "/".
-static void cut_last(char *path) {
-    size_t length = strlen(path);
-    while (length > 1 && path[length - 1] == '/') path[--length] = 0;
-    char *slash = strrchr(path, '/');
-    if (!slash) strcpy(path, ".");
-    else slash[slash == path] = 0;
-}
-
 bool own_check(const char *path, bool foreign, Error *error) {
     char part[PATH_MAX + 4];
     if (foreign || strlen(path) >= PATH_MAX) return true;
     strcpy(part, path);
-    while (access(part, F_OK) != 0 && errno == ENOENT && strcmp(part, ".") && strcmp(part, "/")) cut_last(part);
+    while (access(part, F_OK) != 0 && errno == ENOENT && strcmp(part, ".") && strcmp(part, "/")) file_cut_last(part);
     bool there = strlen(part) == strlen(path);
     if (!check_one(part, path, there, error)) return false;
     if (!there) return true;
     strcat(part, "/..");    // of the folder itself, if the path is a link
     if (!check_one(part, path, false, error)) return false;
     strcpy(part, path);
-    cut_last(part);
+    file_cut_last(part);
     return check_one(part, path, false, error);
 }

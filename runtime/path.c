@@ -1,7 +1,8 @@
 #include "runtime/path.h"
 
 #include <stdio.h>
-#include <string.h>
+
+#include "runtime/file.h"
 
 FolderPath folder_path(const char *folder, const char *name) {
     FolderPath path;
@@ -12,8 +13,6 @@ FolderPath folder_path(const char *folder, const char *name) {
 FolderPath folder_of(const char *path) {
     FolderPath folder;
     snprintf(folder.text, sizeof folder.text, "%s", path);
-    char *slash = strrchr(folder.text, '/');
-    if (slash) *slash = 0;
-    else strcpy(folder.text, ".");
+    file_cut_last(folder.text);
     return folder;
 }

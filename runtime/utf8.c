@@ -23,6 +23,10 @@ uint32_t utf8_get(const uint8_t *s, size_t n, size_t *width) {
     return code;
 }
 
+bool utf8_is_valid(const uint8_t *s, size_t n, size_t *width) {
+    return utf8_get(s, n, width) != REPLACEMENT || (*width == 3 && memcmp(s, REPLACEMENT_BYTES, 3) == 0);
+}
+
 size_t utf8_put(uint32_t code, uint8_t *out) {
     size_t width = 1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000);
     static const uint8_t leads[] = {0, 0, 0xC0, 0xE0, 0xF0};
@@ -33,11 +37,7 @@ size_t utf8_put(uint32_t code, uint8_t *out) {
 
 size_t utf8_valid(const uint8_t *text, size_t length) {
     size_t at = 0, width;
-    while (at < length) {
-        bool replaced = utf8_get(text + at, length - at, &width) == REPLACEMENT;
-        if (replaced && (width != 3 || memcmp(text + at, REPLACEMENT_BYTES, 3) != 0)) break;
-        at += width;
-    }
+    while (at < length && utf8_is_valid(text + at, length - at, &width)) at += width;
     return at;
 }
 
@@ -63,7 +63,7 @@ size_t utf8_escape(const uint8_t *text, size_t length, uint8_t *out) {
     size_t written = 0;
     for (size_t at = 0, width; at < length; at += width) {
         uint32_t code = utf8_get(text + at, length - at, &width);
-        bool invalid = code == REPLACEMENT && (width != 3 || memcmp(text + at, REPLACEMENT_BYTES, 3) != 0);
+        bool invalid = !utf8_is_valid(text + at, length - at, &width);
         if (!invalid && !is_control(code)) {
             memcpy(out + written, text + at, width);
             written += width;

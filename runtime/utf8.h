@@ -14,6 +14,9 @@ enum { REPLACEMENT = 0xFFFD };
 // of the longest invalid prefix (Unicode's table 3-7, like Python's decoder).
 uint32_t utf8_get(const uint8_t *s, size_t n, size_t *width);
 
+// Is it valid there? Sets *width in any case.
+bool utf8_is_valid(const uint8_t *s, size_t n, size_t *width);
+
 // Writes a code point, at most 4 bytes, and returns how many.
 size_t utf8_put(uint32_t code, uint8_t *out);
 
