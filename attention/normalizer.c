@@ -26,6 +26,9 @@ typedef struct {
              STAGE(POST_##post), S_##s, 0}, source},
 static const Preset PRESETS[] = {NORMALIZERS(PRESET)};
 
+#define NAME(name, ...) "|" #name
+static const char NAMES[] = NORMALIZERS(NAME);
+#undef NAME
 #define NAME(name, ...) " " #name
 const char normalizer_flag_help[] =
     "attention normalizer, NAME or NAME+stage=value+..., or a list of them for the layers (run `--attn help` for their formulas):" NORMALIZERS(
@@ -140,13 +143,17 @@ double normalizer_start(const Normalizer *a, Scalar scalar, size_t L, size_t W) 
     return 0;
 }
 
+// Do both start s at the same number, for every L?
+static bool same_start(const Normalizer *a, const Normalizer *b) {
+    return isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start;
+}
+
 // s times p_n and s times ln n are different quantities, so switching between them restarts s. A fixed s is whatever
 // the new normalizer says.
 bool normalizer_keeps(const Normalizer *from, const Normalizer *to, Scalar scalar) {
     if (!normalizer_has(from, scalar)) return false;
     bool same_s = (from->scale.kind == SCALE_PN) == (to->scale.kind == SCALE_PN) && (!to->fixed || from->fixed);
-    bool same_start = from->s_start == to->s_start || (isnan(from->s_start) && isnan(to->s_start));
-    return scalar != SCALAR_S || (same_s && (!to->fixed || same_start));
+    return scalar != SCALAR_S || (same_s && (!to->fixed || same_start(from, to)));
 }
 
 bool normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, const char *flag, const char *value) {
@@ -160,19 +167,6 @@ bool normalizer_warn_of_start(const Normalizer *from, const Normalizer *to, cons
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
-
-// "Did you mean NAME? " with the preset that was probably meant, or "".
-static const char *nearest_preset(const char *name, char *out, size_t size) {
-    size_t least = (size_t)-1, given = strlen(name);
-    out[0] = 0;
-    for (size_t i = 0; i < COUNT(PRESETS); i++) {
-        size_t length = strlen(PRESETS[i].name), distance = edit_distance(name, given, PRESETS[i].name, length);
-        if (distance >= least || !edit_is_slip(distance, given, length)) continue;
-        least = distance;
-        snprintf(out, size, "Did you mean %s? ", PRESETS[i].name);
-    }
-    return out;
-}
 
 // Parses a value of a stage, such as "l1+1": the name alone, or with the number that it takes.
 static bool read_value(const Value *v, const char *text, double *number) {
@@ -312,8 +306,8 @@ bool normalizer_parse(Normalizer *out, const char *text, char *message, size_t s
                 "fixed",
                 plus + 1);
         else
-            snprintf(message, size, "unknown normalizer. %sRun `--attn help` for the full list",
-                     nearest_preset(words, near, sizeof near));
+            snprintf(message, size, "unknown normalizer.%s Run `--attn help` for the full list",
+                     nearest_word(NAMES + 1, words, near, sizeof near));
         return false;
     }
     *out = preset->normalizer;
@@ -337,11 +331,6 @@ const char *normalizer_stage_text(const Normalizer *normalizer, size_t i, char *
         snprintf(out, size, "%s%c%s", v->name, v->takes[0], number_text(stage.value).text);
     else snprintf(out, size, "%s", v->name);
     return out;
-}
-
-// Do both start s at the same number, for every L?
-static bool same_start(const Normalizer *a, const Normalizer *b) {
-    return isnan(a->s_start) ? isnan(b->s_start) : a->s_start == b->s_start;
 }
 
 bool normalizer_equal(const Normalizer *a, const Normalizer *b) {

@@ -11,6 +11,7 @@
 
 #include "model/config.h"
 #include "runtime/file.h"
+#include "runtime/spelling.h"
 #include "text/tokenizer.h"
 
 static const Family NO_FAMILY = {.seq_len = 2048};
@@ -73,16 +74,6 @@ static bool is_listed(const char *name, const char *const *list, size_t count) {
     return false;
 }
 
-// Is the name in the comma-separated list?
-static bool is_among(const char *name, const char *names) {
-    size_t length = strlen(name);
-    for (const char *at = names; at && length; at = strchr(at, ','), at += at != NULL) {
-        size_t here = strcspn(at, ",");
-        if (here == length && !memcmp(at, name, length)) return true;
-    }
-    return false;
-}
-
 // Notes that --ignore-config-key would remove the newest reason.
 static void add_ignorable(Reader *r, const char *name) {
     size_t used = strlen(r->names);
@@ -93,7 +84,7 @@ static void add_ignorable(Reader *r, const char *name) {
 void config_unknown(Reader *r, const char *prefix, const cJSON *item) {
     char name[256];
     snprintf(name, sizeof name, "%s%s", prefix, item->string);
-    if (says_nothing(item) || is_among(name, r->ignored)) return;
+    if (says_nothing(item) || (r->ignored && word_place(r->ignored, ',', name) >= 0)) return;
     reasons_add(&r->reasons, "%s is %s: an unknown key, which may change the results", quoted(name).text,
                 value_of(item).text);
     add_ignorable(r, name);

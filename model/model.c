@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "runtime/number.h"
-#include "runtime/options.h"
+#include "runtime/spelling.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Shape
@@ -580,11 +580,8 @@ uint64_t model_parameters(const ModelConfig *config) {
     return sum;
 }
 
-uint64_t model_matmul_parameters(const ModelConfig *config) {
-    return model_parameters(config) - (config->tied ? 0 : config->vocab * config->channels);
-}
-
 double model_flops_per_token(const ModelConfig *config, size_t T) {
     double width = (double)(query_width(config) + output_width(config));
-    return 6.0 * (double)model_matmul_parameters(config) + 6.0 * (double)config->layers * width * (double)T;
+    uint64_t in_matmuls = model_parameters(config) - (config->tied ? 0 : config->vocab * config->channels);
+    return 6.0 * (double)in_matmuls + 6.0 * (double)config->layers * width * (double)T;
 }

@@ -232,10 +232,8 @@ bool tensor_trained(const Tensor *tensor, const AttentionList *attn);
 double tensor_start(const Tensor *tensor, const ModelConfig *config);
 bool tensor_keeps(const Tensor *tensor, const AttentionList *from, const AttentionList *to);
 
-// The number of parameters under the model's normalizers: all of them, and those that take part in matmuls (without an
-// embedding that is not also the output projection).
+// The number of parameters under the model's normalizers.
 uint64_t model_parameters(const ModelConfig *config);
-uint64_t model_matmul_parameters(const ModelConfig *config);
 
 // Floating-point operations per token, forward and backward: 6·P + 6·layers·(query width + output width)·T, where P
 // excludes an untied embedding.

@@ -5,7 +5,8 @@
 #include <string.h>
 
 #include "runtime/error.h"
-#include "runtime/options.h"
+#include "runtime/number.h"
+#include "runtime/spelling.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The formulas
@@ -178,16 +179,6 @@ static bool unknown_kind(const char *text, size_t length, char *message, size_t 
     return false;
 }
 
-// Reads a decimal number of `length` characters. Rejects anything else, such as "inf", "0x10" and leading spaces.
-static bool read_decimal(const char *text, size_t length, double *out) {
-    char copy[32], *end;
-    if (!length || length >= sizeof copy || strspn(text, "+-.0123456789eE") < length) return false;
-    memcpy(copy, text, length);
-    copy[length] = 0;
-    *out = strtod(copy, &end);
-    return *end == 0;
-}
-
 // Reads the numbers of the kind, each after a colon. `at` points to the first colon, or the end.
 static bool read_numbers(RopeScaling *out, const char *at, char *message, size_t size) {
     const RopeShape *shape = &rope_shapes[out->kind];
@@ -200,7 +191,7 @@ static bool read_numbers(RopeScaling *out, const char *at, char *message, size_t
             rope_scaling_set(out, number, number->min);
         } else if ((complete = *at == ':')) {
             size_t length = strcspn(++at, ":");
-            if (!read_decimal(at, length, &value) || !rope_scaling_set(out, number, value)) {
+            if (!number_read(at, length, &value) || !rope_scaling_set(out, number, value)) {
                 snprintf(message, size, "%s is '%.*s'; expected a %snumber from %.15g to %.15g", number->name,
                          (int)length, at, number->whole ? "whole " : "", number->min, number->max);
                 return false;

@@ -9,20 +9,18 @@
 #include "model/model.h"
 #include "runtime/error.h"
 #include "runtime/process.h"
+#include "runtime/spelling.h"
 #include "runtime/version.h"
 
 // Each rank may have its own path to the same data or model, and only rank 0 uses those of --out and --matmuls. But all
 // ranks have such a flag, or none.
 static bool is_own_path(const char *flag) {
-    static const char *const NAMES[] = {"train-data", "val-data", "init-from", "out", "matmuls"};
-    for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
-        if (strcmp(flag, NAMES[i]) == 0) return true;
-    return false;
+    return word_place("train-data|val-data|init-from|out|matmuls", '|', flag) >= 0;
 }
 
 // Flags that change nothing in the results.
 static bool is_own_choice(const char *flag) {
-    return !strcmp(flag, "threads") || !strcmp(flag, "rank-timeout") || !strcmp(flag, "progress-timeout");
+    return word_place("threads|rank-timeout|progress-timeout", '|', flag) >= 0;
 }
 
 static void add_flags(cJSON *facts, const TrainOptions *o) {

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "runtime/file.h"
+#include "runtime/spelling.h"
 
 uint64_t cgroup_number(const char *folder, const char *name, const char *key, uint64_t fallback) {
     char path[2 * PATH_MAX], line[256];
@@ -44,17 +45,6 @@ static uint64_t least_above(const char *base, const char *group, int version,
     }
 }
 
-// Is `name` in the comma-separated list?
-static bool listed(const char *list, const char *name) {
-    size_t length = strlen(name);
-    for (const char *at = list;; at++) {
-        size_t word = strcspn(at, ",");
-        if (word == length && strncmp(at, name, length) == 0) return true;
-        at += word;
-        if (!*at) return false;
-    }
-}
-
 uint64_t cgroup_least(const char *root, const char *controller, uint64_t (*limit)(const char *folder, int version)) {
     char path[PATH_MAX], line[PATH_MAX];
     uint64_t least = UINT64_MAX;
@@ -65,7 +55,7 @@ uint64_t cgroup_least(const char *root, const char *controller, uint64_t (*limit
         if (!number || !controllers || !rest) continue;
         rest[strcspn(rest, "\n")] = 0;
         int version = controllers[0] ? 1 : 2;
-        if (version == 1 && !listed(controllers, controller)) continue;
+        if (version == 1 && word_place(controllers, ',', controller) < 0) continue;
         // The folder of several controllers has all their names, and a link for each, which a container may lack.
         for (int i = 0; i < version % 2 + 1; i++) {
             const char *name = i ? controllers : controller;

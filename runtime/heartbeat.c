@@ -2,7 +2,6 @@
 #include "runtime/heartbeat.h"
 
 #include <arpa/inet.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <linux/sock_diag.h>
@@ -19,7 +18,6 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "runtime/clock.h"
@@ -27,6 +25,7 @@
 #include "runtime/file.h"
 #include "runtime/activity.h"
 #include "runtime/process.h"
+#include "runtime/spelling.h"
 
 #ifdef USE_SODIUM
 #include <sodium.h>
@@ -158,7 +157,6 @@ static void send_heartbeats(Heartbeat *h) {
 // ---- the end
 
 static bool launcher_name(pid_t pid) {
-    static const char *const names[] = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", NULL};
     char path[64], name[64] = "";
     snprintf(path, sizeof path, "/proc/%d/comm", (int)pid);
     FILE *file = file_open_system(path);
@@ -166,9 +164,7 @@ static bool launcher_name(pid_t pid) {
     if (!fgets(name, sizeof name, file)) name[0] = 0;
     fclose(file);
     name[strcspn(name, "\n")] = 0;
-    for (const char *const *known = names; *known; known++)
-        if (!strcmp(name, *known)) return true;
-    return false;
+    return word_place("mpirun|mpiexec|orterun|orted|prterun|prted", '|', name) >= 0;
 }
 
 // Returns a pidfd of the daemon that started this rank, or -1 if something else started it.

@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 #include "runtime/file.h"
 #include "runtime/flag_file.h"
@@ -89,16 +88,6 @@ static bool read_list(const Option *o, const char *text, IntList *list) {
     }
 }
 
-static bool read_choice(const Option *o, const char *text, int *choice) {
-    *choice = 0;
-    for (const char *p = o->choices;; p++, ++*choice) {
-        size_t length = strcspn(p, "|");
-        if (strlen(text) == length && memcmp(p, text, length) == 0) return true;
-        p += length;
-        if (*p == 0) return false;
-    }
-}
-
 static bool is_utf8(const char *text) {
     return utf8_valid((const uint8_t *)text, strlen(text)) == strlen(text);
 }
@@ -110,7 +99,7 @@ static bool value_read(const Option *o, const char *text, Value *v) {
     case OPT_TEXT_LIST:
     case OPT_TEXT: v->text = text; return o->any_bytes || is_utf8(text);
     case OPT_SWITCH: v->on = text[0] == '1'; return (text[0] == '0' || text[0] == '1') && text[1] == 0;
-    case OPT_CHOICE: return read_choice(o, text, &v->choice);
+    case OPT_CHOICE: v->choice = word_place(o->choices, '|', text); return v->choice >= 0;
     case OPT_INT_LIST: return read_list(o, text, &v->list);
     }
     return false;
@@ -186,38 +175,15 @@ void usage_fail(const char *format, ...) {
     process_fail_early(&error);
 }
 
-// The distance, but 0 if one word is a prefix of the other (--train for --train-data).
-static size_t unlikeness(const char *a, size_t na, const char *b, size_t nb) {
-    size_t shorter = na < nb ? na : nb;
-    return shorter >= 3 && strncasecmp(a, b, shorter) == 0 ? 0 : edit_distance(a, na, b, nb);
-}
-
 // Writes " Did you mean --name?" for the flag that was probably meant, or "". `dashes` precede its name.
 static const char *nearest_flag(const Option *table, size_t count, const char *dashes, const char *name, size_t length,
                                 char *out, size_t size) {
-    size_t best = SIZE_MAX;
+    size_t least = SIZE_MAX;
     out[0] = 0;
-    for (size_t i = 0; i < count; i++) {
-        size_t other = strlen(table[i].name), d = unlikeness(name, length, table[i].name, other);
-        if (table[i].only_in || d >= best || !edit_is_slip(d, length, other)) continue;
-        best = d;
-        snprintf(out, size, " Did you mean %s%s?", dashes, table[i].name);
-    }
+    for (const Option *o = table; o < table + count; o++)
+        if (!o->only_in && is_nearer(name, length, o->name, strlen(o->name), &least))
+            snprintf(out, size, " Did you mean %s%s?", dashes, o->name);
     return out;
-}
-
-const char *nearest_word(const char *words, const char *text, char *out, size_t size) {
-    size_t best = SIZE_MAX, given = strlen(text);
-    out[0] = 0;
-    for (const char *p = words;; p++) {
-        size_t length = strcspn(p, "|"), d = unlikeness(text, given, p, length);
-        if (d < best && edit_is_slip(d, given, length)) {
-            best = d;
-            snprintf(out, size, " Did you mean %.*s?", (int)length, p);
-        }
-        p += length;
-        if (*p == 0) return out;
-    }
 }
 
 static _Noreturn void wrong_value(const Option *o, const char *text) {

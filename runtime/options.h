@@ -98,7 +98,4 @@ char *options_json(const Option *table, size_t count);
 // their values; those that the table does not know are an error (EXIT_INPUT).
 bool options_resume(Option *table, size_t count, const char *json, Error *error);
 
-// Writes " Did you mean WORD?" for the one of `words` ("a|b|c") that `text` is probably a typo of, or "". Returns out.
-const char *nearest_word(const char *words, const char *text, char *out, size_t size);
-
 #endif

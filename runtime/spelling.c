@@ -1,12 +1,30 @@
 #include "runtime/spelling.h"
 
 #include <ctype.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <strings.h>
+
+#include "runtime/size.h"
+
+int word_place(const char *words, char separator, const char *word) {
+    const char ends[] = {separator, 0};
+    size_t length = strlen(word);
+    for (int place = 0;; place++) {
+        size_t here = strcspn(words, ends);
+        if (here == length && memcmp(words, word, length) == 0) return place;
+        words += here;
+        if (*words++ == 0) return -1;
+    }
+}
 
 static bool same_letter(char a, char b) {
     return tolower((unsigned char)a) == tolower((unsigned char)b);
 }
 
-size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
+// The number of slips, or 64 for longer words.
+static size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
     size_t rows[3][64];    // for the prefixes of a with i - 2, i - 1 and i letters
     if (na > 63 || nb > 63) return 64;
     for (size_t i = 0; i <= na; i++) {
@@ -25,7 +43,21 @@ size_t edit_distance(const char *a, size_t na, const char *b, size_t nb) {
     return rows[na % 3][nb];
 }
 
-bool edit_is_slip(size_t distance, size_t na, size_t nb) {
-    size_t longer = na > nb ? na : nb;
-    return distance <= 1 || distance <= longer / 3;
+bool is_nearer(const char *a, size_t na, const char *b, size_t nb, size_t *least) {
+    size_t shorter = smaller(na, nb), distance = edit_distance(a, na, b, nb);
+    bool prefix = shorter >= 3 && strncasecmp(a, b, shorter) == 0;
+    if (distance >= *least || (!prefix && distance > larger(1, larger(na, nb) / 3))) return false;
+    *least = distance;
+    return true;
+}
+
+const char *nearest_word(const char *words, const char *text, char *out, size_t size) {
+    size_t least = SIZE_MAX, given = strlen(text);
+    out[0] = 0;
+    for (const char *p = words;; p++) {
+        size_t length = strcspn(p, "|");
+        if (is_nearer(text, given, p, length, &least)) snprintf(out, size, " Did you mean %.*s?", (int)length, p);
+        p += length;
+        if (*p == 0) return out;
+    }
 }
