@@ -181,23 +181,20 @@ struct Primitives {
     size_t count, oldest;    // if all are in use, the oldest is replaced
 };
 
+typedef dnnl_memory_desc_t Description;
 #if DNNL_VERSION_MAJOR >= 3
-typedef dnnl_memory_desc_t Description;
 #define DESCRIPTION(d) (d)
-static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t type, size_t row_step,
-                     size_t col_step) {
-    dnnl_dims_t dims = {(dnnl_dim_t)rows, (dnnl_dim_t)cols}, steps = {(dnnl_dim_t)row_step, (dnnl_dim_t)col_step};
-    return dnnl_memory_desc_create_with_strides(d, 2, dims, type, steps) == dnnl_success;
-}
+#define DESCRIBE dnnl_memory_desc_create_with_strides
 #else
-typedef dnnl_memory_desc_t Description;
 #define DESCRIPTION(d) (&(d))
+#define DESCRIBE dnnl_memory_desc_init_by_strides
+#endif
+
 static bool describe(Description *d, size_t rows, size_t cols, dnnl_data_type_t type, size_t row_step,
                      size_t col_step) {
     dnnl_dims_t dims = {(dnnl_dim_t)rows, (dnnl_dim_t)cols}, steps = {(dnnl_dim_t)row_step, (dnnl_dim_t)col_step};
-    return dnnl_memory_desc_init_by_strides(d, 2, dims, type, steps) == dnnl_success;
+    return DESCRIBE(d, 2, dims, type, steps) == dnnl_success;
 }
-#endif
 
 static bool create(Primitive *p, dnnl_engine_t engine) {
     dnnl_data_type_t type = p->bf16 ? dnnl_bf16 : dnnl_f32;

@@ -1,6 +1,5 @@
 // bfloat16 matmuls by tiles, for processors that have instructions for them. Both inputs, whatever their type, are
 // rounded and packed in parts that fit into the caches.
-#include <omp.h>
 #include <string.h>
 
 #include "math/gemm.h"

@@ -3,7 +3,6 @@
 #define MATH_STREAM_H
 
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 

@@ -186,18 +186,14 @@ static inline float vec_normal_cdf(float z, float gauss) {
 
 // float32 to bfloat16, to nearest, ties to even; a NaN remains a NaN
 static inline uint16_t bf16_from_float(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
+    uint32_t u = vec_bits(x);
     uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
     uint32_t quiet = (u >> 16) | 0x40u;
     return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
 }
 
 static inline float bf16_to_float(uint16_t x) {
-    uint32_t u = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &u, sizeof f);
-    return f;
+    return vec_from_bits((uint32_t)x << 16);
 }
 
 #endif

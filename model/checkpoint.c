@@ -328,15 +328,12 @@ bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *s
     return found;
 }
 
-bool checkpoint_has_config(const char *folder) {
-    char path[PATH_MAX];
-    return access(join(path, folder, "config.json"), F_OK) == 0;
-}
-
 bool checkpoint_find(const char *flag, const char *given, char *path, size_t size, Error *error) {
+    char config[PATH_MAX];
     uint64_t step;
     snprintf(path, size, "%s", given);
-    if (checkpoint_has_config(given) || checkpoint_newest(given, path, size, &step)) return true;
+    bool is_model = access(join(config, given, "config.json"), F_OK) == 0;
+    if (is_model || checkpoint_newest(given, path, size, &step)) return true;
     return error_set(
         error, EXIT_INPUT,
         "%s %s: expected the folder of a checkpoint or model (with config.json) or a run (with ckpt/step-*), found neither.",

@@ -74,9 +74,6 @@ bool checkpoint_vanished(const char *folder);
 // the hashes.
 bool checkpoint_newest(const char *out_dir, char *path, size_t size, uint64_t *step);
 
-// Does the folder have config.json, as that of a checkpoint or of a Hugging Face model does?
-bool checkpoint_has_config(const char *folder);
-
 // Finds the checkpoint for a flag, --model or --init-from: this folder itself if it has config.json, otherwise its
 // newest checkpoint, as that of a run. Fails with EXIT_INPUT if it is neither; `path` is then the given folder.
 bool checkpoint_find(const char *flag, const char *given, char *path, size_t size, Error *error);

@@ -1,6 +1,4 @@
 // Writes config.json next to our weights: as a Llama, Mistral or Qwen if the model is one, otherwise as our own family.
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "model/config.h"

@@ -1,7 +1,5 @@
-#define _GNU_SOURCE
 #include "model/safetensors.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
@@ -68,33 +66,17 @@ static size_t row_elements(const TensorRow *row) {
     return elements;
 }
 
-static void print_string(FILE *out, const char *text) {
-    fputc('"', out);
-    for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
-        if (*p == '"' || *p == '\\') fprintf(out, "\\%c", *p);
-        else if (*p < 0x20) fprintf(out, "\\u%04x", *p);
-        else fputc(*p, out);
-    }
-    fputc('"', out);
+static size_t row_bytes(const TensorRow *row) {
+    return row_elements(row) * dtype_size(row->dtype);
 }
 
-static void print_metadata(FILE *out, const char *const *metadata) {
-    fprintf(out, "\"__metadata__\":{");
-    for (size_t i = 0; metadata[i]; i += 2) {
-        if (i) fputc(',', out);
-        print_string(out, metadata[i]);
-        fputc(':', out);
-        print_string(out, metadata[i + 1]);
-    }
-    fputc('}', out);
-}
-
-static void print_row(FILE *out, const TensorRow *row, uint64_t offset) {
-    print_string(out, row->name);
-    fprintf(out, ":{\"dtype\":\"%s\",\"shape\":[", dtype_name(row->dtype));
-    for (int i = 0; i < row->ndim; i++) fprintf(out, i ? ",%zu" : "%zu", row->shape[i]);
-    fprintf(out, "],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", offset,
-            offset + row_elements(row) * dtype_size(row->dtype));
+static bool add_row(cJSON *header, const TensorRow *row, uint64_t offset) {
+    double shape[4], ends[] = {(double)offset, (double)(offset + row_bytes(row))};
+    cJSON *item = cJSON_AddObjectToObject(header, row->name);
+    for (int i = 0; i < row->ndim; i++) shape[i] = (double)row->shape[i];
+    return cJSON_AddStringToObject(item, "dtype", dtype_name(row->dtype)) &&
+           cJSON_AddItemToObject(item, "shape", cJSON_CreateDoubleArray(shape, row->ndim)) &&
+           cJSON_AddItemToObject(item, "data_offsets", cJSON_CreateDoubleArray(ends, 2));
 }
 
 // The data's order in the file: all F32 tensors, then all BF16 tensors.
@@ -102,26 +84,27 @@ static const DType written_dtypes[] = {DTYPE_F32, DTYPE_BF16};
 
 // Returns the 8 bytes of length and the header, padded with spaces to a multiple of 8. The caller frees it.
 static char *make_header(const TensorRow *rows, size_t count, const char *const *metadata, size_t *size) {
-    char *text = NULL;
+    cJSON *header = cJSON_CreateObject(), *texts = metadata ? cJSON_AddObjectToObject(header, "__metadata__") : NULL;
     uint64_t offset = 0;
-    bool first = !metadata;
-    FILE *out = open_memstream(&text, size);
-    if (!out) fail(EXIT_RESOURCE, "out of memory for a safetensors header.");
-    fprintf(out, "%8s{", "");
-    if (metadata) print_metadata(out, metadata);
+    bool ok = !metadata || texts;
+    for (size_t i = 0; texts && metadata[i]; i += 2)
+        ok = ok && cJSON_AddStringToObject(texts, metadata[i], metadata[i + 1]);
     for (size_t d = 0; d < 2; d++) {
         for (size_t i = 0; i < count; i++) {
             if (rows[i].dtype != written_dtypes[d]) continue;
-            if (!first) fputc(',', out);
-            first = false;
-            print_row(out, &rows[i], offset);
-            offset += row_elements(&rows[i]) * dtype_size(rows[i].dtype);
+            ok = ok && add_row(header, &rows[i], offset);
+            offset += row_bytes(&rows[i]);
         }
     }
-    fputc('}', out);
-    while (ftell(out) % 8) fputc(' ', out);
-    if (fclose(out) != 0) fail(EXIT_RESOURCE, "out of memory for a safetensors header.");
-    memcpy(text, &(uint64_t){*size - 8}, 8);
+    char *json = ok ? cJSON_PrintUnformatted(header) : NULL;
+    if (!json) fail(EXIT_RESOURCE, "out of memory for a safetensors header.");
+    uint64_t length = strlen(json), padded = ((length + 7) / 8) * 8;
+    char *text = memset(allocate(8 + padded), ' ', 8 + padded);
+    memcpy(text, &padded, 8);
+    memcpy(text + 8, json, length);
+    *size = 8 + padded;
+    cJSON_Delete(header);
+    free(json);
     return text;
 }
 
