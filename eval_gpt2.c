@@ -182,17 +182,7 @@ int main(int argc, char **argv) {
     eval_open(&v.e, computer_config(&v.c), argc, argv);
     start_threads(v.e.o.threads);
     if (v.e.model_count > 1) check_models(&v);
-    while (v.e.model_at < v.e.model_count) {
-        open_model(&v);
-        begin(&v);
-        evaluate(&v);
-        if (v.e.switches) {
-            switch_normalizer(&v);
-            evaluate(&v);
-        }
-        eval_record_model(&v.e);
-        close_model(&v);
-    }
+    while (v.e.model_at < v.e.model_count) evaluate_model(&v);
     finish(&v);
     return EXIT_DONE;
 }

@@ -16,6 +16,7 @@
 #include "model/decode.h"
 #include "runtime/file.h"
 #include "runtime/human.h"
+#include "runtime/path.h"
 #include "runtime/start.h"
 #include "runtime/utf8.h"
 #include "text/chat.h"
@@ -87,12 +88,6 @@ typedef struct {
 } Sampler;
 
 // ---- flags and checkpoint
-
-static bool has_file(const char *folder, const char *name) {
-    char path[PATH_MAX + 64];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    return access(path, F_OK) == 0;
-}
 
 static const OptionsHelp HELP = {
     .usage =
@@ -178,22 +173,19 @@ static bool read_config(Sampler *s, const char *folder, Error *error) {
             fprintf(stderr, ": s = %.4f in every head", tensor_start(&t, config));
         fprintf(stderr, "\n");
     }
-    bool has_tokenizer = has_file(folder, tokenizer_files[0]);
+    bool has_tokenizer = access(folder_path(folder, tokenizer_files[0]).text, F_OK) == 0;
     int vocab, end_of_text;
     if (checkpoint_vanished(folder))
         return error_set(error, EXIT_INPUT, "%s: it was deleted while being read.", folder);
     const char *no_stop = s->o.stop.count ? "\n  --stop needs one that this program supports." : NULL;
     if (!has_tokenizer && no_stop)
         fail(EXIT_INPUT, "%s: expected a %s, found none.%s", folder, tokenizer_files[0], no_stop);
-    if (!has_tokenizer) return true;
-    if (!s->tokenizer && !(s->tokenizer = tokenizer_open(folder, error))) {
-        if (error->code != EXIT_INPUT || !tokenizer_ids(folder, &vocab, &end_of_text)) return false;
-        if (s->o.interactive || no_stop)
-            fail(EXIT_INPUT, "%s%s", error->text,
-                 no_stop ? no_stop : "\n  --interactive needs one that this program supports.");
-        if (!s->prompt_count) warn("%s\n  Prompts and texts are token ids instead.", error->text);
-        return true;
-    }
+    if (!has_tokenizer || s->tokenizer || (s->tokenizer = tokenizer_open(folder, error))) return true;
+    if (error->code != EXIT_INPUT || !tokenizer_ids(folder, &vocab, &end_of_text)) return false;
+    if (s->o.interactive || no_stop)
+        fail(EXIT_INPUT, "%s%s", error->text,
+             no_stop ? no_stop : "\n  --interactive needs one that this program supports.");
+    if (!s->prompt_count) warn("%s\n  Prompts and texts are token ids instead.", error->text);
     return true;
 }
 

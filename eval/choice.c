@@ -14,12 +14,6 @@
 
 enum { MAX_LINE = 64 << 20 };    // bytes
 
-static void *array(size_t count, size_t size) {
-    void *p = calloc(count ? count : 1, size);
-    if (!p) fail(EXIT_RESOURCE, "out of memory for the questions.");
-    return p;
-}
-
 // ---- text as lm_eval's hellaswag task prepares it (lm_eval/tasks/hellaswag/utils.py, version 0.4.13)
 
 static void replace_all(char *text, const char *from, const char *to) {
@@ -91,7 +85,7 @@ static void clean(char *text) {
 static char *capitalize(const char *text) {
     locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0);
     if (!utf8) fail(EXIT_RESOURCE, "the system has no locale C.UTF-8, which HellaSwag's texts need.");
-    char *out = array(2 * strlen(text) + 8, 1), *at = out;
+    char *out = eval_array(2 * strlen(text) + 8, 1), *at = out;
     mbstate_t in_state = {0}, out_state = {0};
     locale_t before = uselocale(utf8);
     wctrans_t title = wctrans("totitle");
@@ -166,7 +160,7 @@ static char *query_of(const cJSON *json, bool hellaswag, Where at) {
 
 static size_t encode(const Eval *e, const char *text, int32_t **ids) {
     size_t length = strlen(text);
-    *ids = array(tokenizer_capacity(length), sizeof **ids);
+    *ids = eval_array(tokenizer_capacity(length), sizeof **ids);
     return tokenizer_encode(e->tokenizer, text, length, *ids, tokenizer_capacity(length));
 }
 
@@ -210,7 +204,7 @@ static ChoiceQuestion make_question(const Eval *e, const cJSON *json, Where at) 
     if (!cJSON_IsArray(endings) || q.count < 2)
         fail(EXIT_INPUT, "%s: line %zu: expected a list of at least two \"endings\" or \"choices\".", at.path, at.line);
     q.gold = gold_of(json, q.count, at);
-    q.endings = array(q.count, sizeof *q.endings);
+    q.endings = eval_array(q.count, sizeof *q.endings);
     char *query = query_of(json, hellaswag, at);
     size_t i = 0;
     cJSON_ArrayForEach(ending, endings) {

@@ -1,6 +1,5 @@
 #include "eval/eval.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,6 +12,12 @@
 #include "runtime/human.h"
 #include "runtime/path.h"
 #include "runtime/utf8.h"
+
+void *eval_array(size_t count, size_t size) {
+    void *p = calloc(count ? count : 1, size);
+    if (!p) fail(EXIT_RESOURCE, "out of memory for the prompts.");
+    return p;
+}
 
 static bool name_taken(const Eval *e) {
     const cJSON *model;

@@ -1,6 +1,5 @@
 #include "eval/eval.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

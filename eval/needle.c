@@ -263,12 +263,6 @@ static void check_words(const EvalOptions *o) {
         fail(EXIT_USAGE, "--number %s: expected 1 to %d digits.", o->number, MAX_DIGITS);
 }
 
-static void *array(size_t count, size_t size) {
-    void *p = calloc(count, size);
-    if (!p) fail(EXIT_RESOURCE, "out of memory for the needle's prompts.");
-    return p;
-}
-
 // The lengths of --seq-lens, which must exceed the needle's.
 static void read_lengths(Needle *n, size_t needle) {
     n->length_count = eval_lengths(n->e, n->lengths);
@@ -296,7 +290,7 @@ static void open_haystack(Needle *n) {
     if (!(n->shards = shards_open(e->o.data, config, &error))) fail_with(&error);
     n->windows = shards_windows(n->shards);
     e->data = n->shards;
-    n->hay = array(n->longest + HAY_BLOCK, sizeof *n->hay);
+    n->hay = eval_array(n->longest + HAY_BLOCK, sizeof *n->hay);
     for (n->trial.sample = 0; n->trial.sample < (size_t)e->o.samples; n->trial.sample++) read_haystack(n);    // a check
     n->trial = (NeedleTrial){0};
 }
@@ -314,7 +308,7 @@ void needle_settle(Needle *n, Eval *e) {
     n->opening = special(e, CHATS[o->chat].opening);
     n->closing = CHATS[o->chat].closing ? special(e, CHATS[o->chat].closing) : -1;
     n->turn = CHATS[o->chat].turn ? special(e, CHATS[o->chat].turn) : -1;
-    n->tokens = array(4 * TEXT, sizeof *n->tokens);
+    n->tokens = eval_array(4 * TEXT, sizeof *n->tokens);
     measure_prompts(n, &needle, &n->frame);
     free(n->tokens);
     read_lengths(n, needle);
@@ -326,14 +320,14 @@ void needle_settle(Needle *n, Eval *e) {
     e->longest = positions_of(n, n->longest);
     e->work = 0;
     for (size_t i = 0; i < n->length_count; i++) e->work += (uint64_t)o->samples * n->depth_count * n->lengths[i];
-    n->tokens = array(n->longest + n->frame, sizeof *n->tokens);
-    n->previous = array(n->longest + n->frame, sizeof *n->previous);
-    n->answer_ids = array(n->answer_tokens, sizeof *n->answer_ids);
+    n->tokens = eval_array(n->longest + n->frame, sizeof *n->tokens);
+    n->previous = eval_array(n->longest + n->frame, sizeof *n->previous);
+    n->answer_ids = eval_array(n->answer_tokens, sizeof *n->answer_ids);
     size_t longest_token = 0, length;
     for (int32_t id = 0; (size_t)id < e->config->vocab; id++)
         if (tokenizer_token(e->tokenizer, id, &length) && length > longest_token) longest_token = length;
-    n->answer = array(n->answer_tokens * longest_token + 1, 1);
-    n->scores = array(2 * heads, sizeof *n->scores);
+    n->answer = eval_array(n->answer_tokens * longest_token + 1, 1);
+    n->scores = eval_array(2 * heads, sizeof *n->scores);
     n->mean_scores = n->scores + heads;
 }
 

@@ -13,12 +13,6 @@
 
 // ---- prompts
 
-static void *array(size_t count, size_t size) {
-    void *p = calloc(count ? count : 1, size);
-    if (!p) fail(EXIT_RESOURCE, "out of memory for the prompts.");
-    return p;
-}
-
 static void add_prompt(Observer *o, int32_t *ids, size_t count) {
     o->prompts = realloc(o->prompts, (o->prompt_count + 1) * sizeof *o->prompts);
     if (!o->prompts) fail(EXIT_RESOURCE, "out of memory for the prompts.");
@@ -39,7 +33,7 @@ static void read_prompt_file(Observer *o) {
         if (end > at && end[-1] == '\r') end--;
         if (at + strspn(at, " \t") >= end) end = at;    // nothing but blanks
         size_t length = (size_t)(end - at), room = tokenizer_capacity(length);
-        int32_t *ids = array(room, sizeof *ids);
+        int32_t *ids = eval_array(room, sizeof *ids);
         size_t count = tokenizer_encode(e->tokenizer, at, length, ids, room);
         snprintf(where, sizeof where, "%s: line %zu", e->o.prompt_file, line);
         if (!tokenizer_fits(e->tokenizer, ids, count, e->config->vocab, where, &error)) fail_with(&error);
@@ -76,7 +70,7 @@ static void read_data(Observer *o) {
         drawn = realloc(drawn, (drawn_count + 1) * sizeof *drawn);
         if (!drawn) fail(EXIT_RESOURCE, "out of memory for the prompts.");
         drawn[drawn_count++] = window;
-        int32_t *ids = array(T + 1, sizeof *ids);
+        int32_t *ids = eval_array(T + 1, sizeof *ids);
         if (!shards_window(e->data, window, ids, NULL, &error)) fail_with(&error);
         if (ids[0] == end_of_text) memmove(ids, ids + 1, T * sizeof *ids);
         if (ids[0] != end_of_text) add_prompt(o, ids, T);
@@ -97,15 +91,15 @@ void observe_settle(Observer *o, Eval *e) {
     e->longest = o->longest;
     e->work = 0;
     for (size_t i = 0; i < o->prompt_count; i++) e->work += 2 * o->prompts[i].count + (o->shards ? 0 : 1);
-    o->stats = array(o->layers * o->heads, sizeof *o->stats);
-    o->residual = array(o->layers, sizeof *o->residual);
-    o->by_layer = array(2 * o->layers, sizeof *o->by_layer);
-    o->sums = array(4 * o->prompt_count, sizeof *o->sums);
+    o->stats = eval_array(o->layers * o->heads, sizeof *o->stats);
+    o->residual = eval_array(o->layers, sizeof *o->residual);
+    o->by_layer = eval_array(2 * o->layers, sizeof *o->by_layer);
+    o->sums = eval_array(4 * o->prompt_count, sizeof *o->sums);
     o->losses = o->sums + 2 * o->prompt_count;
     size_t T = o->prompts[0].count;
     o->cell = (T + MAX_MAP - 1) / MAX_MAP;
     o->side = (T + o->cell - 1) / o->cell;
-    if (e->o.out) o->map = array(o->heads * o->side * o->side, sizeof *o->map);
+    if (e->o.out) o->map = eval_array(o->heads * o->side * o->side, sizeof *o->map);
 }
 
 void observe_close(Observer *o) {

@@ -36,17 +36,13 @@ typedef struct {
 typedef struct {
     void (*settle)(Evaluator *v);
     void (*run)(Evaluator *v);
-    void (*close)(Evaluator *v);
+    void (*close)(Evaluator *v);    // NULL: there is nothing to close
 } Task;
 
 // ---- loss, positions
 
 static void settle_losses(Evaluator *v) {
     losses_settle(&v->e);
-}
-
-static void close_nothing(Evaluator *v) {
-    (void)v;
 }
 
 static size_t batch_size(const Evaluator *v) {
@@ -182,11 +178,11 @@ static void close_choice(Evaluator *v) {
 static const Task *task_of(const Evaluator *v) {
     // clang-format off
     static const Task TASKS[] = {    // in the order of EvalTask
-        {settle_losses,    run_losses,    close_nothing},      // loss
-        {settle_losses,    run_losses,    close_nothing},      // positions
+        {settle_losses,    run_losses,    NULL},               // loss
+        {settle_losses,    run_losses,    NULL},               // positions
         {settle_needle,    run_needle,    close_needle},       // needle
         {settle_attention, run_attention, close_attention},    // attention
-        {settle_scores,    run_scores,    close_nothing},      // scores
+        {settle_scores,    run_scores,    NULL},               // scores
         {settle_choice,    run_choice,    close_choice},       // choice
     };
     // clang-format on
@@ -244,7 +240,7 @@ static void open_model(Evaluator *v) {
 
 static void close_model(Evaluator *v) {
     eval_close_model(&v->e);
-    task_of(v)->close(v);
+    if (task_of(v)->close) task_of(v)->close(v);
     close_computer(&v->c);
     free_arrays(v);
 }
@@ -297,6 +293,19 @@ static void begin(Evaluator *v) {
     eval_start(e);
     if (first && e->model_count == 1) add_work(e);
     if (first) bar_start(&e->bar);
+}
+
+// Evaluates the next model, after a switch to another normalizer too, and goes on to the one after it.
+static void evaluate_model(Evaluator *v) {
+    open_model(v);
+    begin(v);
+    evaluate(v);
+    if (v->e.switches) {
+        switch_normalizer(v);
+        evaluate(v);
+    }
+    eval_record_model(&v->e);
+    close_model(v);
 }
 
 // After the last model.

@@ -19,7 +19,6 @@
 #include "runtime/json.h"
 #include "runtime/own.h"
 #include "runtime/path.h"
-#include "runtime/start.h"
 #include "runtime/version.h"
 
 cJSON *eval_row(Eval *e) {
