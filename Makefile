@@ -281,28 +281,28 @@ RACES       = $(filter 1,$(TSAN))
 CXX_FLAGS   = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -g1 $(CU_OPT) -march=$(MARCH) -fno-math-errno -Wall -Wextra \
               -Wno-unknown-pragmas -Wno-psabi $(if $(filter 1,$(WERROR)),-Werror) $(SANITIZE) $(if $(RACES),,-fopenmp) $(CPPFLAGS) $(CXXFLAGS) -fPIC
 MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(MPI_COMPILE))
-compile_gpu = $(CUDA)/bin/nvcc $(NVCC_FLAGS) -MF $(@:.o=.d) -c -o $@ $<
+compile_NVCC = $(CUDA)/bin/nvcc $(NVCC_FLAGS) -MF $(@:.o=.d) -c -o $@ $<
 EMULATOR_FLAGS = -O2 -fopenmp $(filter-out -fopenmp $(CU_OPT) $(FEW) $(ONLY) $(SANITIZE),$(CXX_FLAGS))
-compile_cpu = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
+compile_CXX = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
 
-# cu_rules(folder, suffix of the programs' names, prerequisites, libraries, those of attn_c_cuda.so)
+# cu_rules(folder, suffix of the programs' names, compiler, prerequisites, libraries, those of attn_c_cuda.so)
 define cu_rules
-$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(1)/%.o $(BUILD)/runtime/cpu.o $(1)/flash.a $(1)/cuda.a $(BUILD)/library.a $(3)
+$(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(1)/%.o $(BUILD)/runtime/cpu.o $(1)/flash.a $(1)/cuda.a $(BUILD)/library.a $(4)
 	@echo '  LD  $$@$$(cannot_cu)'
-	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
+	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(5) $(LD_LIBS)
 
-$(1)/tests/%: $(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(1)/cuda.a $(BUILD)/library.a $(3)
+$(1)/tests/%: $(1)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(1)/cuda.a $(BUILD)/library.a $(4)
 	@mkdir -p $$(@D)
 	@echo '  LD  $$@'
-	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(4) $(LD_LIBS)
+	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -o $$@ $$(filter %.o,$$^) $$(filter %.a,$$^) $(5) $(LD_LIBS)
 
-$(1)/flash.so: $(1)/dev/tests/flash_so.o $(FLASH:%=$(1)/%) $(BUILD)/pic/library.a $(3)
+$(1)/flash.so: $(1)/dev/tests/flash_so.o $(FLASH:%=$(1)/%) $(BUILD)/pic/library.a $(4)
 	@echo '  LD  $$@'
-	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -shared -o $$@ $$^ $(4) $(LD_LIBS)
+	@$(CXX) $(CXXFLAGS) $(LD_FLAGS) -shared -o $$@ $$^ $(5) $(LD_LIBS)
 
-$(1)/attn_c_cuda.so: $(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(1)/%) $(BUILD)/pic/library.a $(3)
+$(1)/attn_c_cuda.so: $(1)/attention/torch/attn_c_cuda.o $(FLASH:%=$(1)/%) $(BUILD)/pic/library.a $(4)
 	@echo '  LD  $$@'
-	@$(CXX) $(CXXFLAGS) $(LDFLAGS) -shared -o $$@ $$^ $(5) -lm
+	@$(CXX) $(CXXFLAGS) $(LDFLAGS) -shared -o $$@ $$^ $(6) -lm
 
 $(1)/flash.a: $(FLASH:%=$(1)/%)
 $(1)/cuda.a: $(CUDA_SOURCES:%.cu=$(1)/%.o)
@@ -310,41 +310,26 @@ $(1)/flash.a $(1)/cuda.a:
 	@mkdir -p $$(@D)
 	@rm -f $$@
 	@ar rcs $$@ $$^
+
+$(1)/%.o: %.cu $(1)/flags
+	@mkdir -p $$(@D)
+	@echo '  $(3) $$<'
+	@$$(compile_$(3))
+
+$(1)/attention/flash_instance_%.o: attention/flash_instance.cu $(1)/flags
+	@mkdir -p $$(@D)
+	@echo '  $(3) $$< $$*'
+	@$$(compile_$(3)) -DINSTANCE=FLASH_$$*
+
+$(1)/attention/flash90_instance_%.o: attention/flash90_instance.cu $(1)/flags
+	@mkdir -p $$(@D)
+	@echo '  $(3) $$< $$*'
+	@$$(compile_$(3)) -DINSTANCE=FLASH_$$*
 endef
-$(eval $(call cu_rules,$(BUILD)/cuda,cu,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
+$(eval $(call cu_rules,$(BUILD)/cuda,cu,NVCC,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
 # -Bsymbolic: otherwise, if PyTorch has loaded the real CUDA runtime, its functions are called, not the emulator's.
 ON_CPU_LIBS = -ldl -Wl$(comma)-Bsymbolic $(if $(RACES),-fsanitize=thread)
-$(eval $(call cu_rules,$(ON_CPU),cu_on_cpu,$(EMULATOR)/emulator.a,-rdynamic $(ON_CPU_LIBS),-fopenmp $(ON_CPU_LIBS)))
-
-$(BUILD)/cuda/%.o: %.cu $(BUILD)/cuda/flags
-	@mkdir -p $(@D)
-	@echo '  NVCC $<'
-	@$(compile_gpu)
-
-$(BUILD)/cuda/attention/flash_instance_%.o: attention/flash_instance.cu $(BUILD)/cuda/flags
-	@mkdir -p $(@D)
-	@echo '  NVCC $< $*'
-	@$(compile_gpu) -DINSTANCE=FLASH_$*
-
-$(BUILD)/cuda/attention/flash90_instance_%.o: attention/flash90_instance.cu $(BUILD)/cuda/flags
-	@mkdir -p $(@D)
-	@echo '  NVCC $< $*'
-	@$(compile_gpu) -DINSTANCE=FLASH_$*
-
-$(ON_CPU)/%.o: %.cu $(ON_CPU)/flags
-	@mkdir -p $(@D)
-	@echo '  CXX $<'
-	@$(compile_cpu)
-
-$(ON_CPU)/attention/flash_instance_%.o: attention/flash_instance.cu $(ON_CPU)/flags
-	@mkdir -p $(@D)
-	@echo '  CXX $< $*'
-	@$(compile_cpu) -DINSTANCE=FLASH_$*
-
-$(ON_CPU)/attention/flash90_instance_%.o: attention/flash90_instance.cu $(ON_CPU)/flags
-	@mkdir -p $(@D)
-	@echo '  CXX $< $*'
-	@$(compile_cpu) -DINSTANCE=FLASH_$*
+$(eval $(call cu_rules,$(ON_CPU),cu_on_cpu,CXX,$(EMULATOR)/emulator.a,-rdynamic $(ON_CPU_LIBS),-fopenmp $(ON_CPU_LIBS)))
 
 # Never -O0, under which memset() is a call that the race check would see, although the emulator makes it.
 $(EMULATOR)/%.o: %.cpp $(EMULATOR)/flags
