@@ -118,7 +118,6 @@ static unsigned long long started(int pid) {
 // other.
 static double place(void) {
     char text[256] = "", space[128] = "";
-    uint64_t hash = 14695981039346656037u;    // FNV-1a
     FILE *file = file_open_system("/proc/sys/kernel/random/boot_id");
     if (file) {
         text[fread(text, 1, sizeof text / 2, file)] = 0;
@@ -126,8 +125,7 @@ static double place(void) {
     }
     if (readlink("/proc/self/ns/pid", space, sizeof space - 1) < 0) space[0] = 0;
     strcat(text, space);
-    for (const char *c = text; *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211u;
-    return (double)(hash >> 16);
+    return (double)(XXH3_64bits(text, strlen(text)) >> 16);    // a double has 53 bits
 }
 
 // Exchanges place, PID and start time among all ranks, and fills in the peers that are visible from here.

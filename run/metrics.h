@@ -3,8 +3,8 @@
 #define RUN_METRICS_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
 
 #include "runtime/error.h"
 

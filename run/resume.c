@@ -2,7 +2,6 @@
 
 #include <float.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "model/checkpoint.h"
@@ -11,6 +10,7 @@
 #include "run/run_json.h"
 #include "runtime/error.h"
 #include "runtime/json.h"
+#include "runtime/path.h"
 #include "runtime/utf8.h"
 
 // A part of state.json. path: for errors.
@@ -84,18 +84,17 @@ static void check_random(const Run *run, State random) {
 // Reads state.json. step: that of the checkpoint's name
 static void read_state(Run *run, const char *folder, uint64_t step) {
     const int64_t most = INT64_C(1) << 53;
-    char path[PATH_MAX + 16];
+    const FolderPath path = folder_path(folder, "state.json");
     Error error;
-    snprintf(path, sizeof path, "%s/state.json", folder);
-    cJSON *json = json_read(path, JSON_SMALL, &error);
+    cJSON *json = json_read(path.text, JSON_SMALL, &error);
     if (!json) fail_with(&error);
-    const State state = {json, path};
+    const State state = {json, path.text};
     run->step = state_whole(state, "step", 0, most);
     if (run->step != (int64_t)step)
         fail(EXIT_INPUT,
              "%s: \"step\": expected %llu, as in the folder's name, found %lld.\n"
              "  If the folder was renamed or copied, rename it back or remove it; otherwise the checkpoint is damaged.",
-             path, (unsigned long long)step, (long long)run->step);
+             path.text, (unsigned long long)step, (long long)run->step);
     run->tokens = state_whole(state, "tokens", 0, most);
     run->sequence = (uint64_t)state_whole(state, "data_position", 0, most);
     run->schedule.rewarm = state_whole(state, "rewarm", 0, run->step);

@@ -54,12 +54,10 @@ static void find_best(Run *run) {
 }
 
 void open_run_folder(Run *run) {
-    char path[PATH_MAX];
     Error error;
     if (!run->o.out) return;
     find_best(run);
-    snprintf(path, sizeof path, "%s/metrics.jsonl", run->o.out);
-    rank0_try(open_metrics(run, path, &error), &error);
+    rank0_try(open_metrics(run, folder_path(run->o.out, "metrics.jsonl").text, &error), &error);
     history_add(run);
     write_run(run);
 }

@@ -8,7 +8,6 @@
 #include "run/lineage.h"
 #include "runtime/error.h"
 #include "runtime/json.h"
-#include "runtime/process.h"
 
 #define STEPS_MAX 1000000000000LL      // the upper bound of --steps
 
