@@ -1,6 +1,5 @@
 // The numbers that both the reference and the C tests generate, so that no fixture has to store an input, and the
-// digest in which a fixture stores a large tensor. fixtures.py has the same formulas in Python; test_reference.py
-// compares the two. README.md explains why.
+// digest in which a fixture stores a large tensor. fixtures.py has the same formulas in Python. README.md explains why.
 #ifndef REFERENCE_HASH_H
 #define REFERENCE_HASH_H
 

@@ -295,39 +295,6 @@ static void test_large(void) {
     free(data);
 }
 
-// FAULT_AT, FAULT_KIND and FAULT_COUNT, as tests of other programs set them.
-static void test_environment(void) {
-    check_group("FAULT_AT, FAULT_KIND, FAULT_COUNT");
-    static const struct {
-        const char *at, *kind;
-        int status;
-    } cases[] = {
-        {"5", "kill", 137},          {"5", NULL, 137},  {"5", "half", 137},        {"5", "enospc", EXIT_RESOURCE},
-        {"5", "eio", EXIT_RESOURCE}, {"99", "kill", 0}, {"5", "else", EXIT_USAGE},
-    };
-    Error error = {0};
-    int status;
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        start_over();
-        fault_clear();
-        pid_t child = fork();
-        if (child == 0) {
-            memset(&fault, 0, sizeof fault);
-            setenv("FAULT_AT", cases[i].at, 1);
-            if (cases[i].kind) setenv("FAULT_KIND", cases[i].kind, 1);
-            setenv("FAULT_COUNT", "1", 1);
-            if (!freopen(in_test("stderr"), "w", stderr)) _exit(1);
-            exit(save(10, 1, &error) ? 0 : (int)error.code);
-        }
-        waitpid(child, &status, 0);
-        CHECK(WEXITSTATUS(status) == cases[i].status, "FAULT_AT=%s FAULT_KIND=%s: status %d", cases[i].at,
-              cases[i].kind ? cases[i].kind : "", WEXITSTATUS(status));
-        char *text = file_read(in_test("stderr"), 10000, NULL, &error);
-        if (cases[i].status == 0) CHECK(text && !strcmp(text, "fault points: 27\n"), "FAULT_COUNT: %s", text);
-        free(text);
-    }
-}
-
 // ---- without faults
 
 static void put(const char *step, const char *name, const char *text, const char *mode, long at) {
@@ -658,7 +625,6 @@ int main(void) {
     test_errno("ENOSPC at each point of a save", ENOSPC, "Free some space");
     test_errno("EIO at each point of a save", EIO, "The disk failed");
     test_large();
-    test_environment();
     test_damage();
     file_remove_tree(AT_FDCWD, folder, &error);
     return check_verdict();

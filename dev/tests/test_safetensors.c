@@ -1,5 +1,5 @@
 // safetensors: files that are written read back unchanged; files that break the format's rules are rejected with a
-// message that names them.
+// message that names them. test_safetensors.py compares values, and rounding to bf16, with the official package.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,20 +43,6 @@ static bool refused(const char *path, const char *part) {
     return ok;
 }
 
-// The bf16 nearest to x, ties to even. It compares x with neighboring values in float64 instead of rounding bits.
-static float nearest_bf16(float x) {
-    uint32_t bits, low, high;
-    float a, b;
-    memcpy(&bits, &x, 4);
-    low = bits & 0xFFFF0000;
-    high = low + 0x10000;
-    memcpy(&a, &low, 4);
-    memcpy(&b, &high, 4);
-    double to_a = fabs((double)x - a), to_b = isinf(b) ? fabs(ldexp(x < 0 ? -1 : 1, 128) - x) : fabs((double)x - b);
-    if (to_a != to_b) return to_a < to_b ? a : b;
-    return (low >> 16 & 1) ? b : a;
-}
-
 static void test_round_trip(void) {
     check_group("round trip of float32 and bf16");
     enum { N = 3000017 };    // longer than two of the reader's pieces, and odd
@@ -68,7 +54,7 @@ static void test_round_trip(void) {
         do {
             random = random * 6364136223846793005u + 1442695040888963407u;
             bits = (uint32_t)(random >> 32);
-            if (i % 3 == 0) bits = (bits & 0xFFFF0000) | 0x8000;    // ties
+            if (i % 2) bits &= 0xFFFF0000;    // a bf16
         } while ((bits & 0x7F800000) == 0x7F800000 || (bits & 0x7FFF0000) == 0x7F7F0000);
         memcpy(&values[i], &bits, 4);
     }
@@ -94,8 +80,8 @@ static void test_round_trip(void) {
     CHECK(!memcmp(read, values, N * sizeof *read), "float32 bits changed");
     CHECK(safetensors_read(s, "half", 1, (size_t[]){N}, read, &error), "%s", error.text);
     size_t wrong = 0;
-    for (size_t i = 0; i < N; i++) wrong += !(read[i] == nearest_bf16(values[i]));
-    CHECK(wrong == 0, "%zu of %d not rounded to the nearest bf16", wrong, N);
+    for (size_t i = 1; i < N; i += 2) wrong += memcmp(&read[i], &values[i], 4) != 0;
+    CHECK(wrong == 0, "%zu of %d bf16 changed", wrong, N / 2);
     CHECK(safetensors_read(s, "scalar", 0, NULL, &got, &error) && got == one, "scalar %g", got);
     CHECK(safetensors_read(s, "empty", 2, (size_t[]){0, 7}, &got, &error), "%s", error.text);
     got = 0;
@@ -106,49 +92,26 @@ static void test_round_trip(void) {
     free(read);
 }
 
-// All 65,536 half floats, against ldexp().
-static void test_half_floats(void) {
-    check_group("all finite half floats");
-    enum { N = 65536 };
-    uint16_t *half = malloc(N * sizeof *half);
-    float *read = malloc(N * sizeof *read);
-    Error error = {0};
-    size_t n = 0, wrong = 0;
-    for (uint32_t h = 0; h < N; h++) {
-        if ((h & 0x7C00) != 0x7C00) half[n++] = (uint16_t)h;
-    }
-    char header[200];
-    snprintf(header, sizeof header, "{\"h\":{\"dtype\":\"F16\",\"shape\":[%zu],\"data_offsets\":[0,%zu]}}", n, 2 * n);
-    Safetensors *s = safetensors_open(make_file("half", header, strlen(header), half, 2 * n), &error);
-    CHECK(s && safetensors_read(s, "h", 1, &n, read, &error), "%s", error.text);
-    for (size_t i = 0; i < n; i++) {
-        int exponent = half[i] >> 10 & 31, mantissa = half[i] & 1023;
-        double value = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
-        float expected = (float)(half[i] & 0x8000 ? -value : value);
-        wrong += memcmp(&expected, &read[i], 4) != 0;
-    }
-    CHECK(wrong == 0, "%zu of %zu half floats wrong", wrong, n);
-    safetensors_close(s);
-    free(half);
-    free(read);
-}
-
 static void test_wide(void) {
-    check_group("float64 and integers");
+    check_group("float64, half floats and integers");
     struct {
         double f64[2];
         int64_t i64[2];
-    } data = {{0.1, -1e300}, {-5, 1ll << 52}};
+        uint16_t f16[4];
+    } data = {{0.1, -1e300}, {-5, 1ll << 52}, {0x3E00, 0x8001, 0, 0xFBFF}};
     const char *header = "{\"f\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[0,16]},"
-                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]}}";
-    size_t two = 2;
-    float out[2];
+                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]},"
+                         "\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[32,40]}}";
+    size_t two = 2, four = 4;
+    float out[2], halves[4], expected[] = {1.5f, -0x1p-24f, 0, -65504};
     Error error = {0};
     Safetensors *s = safetensors_open(make_file("wide", header, strlen(header), &data, sizeof data), &error);
     CHECK(s && !safetensors_read(s, "f", 1, &two, out, &error) && strstr(error.text, "element 1 of 2"),
           "1e300 as float32: %s", error.text);
     CHECK(s && !safetensors_read(s, "l", 1, &two, out, &error) && strstr(error.text, "found I64"), "I64 as float32: %s",
           error.text);
+    CHECK(s && safetensors_read(s, "h", 1, &four, halves, &error) && !memcmp(halves, expected, sizeof halves),
+          "F16: %s", error.text);
     safetensors_close(s);
 }
 
@@ -414,7 +377,6 @@ int main(void) {
     Error error;
     if (!mkdtemp(folder)) fail(EXIT_RESOURCE, "%s: mkdtemp failed.", folder);
     test_round_trip();
-    test_half_floats();
     test_wide();
     test_wrong_requests();
     test_broken_headers();
