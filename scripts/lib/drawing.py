@@ -119,6 +119,12 @@ def high_end(late, begun):
     return min(max(late), max([*begun, 1.5 * statistics.median(late)]))
 
 
+def with_margin(low, high):
+    """The limits of an axis that shows these values."""
+    margin = 0.04 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
 def loss_limits(loaded):
     """From just below the lowest loss to just above the largest after the first twentieth of each run, so that the
     fall from ln(vocabulary) in the first steps does not flatten the rest."""
@@ -128,9 +134,7 @@ def loss_limits(loaded):
         late += [*loss[skip:], *smooth(loss)[skip:], *run_folder.column(lines, "val_loss")[skip:]]
         begun += [value for value in loss[:1] if math.isfinite(value)]
     late = [value for value in late if math.isfinite(value)] or [0.0]
-    high = high_end(late, begun)
-    margin = 0.04 * (high - min(late)) or 0.5
-    return min(late) - margin, high + margin
+    return with_margin(min(late), high_end(late, begun))
 
 
 def say_what_is_cut_off(axes):

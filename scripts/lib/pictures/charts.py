@@ -12,7 +12,6 @@ import numpy as np
 from lib import drawing
 
 MUTED = 0.65        # the opacity of what is not data
-SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass
@@ -83,30 +82,17 @@ def powers_of_two(limit):
     return [1 << i for i in range(int(limit).bit_length()) if 1 << i <= limit]
 
 
-def power_of_ten(value, _):
-    """The label of a tick at 1, 2 or 5 times a power of ten. matplotlib's own are formulas, which
-    drawing.pyplot() turns off."""
-    exponent = math.floor(math.log10(value) + 1e-9)
-    factor = round(value / 10**exponent)
-    return f"{factor} × " * (factor > 1) + "10" + str(exponent).translate(SUPERSCRIPT)
-
-
 def positive_axis(axes, values, wide=8):
-    """A logarithmic y axis where the finite values span more than a factor of `wide`. Its labels are plain numbers, or
-    all powers of ten if some are large."""
+    """A logarithmic y axis where the finite values span more than a factor of `wide`."""
     from matplotlib import ticker
-    values = [x for x in values if math.isfinite(x)]
-    plain = lambda value, _: f"{value:,.10g}"  # noqa: E731
-    if not values or min(values) <= 0 or max(values) / min(values) <= wide:
-        axes.yaxis.set_major_formatter(plain)
-        return
-    axes.set_yscale("log")
-    axis = axes.yaxis
-    narrow = max(values) / min(values) < 100
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-    axis.set_minor_locator(ticker.NullLocator() if narrow else ticker.LogLocator(subs=(2, 5)))
-    axis.set_minor_formatter(ticker.NullFormatter())
-    axis.set_major_formatter(plain if max(values) < 1e7 else power_of_ten)
+    axis, values = axes.yaxis, [x for x in values if math.isfinite(x)]
+    if values and min(values) > 0 and max(values) / min(values) > wide:
+        narrow = max(values) / min(values) < 100
+        axes.set_yscale("log")
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if narrow else (1,)))
+        axis.set_minor_locator(ticker.NullLocator() if narrow else ticker.LogLocator(subs=(2, 5)))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_major_formatter(lambda value, _: f"{value:,.10g}" if value < 1e7 else f"{value:.3g}")
 
 
 def mark_trained(axes, series, end=math.inf):

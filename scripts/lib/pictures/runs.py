@@ -162,9 +162,7 @@ def limit(axes, drawn, begun, base):
     """Without the first twentieth, whose fall from ln(vocabulary) would flatten the rest."""
     values = np.concatenate([*(values.ravel() for values in drawn), [0.0] if base else []])
     if len(values):
-        high = values.max() if base else drawing.high_end(values, begun)
-        margin = 0.05 * (high - values.min()) or 0.5
-        axes.set_ylim(values.min() - margin, high + margin)
+        axes.set_ylim(drawing.with_margin(values.min(), values.max() if base else drawing.high_end(values, begun)))
 
 
 def last_values(group, base, key):

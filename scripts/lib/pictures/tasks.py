@@ -92,8 +92,7 @@ def limits(found):
         return 0, 1
     if np.ptp(every) <= 1.5 * np.ptp(values):
         values = every
-    margin = 0.04 * (values.max() - values.min()) or 0.5
-    return values.min() - margin, values.max() + margin
+    return drawing.with_margin(values.min(), values.max())
 
 
 def draw_positions(axes, rows, T, between):
