@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import (ROOT, VOCAB, checkpoint, command, cuda_program, environment, make_data, metrics, read_header,
-                     tokens, train, write_shard)
+from trainer import (ROOT, VOCAB, command, cuda_program, environment, make_data, metrics, tensors, tokens, train,
+                     write_shard)
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
@@ -22,12 +22,8 @@ STEPS, WARMUP, LR, MIN_LR, DECAY = 10, 3, 1e-2, 0.1, 0.5
 SHAPE = dict(layers=2, heads=2, channels=16, ffn=24, vocab=VOCAB)
 
 
-def tensors(path):
-    """A safetensors file's float32 tensors, in float64."""
-    header, data = read_header(path)
-    header.pop("__metadata__", None)
-    return {name: torch.tensor(np.frombuffer(data[slice(*t["data_offsets"])], "<f4").reshape(t["shape"]).astype("f8"))
-            for name, t in header.items() if t["dtype"] == "F32"}
+def in_double(out, step, name="model.safetensors"):
+    return {name: torch.tensor(t, dtype=torch.float64) for name, t in tensors(out, step, name).items()}
 
 
 def test_threads_change_nothing(tmp_path):
@@ -78,16 +74,20 @@ def schedule(step):
     return LR * (MIN_LR + (1 - MIN_LR) * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2)
 
 
+def gradients(parameters, data, config, sequences, step):
+    """The reference's loss and gradients of a step. Sequence g is window g modulo the number of windows."""
+    T, windows = config.L, (len(data) - 1) // config.L
+    starts = [(step * sequences + i) % windows * T for i in range(sequences)]
+    batch = torch.tensor(np.stack([data[a:a + T + 1] for a in starts]).astype("i8"))
+    return reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config)[1:]
+
+
 def expected_steps(start, data, config, sequences, clip):
-    """(loss, lr, gradient norm) of each step in the reference, and its AdamW at the end. Sequence g is window g modulo
-    the number of windows."""
-    parameters, T = {name: p.clone() for name, p in start.items()}, config.L
-    windows = (len(data) - 1) // T
+    """(loss, lr, gradient norm) of each step in the reference, and its AdamW at the end."""
+    parameters = {name: p.clone() for name, p in start.items()}
     optimizer, lines = reference.AdamW(parameters, DECAY), []
     for step in range(STEPS):
-        starts = [(step * sequences + i) % windows * T for i in range(sequences)]
-        batch = torch.tensor(np.stack([data[a:a + T + 1] for a in starts]).astype("i8"))
-        _, loss, grads = reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config)
+        loss, grads = gradients(parameters, data, config, sequences, step)
         lines.append((loss, schedule(step), optimizer.step(grads, schedule(step), clip)))
     return np.array(lines), optimizer
 
@@ -134,8 +134,7 @@ def test_float32_steps_match_the_reference(tmp_path, data, case):
     more = [word for name, value in objective.items() for word in (f"--{name.replace('_', '-')}", value)]
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
     train(tmp_path, *flags(tmp_path / "run", *CASES[case]), *more)
-    start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
-                  for out, step in (("start", 0), ("run", STEPS)))
+    start, end = (in_double(tmp_path / out, step) for out, step in (("start", 0), ("run", STEPS)))
 
     config = reference.Config(**SHAPE, **objective, tied=bool(tied), attn=attn, L=T)
     expected, optimizer = expected_steps(start, data, config, batch * accumulate, clip)
@@ -148,7 +147,7 @@ def test_float32_steps_match_the_reference(tmp_path, data, case):
                                    err_msg=("loss", "lr", "gradient's norm")[column])
 
     assert_near(changes(end, start), changes(optimizer.parameters, start), 1e-3, "the change")
-    state = tensors(checkpoint(tmp_path / "run", STEPS) / "optimizer.safetensors")
+    state = in_double(tmp_path / "run", STEPS, "optimizer.safetensors")
     for kind in ("exp_avg", "exp_avg_sq"):
         moments = {name.removesuffix("." + kind): t for name, t in state.items() if name.endswith("." + kind)}
         assert_near(moments, getattr(optimizer, kind), 1e-3, kind)
@@ -159,9 +158,9 @@ def test_bfloat16_steps_stay_close_to_float32(tmp_path, data, case):
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
     for dtype in ("fp32", "bf16"):      # at --lr 0.01 rounding alone can change a step's gradient by tens of percent
         train(tmp_path, *flags(tmp_path / dtype, *CASES[case]), "--lr", LR / 5, "--dtype", dtype)
-    start = tensors(checkpoint(tmp_path / "start", 0) / "model.safetensors")
-    single = tensors(checkpoint(tmp_path / "fp32", STEPS) / "model.safetensors")
-    state = tensors(checkpoint(tmp_path / "bf16", STEPS) / "optimizer.safetensors")
+    start = in_double(tmp_path / "start", 0)
+    single = in_double(tmp_path / "fp32", STEPS)
+    state = in_double(tmp_path / "bf16", STEPS, "optimizer.safetensors")
     master = {name.removesuffix(".master"): t for name, t in state.items() if name.endswith(".master")}
 
     a, b = (np.array(metrics(tmp_path / dtype, ["loss", "grad_norm"])) for dtype in ("bf16", "fp32"))
@@ -183,7 +182,7 @@ def in_float64(monkeypatch):
 def torch_steps(start, data, config, sequences, clip):
     """Losses and parameters after STEPS steps of torch.optim.Muon for the layers' matrices and torch.optim.AdamW for
     all other tensors, by the reference's gradients in float64; and the two optimizers."""
-    parameters, T = {name: p.clone() for name, p in start.items()}, config.L
+    parameters = {name: p.clone() for name, p in start.items()}
     hidden = [p for name, p in parameters.items() if name.endswith(HIDDEN)]
     rest = [{"params": [p for name, p in parameters.items()
                         if not name.endswith(HIDDEN) and reference.decays(name) == bool(decay)], "weight_decay": decay}
@@ -192,9 +191,7 @@ def torch_steps(start, data, config, sequences, clip):
     adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(STEPS):
-        starts = [(step * sequences + i) % ((len(data) - 1) // T) * T for i in range(sequences)]
-        batch = torch.tensor(np.stack([data[a:a + T + 1] for a in starts]).astype("i8"))
-        _, loss, grads = reference.gradients(parameters, batch[:, :-1], batch[:, 1:], config)
+        loss, grads = gradients(parameters, data, config, sequences, step)
         scale = min(1, clip / (reference.global_norm(grads.values()) + 1e-6))
         losses.append(loss)
         for name, p in parameters.items():
@@ -214,13 +211,12 @@ def test_muon_equals_torch(tmp_path, data, case, monkeypatch):
     attn, tied, batch, T, accumulate, clip = CASES[case]
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0, shape=shape))
     train(tmp_path, *flags(tmp_path / "run", *CASES[case], shape=shape), "--optimizer", "muon")
-    start, end = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
-                  for out, step in (("start", 0), ("run", STEPS)))
+    start, end = (in_double(tmp_path / out, step) for out, step in (("start", 0), ("run", STEPS)))
     config = reference.Config(**shape, tied=bool(tied), attn=attn, L=T)
     losses, parameters, momentum = torch_steps(start, data, config, batch * accumulate, clip)
     np.testing.assert_allclose([loss for loss, in metrics(tmp_path / "run", ["loss"])], losses, rtol=1e-5)
     assert_near(changes(end, start), changes(parameters, start), 1e-3, "the change")
-    state = tensors(checkpoint(tmp_path / "run", STEPS) / "optimizer.safetensors")
+    state = in_double(tmp_path / "run", STEPS, "optimizer.safetensors")
     got = {name.removesuffix(".momentum"): t for name, t in state.items() if name.endswith(".momentum")}
     assert_near(got, momentum, 1e-3, "the momentum")
     assert {name.rpartition(".")[0] for name in state if name.endswith(".exp_avg")} == start.keys() - momentum.keys()
@@ -233,8 +229,7 @@ def test_muon_by_the_cuda_source(tmp_path, data, monkeypatch):
     attn, tied, batch, T, accumulate, clip = case = CASES["softmax"]
     train(tmp_path, *flags(tmp_path / "start", *case, steps=0, shape=shape))
     train(tmp_path, *flags(tmp_path / "run", *case, shape=shape), "--optimizer", "muon", program=cuda)
-    start, ours = (tensors(checkpoint(tmp_path / out, step) / "model.safetensors")
-                   for out, step in (("start", 0), ("run", STEPS)))
+    start, ours = (in_double(tmp_path / out, step) for out, step in (("start", 0), ("run", STEPS)))
     how = start, data, reference.Config(**shape, tied=bool(tied), attn=attn, L=T), batch * accumulate, clip
     theirs = torch_steps(*how)[1]
     in_float64(monkeypatch)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = Path(os.environ.get("TRAIN_GPT2", ROOT / "train_gpt2")).absolute()
@@ -198,6 +199,14 @@ def assert_held(program, argument, processes=1):
     assert found == processes
 
 
+def run_json(out):
+    return json.loads((Path(out) / "run.json").read_text())
+
+
+def lineage(out):
+    return run_json(out)["lineage"]
+
+
 def read_header(path):
     """The header and the data of a safetensors file."""
     raw = path.read_bytes()
@@ -205,12 +214,13 @@ def read_header(path):
     return json.loads(raw[8:8 + size]), raw[8 + size:]
 
 
+def tensors(out, step, name="model.safetensors"):
+    """The tensors of a checkpoint's file, which must be float32."""
+    return load_file(checkpoint(out, step) / name)
+
+
 def embedding(out, step):
-    """The embeddings of a checkpoint in float32."""
-    header, data = read_header(checkpoint(out, step) / "model.safetensors")
-    entry = header["model.embed_tokens.weight"]
-    begin, end = entry["data_offsets"]
-    return np.frombuffer(data[begin:end], "<f4").reshape(entry["shape"])
+    return tensors(out, step)["model.embed_tokens.weight"]
 
 
 def write_header(path, header, data):
