@@ -36,7 +36,7 @@ for word; do
 done
 if [ $all = 1 ]; then
     unset DRAW
-    export STOPS=all FLASH_ALL=1 CUDA_ON_CPU_LONG=1 MACHINES_LONG=1 VOCABULARIES_LONG=1 SOAK=21600 FOREIGN=all CONTAINER_LONG=1 \
+    export FLASH_ALL=1 CUDA_ON_CPU_LONG=1 MACHINES_LONG=1 VOCABULARIES_LONG=1 SOAK=21600 FOREIGN=all CONTAINER_LONG=1 \
         CUDA_BUILD=all GPU_REHEARSAL=1 LM_EVAL=1 LLAMA_CPP=${LLAMA_CPP:-build/llama_cpp/bin/python}
 else
     export DRAW=${DRAW:-$(git rev-parse HEAD 2>/dev/null || echo none)}

@@ -90,7 +90,7 @@ NOT_DRAWN = re.compile(r"scripts/(lib/(pictures/|drawing|canvas|grid_report)|plo
 
 # Without the variables that make tests long (dev/notes/tests.md) or draw their cases, and with builds that take little
 # time.
-LONG = ("STOPS", "FLASH_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN", "CUDA_BUILD",
+LONG = ("FLASH_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN", "CUDA_BUILD",
         "GPU_REHEARSAL", "LLAMA_CPP", "LM_EVAL", "DRAW", "DRAW_ONE_IN", "WERROR")
 INSTANCES = ("exp exp_recenter exp_recenter_l1 sigmoid relu2 relu6 softplus softplus_reweight any any_recenter_l1 "
              "any_reweight float float_recenter float_recenter_l1 float_reweight")
