@@ -7,20 +7,19 @@ import os
 import re
 import resource
 import shutil
-import signal
-import struct
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import byte_text
-from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, read_header,
-                     says, sign, steps, tokens, train, write_header, write_shard)
+from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, says, sign,
+                     steps, tokens, train, write_shard)
 
-USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY, STOPPED = 2, 3, 4, 5, 6, 7, 75
+USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY = 2, 3, 4, 5, 6, 7
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +62,9 @@ def shard_with(folder, **how):
 
 @pytest.mark.parametrize("name, how, parts", [
     ("d_train_000001.bin", dict(version=2), ["offset 4", "expected version 1", "found 2", "Recreate"]),
-    ("d_train_000001.bin", dict(magic=20240801, version=7, count=1001),
-     ["1,001 tokens (5,028 bytes)", "5,024 bytes", "truncated"]),
-    ("d_train_000001.bin", dict(count=999), ["999 tokens (3,022 bytes)", "3,024 bytes", "extra data"]),
     ("*_train_*.bin", dict(ids=tokens(8)),
      ["too little data", "8 tokens", "0 windows of 8 + 1", "4 are needed", "--batch"]),
-    ("*_train_*.bin", dict(ids=tokens(32)), ["too little data", "3 windows of 8 + 1", "4 are needed"]),
     ("d_val_000000.bin", dict(count=2000), ["2,000 tokens", "truncated"]),
-    ("d_train_000001.mask", dict(ids=[1] * 999, magic=20240521), ["offset 8", "999", "1,000", "both"]),
-    ("d_train_000001.mask", dict(ids=[1] * 999 + [2], magic=20240521), ["offset 2,023", "expected 0 or 1", "found 2"]),
 ])
 def test_broken_data(tmp_path, name, how, parts):
     """What else can be broken is in test_shards.c."""
@@ -82,16 +75,6 @@ def test_broken_data(tmp_path, name, how, parts):
     out = tmp_path / "out"
     says(run_data(tmp_path, "--val-data", tmp_path / "d_val_000000.bin", "--out", out), f"{tmp_path}/{name}", *parts)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("name, message", [("short", "short.bin: too little data"), ("broken", "truncated")])
-def test_a_broken_source_of_a_mixture(tmp_path, name, message):
-    for source, count in {"good": 1000, "short": 16, "broken": 100}.items():
-        write_shard(tmp_path / f"{source}.bin", tokens(count), count=200 if source == "broken" else None)
-    text = run_data(tmp_path, "--train-data", f"{tmp_path}/good.bin:0.7,{tmp_path}/{name}.bin:0.3", "--out",
-                    tmp_path / "out")
-    says(text, f"{name}.bin", message)
-    assert not (tmp_path / "out").exists()
 
 
 TINY = "layers=1,heads=1,channels=16,ffn=16"      # with the vocabulary of the tokenizer
@@ -136,24 +119,13 @@ def test_id_above_the_vocabulary(tmp_path):
     says(run_data(tmp_path, "--dry-run"), path, "offset 3,022", "token id 50000")
 
 
-@pytest.mark.parametrize("name", ["d_train_000001.bin", "d_val_000000.bin"])
-def test_a_pipe_in_place_of_a_file(tmp_path, name):
-    """Opening a pipe waits for a writer, perhaps forever. For other files: test_endless_files."""
-    if name != "d_train_000001.bin":
-        shard_with(tmp_path)
-    os.mkfifo(tmp_path / name)
-    val = ["--val-data", tmp_path / name] if "val" in name else []
-    says(train(tmp_path, "--steps", 2, *val, code=INPUT, timeout=30), tmp_path / name, "pipe")
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_a_pipe_in_place_of_samples(data, run, read):
+def test_a_pipe_in_place_of_samples(data, run):
+    """One that somebody reads; without a reader: test_nothing_is_appended_through_a_link."""
     os.mkfifo(run / "samples.txt")
-    reader = os.open(run / "samples.txt", os.O_RDONLY | os.O_NONBLOCK) if read else None
+    reader = os.open(run / "samples.txt", os.O_RDONLY | os.O_NONBLOCK)
     text = train(data, "--resume", "--out", run, "--steps", 5, "--sample-every", 1, timeout=30, model=False)
     says(text, "samples.txt: cannot write the sample of step 5", "Training continues")
-    if read:
-        os.close(reader)
+    os.close(reader)
 
 
 def test_past_2_gib(tmp_path):
@@ -186,11 +158,10 @@ def init_from(data, model, code=INPUT, steps=1):
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def edit_tensors(model, change):
-    from safetensors.numpy import load_file, save_file
-    tensors = {name: tensor.copy() for name, tensor in load_file(model / "model.safetensors").items()}
+def edit_tensors(path, change):
+    tensors = {name: tensor.copy() for name, tensor in load_file(path).items()}
     change(tensors)
-    save_file(tensors, model / "model.safetensors")
+    save_file(tensors, path)
 
 
 def test_an_intact_model_loads(data, model):
@@ -210,14 +181,7 @@ def with_config(**changes):
 
 
 def with_tensors(change):
-    return lambda model: edit_tensors(model, change)
-
-
-def with_header_of(length):
-    def change(model):
-        path = model / "model.safetensors"
-        path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    return change
+    return lambda model: edit_tensors(model / "model.safetensors", change)
 
 
 def with_text(text):
@@ -229,10 +193,6 @@ WRONG_MODELS = [
     (with_tensors(lambda t: t.pop(SCALE)), [f"expected a tensor {SCALE}", "none of that name", "config.json"]),
     (with_tensors(lambda t: spoil(t, float("nan"))),
      ["model.safetensors", UP, "expected finite values", "element 53 of 384", "offset ", "earlier checkpoint"]),
-    (with_tensors(lambda t: t.update({UP: t[UP].astype("float64") * 1e300})),
-     [UP, "expected finite values", "the number is beyond float32's range, or the file is"]),
-    (with_header_of(10 ** 7), ["model.safetensors", "offset 0", "found 10000000", "damaged"]),
-    (with_header_of(2 ** 63), ["offset 0", f"found {2 ** 63}", "not a safetensors file"]),
     *((with_text(text), ["config.json", "expected"]) for text in (b"", b"\xff\xfe", b"[]")),
     (with_text(b"{\"a\": 1, \"a\": 2}"), ["config.json", "twice"]),
     (with_config(num_key_value_heads=0), ["num_key_value_heads", "1 to 1024"]),
@@ -241,8 +201,6 @@ WRONG_MODELS = [
     (with_config(hidden_size=None), ["hidden_size", "whole number"]),
     (with_config(intermediate_size=25), ["[25, 16]", "[24, 16]"]),
     (with_config(rope_theta=500000), ["rope_theta is 500000", "rope_parameters.rope_theta is 10000"]),
-    (with_config(attention_normalizer={"name": "ssmx"}), ["ssmx", "ssmax"]),
-    (with_config(attention_normalizer=5), ["attention_normalizer", "name"]),
 ]
 
 
@@ -289,8 +247,6 @@ def without_entry(folder):
 
 
 DAMAGED = {     # what is done to a checkpoint, and what is said about it
-    "cut": (lambda folder: os.truncate(folder / "optimizer.safetensors", 999), ["optimizer.safetensors", "found 999"]),
-    "manifest": (lambda folder: (folder / "manifest.json").write_text("{\"files\": 3}"), ["manifest.json"]),
     "link": (lambda folder: link_to_itself(folder / "state.json"), ["state.json", "Too many levels of symbolic links"]),
     "entry": (without_entry, ["manifest.json", "expected an entry of optimizer.safetensors"]),
 }
@@ -305,12 +261,6 @@ def test_a_damaged_checkpoint_is_skipped(data, run, name):
     assert text.count("Skipping") == 1 and "delete this folder" not in text and "missing" not in text
 
 
-def test_a_link_is_no_checkpoint(data, run):
-    link = checkpoint(run, 5)
-    link.symlink_to("/nonexistent")
-    says(resume(data, run), "warning", "is a link", f"Skipping {link}", "resumes at step 4")
-
-
 def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
     """Starting over would truncate the metrics of a run whose checkpoints may still be repaired."""
     for step in steps(run):
@@ -318,15 +268,6 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_over(data, run):
     before = metrics(run)
     says(resume(data, run, code=INPUT), f"{run}/ckpt", "every checkpoint is damaged", "another --out")
     assert metrics(run) == before
-
-
-def test_weights_of_a_manifest_without_a_needed_file(data, run):
-    """Such a checkpoint cannot be resumed, but its weights can be loaded."""
-    folder = checkpoint(run, 4)
-    without_entry(folder)
-    init_from(data, folder, code=0)
-    (folder / "manifest.json").write_text('{"files": {}}')
-    says(init_from(data, folder), folder / "manifest.json", "expected an entry of config.json", "damaged")
 
 
 OWED = {"loss": 4, "lr": 0.01, "grad_norm": 123, "ms": 1, "tok_per_s": 1, "mfu": 0.1}
@@ -352,24 +293,15 @@ def test_malformed_state(data, run, change, parts):
     says(resume(data, run, code=INPUT), path, *parts)
 
 
-def test_second_moments_below_zero(data, run):
+@pytest.mark.parametrize("change, parts", [
+    (lambda moments: moments[f"{UP}.exp_avg_sq"].put(2, -1e-9), ["exp_avg_sq", "at least 0", "element 2 of"]),
+    (lambda moments: moments.pop(f"{UP}.exp_avg"), [f"{UP}.exp_avg", "none of that name"]),
+])
+def test_wrong_moments(data, run, change, parts):
     path = checkpoint(run, 4) / "optimizer.safetensors"
-    header, content = read_header(path)
-    content = bytearray(content)
-    at = header[f"{UP}.exp_avg_sq"]["data_offsets"][0] + 8
-    content[at:at + 4] = struct.pack("<f", -1e-9)
-    write_header(path, header, bytes(content))
+    edit_tensors(path, change)
     sign(path.parent, "optimizer.safetensors")
-    says(resume(data, run, code=INPUT), path, f"{UP}.exp_avg_sq", "at least 0", "element 2 of", "earlier checkpoint")
-
-
-def test_missing_moment(data, run):
-    path = checkpoint(run, 4) / "optimizer.safetensors"
-    header, content = read_header(path)
-    header[f"{UP}.exp_moved"] = header.pop(f"{UP}.exp_avg")
-    write_header(path, header, content)
-    sign(path.parent, "optimizer.safetensors")
-    says(resume(data, run, code=INPUT), path, f"{UP}.exp_avg", "none of that name")
+    says(resume(data, run, code=INPUT), path, *parts)
 
 
 @pytest.mark.parametrize("change, parts", [
@@ -377,9 +309,6 @@ def test_missing_moment(data, run):
     (lambda run: "{}", ["arguments", "lineage", "--init-from"]),
     (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "batch": "four"}}),
      ["batch", "whole number", "damaged"]),
-    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "dtype": "fp8"}}),
-     ["dtype", "fp32|bf16", "damaged"]),
-    (lambda run: json.dumps({**run, "arguments": {**run["arguments"], "zzz": 1}}), ['"zzz": expected a flag']),
 ])
 def test_malformed_run_json(data, run, change, parts):
     path = run / "run.json"
@@ -426,20 +355,6 @@ def test_resume_may_change(data, run):
 @pytest.mark.parametrize("flag, value", [("--total-batch-tokens", 64), ("--val-tokens", 8)])
 def test_resume_may_not_change_what_a_step_reads(data, run, flag, value):
     says(resume(data, run, flag, value, code=USAGE), flag)
-
-
-def test_resume_with_other_data(data, run, tmp_path):
-    """The shards have the same names, but different tokens."""
-    moved = shutil.copytree(data, tmp_path / "data")
-    write_shard(moved / "d_train_000001.bin", tokens(3000, 77))
-    arguments = json.loads((run / "run.json").read_text())
-    arguments["arguments"]["train-data"] = f"{moved}/*_train_*.bin"
-    (run / "run.json").write_text(json.dumps(arguments))
-    says(resume(moved, run, code=USAGE), "train data differs from the run's", "run's data", "data given", "--init-from")
-
-
-def test_moved_run_folder(data, run, tmp_path):
-    says(resume(data, shutil.move(run, tmp_path / "moved")), "resumes at step 4")
 
 
 def test_two_jobs_in_one_folder(data, tmp_path):
@@ -506,6 +421,8 @@ def test_the_plan_names_what_it_does(data, tmp_path):
          "update    muon, learning rate 0.01, cosine after 20 steps of warmup, z-loss 0.0001\n",
          "run       300 steps, 9.60 k tokens, ", " epochs, nothing is saved")
     assert "although" not in train(data, "--dry-run") and "warning" not in text
+    text = train(data, "--dry-run", "--attn", "softmax+norm=l1+1")
+    says(text, "attention softmax+norm=l1+1, the same as softmax1, L = 8")
 
 
 def test_tokenizers_that_cannot_be_compared(tmp_path):
@@ -627,7 +544,8 @@ def test_endless_files(data, model, run, tmp_path, what):
     shutil.rmtree(checkpoint(run, 2))
     new = ["--steps", 1, "--out", tmp_path / "new", "--model", MODEL.replace("vocab=97", "vocab=300")]
     cases = [(model / name, ["--init-from", model], INPUT) for name in ("model.safetensors", "config.json")]
-    cases += [(folder / name, new, INPUT) for name in ("d_train_000001.mask", "tokenizer.json")]
+    cases += [(folder / f"d_train_000001.{end}", new, INPUT) for end in ("bin", "mask")]
+    cases += [(folder / "tokenizer.json", new, INPUT)]
     cases += [(folder / name, new, 0) for name in ("tokenizer_config.json", "chat_template.jinja")]
     cases += [(tmp_path / "flags.toml", ["--config", tmp_path / "flags.toml"], INPUT)]
     cases += [(path, ["--resume", "--out", run, "--steps", 6], code) for path, code in (
@@ -865,33 +783,12 @@ def wait_for(process, text):
     pytest.fail(f"no {text!r} in:\n" + "".join(lines))
 
 
-def test_ctrl_c_on_two_ranks(data, tmp_path):
-    out = tmp_path / "out"
-    flags = ["--steps", 10 ** 7, "--out", out, "--ckpt-every", 0, "--val-every", 0]
-    process = subprocess.Popen(command(data, *flags, processes=2), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True)
-    wait_for(process, "| loss ")
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == STOPPED, text
-    done = len(metrics(out))
-    assert steps(out) == [done]
-    says(text, f"stopped by a signal at step {done}", "--resume")
-    says(train(data, *flags, "--steps", done + 1, "--resume", processes=2), f"resumes at step {done:,}")
-
-
 # ---- several ranks: one message, within seconds, and the exit code
 
 
-@pytest.mark.parametrize("flags, code, message", [
-    (["--stpes", 3], USAGE, "unknown flag"),
-    (["--dry-run", "--seq-len", 16, "--batch", 300], INPUT, "too little data"),
-])
-def test_several_ranks_print_one_message(data, flags, code, message):
-    start = time.monotonic()
-    text = train(data, *flags, processes=2, code=code)
-    assert text.count("train_gpt2: ") == 1 and text.count(message) == 1, text
-    assert time.monotonic() - start < 15
+def test_several_ranks_print_one_message(data):
+    text = train(data, "--dry-run", "--seq-len", 16, "--batch", 300, processes=2, code=INPUT, timeout=15)
+    assert text.count("train_gpt2: ") == 1 and text.count("too little data") == 1, text
 
 
 def test_several_ranks_find_the_folder_locked(data, run):

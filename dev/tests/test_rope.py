@@ -132,9 +132,6 @@ def test_a_new_run_from_weights_keeps_or_replaces_their_scaling(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags, parts", [
-    (["--rope-scaling", "yran:4:8"],
-     ["--rope-scaling yran:4:8: unknown scaling. Did you mean yarn?", "llama3:FACTOR:LOW:HIGH:ORIGINAL"]),
-    (["--rope-scaling", "linear"], ["--rope-scaling linear: expected linear:FACTOR."]),
     (["--rope-scaling", "ntk", "--model", "layers=1,heads=4,channels=8,ffn=24,vocab=97"],
      ["--rope-scaling ntk", "heads of size 2"]),
     (["--rope-scaling", "ntk", "--norm-length", 4, "--seq-len", "4,8"],

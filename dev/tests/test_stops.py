@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import byte_text
-from trainer import MODEL, assert_same_run, checkpoint, command, environment, metrics, steps, train
+from trainer import (MODEL, assert_same_run, checkpoint, command, environment, lineage, metrics, run_json, steps, train)
 
 TOTAL = 6
 
@@ -28,15 +28,6 @@ def weights(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("weights") / "out"
     train(data, "--steps", 5, "--attn", "ssmax+norm=L", "--out", out)
     return checkpoint(out, 5)
-
-
-def run_json(out):
-    return json.loads((out / "run.json").read_text())
-
-
-def lineage(out):
-    """The whole lineage, including the validation losses before and after each change."""
-    return run_json(out)["lineage"]
 
 
 def switches(out):
@@ -168,19 +159,6 @@ def test_stopped_in_the_last_validation(data, faults, tmp_path):
 # ---- changes of normalizer
 
 
-def test_the_same_command_again(data, tmp_path):
-    """The command is repeated after the change, at its step, and before it."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    switch = ["--attn-switch", "5:ssmax", "--sample-every", 4]
-    train(data, *switch, "--steps", 12, "--out", whole)
-    for total in (3, 5, 6, 9, 12):
-        train(data, *switch, "--steps", total, "--out", out, "--resume")
-    assert_same_run(whole, out, 12)
-    assert switches(out) == [(5, "softmax", "ssmax")]
-    text = train(data, "--attn-switch", "5:sigmoid", "--steps", 14, "--out", out, "--resume", code=2)
-    assert "the run is already at step 12; choose that step or a later one" in text
-
-
 def two_switches(data, out):
     """Switches to SSMax at step 3 and, by a flag of a later command, to softmax1 at step 7; every checkpoint is
     kept."""
@@ -251,13 +229,6 @@ def test_a_pending_switch_can_be_postponed(data, tmp_path):
     train(data, "--attn-switch", "6:ssmax", "--steps", 4, "--out", out)
     train(data, "--attn-switch", "8:softmax1", "--steps", 10, "--out", out, "--resume")
     assert switches(out) == [(8, "softmax", "softmax1")]
-
-
-def test_attn_on_resume_points_to_attn_switch(data, tmp_path):
-    train(data, "--steps", 1, "--out", tmp_path)
-    text = train(data, "--steps", 2, "--out", tmp_path, "--resume", "--attn", "ssmax", code=2)
-    assert "--attn is ssmax, but the run started with softmax" in text and "use --attn-switch STEP:NAME." in text
-    assert "--attn-switch" not in train(data, "--steps", 2, "--out", tmp_path, "--resume", "--seed", 2, code=2)
 
 
 @pytest.mark.parametrize("steps, warmup", [(1, 0), (29, 2), (50_000, 1000)])
@@ -482,15 +453,6 @@ def test_metrics_are_synced_before_a_checkpoint_is_committed(data, faults, tmp_p
     assert len(metrics(tmp_path / "killed")) == 1 and steps(tmp_path / "killed") == []
 
 
-def test_a_tokenizer_file_that_cannot_be_copied(data, tmp_path):
-    folder = shutil.copytree(data, tmp_path / "data")
-    byte_text.write_tokenizer(folder)
-    (folder / "chat_template.jinja").mkdir()
-    text = train(folder, "--steps", 1, "--out", tmp_path / "out", "--model", MODEL.replace("vocab=97", "vocab=300"))
-    assert "chat_template.jinja: " in text and "The checkpoint is saved without this file" in text
-    assert (checkpoint(tmp_path / "out", 1) / "tokenizer.json").exists()
-
-
 @pytest.mark.parametrize("keep, attempts", [(0, 3), (2, 2)])
 def test_a_tokenizer_is_taken_from_where_it_is_whole(data, tmp_path, keep, attempts):
     """If one file cannot be copied, the next save does not take the rest for all of it, but tries again, as long as
@@ -540,11 +502,3 @@ def test_a_link_does_not_carry_a_file_into_a_checkpoint(data, tmp_path, name, ta
         assert f"{folder / name}: " in text and "--follow-links 1" in text and not (out / "ckpt").exists(), text
         train(folder, "--steps", 1, "--out", out, "--model", model, "--follow-links", 1)
     assert (checkpoint(out, 1) / name).read_bytes() == (real / "secret").read_bytes()
-
-
-def test_lost_samples_are_reported(data, tmp_path):
-    out = tmp_path / "out"
-    (out / "samples.txt").mkdir(parents=True)
-    text = train(data, "--steps", 4, "--sample-every", 2, "--out", out)
-    assert re.search(r"warning: .*samples.txt: cannot write the sample of step 2: Is a directory", text)
-    assert text.count("samples.txt: cannot write the sample of") == 2
