@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from lib import command_line, drawing, files, grid_file, grid_report  # noqa: E402
 from lib.grid_store import ROOT  # noqa: E402
+from lib.pictures import grids  # noqa: E402
 
 import grid_tables  # noqa: E402
 
@@ -36,9 +37,10 @@ PAGES = (("study", "white", "black"), ("study_dark", "#0d1117", "#e6edf3"))     
 
 
 def neutral(color):
+    """Has it no hue? Numbers in the cells of a map are not quite black or white, and stay so."""
     from matplotlib.colors import to_rgb
     red, green, blue = to_rgb(color)
-    return max(red, green, blue) - min(red, green, blue) < 0.05
+    return max(red, green, blue) - min(red, green, blue) < 0.05 and color not in ("#010101", "#fefefe")
 
 
 def for_pages(figure):
@@ -62,7 +64,7 @@ def points(plan, name, beyond):
         losses = grid_report.of_seeds(plan, row, row.sizes[0], row.seeds,
                                       beyond.format(T // L) if T > L else "positions", "loss", str(T))
         if losses:
-            found.append((T, statistics.fmean(losses), *grid_report.spreads([losses])))
+            found.append((T, statistics.fmean(losses), *grids.spreads([losses])))
     return found
 
 
@@ -89,7 +91,7 @@ def study_figure(plan, page, background, text):
         for (_, _, _, colors, dash), found in lines:
             x, y, spread = zip(*found)
             axes.plot(x, y, color=colors[page], linestyle=dash, linewidth=2, marker="o", markersize=3.5)
-            grid_report.draw_band(axes, x, y, spread, colors[page])
+            grids.draw_band(axes, x, y, spread, colors[page])
         lengths = sorted({T for _, found in lines for T, *_ in found})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [grid_report.column_title(plan, str(T)) for T in lengths])
@@ -111,7 +113,7 @@ def main():
     options = parser.parse_args()
     try:
         for file, grid, name, title in FIGURES:
-            figure = dict(grid_report.pictures(grid_tables.plan_of(grid)))[name]
+            figure = dict(grids.figures(grid_tables.plan_of(grid)))[name]
             if figure.get_suptitle() or len(figure.axes) > 1:
                 figure.suptitle(title)
             else:

@@ -4,13 +4,12 @@ import math
 import re
 import statistics
 import sys
-import textwrap
 from dataclasses import dataclass
 from html import escape
 
 from lib import drawing, files, grid_statistics
 from lib.grid_file import LONGEST, Run, base_of, terms
-from lib.grid_parts import slug
+from lib.grid_parts import from_root, slug
 from lib.grid_store import attn_of, eval_attn, eval_key, key_of
 
 # Metrics that are infinite where a run diverged; others are then unknown.
@@ -280,14 +279,6 @@ def members(plan):
             for row in plan.grid.rows.values() for size in row.sizes]
 
 
-def groups(plan):
-    """{group: its members}, in the file's order."""
-    found = {}
-    for member in members(plan):
-        found.setdefault(member[1].group, []).append(member)
-    return found
-
-
 def seeds_of(plan, row, size, name):
     """{seed: True} of the seeds with results, a diverged run's among them."""
     runs = [Run(row.name, size, seed) for seed in row.seeds]
@@ -537,284 +528,11 @@ def claims_table(plan):
     return Table("Claims", [head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
-# ---------------------------------------------------------------- pictures
-
-UNLABELED = re.compile(r"_child\d+|_nolegend_")      # matplotlib's labels of lines without one
-SPREAD = "± standard deviation over seeds"
-
-
-def spreads(numbers):
-    """For each place, the standard deviation of its numbers; 0 where it is not known. numbers: a list for each
-    place."""
-    return [x if math.isfinite(x) else 0.0 for x in map(deviation, numbers)]
-
-
-def draw_band(axes, x, y, spread, color):
-    """A band of the spread around a curve, if it has any."""
-    if any(spread):
-        axes.fill_between(x, [a - b for a, b in zip(y, spread)], [a + b for a, b in zip(y, spread)], color=color,
-                          alpha=0.15, linewidth=0)
-
-
-def panels(plan, title, found, data, draw, labels, base=True):
-    """A figure with a panel for each title of {title: Lines}. draw(axes, line, data, color, style) draws the line's
-    {key: data}; lines without data are left out. The baseline is dashed in the panels that lack it, and has no panel of
-    its own. None if there is nothing to draw."""
-    plt = drawing.pyplot()
-    found = {name: [line for line in lines if data.get(line.key())] for name, lines in found.items()}
-    dashed = [line for lines in found.values() for line in lines if base and line.row.name == plan.grid.baseline]
-    found = ({name: lines for name, lines in found.items() if any(line not in dashed for line in lines)}
-             or {name: lines for name, lines in found.items() if lines})
-    if not found:
-        return None
-    columns = min(3, len(found))
-    rows = -(-len(found) // columns)
-    most = max(map(len, found.values())) + len(dashed)
-    names = 1 if max(len(line.label) for lines in found.values() for line in lines) > 32 else 2     # in a row
-    figure, grid = plt.subplots(rows, columns, figsize=(1 + 5 * columns, 1 + rows * (3.2 + 0.16 * -(-most // names))),
-                                squeeze=False, sharex=True, sharey=True, layout="constrained")
-    for axes in grid.flat[len(found):]:
-        axes.set_axis_off()
-    for axes, (name, lines) in zip(grid.flat, found.items()):
-        colors = plt.get_cmap("tab10" if len(lines) <= 10 else "tab20").colors
-        for i, line in enumerate(lines):
-            draw(axes, line, data[line.key()], colors[i % len(colors)], drawing.DASHES[i % len(drawing.DASHES)])
-        for line in dashed:
-            if line not in lines:
-                draw(axes, line, data[line.key()], "0.3", "--")
-        axes.set_title(name, weight="bold")
-        handles = [line for line in axes.get_lines() if not UNLABELED.fullmatch(line.get_label())]
-        texts, _ = drawing.fit_legend([line.get_label() for line in handles], names, 5, 7.5)
-        drawing.legend(axes, handles, texts, fontsize=7.5, frameon=False, ncols=names, loc="upper left",
-                    bbox_to_anchor=(0, -0.08))
-    for axes, _ in zip(grid.flat, found):
-        drawing.say_what_is_cut_off(axes)
-    figure.suptitle(textwrap.fill(title, int(10 * figure.get_figwidth())))
-    for put, label in zip((figure.supxlabel, figure.supylabel), labels):
-        put(label, fontsize=10)
-    return figure
-
-
-def mean_curve(plan, x):
-    """([(tokens, validation loss)], outcomes, the spread of each loss over all seeds of the row) of a Trained, the mean
-    over its seeds; the smoothed training loss where there is no validation."""
-    entries = {seed: entry for seed in x.row.seeds
-               if (entry := entry_of(plan, Run(x.row.name, x.size, seed), "train"))}
-    every = {seed: dict(map(tuple, entry["curves"]["val"] or entry["curves"]["loss"]))
-             for seed, entry in entries.items()}
-    curves = [every[seed] for seed in x.seeds]
-    common = sorted(set.intersection(*map(set, curves))) if curves else []
-    return ([(tokens, statistics.fmean(curve[tokens] for curve in curves)) for tokens in common],
-            [entries[seed]["outcome"] for seed in x.seeds if entries[seed]["outcome"]],
-            spreads([[curve[tokens] for curve in every.values() if tokens in curve] for tokens in common]))
-
-
-def curves_picture(plan):
-    lines = {x.label: Line(x.label, x.row, x.size, None) for x in trained_rows(plan)}
-    curves = {lines[x.label].key(): mean_curve(plan, x) for x in trained_rows(plan)}
-    curves = {key: pair for key, pair in curves.items() if pair[0]}
-    found = {title: [lines[label] for label, *_ in inside] for title, inside in groups(plan).items()}
-    whole = [curve for curve, outcomes, _ in curves.values() if not outcomes]
-    late = [loss for curve in whole or [curve for curve, *_ in curves.values()] for _, loss in curve[len(curve) // 4:]]
-    largest = max([1, *(tokens for curve, *_ in curves.values() for tokens, _ in curve)])
-    unit, name = drawing.unit(largest, drawing.TOKEN_UNITS)
-
-    def draw(axes, line, found, color, style):
-        curve, outcomes, spread = found
-        label = line.label + (f" ({outcomes[0]})" if outcomes else "")
-        axes.plot([t / unit for t, _ in curve], [loss for _, loss in curve], color=color, linestyle=style,
-                  linewidth=1.3, marker="x" if outcomes else None, label=label)
-        draw_band(axes, [t / unit for t, _ in curve], [loss for _, loss in curve], spread, color)
-        axes.set_ylim(min(late) - 0.1, max(late) + 0.1)
-    bands = f"; bands: {SPREAD}" if any(any(spread) for *_, spread in curves.values()) else ""
-    return panels(plan, f"Validation loss while training{bands}", found, curves, draw,
-                  (f"{name}tokens", "nats per token"))
-
-
-def final_picture(plan):
-    """The differences of final validation losses from the baseline, seed by seed, with their intervals, as in the
-    table. The band is the interval of rows with the fewest seeds, which share it, around no difference."""
-    plt = drawing.pyplot()
-    final = ranked(trained_rows(plan))
-    if not final:
-        return None
-    finite = [(place, x) for place, x in enumerate(final) if math.isfinite(x.difference.mean)]
-    order, colors = list(groups(plan)), plt.get_cmap("Dark2").colors
-    labels = [textwrap.fill(x.label, 60) for x in final]
-    lines = max(label.count("\n") + 1 for label in labels)
-    figure, axes = plt.subplots(figsize=(8, 1.2 + (0.1 + 0.14 * lines) * len(final)), layout="constrained")
-    band = max((x.difference.half for _, x in finite if not math.isnan(x.difference.half)), default=0)
-    axes.axvspan(-band, band, color="0.5", alpha=0.2, linewidth=0)
-    for place, x in finite:
-        wide = x.difference.half if x.difference.half < band else 0
-        group = order.index(x.row.group)
-        axes.errorbar(x.difference.mean, place, fmt="osD^vP"[group % 6], markersize=5, xerr=wide or None,
-                      elinewidth=1.2, capsize=2.5, color=colors[group % len(colors)], label=x.row.group)
-    for place, x in enumerate(final):
-        said = number(x.difference.mean, sign=True)
-        axes.annotate(said, (1, place), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
-                      va="center", fontsize=8)
-    axes.set_yticks(range(len(final)), labels, fontsize=8)
-    axes.set_ylim(len(final) - 0.3, -0.7)
-    axes.margins(x=0.05)
-    base = plan.grid.baseline if plan.grid.baseline in [x.row.name for x in final] else final[0].label
-    first = dict(reversed([*zip(*reversed(axes.get_legend_handles_labels()))]))
-    if len(first) > 1:
-        names = sorted(first, key=order.index)
-        axes.legend([first[name] for name in names], names, fontsize=7.5, frameon=False, loc="upper right")
-    axes.set_title(textwrap.fill(f"Final validation loss, difference from {base}, seed by seed", 64)
-                   + "\nband: 95% interval around no difference; bars: that of rows with more seeds" * bool(band))
-    axes.set_xlabel("nats per token")
-    return figure
-
-
-def lengths_picture(plan, title, evals):
-    found, lengths = lines_of(plan, evals), sorted({T for e in evals for T in e.lengths})
-    shared = seeds_of_lines(plan, found)
-    data = {line.key(): [(T, statistics.fmean(values),
-                          *spreads([line.numbers(plan, line.row.seeds, "loss", str(T))])) for T in line.eval.lengths
-                         if (values := line.numbers(plan, shared[line.key()], "loss", str(T)))]
-            for inside in found.values() for line in inside}
-    bars = f"; bars: {SPREAD}" if any(point[2] for points in data.values() for point in points) else ""
-
-    def draw(axes, line, points, color, style):
-        good, bad = ([point for point in points if math.isfinite(point[1]) == known] for known in (True, False))
-        x, y, spread = ([point[i] for point in good] for i in range(3))
-        curve, = axes.plot(x, y, color=color, linestyle=style, linewidth=1.3, marker=".",
-                           label=line.label + " (x: diverged)" * bool(bad))
-        if any(spread):
-            bars = axes.errorbar(x, y, [size or math.nan for size in spread], fmt="none", ecolor=color, elinewidth=1.2,
-                                 capsize=2.5)
-            drawing.move_beside(axes, curve, bars)
-        axes.plot([T for T, *_ in bad], [0.97] * len(bad), "x", color=color, transform=axes.get_xaxis_transform())
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, map(str, lengths), fontsize=8)
-        axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-    return panels(plan, f"Loss by length ({title}). Dotted: the training length{bars}", found, data, draw,
-                  ("tokens per sequence", "nats per token"), len(evals) == 1)
-
-
-def positions_picture(plan, title, evals):
-    found = lines_of(plan, evals)
-    shared = seeds_of_lines(plan, found)
-    data = {line.key(): by_position(plan, line, shared[line.key()]) for lines in found.values() for line in lines}
-    wide = {line.key(): spreads(zip(*filter(None, (by_position(plan, line, [seed]) for seed in line.row.seeds))))
-            for lines in found.values() for line in lines}
-
-    def draw(axes, line, means, color, style):
-        T = max(line.eval.lengths)
-        x = [(i + 0.5) * T / len(means) for i in range(len(means))]
-        axes.plot(x, means, color=color, linestyle=style, linewidth=1.1, label=line.label)
-        draw_band(axes, x, means, wide[line.key()], color)
-        axes.axvline(plan.grid.scale.L, color="0.7", linewidth=0.8, linestyle=":")
-    bands = f"; bands: {SPREAD}" if any(map(any, wide.values())) else ""
-    return panels(plan, f"Loss by position ({title}). Dotted: the training length{bands}", found, data,
-                  draw, ("position", "nats per token"), len(evals) == 1)
-
-
-def needles_picture(plan, title, evals):
-    """The share of needles found, by length and depth, in a panel for each line. None if the evaluations show another
-    metric, such as best_score, or have random depths."""
-    if "right" not in metrics_of(plan, evals):
-        return None
-    plt = drawing.pyplot()
-    lines = [line for group in lines_of(plan, evals).values() for line in group]
-    found = {}
-    for line in lines:
-        entries = [entry_of(plan, Run(line.row.name, line.size, seed), line.eval.name) for seed in line.row.seeds]
-        each = [entry["values"].get("right", {}) for entry in entries if entry]
-        columns = {name: mean_known([right.get(name) for right in each])
-                   for right in each for name in right if " at " in name}
-        if columns:
-            found[line.label + f", mean of {len(each)} seeds" * (len(each) > 1)] = columns
-    if not found:
-        return None
-    cells = [[int(part) for part in name.replace(" %", "").split(" at ")]
-             for columns in found.values() for name in columns]
-    lengths, depths = sorted({T for T, _ in cells}), sorted({depth for _, depth in cells})
-    width = min(4, len(found))
-    height = -(-len(found) // width)
-    figure, grid = plt.subplots(height, width, figsize=(1 + 3.2 * width, 0.6 + 2.4 * height), squeeze=False,
-                                layout="constrained")
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for axes, (label, columns) in zip(grid.flat, found.items()):
-        axes.set_axis_on()
-        axes.grid(visible=False)
-        image = axes.imshow([[100 * columns.get(f"{T} at {depth} %", math.nan) for T in lengths] for depth in depths],
-                            vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        axes.set_xticks(range(len(lengths)), map(str, lengths), fontsize=8)
-        axes.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths], fontsize=8)
-        axes.set_title(label, fontsize=9)
-    figure.colorbar(image, ax=list(grid.flat), label="needles found, %")
-    figure.supxlabel("tokens of context", fontsize=10)
-    figure.supylabel("depth", fontsize=10)
-    return figure
-
-
-def scalars_picture(plan):
-    """The learned scalars by layer, and p_n with its fit."""
-    plt = drawing.pyplot()
-    from lib.pictures import charts
-    found = [(label, seed, entry["values"]) for label, row, size in members(plan) for seed in row.seeds
-             if (entry := entry_of(plan, Run(row.name, size, seed), "train"))]
-    known = [(label, seed, name, value) for label, seed, values in found
-             for name, value in values.items() if isinstance(value, list)]
-    names = drawing.in_order({name for _, _, name, _ in known})
-    if not names:
-        return None
-    drawn = list(dict.fromkeys((label, seed) for label, seed, name, _ in known if name != "p"))
-    colors = plt.get_cmap("tab10" if len(drawn) <= 10 else "tab20").colors
-    width, lines = 1 + 5 * len(names), {}
-    columns = max(1, width // 4)
-    figure, grid = plt.subplots(1, len(names), figsize=(width, 4 + 0.2 * math.ceil(len(drawn) / columns)),
-                                squeeze=False, layout="constrained")
-    for name, axes in zip(names, grid.flat):
-        for label, seed, _, value in (row for row in known if row[2] == name):
-            if name == "p":
-                drawing.draw_p(axes, value)
-            else:
-                color = colors[drawn.index((label, seed)) % len(colors)]
-                lines[f"{label}, seed {seed}"], = axes.plot(value, marker=".", linewidth=1.2, color=color)
-                axes.set_title(f"{name} at the end: mean over heads")
-                charts.layer_axis(axes, max(len(row[3]) for row in known if row[2] == name))
-    if lines:      # one legend for all panels, outside of them
-        drawing.legend(figure, list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8,
-                    frameon=False)
-    return figure
-
+# ---------------------------------------------------------------- formulas
 
 def weight(n, low, high, factor):
     """The weight that one score has among n - 1 others under exp, all times the factor."""
     return 1 / (1 + (n - 1) * math.exp(min(700, factor * (low - high))))
-
-
-def formula_picture(formula):
-    """The weight of one score of `high` among n - 1 of `low`: softmax, and s ln(n) times the scores."""
-    plt = drawing.pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    if formula.against == "n":
-        n = sorted({round(2 ** (i / 8)) for i in range(8 * max(1, round(math.log2(max(formula.n)))) + 1)})
-        axes.plot(n, [weight(k, formula.low, formula.high, 1) for k in n], label="softmax", color="tab:blue")
-        axes.plot(n, [weight(k, formula.low, formula.high, formula.s * math.log(k)) for k in n],
-                  label=f"ssmax, s = {formula.s:g}", color="tab:red")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        axes.xaxis.set_minor_formatter(lambda value, _: "")
-        axes.set(xlabel="n", ylim=(0, 1.03),
-                 title=f"Weight of one score of {formula.high:g} among n - 1 of {formula.low:g}")
-    else:
-        scores = [formula.low + (formula.high - formula.low) * i / 200 for i in range(201)]
-        for k, shade in zip(formula.n, (0.35, 0.55, 0.75, 0.95, *[1] * len(formula.n))):
-            axes.plot(scores, [weight(k, formula.low, x, 1) for x in scores], color=plt.get_cmap("Blues")(shade),
-                      label=f"softmax, n = {k:,}")
-            axes.plot(scores, [weight(k, formula.low, x, formula.s * math.log(k)) for x in scores],
-                      color=plt.get_cmap("Reds")(shade), label=f"ssmax, n = {k:,}")
-        axes.set(xlabel="the one score", ylim=(0, 1.03),
-                 title=f"Weight of one score among n - 1 of {formula.low:g}, s = {formula.s:g}")
-    axes.set_ylabel("weight")
-    axes.legend(frameon=False, fontsize=8)
-    return figure
 
 
 def formula_table(formula):
@@ -825,30 +543,16 @@ def formula_table(formula):
                   for k in formula.n])
 
 
-def pictures(plan):
-    """(name, figure) of every picture that there is something for."""
-    yield "curves", curves_picture(plan)
-    yield "final", final_picture(plan)
-    yield "scalars", scalars_picture(plan)
-    for title, evals in eval_groups(plan).items():
-        if all(e.task in ("loss", "positions") for e in evals):
-            yield title, lengths_picture(plan, title, evals)
-        if all(e.task == "positions" for e in evals):
-            yield f"{title}-positions", positions_picture(plan, title, evals)
-        if all(e.task == "needle" for e in evals):
-            yield title, needles_picture(plan, title, evals)
-    for formula in plan.grid.formulas:
-        yield formula.name, formula_picture(formula)
-
-
 # ---------------------------------------------------------------- the report
 
 def needle_scores_note(plan, evals):
-    """[what results.json does not keep of needle scores], or []."""
+    """[how to draw what results.json does not keep of needle scores: that of each head and of each trial], or []."""
     if any(e.task != "needle" for e in evals) or metrics_of(plan, evals) != ["best_score"]:
         return []
-    return ["Each trial counts with its best head's score. plot_eval.py ranks the scores of all heads and trials "
-            "([SSMax] Figures 7 and 8); it reads them from the evaluations' folders, eval/ in those of the runs."]
+    folders = f"{from_root(plan.out)}/runs/*/eval/{slug(evals[0].name)}-*"
+    return ["Each trial counts with its best head's score. Those of all heads and trials are only in the run folders. "
+            "To draw them ([SSMax] Figures 7 and 8): "
+            f"`.venv/bin/python scripts/plot_eval.py {folders} --out scores.png`"]
 
 
 def sections(plan, failed):
@@ -881,11 +585,12 @@ def draw_pictures(plan, folder):
     """The names of the pictures that were written."""
     drawn = set()
     try:
-        for name, figure in pictures(plan):
-            if figure:
-                drawing.save(figure, folder / f"{slug(name)}.png")
-                drawing.pyplot().close(figure)
-                drawn.add(name)
+        plt = drawing.pyplot()
+        from lib.pictures import grids
+        for name, figure in grids.figures(plan):
+            drawing.save(figure, folder / f"{slug(name)}.png")
+            plt.close(figure)
+            drawn.add(name)
     except ImportError as error:
         print(f"note: no pictures in the report of {plan.grid.name}: {error}. Use .venv/bin/python, which "
               "scripts/setup.sh makes, and --report draws them.", file=sys.stderr)
