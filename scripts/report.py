@@ -288,13 +288,12 @@ def read_evaluations(folders, runs):
     series, called = results.read_all(folders, runs)
     styles = dict.fromkeys(s.full_name for s in series)
     styles = dict(zip(styles, charts.colors_of(len(styles))))
-    taken, seen, found = set(styles.values()), {}, {}
+    found = {}
     for s in series:
-        found.setdefault(s.task, []).append(s)
-        s.color, s.dash = styles[s.full_name]
-        seen[s.task, s.full_name] = place = seen.get((s.task, s.full_name), -1) + 1
-        free = [dash for dash in drawing.DASHES if (s.color, dash) not in taken] or drawing.DASHES
-        s.dash = free[(place - 1) % len(free)] if place else s.dash
+        s.color, dash = styles[s.full_name]
+        others = [other for other in found.setdefault(s.task, []) if other.full_name == s.full_name]
+        s.dash = drawing.DASHES[(drawing.DASHES.index(dash) + len(others)) % len(drawing.DASHES)]
+        found[s.task].append(s)
     names = [called[Path(os.path.abspath(run))] for run in runs]
     return {task: found[task] for task in SECTIONS if task in found}, styles, names
 

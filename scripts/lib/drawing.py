@@ -230,15 +230,8 @@ def fit_legend(labels, columns, width, size):
     """The labels, wrapped so that `columns` of them fit side by side into `width` inches at a font's `size` in points,
     and how many lines the tallest column has."""
     import numpy as np
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
     room = 72 * width / columns - 5 * size      # beside the line and the space around it
-
-    def wrap(label):
-        needed, _, _ = text_to_path.get_text_width_height_descent(label, FontProperties(size=size), ismath=False)
-        return textwrap.fill(label, max(1, int(len(label) * room / needed))) if needed > room else label
-
-    wrapped = [wrap(label) for label in labels]
+    wrapped = [textwrap.fill(label, max(1, int(room / (0.6 * size)))) for label in labels]
     return wrapped, max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(wrapped, columns))
 
 

@@ -47,10 +47,13 @@ def paint(series):
         pass
 
 
-def layer_colors(count):
-    """Without the ends of viridis, which cannot be seen on a dark or on a light page."""
+def by_layer(values):
+    """[(label, color, values of the layer)]; only the first and the last layer have a label. The ends of viridis cannot
+    be seen on a dark or on a light page."""
     from matplotlib import colormaps
-    return [colormaps["viridis"](0.25 + 0.65 * i / max(1, count - 1)) for i in range(count)]
+    last = len(values) - 1
+    return [(f"layer {i}" if i in (0, last) else None, colormaps["viridis"](0.25 + 0.65 * i / max(1, last)), layer)
+            for i, layer in enumerate(values)]
 
 
 def legend_of(series):

@@ -250,14 +250,6 @@ def comparison(paths, seeds, baseline):
 
 # ---------------------------------------------------------------- layers
 
-def by_layer(values):
-    """[(label, color, values of the layer)] in colors that are seen on dark and on light pages, the first and the last
-    one labeled."""
-    last = len(values) - 1
-    return [(f"layer {i}" if i in (0, last) else None, color, layer)
-            for i, (color, layer) in enumerate(zip(charts.layer_colors(len(values)), values))]
-
-
 def draw_against_tokens(axes, tokens, curves, unit, marks):
     """curves: [(label or None, color, numbers (steps) or (steps, heads))]"""
     x = [token / unit[0] for token in tokens]
@@ -310,7 +302,7 @@ def norm_panels(run, name=""):
 
     found, panels = read_norms(run, lines), []
     for group, called in GROUPS.items():
-        panels += [panel(f"{NORMS[key]}: {called}", tokens, by_layer(layers[group].T))
+        panels += [panel(f"{NORMS[key]}: {called}", tokens, charts.by_layer(layers[group].T))
                    for key, (tokens, layers, _) in found.items() if group in layers]
     for key, (tokens, _, others) in found.items():
         curves = [(tensor, color, others[tensor]) for tensor, color in zip(others, drawing.run_colors(len(others)))]
@@ -332,7 +324,7 @@ def draw_scalar(axes, tokens, values, unit, marks):
     """Draws each layer's mean over its heads as a line, and the range of its heads as a band. values: those of
     run_folder.triples()"""
     mean, least, largest = np.array(values).T       # each (layers, steps)
-    curves = by_layer(mean)
+    curves = charts.by_layer(mean)
     draw_against_tokens(axes, tokens, curves, unit, marks)
     for (_, color, _), low, high in zip(curves, least, largest):
         axes.fill_between([token / unit[0] for token in tokens], low, high, color=color, alpha=0.12, linewidth=0)
@@ -373,7 +365,7 @@ def head_values(run):
 
 
 def draw_newest(axes, layers):
-    for layer, (_, color, values) in enumerate(by_layer(layers)):
+    for layer, (_, color, values) in enumerate(charts.by_layer(layers)):
         axes.plot([layer] * len(values[-1]), values[-1], "o", color=color, markersize=5, alpha=0.8)
         axes.plot(layer, values[-1].mean(), "_", color="black", markersize=18)
     charts.layer_axis(axes, len(layers))
@@ -387,7 +379,7 @@ def heads(run):
     for name in drawing.in_order(found):
         tokens, layers = found[name]
         panels += [Panel(f"{name} of every head", lambda axes, t=tokens, v=layers: draw_against_tokens(
-                       axes, t, by_layer(v), unit, marks), 7),
+                       axes, t, charts.by_layer(v), unit, marks), 7),
                    Panel(f"{name} of every head by layer, newest checkpoint (line: mean)",
                          lambda axes, v=layers: draw_newest(axes, v), 6)]
     return charts.figure(Picture("heads", panels, 2, [], run_folder.names([run])[0]))

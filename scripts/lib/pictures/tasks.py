@@ -279,18 +279,14 @@ def draw_scalar(axes, rows):
 
 def draw_scales(axes, s, ab):
     n = np.geomspace(1, 4 * s.L, 100)
-    for layer, (heads, color) in enumerate(zip(ab, charts.layer_colors(len(ab)))):
-        for head, (a1, a2) in enumerate(heads):
-            axes.plot(n, a1 * np.log(n) + a2, color=color, linewidth=0.9, alpha=0.7,
-                      label=f"layer {layer}" if head == 0 else None)
+    for label, color, heads in charts.by_layer(ab):
+        first, *_ = axes.plot(n, np.outer(np.log(n), heads[:, 0]) + heads[:, 1], color=color, linewidth=0.9, alpha=0.7)
+        first.set_label(label)
     axes.axhline(1, color="black", alpha=charts.MUTED, linestyle=":", linewidth=1.2)
     axes.annotate("softmax", (1, 1), (2, 3), textcoords="offset points", fontsize=8, alpha=charts.MUTED)
     charts.mark_trained(axes, [s])
     charts.length_axis(axes, charts.powers_of_two(4 * s.L), "n (visible keys)")
-    shown = sorted({0, (len(ab) - 1) // 2, len(ab) - 1})
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend([handles[i] for i in shown], [labels[i] for i in shown], loc="upper left", bbox_to_anchor=(1, 1),
-                fontsize=8, frameon=False)      # beside the axes: inside, it would cover lines
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)     # inside, it would cover lines
 
 
 def learned(series):
