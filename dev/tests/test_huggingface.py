@@ -5,18 +5,15 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from tiny import (BIN, BUILD, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, environment, logits, run, sample,
-                  sentences, train, write_data)
+from tiny import BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, logits, run, sample, sentences, train, write_data
 
 sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
@@ -189,14 +186,6 @@ def model_of(bases, data, tmp_path_factory):
     return make
 
 
-def whole_pass(folder, ids):
-    """Our logits, in one pass of the trainer, whether or not its cache agrees with them (exit code 1)."""
-    words = [BUILD / "tests/logits", folder, ",".join(map(str, ids))]
-    result = subprocess.run(words, capture_output=True, text=True, env=environment())
-    assert result.returncode in (0, 1), result.stderr
-    return np.array([line.split() for line in result.stdout.splitlines()], np.float64)
-
-
 def loose_cache(name):
     """True for posts that subtract nearly equal numbers, which may lose the digits that dev/tests/logits.c
     requires of the cache."""
@@ -210,7 +199,7 @@ def loose_cache(name):
 def test_every_normalizer_gives_our_logits(block, name, model_of):
     folder = model_of(block, name)
     model, ids = load(folder), random_ids(T if "pn" in name else T + 16)
-    ours = (whole_pass if loose_cache(name) else logits)(folder, ids[0].tolist())
+    ours = logits(folder, ids[0].tolist(), *["pass"] * loose_cache(name))
     with torch.no_grad():
         theirs = model(ids).logits[0].double().numpy()
     assert ours.shape == theirs.shape and abs(ours).max() > 1

@@ -53,13 +53,6 @@ def test_other_texts_in_the_batch_change_nothing(runs, tmp_path):
         assert text.startswith(prompt)
 
 
-def test_each_sample_has_its_own_random_stream(runs):
-    flags = ["--prompt", "7,8", "--max-new-tokens", 20]
-    many, _ = sample(runs / "ids", *flags, "--num-samples", 11)
-    one, _ = sample(runs / "ids", *flags)
-    assert one == many[:1] and len(set(many)) > 8
-
-
 def test_the_trainer_samples_the_same(tmp_path):
     """At step S, it draws what this program draws as sample S."""
     trainer.make_data(tmp_path)

@@ -102,7 +102,8 @@ def train(data, out, *words, steps=25, code=0):
 
 
 def logits(folder, ids, *words):
-    """Our logits (T, V), on which one pass of the trainer and its cache must agree. "documents": under --doc-mask."""
+    """Our logits (T, V), on which one pass of the trainer and its cache must agree. "documents": under --doc-mask;
+    "pass": without the cache."""
     output, _ = run(BUILD / "tests/logits", folder, ",".join(map(str, ids)), *words)
     return np.array([line.split() for line in output.splitlines()], np.float64)
 
