@@ -42,16 +42,6 @@ def write_events(run, folder):
 
 # ---------------------------------------------------------------- main
 
-def wrong_format(path):
-    """What is wrong with the ending of a picture's name, or None. Without an ending matplotlib writes a PNG."""
-    from lib import canvas  # noqa: F401
-    from matplotlib.backend_bases import FigureCanvasBase
-    formats, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix[1:]
-    if ending and ending.lower() not in formats:
-        return f"--out {path}: .{ending} is not a format of pictures. Expected one of .{', .'.join(sorted(formats))}"
-    return None
-
-
 def is_no_run(path):
     """Is it a file, such as a picture, or the folder of an evaluation?"""
     return path.is_file() or (path / "eval.json").exists() and not (path / "metrics.jsonl").exists()
@@ -76,7 +66,7 @@ def main():
     files.print_escapes()
     parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    parser.add_argument("--out", metavar="FILE",
+    parser.add_argument("--out", metavar="FILE", type=drawing.file_to_save,
                         help="the picture, such as x.png or x.pdf (default: loss.png, norms.png and so on in the run "
                              "folder)")
     what = parser.add_mutually_exclusive_group()
@@ -105,9 +95,6 @@ def main():
         parser.error("--baseline compares losses: omit --scalars, --heads, --norms, --after-parent and --tensorboard")
     if (options.heads or options.norms) and len(options.runs) > 1:
         parser.error(f"--{'heads' if options.heads else 'norms'} plots one run")
-    wrong = options.out and wrong_format(options.out)
-    if wrong:
-        parser.error(wrong)
     try:
         if options.tensorboard:
             for run, name in zip(options.runs, run_folder.folder_names(options.runs)):

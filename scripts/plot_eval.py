@@ -5,16 +5,7 @@
     .venv/bin/python scripts/plot_eval.py out/a/eval out/b/eval --baseline out/a/eval --out difference.png
 
 A folder is the --out of eval_gpt2, which draws the same pictures itself (--picture 0: without them). The task decides
-what is drawn:
-
-    loss        lengths.png                             loss and perplexity against the length
-    positions   positions.png                           loss against the position, smoothed
-    needle      needle.png                              needles found, by depth and length
-                needle-heads.png, needle-trials.png     needle scores: the best heads, and the best score of each trial
-    attention   attention.png, attention-maps.png       by layer and head; all maps of the first prompt
-                attention.html                          a page that shows the map of any head
-    scores      scores.png                              the learned scalars
-    choice      choice.png                              accuracies
+what is drawn: doc/reports.md describes each picture.
 """
 import json
 import re
@@ -23,7 +14,6 @@ from pathlib import Path
 
 from lib import command_line, drawing, files
 from lib.run_folder import Refused
-import plot
 from lib.pictures import attention, charts, page, results, tasks
 
 DRAW = {"loss": tasks.loss, "positions": tasks.positions, "needle": tasks.needle, "attention": attention.attention,
@@ -120,7 +110,7 @@ def main():
     files.print_escapes()
     parser = command_line.parser(__doc__, "doc/reports.md")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with eval.json")
-    parser.add_argument("--out", metavar="FILE",
+    parser.add_argument("--out", metavar="FILE", type=drawing.file_to_save,
                         help="the first picture, such as x.png, x.svg or x.pdf (default: in the folder, named after "
                              "what it shows)")
     parser.add_argument("--baseline", metavar="FOLDER",
@@ -133,9 +123,6 @@ def main():
         parser.error("--seeds and --baseline exclude each other")
     if (len(options.folders) > 1 or options.baseline or options.seeds) and not options.out:
         parser.error("to plot several folders in one picture, or differences, pass --out FILE")
-    wrong = options.out and plot.wrong_format(options.out)
-    if wrong:
-        parser.error(wrong)
     try:
         for path in write(options.folders, options.out, options.baseline, options.seeds):
             print(path)

@@ -1,4 +1,5 @@
 """Curves of runs, and what all pictures share: axes, colors, legends, marks, and writing a figure."""
+import argparse
 import io
 import math
 import statistics
@@ -320,6 +321,17 @@ def draw_p(axes, p):
 
 
 # ---------------------------------------------------------------- output
+
+def file_to_save(path):
+    """A type of argparse: a file name whose ending matplotlib knows. Without an ending, save() writes a PNG."""
+    from lib import canvas  # noqa: F401
+    from matplotlib.backend_bases import FigureCanvasBase
+    formats, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix[1:]
+    if ending and ending.lower() not in formats:
+        raise argparse.ArgumentTypeError(f"{path}: .{ending} is not a format of pictures. Expected one of "
+                                         f".{', .'.join(sorted(formats))}")
+    return path
+
 
 def replace(path, content, named=False):
     """As files.replace()."""
