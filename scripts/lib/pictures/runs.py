@@ -116,8 +116,8 @@ def pairs(group, base):
 
 
 def curves(group, base, key):
-    """(tokens, an array (runs, steps)) of the steps that all of the group's runs have, less those of the
-    baseline."""
+    """(tokens, an array (runs, steps)) of the steps that all of the group's runs have, less those of the baseline. The
+    training loss is a running mean."""
     found = []
     for run, other in pairs(group, base):
         values = run.values(key)
@@ -128,18 +128,17 @@ def curves(group, base, key):
         found.append(values)
     steps = sorted(set.intersection(*map(set, found)))
     tokens = group.runs[0].tokens
-    return [tokens[step] for step in steps], np.array([[values[step] for step in steps] for values in found])
+    rows = [[values[step] for step in steps] for values in found]
+    return [tokens[step] for step in steps], np.array(list(map(drawing.smooth, rows)) if key == "loss" else rows)
 
 
 def draw_curves(axes, groups, base, key, unit):
-    """The mean over the seeds, and a band from the least to the largest; the training loss as a running mean."""
+    """The mean over the seeds, and a band from the least to the largest."""
     drawn, begun = [], []
     for group in groups:
         tokens, values = curves(group, base, key)
         if not tokens:
             continue
-        if key == "loss":
-            values = np.array([drawing.smooth(list(row)) for row in values])
         x, mean = [token / unit[0] for token in tokens], values.mean(axis=0)
         axes.plot(x, mean, color=group.color, linestyle=group.dash, linewidth=1.6,
                   marker="o" if key != "loss" or len(x) < 10 else None, markersize=3.5)
@@ -168,8 +167,6 @@ def limit(axes, drawn, begun, base):
 def last_values(group, base, key):
     """(tokens, the value of each seed) of the last step that has them; (None, []) if none has."""
     tokens, values = curves(group, base, key)
-    if tokens and key == "loss":
-        values = np.array([drawing.smooth(list(row)) for row in values])
     return (tokens[-1], values[:, -1]) if tokens else (None, [])
 
 
@@ -269,23 +266,20 @@ GROUPS = {"attn": "attention", "mlp": "feed-forward", "gains": "norms' gains"}
 
 
 def read_norms(run, lines):
-    """{key of NORMS: (tokens, {group: array (steps, layers)}, {tensor outside of the layers: array (steps,)})} of the
+    """{key of NORMS: (tokens, {group: array (steps, layers), tensor outside of the layers: array (steps,)})} of the
     steps that have them."""
     found = {}
     for key in NORMS:
-        rows = [(line["tokens"], line[key]) for line in lines if key in line]
+        rows = [line for line in lines if key in line]
         try:
-            groups = [name for name in rows[0][1] if isinstance(rows[0][1][name], list)] if rows else []
-            others = [name for name in rows[0][1] if name not in groups] if rows else []
-            if rows:
-                found[key] = ([tokens for tokens, _ in rows],
-                              {name: results.numbers([row[name] for _, row in rows]) for name in groups},
-                              {name: results.numbers([row[name] for _, row in rows]) for name in others})
-            if any(array.ndim != 2 for array in found.get(key, ((), {}))[1].values()):
-                raise TypeError("lists of equal lengths")
+            names = rows[0][key] if rows else ()
+            arrays = {name: results.numbers([row[key][name] for row in rows]) for name in names}
+            if any(array.ndim > 2 for array in arrays.values()):
+                raise TypeError("lists in lists")
         except (TypeError, KeyError, Refused) as error:
-            raise Refused(f"{run}/metrics.jsonl: {key}: expected the same tensors and layers on each line "
-                               f"({error}).")
+            raise Refused(f"{run}/metrics.jsonl: {key}: expected the same tensors and layers on each line ({error}).")
+        if rows:
+            found[key] = [row["tokens"] for row in rows], arrays
     return found
 
 
@@ -302,9 +296,10 @@ def norm_panels(run, name=""):
 
     found, panels = read_norms(run, lines), []
     for group, called in GROUPS.items():
-        panels += [panel(f"{NORMS[key]}: {called}", tokens, charts.by_layer(layers[group].T))
-                   for key, (tokens, layers, _) in found.items() if group in layers]
-    for key, (tokens, _, others) in found.items():
+        panels += [panel(f"{NORMS[key]}: {called}", tokens, charts.by_layer(arrays[group].T))
+                   for key, (tokens, arrays) in found.items() if group in arrays and arrays[group].ndim == 2]
+    for key, (tokens, arrays) in found.items():
+        others = {tensor: norms for tensor, norms in arrays.items() if norms.ndim == 1}
         curves = [(tensor, color, others[tensor]) for tensor, color in zip(others, drawing.run_colors(len(others)))]
         panels.append(panel(f"{NORMS[key]}: outside of the layers", tokens, curves))
     return panels
