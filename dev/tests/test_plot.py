@@ -228,7 +228,7 @@ def test_the_panels_show_every_run(tmp_path):
     assert set(lr.lines[0].get_ydata()) == {6e-4} and norm.lines[2].get_ydata()[0] == 2.0
     low, high = by_tokens.get_ylim()
     assert low < 3.04 and 3.8 < high < 11, "the first steps must not flatten the rest"
-    assert [texts(axes)[0] for axes in (by_tokens, by_time)] == ["axis truncated: the first steps reach 11.00"] * 2
+    assert [texts(axes)[0] for axes in (by_tokens, by_time)] == ["axis truncated: early values reach 11.00"] * 2
     assert legend(figure) == ["a: mean loss 3.040, validation 3.540", "b: mean loss 3.080, validation 3.580"]
     untruncated = runs.losses([str(make_run(tmp_path / "c", 15))]).axes[0]
     assert untruncated.get_ylim()[1] > 11 and not untruncated.texts

@@ -138,10 +138,10 @@ def loss_limits(loaded):
     return with_margin(min(late), high_end(late, begun))
 
 
-def say_what_is_cut_off(axes):
-    """Adds a note below the top edge if some of what is drawn lies above or below the axis."""
+def say_what_is_cut_off(axes, lines=None):
+    """Adds a note below the top edge if some of the lines, or of all lines, lies above or below the axis."""
     (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
-    points = [(float(x), float(y)) for line in axes.lines if line.get_transform() == axes.transData
+    points = [(float(x), float(y)) for line in lines or axes.lines if line.get_transform() == axes.transData
               for x, y in zip(line.get_xdata(), line.get_ydata()) if math.isfinite(y)]
     cut = [(x, y) for x, y in points if not low <= y <= high]
     if not cut:
@@ -149,7 +149,7 @@ def say_what_is_cut_off(axes):
     least, largest = min(y for _, y in cut), max(y for _, y in cut)
     early = least > high and max(x for x, _ in cut) < left + 0.1 * (right - left)
     parts = ([f"reach {largest:.2f}"] if largest > high else []) + ([f"fall to {least:.2f}"] if least < low else [])
-    axes.text(0.5, 0.985, f"axis truncated: {'the first steps' if early else 'values'} {' and '.join(parts)}",
+    axes.text(0.5, 0.985, f"axis truncated: {'early values' if early else 'values'} {' and '.join(parts)}",
               transform=axes.transAxes, ha="center", va="top", fontsize=9, style="italic", color="0.35")
 
 

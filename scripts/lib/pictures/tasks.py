@@ -99,17 +99,15 @@ def draw_positions(axes, rows, T, between):
     for s, y in rows if len(rows) == 1 else []:
         axes.plot(np.arange(1, len(y) + 1), y, color=s.color, alpha=0.2, linewidth=0.7,
                   marker="." if len(y) < 40 else None, rasterized=len(y) > 1000)
+    smoothed = []
     for s, y in rows:
-        axes.plot(np.arange(1, len(y) + 1), smooth(y), color=s.color, linestyle=s.dash, linewidth=1.7, label=s.label)
+        smoothed += axes.plot(np.arange(1, len(y) + 1), smooth(y), color=s.color, linestyle=s.dash, linewidth=1.7,
+                              label=s.label)
         draw_spread(axes, s, T)
     owners = charts.mark_trained(axes, [s for s, _ in rows], T)
-    drawn = np.concatenate([smooth(y) for _, y in rows])
-    cut = [f"reach {drawn[drawn > between[1]].max():.2f}"] if (drawn > between[1]).any() else []
-    cut += [f"fall to {drawn[drawn < between[0]].min():.2f}"] if (drawn < between[0]).any() else []
-    charts.length_axis(axes, [*charts.powers_of_two(T), T],
-                       "position" + (f" (axis truncated: earlier ones {' and '.join(cut)})" if cut else "") + owners)
-    axes.set_xlim(0.9, max(T, 2) * 1.05)
-    axes.set(ylim=between, ylabel="nats per token")
+    charts.length_axis(axes, [*charts.powers_of_two(T), T], "position" + owners)
+    axes.set(xlim=(0.9, max(T, 2) * 1.05), ylim=between, ylabel="nats per token")
+    drawing.say_what_is_cut_off(axes, smoothed)
 
 
 def position_panels(series, width=5.4):
