@@ -435,7 +435,7 @@ class Call:
         found = [Path(folder) for folder in folders if folder and shards(folder) and not self.dry]
         if not found:
             found = [Path("build/gpu_text")]
-            gpu_programs.write_text(found[0])
+            gpu_programs.write_own_text(found[0])
         return found[0]
 
     def train_on_cpu(self, folder):

@@ -890,18 +890,15 @@ def tables_attention(report, left_out):
                  ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN",
                   "flash/ours forward", "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
                  notes_of(left_out) + ["TFLOP/s: as usual, 3.5 times the forward pass's matmuls over the causal half"])
+    head = ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync") for key in ("forward", "both"))]
     table = [[T, *(ms(find(attn="softmax", T=T, way=way), key) for way in OURS for key in ("forward_ms", "both_ms"))]
              for T in lengths if find(attn="softmax", T=T, way="ours")]
-    report.table("attention", "softmax, our kernels, ms",
-                 ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync")
-                         for key in ("forward", "both"))],
-                 table, ["any order: --deterministic 0. mma.sync: the kernels for compute capability 8.0 (FLASH90=0)"])
+    report.table("attention", "softmax, our kernels, ms", head, table,
+                 ["any order: --deterministic 0. mma.sync: the kernels for compute capability 8.0 (FLASH90=0)"])
     table = [[T, *(cell(find(attn="softmax", T=T, way=way).get(f"{key}_tflops"), 0)
-                   for way in OURS if find(attn="softmax", T=T, way=way) for key in ("forward", "both"))]
+                   for way in OURS for key in ("forward", "both"))]
              for T in lengths if all(find(attn="softmax", T=T, way=way) for way in OURS)]
-    report.table("attention", "softmax, our kernels, TFLOP/s",
-                 ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync")
-                         for key in ("forward", "both"))], table)
+    report.table("attention", "softmax, our kernels, TFLOP/s", head, table)
     names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
     table = []
     for name in names:
@@ -961,17 +958,15 @@ def parse():
     parser = gpu_report.parser(__doc__, ("attention", "shapes", "others", "warm"), 500)
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
-    parser.add_argument("--sweep", default="",
-                        help="lengths for softmax in the part 'attention'; default: 1024 to 16384")
     parser.add_argument("--way", help="of the part warm")
     parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
     parser.add_argument("--library", help="default: scripts/gpu_check.py's")
     options = parser.parse_args()
     global DRY
     DRY = options.dry_run
-    numbers = lambda text, default: [int(x) for x in text.split(",")] if text else list(default)
-    options.lengths = numbers(options.lengths, (17, 33) if DRY else LENGTHS)
-    options.sweep = numbers(options.sweep, (17, 33) if DRY else SWEEP)
+    options.lengths = ([int(x) for x in options.lengths.split(",")] if options.lengths
+                       else [17, 33] if DRY else list(LENGTHS))
+    options.sweep = (17, 33) if DRY else SWEEP
     options.attn = (options.attn.split(",") if options.attn
                     else [*FIRST, *(name for name in reference.PRESETS if name not in FIRST)])
     built = "build/on_cpu/flash.so" if DRY else "build/gpu_programs/cuda/flash.so"

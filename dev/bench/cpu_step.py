@@ -31,6 +31,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "train_gpt2"
 LAYERS, HEADS, CHANNELS, FFN, VOCAB = 12, 12, 768, 2048, 50257
 PADDED_VOCAB = 50304
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP, THETA = 6e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 10000.0
@@ -186,7 +187,7 @@ def write_shard(path, count, vocab=VOCAB):
 def run_ours(dtype, B, T, options, folder):
     """One run of our trainer: milliseconds of each counted step, and its peak memory in GB."""
     out = folder / "run"
-    command = [options.ours, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
+    command = [TRAIN, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
                "--model", "124M", "--attn", "softmax", "--dtype", dtype, "--batch", B, "--seq-len", T,
                "--steps", UNCOUNTED_STEPS + options.steps, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0,
                "--out", out]
@@ -197,7 +198,7 @@ def run_ours(dtype, B, T, options, folder):
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise SystemExit(f"cpu_step: {options.ours} ended with exit code {process.returncode}:\n"
+        raise SystemExit(f"cpu_step: {TRAIN} ended with exit code {process.returncode}:\n"
                          f"{log.read_text()[-2000:]}")
     ms = [json.loads(line)["ms"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(out)
@@ -286,15 +287,14 @@ def parse():
     parser.add_argument("--steps", type=int, default=4, help="counted steps per process (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="threads on each side (default: all cores)")
-    parser.add_argument("--ours", default=str(ROOT / "train_gpt2"), help="the trainer (default: ./train_gpt2)")
     options = parser.parse_args()
     options.variants = options.variants.split(",")
     if unknown := set(options.variants) - set(VARIANTS):
         parser.error(f"--variants: no such variant: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     if min(options.rounds, options.steps, options.threads) < 1:
         parser.error("--rounds, --steps and --threads must be at least 1")
-    if "ours" in options.variants and not os.access(options.ours, os.X_OK):
-        parser.error(f"{options.ours} is missing: build it with make, or leave `ours` out of --variants")
+    if "ours" in options.variants and not os.access(TRAIN, os.X_OK):
+        parser.error(f"{TRAIN} is missing: build it with make, or leave `ours` out of --variants")
     return parser, options
 
 
@@ -327,8 +327,9 @@ def main():
         write_shard(folder / "random_train_000001.bin", tokens)
         write_shard(folder / "random_val_000000.bin", tokens)
         records, rates = measure(cases, options, folder)
-    print(f"{machine()}; {datetime.date.today().isoformat()}; torch {version.stdout.strip()}; {options.threads} threads, "
-          f"{options.rounds} rounds of {options.steps} steps\n{' '.join(['dev/bench/cpu_step.py', *sys.argv[1:]])}")
+    command = " ".join(["dev/bench/cpu_step.py", *sys.argv[1:]])
+    print(f"{machine()}; {datetime.date.today().isoformat()}; torch {version.stdout.strip()}; {options.threads} "
+          f"threads, {options.rounds} rounds of {options.steps} steps\n{command}")
     print("torch.matmul: " + ", ".join(f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in rates.items()) + "\n")
     print(table(cases, options, records, rates))
 

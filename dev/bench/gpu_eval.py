@@ -33,8 +33,7 @@ import gpu_step
 
 CASES = ("forward", "evaluation", "prefill")
 LENGTH, PROMPT = 10240, 8000
-SEQUENCES = {"bf16": 400, "fp32": 40}     # some seconds of evaluation on one H100
-PROMPTS = {"bf16": 400, "fp32": 40}
+SEQUENCES = {"bf16": 400, "fp32": 40}     # and prompts: some seconds of evaluation on one H100
 NEED = 15                                 # seconds that must be left to start a case
 
 
@@ -134,10 +133,10 @@ def parse():
     # scripts/gpu_check.py ends this program 15 seconds after its budget.
     options.end = time.monotonic() + options.budget + 8
     options.spec, options.length, options.prompt = "124M,vocab=50257", LENGTH, PROMPT
-    options.sequences, options.prompts = SEQUENCES, PROMPTS
+    options.sequences = options.prompts = SEQUENCES
     if gpu_step.DRY:
         options.spec, options.length, options.prompt = "layers=1,heads=2,channels=96,ffn=64,vocab=259", 160, 120
-        options.sequences, options.prompts = dict.fromkeys(SEQUENCES, 8), dict.fromkeys(PROMPTS, 1)
+        options.sequences, options.prompts = dict.fromkeys(SEQUENCES, 8), dict.fromkeys(SEQUENCES, 1)
     return options
 
 

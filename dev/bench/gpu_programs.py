@@ -324,7 +324,7 @@ def pack_python(call):
 TEXT_FILES = ("README.md", "doc/*.md", "*.c", "*.h", "*.cu", "cuda/*", "math/*", "runtime/*", "attention/*.*")
 
 
-def write_text(folder):
+def write_own_text(folder):
     """Writes this project's own pages and sources as a shard (doc/data.md, "Files")."""
     paths = sorted({path for pattern in TEXT_FILES
                     for path in gpu_report.ROOT.glob(pattern) if path.is_file() and path.suffix != ".pyc"})

@@ -150,7 +150,7 @@ def ceilings(task):
             marks.append(mark())
         best[name] = amount / (1e-3 * statistics.median(between(marks)))
     wgmma = not DRY and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("FLASH90") != "0"
-    return best | {"undoes_rope": wgmma, "name": "" if DRY else torch.cuda.get_device_name()}
+    return best | {"undoes_rope": wgmma}
 
 
 def child(task):

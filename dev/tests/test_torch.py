@@ -255,19 +255,6 @@ def test_copies_of_the_module(attn_c):
         assert torch.equal(copied(q, k, v), module(q, k, v))
 
 
-@pytest.mark.parametrize("name", ["ssmax-bias", "ssmax-fixed", "softmax-sink", "ssmax-pn"])
-def test_a_module_without_memory_gets_initial_values(attn_c, name):
-    with torch.device("meta"):
-        module = attn_c.Normalizer(name, heads=4, seq_len=L)
-    module.to_empty(device="cpu")
-    for parameter in module.parameters():
-        torch.nn.init.constant_(parameter, 4e23)
-    module.reset_parameters()
-    expected = attn_c.Normalizer(name, heads=4, seq_len=L)
-    for key, x in expected.named_parameters():
-        assert torch.equal(getattr(module, key), x) and getattr(module, key).requires_grad == x.requires_grad
-
-
 class Layer(torch.nn.Module):
     def __init__(self, name):
         from attn_c import Normalizer
@@ -287,7 +274,7 @@ def sharded():
     warnings.simplefilter("ignore")
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
     x, mesh, errors = torch.randn(2, 10, 24), init_device_mesh("cpu", (1,)), []
-    for name in "ssmax-bias", "ssmax-fixed":
+    for name in "ssmax-bias", "ssmax-fixed", "softmax-sink":
         torch.manual_seed(0)
         expected = Layer(name)(x)
         with torch.device("meta"):
@@ -298,6 +285,8 @@ def sharded():
         second.to_empty(device="cpu")
         torch.manual_seed(0)
         for module in second.projection, second.normalizer:
+            for parameter in module.parameters():
+                torch.nn.init.constant_(parameter, 4e23)        # what the memory may hold
             module.reset_parameters()
         for module in first, second:
             found = module(x)
@@ -316,14 +305,6 @@ def test_sharded_by_fsdp(attn_c):
     """Built on the meta device; tensors that are sharded over devices are rejected by name."""
     for error in apart(sharded):
         assert "expected q to be a plain tensor, found a DTensor" in error and "to_local()" in error
-
-
-def test_scalars_of_any_shape(attn_c):
-    """The modeling file of our checkpoints passes (heads, 1, 1)."""
-    case = Case("ssmax-bias", SHAPES[0], torch.float32)
-    expected = case.package(attn_c)
-    case.inputs = {key: x if key in "qkv" else x.view(-1, 1, 1) for key, x in case.inputs.items()}
-    assert_close({key: x.view_as(expected[key]) for key, x in case.package(attn_c).items()}, expected, 0)
 
 
 def test_the_module_reads_its_scalars_by_attribute(attn_c):
@@ -559,9 +540,7 @@ BAD = {
     "expected seq_len .*found True": dict(normalizer="ssmax", seq_len=True),
     "expected scaling to be a real number or None, found True of type bool": dict(scaling=True),
     "expected scaling to be a real number or None, found '0.1' of type str": dict(scaling="0.1"),
-    r"expected scaling to be a real number or None, found 1j of type complex": dict(scaling=1j),
     "expected q to be a tensor, found list": dict(q=X.tolist()),
-    "expected v to be a tensor, found ndarray": dict(v=HALF.numpy()),
     "expected start to be a tensor, found list": dict(start=[1]),
     "expected k to be a dense tensor, found torch.sparse_coo": dict(k=HALF.to_sparse()),
     "expected start to be a dense tensor, found torch.sparse_coo": dict(start=torch.zeros(1).int().to_sparse()),
