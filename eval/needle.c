@@ -182,27 +182,15 @@ static bool can_write(const Needle *n, const char *text) {
     return !text[at];
 }
 
-// A tokenizer that cannot write the needle would turn every answer into a wrong one.
-static void check_city(const Needle *n) {
-    const NeedleTrial *t = &n->trial;
+// A tokenizer that cannot write the needle would turn every answer into a wrong one.   name: "city" or "number"
+static void check_word(const Needle *n, const char *name, const char *word, bool given) {
     FolderPath path = folder_path(n->e->folder, tokenizer_files[0]);
-    if (can_write(n, t->city)) return;
-    if (n->e->o.city) fail(EXIT_USAGE, "--city: %s has no tokens for this name. Choose another.", path.text);
+    if (can_write(n, word)) return;
+    if (given) fail(EXIT_USAGE, "--%s %s: %s has no tokens for it. Choose another.", name, word, path.text);
     fail(EXIT_USAGE,
-         "%s: it has no tokens for the city %s, which was drawn for sample %zu.\n"
-         "  Set --city to a name that this tokenizer can write, or try another --seed.",
-         path.text, t->city, t->sample + 1);
-}
-
-static void check_number(const Needle *n) {
-    const NeedleTrial *t = &n->trial;
-    FolderPath path = folder_path(n->e->folder, tokenizer_files[0]);
-    if (can_write(n, t->number)) return;
-    if (n->e->o.number) fail(EXIT_USAGE, "--number %s: %s has no tokens for it. Choose another.", t->number, path.text);
-    fail(EXIT_USAGE,
-         "%s: it has no tokens for the number %s, which was drawn for sample %zu.\n"
-         "  Set --number to digits that this tokenizer can write.",
-         path.text, t->number, t->sample + 1);
+         "%s: it has no tokens for the %s %s, which was drawn for sample %zu.\n"
+         "  Set --%s to one that this tokenizer can write, or try another --seed.",
+         path.text, name, word, n->trial.sample + 1, name);
 }
 
 // Checks a text around the city, the number or the haystack.
@@ -221,8 +209,8 @@ static void check_text(const Needle *n, const char *format) {
 // Everything that a prompt has beside the haystack.
 static void check_texts(const Needle *n) {
     const EvalOptions *o = &n->e->o;
-    check_city(n);
-    check_number(n);
+    check_word(n, "city", n->trial.city, o->city);
+    check_word(n, "number", n->trial.number, o->number);
     check_text(n, NEEDLE);
     check_text(n, " .\n");
     check_text(n, CHATS[o->chat].before);
@@ -290,7 +278,7 @@ static void open_haystack(Needle *n) {
     if (!(n->shards = shards_open(e->o.data, config, &error))) fail_with(&error);
     n->windows = shards_windows(n->shards);
     e->data = n->shards;
-    n->hay = eval_array(n->longest + HAY_BLOCK, sizeof *n->hay);
+    n->hay = allocate(n->longest + HAY_BLOCK, sizeof *n->hay, "the prompts");
     for (n->trial.sample = 0; n->trial.sample < (size_t)e->o.samples; n->trial.sample++) read_haystack(n);    // a check
     n->trial = (NeedleTrial){0};
 }
@@ -308,7 +296,7 @@ void needle_settle(Needle *n, Eval *e) {
     n->opening = special(e, CHATS[o->chat].opening);
     n->closing = CHATS[o->chat].closing ? special(e, CHATS[o->chat].closing) : -1;
     n->turn = CHATS[o->chat].turn ? special(e, CHATS[o->chat].turn) : -1;
-    n->tokens = eval_array(4 * TEXT, sizeof *n->tokens);
+    n->tokens = allocate(4 * TEXT, sizeof *n->tokens, "the prompts");
     measure_prompts(n, &needle, &n->frame);
     free(n->tokens);
     read_lengths(n, needle);
@@ -320,14 +308,14 @@ void needle_settle(Needle *n, Eval *e) {
     e->longest = positions_of(n, n->longest);
     e->work = 0;
     for (size_t i = 0; i < n->length_count; i++) e->work += (uint64_t)o->samples * n->depth_count * n->lengths[i];
-    n->tokens = eval_array(n->longest + n->frame, sizeof *n->tokens);
-    n->previous = eval_array(n->longest + n->frame, sizeof *n->previous);
-    n->answer_ids = eval_array(n->answer_tokens, sizeof *n->answer_ids);
+    n->tokens = allocate(n->longest + n->frame, sizeof *n->tokens, "the prompts");
+    n->previous = allocate(n->longest + n->frame, sizeof *n->previous, "the prompts");
+    n->answer_ids = allocate(n->answer_tokens, sizeof *n->answer_ids, "the prompts");
     size_t longest_token = 0, length;
     for (int32_t id = 0; (size_t)id < e->config->vocab; id++)
         if (tokenizer_token(e->tokenizer, id, &length) && length > longest_token) longest_token = length;
-    n->answer = eval_array(n->answer_tokens * longest_token + 1, 1);
-    n->scores = eval_array(2 * heads, sizeof *n->scores);
+    n->answer = allocate(n->answer_tokens * longest_token + 1, 1, "the prompts");
+    n->scores = allocate(2 * heads, sizeof *n->scores, "the prompts");
     n->mean_scores = n->scores + heads;
 }
 
