@@ -348,8 +348,7 @@ static bool has_rule(const Model *m, size_t tensor, int rule) {
 // Lays out the state of the tensors that this rank owns, by rule.
 static void find_states(Model *m) {
     size_t floats = 0;
-    m->states = (size_t *)calloc(m->list.count, sizeof *m->states);
-    if (!m->states) fail(EXIT_RESOURCE, "out of memory for the state of %zu tensors.", m->list.count);
+    m->states = (size_t *)allocate(m->list.count, sizeof *m->states, "the list of states");
     for (int rule = 0; rule < UPDATE_COUNT; rule++) {
         for (size_t i = 0; i < m->list.count; i++) {
             if (!has_rule(m, i, rule)) continue;
@@ -376,9 +375,8 @@ static bool has_master(const Model *m, size_t tensor) {
 static void find_masters(Model *m) {
     size_t count = m->list.count, floats = 0;
     m->sharded = m->zero && m->in_bf16;
-    m->masters = (size_t *)calloc(count, sizeof *m->masters);
-    m->vectors = (CollectivePart *)calloc(count, sizeof *m->vectors);
-    if (!m->masters || !m->vectors) fail(EXIT_RESOURCE, "out of memory for the places of %zu tensors.", count);
+    m->masters = (size_t *)allocate(count, sizeof *m->masters, "the list of parameters");
+    m->vectors = (CollectivePart *)allocate(count, sizeof *m->vectors, "the list of parameters");
     for (int matrices = 0; matrices < 2; matrices++) {
         for (size_t i = 0; i < count; i++) {
             if (is_matrix(m, i) != matrices || !has_master(m, i)) continue;
@@ -393,8 +391,7 @@ static void find_masters(Model *m) {
 // With --zero 1, each tensor has one owner; otherwise, each rank updates all tensors, as the owner of all.
 static void find_owners(Model *m) {
     size_t count = m->list.count;
-    m->parts = (CollectivePart *)calloc(count, sizeof *m->parts);
-    if (!m->parts) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
+    m->parts = (CollectivePart *)allocate(count, sizeof *m->parts, "the owners of tensors");
     for (size_t i = 0; i < count; i++) {
         size_t from = m->list.tensors[i].offset, to = i + 1 < count ? m->list.tensors[i + 1].offset : m->list.floats;
         const char *const *states = update_state[m->list.tensors[i].update];
@@ -553,8 +550,7 @@ static size_t angles_at(const Model *m, size_t table) {
 
 static void upload_rope_table(Model *m, size_t number, size_t T, RopeAngles angles) {
     size_t HS = head_size(m->config), n = T * (HS / 2);
-    float *table = (float *)malloc(2 * n * sizeof *table);
-    if (!table) fail(EXIT_RESOURCE, "out of memory for RoPE's table.");
+    float *table = (float *)allocate(2 * n, sizeof *table, "RoPE's table");
     rope_table(table, table + n, T, angles);
     CUDA_CHECK(cudaMemcpy(m->cosines + angles_at(m, number), table, n * sizeof *table, cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaMemcpy(m->sines + angles_at(m, number), table + n, n * sizeof *table, cudaMemcpyHostToDevice));
@@ -1060,8 +1056,7 @@ static size_t add_segments(const Model *m, AdamSegment *table, size_t count, int
 }
 
 static void upload_segments(Model *m) {
-    AdamSegment *table = (AdamSegment *)calloc(m->list.count, sizeof *table);
-    if (!table) fail(EXIT_RESOURCE, "out of memory for the table of tensors.");
+    AdamSegment *table = (AdamSegment *)allocate(m->list.count, sizeof *table, "the table of tensors");
     m->segment_count = 0;
     for (int rule = 0; rule < UPDATE_COUNT; rule++) {
         m->segment_count = add_segments(m, table, m->segment_count, rule);
@@ -1242,8 +1237,7 @@ static Weights take_training(Model *m) {
         CUDA_CHECK(cudaEventCreate(&times.start));
         CUDA_CHECK(cudaEventCreate(&times.end));
     }
-    m->gathered = (cudaEvent_t *)calloc(bucket_count(m), sizeof *m->gathered);
-    if (!m->gathered) fail(EXIT_RESOURCE, "out of memory for %zu events.", bucket_count(m));
+    m->gathered = (cudaEvent_t *)allocate(bucket_count(m), sizeof *m->gathered, "CUDA's events");
     for (size_t i = 0; i < bucket_count(m); i++)
         CUDA_CHECK(cudaEventCreateWithFlags(&m->gathered[i], cudaEventDisableTiming));
     m->host.config = m->config;

@@ -43,10 +43,9 @@ static int most_memory_first(const void *a, const void *b) {
 }
 
 void collective_assign_owners(CollectivePart *parts, size_t count, int ranks) {
-    CollectivePart **order = (CollectivePart **)calloc(count + 1, sizeof *order);
-    Share *shares = (Share *)calloc((size_t)ranks, sizeof *shares);
-    int *place = (int *)calloc((size_t)ranks, sizeof *place);
-    if (!order || !shares || !place) fail(EXIT_RESOURCE, "out of memory for the owners of %zu tensors.", count);
+    CollectivePart **order = (CollectivePart **)allocate(count, sizeof *order, "the owners of tensors");
+    Share *shares = (Share *)allocate((size_t)ranks, sizeof *shares, "the owners of tensors");
+    int *place = (int *)allocate((size_t)ranks, sizeof *place, "the owners of tensors");
     for (size_t i = 0; i < count; i++) order[i] = &parts[i];
     qsort(order, count, sizeof *order, larger_first);
     for (int r = 0; r < ranks; r++) shares[r].rank = r;
@@ -131,9 +130,8 @@ static double place(void) {
 // Exchanges place, PID and start time among all ranks, and fills in the peers that are visible from here.
 static void meet(Collective *c) {
     size_t n = (size_t)process.size;
-    double *all = (double *)calloc(3 * n, sizeof *all);
-    c->peers = (Peer *)calloc(n, sizeof *c->peers);
-    if (!all || !c->peers) fail(EXIT_RESOURCE, "out of memory for a table of %zu ranks.", n);
+    double *all = (double *)allocate(3 * n, sizeof *all, "a table of all ranks");
+    c->peers = (Peer *)allocate(n, sizeof *c->peers, "a table of all ranks");
     double *mine = all + 3 * process.rank;
     mine[0] = place();
     mine[1] = getpid();
@@ -203,8 +201,7 @@ Collective *collective_start(bool in_bf16, double patience) {
     ncclUniqueId id;
     int least, greatest;
     if (process.size == 1) return NULL;
-    Collective *c = (Collective *)calloc(1, sizeof *c);
-    if (!c) fail(EXIT_RESOURCE, "out of memory for the collective operations.");
+    Collective *c = (Collective *)allocate(1, sizeof *c, "the collective operations");
     memset(&id, 0, sizeof id);
     if (process.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     process_broadcast(&id, sizeof id);

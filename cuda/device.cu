@@ -9,8 +9,7 @@
 // Ends all ranks if two of them have the same GPU.
 static void check_own_gpu(int device) {
     cudaDeviceProp properties;
-    cudaUUID_t *all = (cudaUUID_t *)calloc((size_t)process.size, sizeof *all);
-    if (!all) fail(EXIT_RESOURCE, "out of memory for the GPUs of %d ranks.", process.size);
+    cudaUUID_t *all = (cudaUUID_t *)allocate((size_t)process.size, sizeof *all, "the GPUs of all ranks");
     CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     all[process.rank] = properties.uuid;
     process_gather(all, sizeof *all);

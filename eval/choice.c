@@ -85,7 +85,7 @@ static void clean(char *text) {
 static char *capitalize(const char *text) {
     locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0);
     if (!utf8) fail(EXIT_RESOURCE, "the system has no locale C.UTF-8, which HellaSwag's texts need.");
-    char *out = eval_array(2 * strlen(text) + 8, 1), *at = out;
+    char *out = allocate(2 * strlen(text) + 8, 1, "the questions"), *at = out;
     mbstate_t in_state = {0}, out_state = {0};
     locale_t before = uselocale(utf8);
     wctrans_t title = wctrans("totitle");
@@ -160,7 +160,7 @@ static char *query_of(const cJSON *json, bool hellaswag, Where at) {
 
 static size_t encode(const Eval *e, const char *text, int32_t **ids) {
     size_t length = strlen(text);
-    *ids = eval_array(tokenizer_capacity(length), sizeof **ids);
+    *ids = allocate(tokenizer_capacity(length), sizeof **ids, "the questions");
     return tokenizer_encode(e->tokenizer, text, length, *ids, tokenizer_capacity(length));
 }
 
@@ -204,7 +204,7 @@ static ChoiceQuestion make_question(const Eval *e, const cJSON *json, Where at) 
     if (!cJSON_IsArray(endings) || q.count < 2)
         fail(EXIT_INPUT, "%s: line %zu: expected a list of at least two \"endings\" or \"choices\".", at.path, at.line);
     q.gold = gold_of(json, q.count, at);
-    q.endings = eval_array(q.count, sizeof *q.endings);
+    q.endings = allocate(q.count, sizeof *q.endings, "the questions");
     char *query = query_of(json, hellaswag, at);
     size_t i = 0;
     cJSON_ArrayForEach(ending, endings) {

@@ -13,12 +13,6 @@
 #include "runtime/path.h"
 #include "runtime/utf8.h"
 
-void *eval_array(size_t count, size_t size) {
-    void *p = calloc(count ? count : 1, size);
-    if (!p) fail(EXIT_RESOURCE, "out of memory for the prompts.");
-    return p;
-}
-
 static bool name_taken(const Eval *e) {
     const cJSON *model;
     cJSON_ArrayForEach(model, e->described) {

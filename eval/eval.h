@@ -108,9 +108,6 @@ typedef struct {
 
 // ---- eval/eval.c
 
-// calloc() for prompts and questions, which ends the program if memory runs out.
-void *eval_array(size_t count, size_t size);
-
 // Parses the flags. `config` is the program's, which eval_find() fills. e is zeroed before.
 void eval_open(Eval *e, ModelConfig *config, int argc, char **argv);
 

@@ -206,8 +206,7 @@ void losses_compare(const Eval *e) {
         rows += !same_row(before, row);
         before = row;
     }
-    size_t *lengths = malloc((size_t)cJSON_GetArraySize(e->results) * sizeof *lengths + 1);
-    if (!lengths) fail(EXIT_RESOURCE, "out of memory for the table of all losses.");
+    size_t *lengths = allocate((size_t)cJSON_GetArraySize(e->results), sizeof *lengths, "the table of all losses");
     size_t count = all_lengths(e, lengths);
     if (rows > 1) {
         printf("\nloss by length\n%-*s  %-*s", models, "model", normalizers, "attn");

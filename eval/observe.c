@@ -33,7 +33,7 @@ static void read_prompt_file(Observer *o) {
         if (end > at && end[-1] == '\r') end--;
         if (at + strspn(at, " \t") >= end) end = at;    // nothing but blanks
         size_t length = (size_t)(end - at), room = tokenizer_capacity(length);
-        int32_t *ids = eval_array(room, sizeof *ids);
+        int32_t *ids = allocate(room, sizeof *ids, "the prompts");
         size_t count = tokenizer_encode(e->tokenizer, at, length, ids, room);
         snprintf(where, sizeof where, "%s: line %zu", e->o.prompt_file, line);
         if (!tokenizer_fits(e->tokenizer, ids, count, e->config->vocab, where, &error)) fail_with(&error);
@@ -70,7 +70,7 @@ static void read_data(Observer *o) {
         drawn = realloc(drawn, (drawn_count + 1) * sizeof *drawn);
         if (!drawn) fail(EXIT_RESOURCE, "out of memory for the prompts.");
         drawn[drawn_count++] = window;
-        int32_t *ids = eval_array(T + 1, sizeof *ids);
+        int32_t *ids = allocate(T + 1, sizeof *ids, "the prompts");
         if (!shards_window(e->data, window, ids, NULL, &error)) fail_with(&error);
         if (ids[0] == end_of_text) memmove(ids, ids + 1, T * sizeof *ids);
         if (ids[0] != end_of_text) add_prompt(o, ids, T);
@@ -91,15 +91,15 @@ void observe_settle(Observer *o, Eval *e) {
     e->longest = o->longest;
     e->work = 0;
     for (size_t i = 0; i < o->prompt_count; i++) e->work += 2 * o->prompts[i].count + (o->shards ? 0 : 1);
-    o->stats = eval_array(o->layers * o->heads, sizeof *o->stats);
-    o->residual = eval_array(o->layers, sizeof *o->residual);
-    o->by_layer = eval_array(2 * o->layers, sizeof *o->by_layer);
-    o->sums = eval_array(4 * o->prompt_count, sizeof *o->sums);
+    o->stats = allocate(o->layers * o->heads, sizeof *o->stats, "the prompts");
+    o->residual = allocate(o->layers, sizeof *o->residual, "the prompts");
+    o->by_layer = allocate(2 * o->layers, sizeof *o->by_layer, "the prompts");
+    o->sums = allocate(4 * o->prompt_count, sizeof *o->sums, "the prompts");
     o->losses = o->sums + 2 * o->prompt_count;
     size_t T = o->prompts[0].count;
     o->cell = (T + MAX_MAP - 1) / MAX_MAP;
     o->side = (T + o->cell - 1) / o->cell;
-    if (e->o.out) o->map = eval_array(o->heads * o->side * o->side, sizeof *o->map);
+    if (e->o.out) o->map = allocate(o->heads * o->side * o->side, sizeof *o->map, "the prompts");
 }
 
 void observe_close(Observer *o) {

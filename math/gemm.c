@@ -265,8 +265,7 @@ static Primitive *find(struct Primitives *all, const Primitive *wanted) {
 
 // Returns NULL if oneDNN cannot start.
 static struct Primitives *primitives_start(void) {
-    struct Primitives *all = calloc(1, sizeof *all);
-    if (!all) fail(EXIT_RESOURCE, "out of memory for oneDNN's primitives.");
+    struct Primitives *all = allocate(1, sizeof *all, "oneDNN's primitives");
     if (dnnl_engine_create(&all->engine, dnnl_cpu, 0) == dnnl_success &&
         dnnl_stream_create(&all->stream, all->engine, dnnl_stream_default_flags) == dnnl_success)
         return all;

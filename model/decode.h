@@ -83,8 +83,7 @@ static size_t window_past(const Decoder *d, size_t window) {
 static size_t plan_caches(Decoder *d) {
     const Model *m = d->m;
     size_t positions = 0;
-    d->caches = calloc(m->config.layers, sizeof *d->caches);
-    if (!d->caches) fail(EXIT_RESOURCE, "out of memory for the list of caches.");
+    d->caches = allocate(m->config.layers, sizeof *d->caches, "the list of caches");
     for (size_t l = 0; l < m->config.layers; l++) {
         size_t past = window_past(d, attention_of(&m->config, l)->window);
         for (size_t i = 0; i < m->other_count; i++)

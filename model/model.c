@@ -515,11 +515,10 @@ static void add_rows(const Listing *to, const TensorSpec *rows, size_t count, Sc
 TensorList tensors_of(const ModelConfig *config, const AttentionList *const *others, size_t count) {
     const BlockShape *block = &block_shapes[config->block];
     size_t layers = config->layers;
-    TensorList list = {.layers = calloc(layers, sizeof *list.layers)};
+    TensorList list = {.layers = allocate(layers, sizeof *list.layers, "the list of layers")};
     Listing to = {&list, config, others, count, NO_LAYER};
     size_t most = COUNT(FIRST_ROWS) + layers * block->tensor_count + COUNT(LAST_ROWS) + (layers + 1) * SCALAR_COUNT;
-    list.tensors = calloc(most, sizeof *list.tensors);
-    if (!list.layers || !list.tensors) fail(EXIT_RESOURCE, "out of memory for the list of tensors.");
+    list.tensors = allocate(most, sizeof *list.tensors, "the list of tensors");
     add_rows(&to, FIRST_ROWS, COUNT(FIRST_ROWS), WHOLE_MODEL, "", &list);
     for (size_t l = 0; l < layers; l++) {
         char prefix[64];

@@ -67,8 +67,7 @@ double rope_theta(const RopeAngles *angles, size_t T) {
 
 double *rope_frequencies(const RopeAngles *angles, size_t T) {
     size_t half = angles->HS / 2;
-    double *frequency = malloc(half * sizeof *frequency), theta = rope_theta(angles, T);
-    if (!frequency) fail(EXIT_RESOURCE, "out of memory for RoPE's frequencies.");
+    double *frequency = allocate(half, sizeof *frequency, "RoPE's frequencies"), theta = rope_theta(angles, T);
     for (size_t i = 0; i < half; i++) {
         double plain = pow(theta, -2.0 * (double)i / (double)angles->HS);
         frequency[i] = rope_shapes[angles->scaling.kind].scale(angles, i, plain);

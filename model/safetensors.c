@@ -38,10 +38,8 @@ size_t dtype_size(DType dtype) {
     return dtypes[dtype].size;
 }
 
-static void *allocate(size_t bytes) {
-    void *memory = malloc(bytes ? bytes : 1);
-    if (!memory) fail(EXIT_RESOURCE, "out of memory for %zu bytes of a safetensors file's header or buffer.", bytes);
-    return memory;
+static void *take(size_t bytes) {
+    return allocate(bytes, 1, "a safetensors file's header or buffer");
 }
 
 // A shape as text, such as "[12, 64]".
@@ -99,7 +97,7 @@ static char *make_header(const TensorRow *rows, size_t count, const char *const 
     char *json = ok ? cJSON_PrintUnformatted(header) : NULL;
     if (!json) fail(EXIT_RESOURCE, "out of memory for a safetensors header.");
     uint64_t length = strlen(json), padded = ((length + 7) / 8) * 8;
-    char *text = memset(allocate(8 + padded), ' ', 8 + padded);
+    char *text = memset(take(8 + padded), ' ', 8 + padded);
     memcpy(text, &padded, 8);
     memcpy(text + 8, json, length);
     *size = 8 + padded;
@@ -125,8 +123,8 @@ SafetensorsWriter *safetensors_create(int folder, const char *path, const Tensor
     }
     File *file = file_create(folder, path, hash, error);
     if (!file) return NULL;
-    SafetensorsWriter *w = allocate(sizeof *w);
-    *w = (SafetensorsWriter){file, allocate(PIECE * sizeof *w->rounded)};
+    SafetensorsWriter *w = take(sizeof *w);
+    *w = (SafetensorsWriter){file, take(PIECE * sizeof *w->rounded)};
     char *header = make_header(rows, count, metadata, &size);
     bool ok = file_write(file, header, size, error);
     free(header);
@@ -183,7 +181,7 @@ struct Safetensors {
 
 static char *copy_string(const char *text) {
     size_t size = strlen(text) + 1;
-    return memcpy(allocate(size), text, size);
+    return memcpy(take(size), text, size);
 }
 
 static bool damaged(Error *error, const char *path, const char *name, const char *expected, const char *found) {
@@ -335,7 +333,7 @@ static bool read_header(Safetensors *s, const Part *part, uint64_t size, Error *
             size - 8 < HEADER_BYTES ? size - 8 : HEADER_BYTES, length,
             length > HEADER_BYTES ? "This is not a safetensors file, or its first bytes are damaged." : DAMAGED);
     }
-    char *text = allocate(length + 1);
+    char *text = take(length + 1);
     text[length] = '\0';
     cJSON *header = NULL;
     if (file_read_at(part->fd, part->path, text, length, 8, error))
@@ -387,7 +385,7 @@ static bool add_parts_of_map(Safetensors *s, const char *folder, const char *ind
     size_t count = 0;
     const cJSON *item;
     char path[PATH_MAX];
-    const char **files = allocate((size_t)cJSON_GetArraySize(map) * sizeof *files);
+    const char **files = take((size_t)cJSON_GetArraySize(map) * sizeof *files);
     bool ok = true;
     cJSON_ArrayForEach(item, map) {
         const char *file = cJSON_GetStringValue(item);
@@ -464,7 +462,7 @@ static bool open_path(Safetensors *s, const char *path, Error *error) {
 }
 
 Safetensors *safetensors_open(const char *path, Error *error) {
-    Safetensors *s = memset(allocate(sizeof *s), 0, sizeof *s);
+    Safetensors *s = take(sizeof *s);
     s->path = copy_string(path);
     if (open_path(s, path, error)) return s;
     safetensors_close(s);
@@ -585,7 +583,7 @@ bool safetensors_fits(const Safetensors *s, const char *name, int ndim, const si
 bool safetensors_same(const TensorInfo *a, const TensorInfo *b, bool *same, Error *error) {
     *same =
         a->dtype == b->dtype && a->ndim == b->ndim && !memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape);
-    char *left = allocate(2 * (size_t)PIECE), *right = left + PIECE;
+    char *left = take(2 * (size_t)PIECE), *right = left + PIECE;
     bool ok = true;
     for (uint64_t at = 0, bytes = info_bytes(a); at < bytes && ok && *same; at += PIECE) {
         size_t n = bytes - at < PIECE ? (size_t)(bytes - at) : PIECE;
@@ -611,7 +609,7 @@ bool safetensors_read(const Safetensors *s, const char *name, int ndim, const si
     const TensorInfo *info = find_fitting(s, name, ndim, shape, error);
     if (!info) return false;
     size_t width = dtype_size(info->dtype);
-    void *buffer = info->dtype == DTYPE_F32 ? NULL : allocate(PIECE * width);
+    void *buffer = info->dtype == DTYPE_F32 ? NULL : take(PIECE * width);
     bool ok = true;
     for (size_t at = 0; at < info->elements && ok; at += PIECE) {
         size_t n = info->elements - at < PIECE ? info->elements - at : PIECE;

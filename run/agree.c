@@ -155,8 +155,7 @@ static int most_common(const Holding *all) {
 
 void run_compare(const Run *run, uint64_t hash) {
     if (process.size == 1) return;
-    Holding *all = calloc((size_t)process.size, sizeof *all);
-    if (!all) fail(EXIT_RESOURCE, "out of memory for the hashes of %d ranks.", process.size);
+    Holding *all = allocate((size_t)process.size, sizeof *all, "the hashes of all ranks");
     all[process.rank].hash = hash;
     gethostname(all[process.rank].host, sizeof all->host - 1);
     process_gather(all, sizeof *all);

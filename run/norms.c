@@ -1,6 +1,5 @@
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "run/parts.h"
@@ -24,8 +23,7 @@ size_t norms_room(const Run *run) {
 
 void norms_ready(Run *run) {
     if (!run->o.norms_every || run->norms) return;
-    run->norms = calloc(NORMS_KINDS * norm_groups(run), sizeof *run->norms);
-    if (!run->norms) fail(EXIT_RESOURCE, "out of memory for the norms of --norms-every.");
+    run->norms = allocate(NORMS_KINDS * norm_groups(run), sizeof *run->norms, "the norms of --norms-every");
 }
 
 static bool ends_with(const char *text, const char *end) {

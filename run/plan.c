@@ -91,8 +91,7 @@ static const char *shared_shard(const Run *run, const struct stat *val, size_t c
 // A glob such as *.bin also matches the validation shards.
 static void warn_of_trained_validation(const Run *run) {
     size_t count = run->val ? shards_count(run->val) : 0;
-    struct stat *val = calloc(count + 1, sizeof *val);
-    if (!val) fail(EXIT_RESOURCE, "out of memory for the list of shards.");
+    struct stat *val = allocate(count, sizeof *val, "the list of shards");
     for (size_t i = 0; i < count; i++) stat(shards_path(run->val, i), &val[i]);
     const char *path = shared_shard(run, val, count);
     if (path)

@@ -22,8 +22,8 @@ static void print_table(const double counted[PHASE_COUNT], double sum, const dou
 
 void profile_print(Progress *progress, const double seconds[PHASE_COUNT], const double first[PHASE_COUNT],
                    int64_t steps) {
-    double counted[PHASE_COUNT], sum = 0, *reduce = calloc((size_t)process.size, sizeof *reduce);
-    if (!reduce) fail(EXIT_RESOURCE, "out of memory for the times of %d ranks.", process.size);
+    double counted[PHASE_COUNT], sum = 0;
+    double *reduce = allocate((size_t)process.size, sizeof *reduce, "the times of all ranks");
     progress_end(progress);
     for (int i = 0; i < PHASE_COUNT; i++) {
         counted[i] = steps > 1 ? (seconds[i] - first[i]) / (double)(steps - 1) : seconds[i];

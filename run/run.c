@@ -37,9 +37,8 @@ static void list_past(Run *run, const cJSON *entry, const char *key) {
 static void list_others(Run *run) {
     size_t past = 2 * (size_t)cJSON_GetArraySize(run->lineage);
     const cJSON *entry;
-    run->others = malloc((run->switch_count + 1 + past) * sizeof *run->others);
-    run->past = malloc((past + 1) * sizeof *run->past);
-    if (!run->others || !run->past) fail(EXIT_RESOURCE, "out of memory for the changes of normalizer.");
+    run->others = allocate(run->switch_count + 1 + past, sizeof *run->others, "the changes of normalizer");
+    run->past = allocate(past, sizeof *run->past, "the changes of normalizer");
     for (size_t i = 0; i < run->switch_count; i++) run->others[run->other_count++] = &run->switches[i].to;
     if (run->loaded.text[0]) run->others[run->other_count++] = &run->loaded;
     run->coming_count = run->other_count;

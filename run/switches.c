@@ -165,8 +165,7 @@ bool run_change_due(Run *run, Change *change) {
 }
 
 void run_change_apply(Run *run, Change *change) {
-    change->kept = malloc(weights_scalar_floats(run->weights.list) * sizeof *change->kept + 1);
-    if (!change->kept) fail(EXIT_RESOURCE, "out of memory for a switch of normalizer.");
+    change->kept = allocate(weights_scalar_floats(run->weights.list), sizeof *change->kept, "a switch of normalizer");
     weights_keep_scalars(&run->weights, change->kept, false);
     run->config->attn = change->to;
     run->config->seq_len = change->to_L;

@@ -1,6 +1,5 @@
 #include "run/train_options.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "model/model.h"
@@ -114,9 +113,7 @@ void train_options_init(TrainOptions *o, const char *attn_help, bool gpus) {
     };
     // clang-format on
     o->count = sizeof table / sizeof *table;
-    o->table = malloc(sizeof table);
-    if (!o->table) fail(EXIT_RESOURCE, "out of memory for the flags.");
-    memcpy(o->table, table, sizeof table);
+    o->table = memcpy(allocate(1, sizeof table, "the flags"), table, sizeof table);
     for (Option *row = o->table; row < o->table + o->count; row++)
         if (!gpus && strcmp(row->group, "GPUs") == 0) row->only_in = "train_gpt2cu, the GPU trainer";
 }

@@ -3,7 +3,6 @@
 
 #include <limits.h>
 #include <omp.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -57,6 +57,12 @@ void warn(const char *format, ...) {
     say("warning: ", text);
 }
 
+void *allocate(size_t count, size_t size, const char *what) {
+    void *memory = calloc(count ? count : 1, size);
+    if (!memory) fail(EXIT_RESOURCE, "out of memory for %s.", what);
+    return memory;
+}
+
 void flush_stdout(const char *what) {
     if (fflush(stdout) != 0 || ferror(stdout))
         fail(EXIT_RESOURCE, "stdout: cannot write %s: %s.", what, strerror(errno));

@@ -8,6 +8,7 @@
 #define RUNTIME_ERROR_H
 
 #include <stdbool.h>
+#include <stddef.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -51,6 +52,10 @@ extern const char *fail_where;
 // appears once.
 extern bool warn_off;
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+// Zeroed memory for `count` items of `size` bytes, which the caller frees. Fails if there is none; `what` names the items:
+// "the flags".
+void *allocate(size_t count, size_t size, const char *what);
 
 // Flushes stdout, and fails if what was printed could not be written. `what` names it: "the text".
 void flush_stdout(const char *what);

@@ -472,11 +472,9 @@ Heartbeat *heartbeat_start(int64_t timeout, int64_t progress) {
         warn("built without libsodium (libsodium-dev), so several machines run without heartbeats (--rank-timeout).");
         return NULL;
     }
-    Heartbeat *h = calloc(1, sizeof *h);
-    if (h) h->peers = calloc((size_t)process.size, sizeof *h->peers);
-    if (h) h->places = calloc((size_t)process.size, sizeof *h->places);
-    if (!h || !h->peers || !h->places)
-        fail(EXIT_RESOURCE, "out of memory for the heartbeat of %d ranks.", process.size);
+    Heartbeat *h = allocate(1, sizeof *h, "the heartbeat");
+    h->peers = allocate((size_t)process.size, sizeof *h->peers, "the heartbeat");
+    h->places = allocate((size_t)process.size, sizeof *h->places, "the heartbeat");
     h->timeout = (double)timeout;
     h->progress = (double)progress;
     h->interval = fmin(2, (double)(timeout && (timeout < progress || !progress) ? timeout : progress) / 20);

@@ -100,8 +100,7 @@ static const char *repeated_name(const cJSON *item) {
         if ((found = repeated_name(child))) return found;
     }
     if (!cJSON_IsObject(item) || count < 2) return NULL;
-    const char **names = malloc(count * sizeof *names);
-    if (!names) fail(EXIT_RESOURCE, "out of memory for the %zu names of a JSON object.", count);
+    const char **names = allocate(count, sizeof *names, "the names of a JSON object");
     cJSON_ArrayForEach(child, item) names[i++] = child->string;
     qsort(names, count, sizeof *names, compare_names);
     for (i = 1; i < count && !found; i++) {

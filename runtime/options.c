@@ -344,9 +344,7 @@ static void set_value(Option *o, Value v) {
 // ---- --config
 
 static char *owned_text(const char *text, size_t size) {
-    char *copy = malloc(size);
-    if (!copy) fail(EXIT_RESOURCE, "out of memory for the flags.");
-    return memcpy(copy, text, size);
+    return memcpy(allocate(size, 1, "the flags"), text, size);
 }
 
 // A list of texts takes the place of one in an earlier file.
@@ -415,9 +413,8 @@ static Option *line_row(Option *table, size_t count, const char *flag, int numbe
 
 static void read_lines(Option *table, size_t count, FlagFile file) {
     char where[600];
-    int *lines = calloc(count, sizeof *lines);
+    int *lines = allocate(count, sizeof *lines, "the flags");
     FlagLine line;
-    if (!lines) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
     while (flag_file_next(&file, &line)) {
         snprintf(where, sizeof where, "%.512s: line %d: ", file.path, file.line);
         set_line(line_row(table, count, line.flag, file.line, lines, where), &line, where);
@@ -673,9 +670,8 @@ static void compare_row(const Option *o, Value was, Reasons *forbidden) {
 
 bool options_resume(Option *table, size_t count, const char *json, Error *error) {
     cJSON *object = cJSON_Parse(json);
-    Value *values = calloc(count, sizeof *values);
+    Value *values = allocate(count, sizeof *values, "the flags");
     Reasons forbidden = {0};
-    if (!values) fail(EXIT_RESOURCE, "out of memory for %zu flags", count);
     bool ok = cJSON_IsObject(object) || error_set(error, EXIT_INPUT, "run.json: the saved flags are not a JSON object");
     const cJSON *flag;
     cJSON_ArrayForEach(flag, object) {

@@ -142,8 +142,7 @@ static bool has_threads(void) {
 
 // Returns those of the stop signals that are ignored; the caller owns the set.
 static sigset_t *ignored_signals(void) {
-    sigset_t *ignored = malloc(sizeof *ignored);
-    if (!ignored) fail(EXIT_RESOURCE, "out of memory for a set of signals.");
+    sigset_t *ignored = allocate(1, sizeof *ignored, "a set of signals");
     sigemptyset(ignored);
     for (int i = 0; i < STOP_SIGNALS; i++) {
         struct sigaction action;
