@@ -1,6 +1,6 @@
-"""Public model families, each as a tiny random model that transformers makes: its logits, ten steps and greedy text here
-equal those of transformers; what we save loads there again as the same class; and a switch of the normalizer leads
-there and back."""
+"""Public model families, each as a tiny random model that transformers makes: its logits and ten steps here equal those
+of transformers; what we save loads there again as the same class; and a switch of the normalizer leads there and
+back."""
 import json
 import shutil
 
@@ -141,18 +141,6 @@ def test_ten_steps_there_and_back(family, data, tmp_path):
     before, after = dict(start.named_parameters()), dict(again.named_parameters())
     for name, p in model.named_parameters():
         assert distance(after[name] - before[name], p - before[name].double()) < 1e-3, name
-
-
-def test_eighty_greedy_tokens(family):
-    """Sixty of them beyond the windows."""
-    folder, model = family
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = "the dog went"
-    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=80, min_new_tokens=80,
-                         do_sample=False, pad_token_id=END_OF_TEXT)[0]
-    text, _ = sample(folder, "--prompt", prompt, "--temperature", 0, "--max-new-tokens", 80)
-    theirs = tokenizer.decode(ids, skip_special_tokens=True)
-    assert text == [theirs] or END_OF_TEXT in ids and theirs.startswith(text[0])
 
 
 @pytest.mark.parametrize("family", ["Llama 3"], indirect=True)

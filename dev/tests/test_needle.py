@@ -1,7 +1,6 @@
 """eval_gpt2 --task needle: answers against transformers', needle scores against the reference, the cache that prompts
 share, what the prompts are, verdicts, messages."""
 import json
-import os
 import re
 
 import numpy as np
@@ -13,7 +12,6 @@ from eval_models import evaluate, overflowing, reference, write_chain
 from tiny import BIN, run
 from trainer import ROOT
 
-os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 

