@@ -95,6 +95,11 @@ def chosen(names, known, where):
     return list(names or known)
 
 
+def check_one_of(value, known, where):
+    if value not in known:
+        raise Refused(f"{where}: expected one of {', '.join(known)}, found {value}.{nearest(value, list(known))}")
+
+
 def check_flags(flags, where):
     for name in flags:
         if not re.fullmatch("[a-z][a-z0-9-]*", name):
@@ -377,26 +382,30 @@ class Reader:
                 raise Refused(f"{place}: expected a whole number of 1 or more, found {merged[key]!r}.")
         return merged
 
-    def here(self, table, where):
-        """Is the row part of this scale?"""
-        return self.scale.name in chosen(table.get("scales"), self.whole["model"], f"{where}: scales")
+    def each(self, key, kinds, required=(), later=()):
+        """(where, table) for each [[key]] of this scale, once for each combination of its variables."""
+        for where, table in self.tables(key):
+            check(table, where, kinds | {"scales": TEXTS, "for": LOOP}, required)
+            if self.scale.name in chosen(table.get("scales"), self.whole["model"], f"{where}: scales"):
+                for one in loops(table, where, self.presets, later):
+                    yield where, one
+
+    def check_row(self, name, rows, where):
+        if name not in rows:
+            raise Refused(f"{where}: no row {name} at scale {self.scale.name}.{nearest(name, list(rows))}")
 
     # ---- rows
 
     def read_rows(self):
         kinds = ({"name": TEXT, "group": TEXT, "attn": TEXT, "model": TEXT, "flags": FLAGS, "seeds": NUMBERS,
-                  "sizes": TEXTS, "scales": TEXTS, "data": TEXT, "init-from": TEXT, "switch": SWITCH, "for": LOOP}
+                  "sizes": TEXTS, "data": TEXT, "init-from": TEXT, "switch": SWITCH}
                  | {f"flags-{scale}": FLAGS for scale in self.whole["model"]})
         rows = {}
-        for where, table in self.tables("run"):
-            check(table, where, kinds)
-            if self.here(table, where):
-                for one in loops(table, where, self.presets):
-                    row = self.read_row(one, where)
-                    if row.name in rows:
-                        raise Refused(f"{where}: there is another row named {row.name}. Give this one a "
-                                      "name of its own.")
-                    rows[row.name] = row
+        for where, one in self.each("run", kinds):
+            row = self.read_row(one, where)
+            if row.name in rows:
+                raise Refused(f"{where}: there is another row named {row.name}. Give this one a name of its own.")
+            rows[row.name] = row
         if not rows:
             raise Refused(f"{self.path}: no [[run]] at scale {self.scale.name}. Add one with name and attn.")
         for row in rows.values():
@@ -429,9 +438,7 @@ class Reader:
         if not origin:
             return
         key = "init-from" if row.init_from else "switch"
-        if origin not in rows:
-            raise Refused(f"{row.where}: {key}: no row {origin} at scale "
-                          f"{self.scale.name}.{nearest(origin, list(rows))}")
+        self.check_row(origin, rows, f"{row.where}: {key}")
         seen, at = {row.name}, rows[origin]
         while at:
             if at.name in seen:
@@ -468,17 +475,15 @@ class Reader:
 
     def read_evals(self, rows):
         kinds = ({"name": TEXT, "task": TEXT, "attn": TEXT, "lengths": TEXTS, "flags": FLAGS, "runs": TEXTS,
-                  "scales": TEXTS, "data": TEXT, "seeds": TEXT, "metric": TEXT, "group": TEXT, "for": LOOP}
+                  "data": TEXT, "seeds": TEXT, "metric": TEXT, "group": TEXT}
                  | {f"{key}-{scale}": kind for scale in self.whole["model"]
                     for key, kind in (("flags", FLAGS), ("lengths", TEXTS))})
         evals = []
-        for where, table in self.tables("eval"):
-            check(table, where, kinds, ("name", "task"))
-            for one in loops(table, where, self.presets, LATER) if self.here(table, where) else ():
-                evals.append(self.read_eval(one, where, rows))
-                if evals[-1].name in [e.name for e in evals[:-1]]:
-                    raise Refused(f"{where}: there is another evaluation named {one['name']}. Give this one a "
-                                  "name of its own.")
+        for where, one in self.each("eval", kinds, ("name", "task"), LATER):
+            evals.append(self.read_eval(one, where, rows))
+            if evals[-1].name in [e.name for e in evals[:-1]]:
+                raise Refused(f"{where}: there is another evaluation named {one['name']}. Give this one a name of its "
+                              "own.")
         return evals
 
     def read_eval(self, one, where, rows):
@@ -486,14 +491,11 @@ class Reader:
         if re.search(r"[.@{}]| [-+] ", name) or name == "train":
             raise Refused(f'{where}: name: expected a name without ".", "@" and signs between spaces, other than '
                           f'train, found {name}.')
-        if task not in METRICS or task == "train":
-            tasks = [known for known in METRICS if known != "train"]
-            raise Refused(f"{where}: task: expected one of {', '.join(tasks)}, found {task}.{nearest(task, tasks)}")
+        check_one_of(task, [known for known in METRICS if known != "train"], f"{where}: task")
         for pattern in one.get("runs", ["*"]):
             if not fnmatch.filter(rows, pattern):
                 raise Refused(f"{where}: runs: no row is called {pattern}.{nearest(pattern, list(rows))}")
-        if one.get("seeds", "all") not in ("all", "first"):
-            raise Refused(f"{where}: seeds: expected all or first, found {one['seeds']}.")
+        check_one_of(one.get("seeds", "all"), ("all", "first"), f"{where}: seeds")
         plain = task in ("loss", "positions")
         lengths = amounts(one.get("lengths" + self.at, one.get("lengths", ["L"] if plain else [])),
                           {"L": self.scale.L}, f"{where}: lengths")
@@ -511,13 +513,8 @@ class Reader:
 
     def read_claims(self, rows, evals):
         kinds = {"name": TEXT, "paper": TEXT, "ours": TEXT, "of": TEXT, "of-right": TEXT, "within": NUMBER,
-                 "size": TEXT, "seeds": NUMBERS, "scales": TEXTS, "for": LOOP}
-        claims = []
-        for where, table in self.tables("claim"):
-            check(table, where, kinds, ("name", "ours"))
-            for one in loops(table, where, self.presets) if self.here(table, where) else ():
-                claims.append(self.read_claim(one, where, rows, evals))
-        return claims
+                 "size": TEXT, "seeds": NUMBERS}
+        return [self.read_claim(one, where, rows, evals) for where, one in self.each("claim", kinds, ("name", "ours"))]
 
     def read_claim(self, one, where, rows, evals):
         ours, of = self.sides(one["ours"], where, rows), one.get("of", "train.val_loss")
@@ -548,13 +545,9 @@ class Reader:
     def read_published(self, rows, evals):
         """The papers' own numbers, which tables show beside ours."""
         published = {}
-        for where, table in self.tables("paper"):
-            check(table, where, {"row": TEXT, "of": TEXT, "numbers": FLAGS, "scales": TEXTS}, ("row", "of", "numbers"))
-            if not self.here(table, where):
-                continue
-            if table["row"] not in rows:
-                raise Refused(f"{where}: row: no row {table['row']} at scale "
-                              f"{self.scale.name}.{nearest(table['row'], list(rows))}")
+        kinds = {"row": TEXT, "of": TEXT, "numbers": FLAGS}
+        for where, table in self.each("paper", kinds, kinds):
+            self.check_row(table["row"], rows, f"{where}: row")
             for column, value in table["numbers"].items():
                 if not is_kind(value, NUMBER):
                     raise Refused(f"{where}: numbers: {column}: expected a number, found {value!r}.")
@@ -575,23 +568,18 @@ class Reader:
                 try:
                     found[i] = float(found[i])
                 except ValueError:
-                    raise Refused(f"{where}: ours: no row {found[i]} at scale "
-                                  f"{self.scale.name}.{nearest(found[i], list(rows))}") from None
+                    self.check_row(found[i], rows, f"{where}: ours")
         if not any(isinstance(side, str) for side in found[::2]):
             raise Refused(f"{where}: ours: expected a row, found only numbers.")
         return found
 
     def read_formulas(self):
-        formulas = []
-        for where, table in self.tables("formula"):
-            check(table, where, {"name": TEXT, "paper": TEXT, "low": NUMBER, "high": NUMBER, "s": NUMBER,
-                                 "against": TEXT, "n": NUMBERS},
-                  ("name", "low", "high", "s", "against", "n"))
-            if table["against"] not in ("n", "score"):
-                raise Refused(f"{where}: against: expected n or score, found {table['against']}.")
+        formulas, needed = [], {"name": TEXT, "low": NUMBER, "high": NUMBER, "s": NUMBER, "against": TEXT, "n": NUMBERS}
+        for where, table in self.each("formula", needed | {"paper": TEXT}, needed):
+            check_one_of(table["against"], ("n", "score"), f"{where}: against")
             if min(table["n"]) < 1:
                 raise Refused(f"{where}: n: expected whole numbers of 1 or more, found {min(table['n'])}.")
-            formulas.append(Formula(**({"paper": ""} | table)))
+            formulas.append(Formula(**{key: table.get(key, "") for key in ("paper", *needed)}))
         return formulas
 
 
@@ -646,15 +634,13 @@ def read(path, scale, presets):
     reader = Reader(path, scale, presets)
     head = reader.whole.get("grid", {})
     check(head, f"{path}: [grid]", {"name": TEXT, "paper": TEXT, "baseline": TEXT, "sort": TEXT}, ("name",))
-    if head.get("sort", "file") not in ("file", "loss"):
-        raise Refused(f"{path}: [grid]: sort: expected file or loss, found {head['sort']}.")
+    check_one_of(head.get("sort", "file"), ("file", "loss"), f"{path}: [grid]: sort")
     if not re.fullmatch(r"[\w.-]+", head["name"]):
         raise Refused(f"{path}: [grid]: name: expected letters, digits, - and _, because a folder gets this name, "
                       f"found {head['name']}.")
     rows = reader.read_rows()
-    if head.get("baseline", "") not in ("", *rows):
-        raise Refused(f"{path}: [grid]: baseline: no row {head['baseline']} at scale "
-                      f"{scale}.{nearest(head['baseline'], list(rows))}")
+    if head.get("baseline"):
+        reader.check_row(head["baseline"], rows, f"{path}: [grid]: baseline")
     evals = reader.read_evals(rows)
     claims = reader.read_claims(rows, evals)
     reader.add_seeds(rows, claims)
