@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -736,10 +735,6 @@ group = "B"
 name = "boom"
 attn = "{OVERFLOWS}"
 group = "B"
-[[run]]
-name = "gau/ssmax"
-attn = "ssmax"
-model = "block=gau"
 [[eval]]
 name = "positions"
 task = "positions"
@@ -806,12 +801,6 @@ def test_divergence_is_a_result(whole):
             and ("boom", 1337, "positions") not in entries(out))
     assert "boom, seed 1337, positions: not run, because boom, seed 1337 diverged at step 1" in text
     assert "Not run yet" not in text and "failed" not in text
-
-
-def test_gated_units_drop_the_plain_blocks_keys(whole):
-    config = json.loads(next(path for path in (whole[1] / "runs").glob("ssmax-*/ckpt/step-00000016/config.json")
-                             if '"gau"' in path.read_text()).read_text())
-    assert config["attention_normalizer"]["block"] == "gau" and config["num_attention_heads"] == 1
 
 
 def test_the_report(whole):
@@ -1089,16 +1078,9 @@ def started(path, out, *flags, **env):
                             stderr=subprocess.STDOUT)
 
 
-def wait_for(condition, process):
-    end = time.monotonic() + 600
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.stdout.read()
-        time.sleep(0.01)
-
-
-def trained(out, size=1000):
+def trained(out):
     """Has a run written some steps?"""
-    return any(file.stat().st_size > size for file in out.glob("runs/*/metrics.jsonl"))
+    return any(file.stat().st_size > 1000 for file in out.glob("runs/*/metrics.jsonl"))
 
 
 LONG = HEAD.replace("steps = 16", "steps = 1500")
@@ -1116,7 +1098,7 @@ def test_a_grid_that_was_killed_resumes(data, tmp_path, how):
         path.write_text(LONG.replace("DATA", str(data)).replace("SHAPE", MODEL) + '[[run]]\nattn = "softmax"\n')
         paths.append(path)
     process = started(paths[0], stopped, "--jobs", 1)
-    wait_for(lambda: trained(stopped), process)
+    jobs.wait_for(lambda: trained(stopped), "some steps")
     process.send_signal(how)
     said = process.communicate(timeout=300)[0]
     if how == signal.SIGTERM:
@@ -1143,7 +1125,7 @@ def test_a_stop_before_the_first_run_leaves_no_process(data, tmp_path, what, how
     path.write_text(path.read_text().replace("[data.small.text]",
                                              f'[data.small.text]\nprepare = ["{tmp_path}/make.py"]'))
     process = started(path, tmp_path / "out", "--trust-grid", TRAIN_GPT2=train)
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), process)
+    jobs.wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), "the child")
     process.send_signal(how)
     said = process.communicate(timeout=60)[0]
     if how == signal.SIGTERM:
@@ -1162,7 +1144,7 @@ def slow_eval(tmp_path):
 def test_a_kill_in_an_evaluation_and_two_at_once(data, tmp_path):
     path, out = write(tmp_path, ROWS, LOSS, data=data), tmp_path / "out"
     process = started(path, out, "--jobs", 1, EVAL_GPT2=slow_eval(tmp_path))
-    wait_for(lambda: (tmp_path / "hung").exists(), process)
+    jobs.wait_for((tmp_path / "hung").exists, "the evaluation")
     text = run(path, out, code=7)
     assert f"another grid.py (process {process.pid}) is working here" in text and "pass another --out" in text
     process.kill()

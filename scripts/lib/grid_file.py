@@ -213,7 +213,6 @@ class Claim:
     within: float
     size: str
     seeds: list
-    where: str
 
 
 @dataclass
@@ -528,7 +527,7 @@ class Reader:
                 self.check_measured(one.get(key, of), name, evals, f"{where}: {key}")
         size = chosen([one["size"]] if "size" in one else None, self.scale.sizes, f"{where}: size")[0]
         return Claim(one["name"], one.get("paper", ""), ours, of, one.get("of-right", of), one.get("within", 0.0), size,
-                     one.get("seeds", []), where)
+                     one.get("seeds", []))
 
     def check_measured(self, of, row, evals, where):
         """Rejects what no evaluation of the row measures."""
