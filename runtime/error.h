@@ -53,8 +53,8 @@ extern const char *fail_where;
 extern bool warn_off;
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-// Zeroed memory for `count` items of `size` bytes, which the caller frees. Fails if there is none; `what` names the items:
-// "the flags".
+// Zeroed memory for `count` items of `size` bytes, which the caller frees. Fails if there is none; `what` names the
+// items: "the flags".
 void *allocate(size_t count, size_t size, const char *what);
 
 // Flushes stdout, and fails if what was printed could not be written. `what` names it: "the text".
