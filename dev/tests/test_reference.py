@@ -269,7 +269,8 @@ def test_errors_of_fixtures(tmp_path):
     subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", tmp_path / "error.c", "-o",
                     tmp_path / "error", "-lm"], check=True)
     result = subprocess.run([tmp_path / "error"], check=True, capture_output=True, text=True)
-    same, half_changed, shifted, nan_digest, nan_whole, zeros, zero_digests, not_zero = map(float, result.stdout.split())
+    found = map(float, result.stdout.split())
+    same, half_changed, shifted, nan_digest, nan_whole, zeros, zero_digests, not_zero = found
     assert same < 1e-6
     assert 0.5e-3 < half_changed / math.sqrt(0.5) < 1.5e-3     # half of the elements are off by 1e-3
     assert shifted > 0.1 and nan_digest == nan_whole == math.inf
