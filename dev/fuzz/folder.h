@@ -16,13 +16,13 @@ static void fuzz_remove(void) {
     if (system(command) != 0) fprintf(stderr, "%s could not be removed\n", fuzz_path);
 }
 
-// The folder of this process, which `make` creates and fills at the first call; removed at exit.
+// The folder of this process, which `make` fills at the first call, unless it is NULL; removed at exit.
 static const char *fuzz_folder(void (*make)(const char *folder)) {
     static int made;
     if (made++) return fuzz_path;
     if (!mkdtemp(fuzz_path)) abort();
     atexit(fuzz_remove);
-    make(fuzz_path);
+    if (make) make(fuzz_path);
     return fuzz_path;
 }
 

@@ -12,10 +12,6 @@
 #include "dev/fuzz/folder.h"
 #include "model/model.h"
 
-static void make_nothing(const char *folder) {
-    (void)folder;
-}
-
 // The scaling that was read is also one of --rope-scaling.
 static void check_rope(const ModelConfig *config) {
     RopeScaling again;
@@ -32,7 +28,7 @@ static void check_rope(const ModelConfig *config) {
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     Error error = {0};
     ModelConfig config, again;
-    const char *folder = fuzz_folder(make_nothing);
+    const char *folder = fuzz_folder(NULL);
     fuzz_file("config.json", bytes, size);
     if (!model_config_read(&config, folder, NULL, &error)) {
         if (error.code != EXIT_INPUT || !strstr(error.text, folder)) abort();
