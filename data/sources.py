@@ -380,11 +380,6 @@ def changed(name, how):
                             f"{how}.\n  Restore it, pass another --out, or remove the folder to start over.")
 
 
-def documents(files, column="text", separator=None, skip=0):
-    """The texts in all files, in order, starting at number `skip`."""
-    return Reader(files, column, separator).documents(skip)
-
-
 # ---- the command line
 
 def size(text):

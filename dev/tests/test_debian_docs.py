@@ -1,5 +1,6 @@
 """data/debian_docs.py: prose out of reStructuredText, POD and a dictionary, documents without duplicates, and packages
 that the tests build."""
+import base64
 import gzip
 import os
 import shutil
@@ -210,12 +211,8 @@ PROSE = ["Abbé, n.; pl. Abbés. 1. The French word answering to the English abb
          "Cascara (Bot.) The buckthorn of the Pacific coast."]
 
 
-def base64(number):
-    text = ""
-    while number or not text:
-        digit = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"[number % 64]
-        text, number = digit + text, number // 64
-    return text
+def in_base64(number):
+    return base64.b64encode(number.to_bytes(6, "big")).decode().lstrip("A") or "A"
 
 
 def write_dictionary(folder, texts, words=None):
@@ -224,7 +221,7 @@ def write_dictionary(folder, texts, words=None):
     rows, offset = [], 0
     for text in texts:
         word = text.split()[0]
-        rows += [f"{name}\t{base64(offset)}\t{base64(len(text.encode()))}\n" for name in (word, word + " 2")]
+        rows += [f"{name}\t{in_base64(offset)}\t{in_base64(len(text.encode()))}\n" for name in (word, word + " 2")]
         offset += len(text.encode())
     (folder / "gcide.index").write_text("".join(sorted(rows)))
     (folder / "gcide.dict.dz").write_bytes(gzip.compress("".join(texts).encode()))

@@ -439,8 +439,6 @@ DATA = write_data
 @pytest.mark.parametrize("model, vocab, why", [
     (SHAPE, VOCAB, "from the tokenizer"),
     ("15M,layers=1,ffn=24", VOCAB, "from the tokenizer"),
-    ("layers=1,block=gau,channels=16", VOCAB, "from the tokenizer"),
-    (f"{SHAPE},vocab=400", 400, "from --model"),
     (f"vocab=400,{SHAPE}", 400, "from --model"),
 ])
 def test_a_new_models_vocabulary(model, vocab, why, data, tmp_path):

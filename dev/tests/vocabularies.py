@@ -9,6 +9,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "scripts")]
 import get_smollm2
@@ -37,7 +39,7 @@ LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_to
                   "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
 QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN3_PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-CONTROL = 3     # a kind of piece in a SentencePiece model
+NORMAL = 1     # a kind of piece in a SentencePiece model
 
 
 def original(name):
@@ -59,17 +61,10 @@ def chat_templates():
 
 def tiktoken_model(data):
     """model.vocab and model.merges of lines "BASE64 RANK": all pairs of tokens that make a token, by its rank."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-    names = bytes_to_unicode()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines())}
-    pairs = [(rank, ranks[token[:i]], ranks[token[i:]], token[:i], token[i:]) for token, rank in ranks.items()
-             for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-
-    def name(token):
-        return "".join(names[byte] for byte in token)
-
-    return {"vocab": {name(token): rank for token, rank in ranks.items()},
-            "merges": [[name(left), name(right)] for *_, left, right in sorted(pairs)]}
+    names, vocab = bytes_to_unicode(), {}
+    for token, rank in map(bytes.split, data.splitlines()):
+        vocab["".join(names[byte] for byte in base64.b64decode(token))] = int(rank)
+    return {"vocab": vocab, "merges": generate_merges(vocab)}
 
 
 def like_llama3(model, digits, special, plain=(), normalizer=None):
@@ -135,14 +130,13 @@ def mistral(words=None):
     """As in the published folders of Llama 2, TinyLlama, Mistral and Zephyr, or with a Metaspace, as in newer ones."""
     found = list(pieces())
     ids = {text: i for i, (text, _, _) in enumerate(found)}
-    pairs = [(-score, ids[text[:i]], ids[text[i:]], text[:i], text[i:]) for text, score, kind in found if kind == 1
-             for i in range(1, len(text)) if text[:i] in ids and text[i:] in ids]
+    scores = {text: score for text, score, kind in found if kind == NORMAL}
     added = [vocabulary.added_token(ids[name], name) for name in ("<unk>", "<s>", "</s>")]
     decoder = {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
                                                 {"type": "ByteFallback"}, {"type": "Fuse"},
                                                 {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
     model = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": ids,
-             "merges": [[left, right] for *_, left, right in sorted(pairs)]}
+             "merges": generate_merges(ids, scores)}
     return vocabulary.bpe_json(model, added, None if words else PREPEND, words, decoder)
 
 
