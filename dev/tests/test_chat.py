@@ -260,26 +260,12 @@ def test_recognizing(chat, tmp_path):
     assert recognized(chat, tmp_path)[0] == 3
 
 
-# Other templates, and what the message names.
-OTHERS = {
-    "another separator": (lambda text: CHATML.replace("+ '\n' + m", "+ '<|im_sep|>' + m"), "Phi-4"),
-    "instructions": (lambda text: "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endfor %}",
-                     "Mistral"),
-    "thinks": (lambda text: text["Qwen2.5"].replace("assistant\\n'", "assistant\\n<think>\\n'"), "think"),
-    "ends with a space": (lambda text: CHATML + " ", "ChatML"),
-    "another system message": (lambda text: SMOLLM2.replace("SmolLM", "Max"), "ChatML"),
-    "does not trim": (lambda text: text["Llama 3"].replace(" | trim", ""), "Llama 3"),
-    "no newline": (lambda text: ZEPHYR.replace("eos_token }}\n", "eos_token }}"), "Zephyr"),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_templates_are_rejected(name, chat, tmp_path):
-    change, part = OTHERS[name]
-    template = change(texts())
-    assert template not in texts().values()
+@pytest.mark.parametrize("template, family", [
+    (CHATML + " ", "ChatML"), ("{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endfor %}", "Mistral")])
+def test_other_templates_are_rejected(template, family, chat, tmp_path):
+    """However little they differ. The message names the family."""
     code, text = recognized_text(chat, tmp_path, template)
-    assert code == 2 and str(tmp_path) in text and part in text and "--chat raw" in text
+    assert code == 2 and str(tmp_path) in text and family in text and "--chat raw" in text
 
 
 @pytest.mark.parametrize("name, key, token", [("Llama 3", "bos_token", "<|begin_of_text|>"),
