@@ -261,23 +261,19 @@ class Writer:
     def seal(self, split, index, count):
         """Gives a full part, and its mask before it, their names; a shard that is finished is only checked."""
         for suffix, form in self.formats.items():
-            self.seal_file(self.shard_path(split, index, suffix), self.part_path(split, index, suffix), count, form)
-
-    def seal_file(self, path, part, count, form):
-        """Writes the header of a full part and renames it; a file that is finished is only checked."""
-        found = next((p for p in (part, path) if p.exists()), None)
-        size, expected = found.stat().st_size if found else 0, HEADER_BYTES + form.dtype.itemsize * count
-        if size != expected:
-            raise DataError(INPUT, f"{path}: expected {expected:,} bytes ({count:,} tokens), found {size:,}.\n"
-                                   f"  It has been changed or removed since it was written. "
-                                   f"Remove the folder {self.out} to start over.")
-        if found == part:
-            with files.change(part) as file:
-                file.write(header(count, form))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-            sync_folder(self.out)
+            path, part = self.shard_path(split, index, suffix), self.part_path(split, index, suffix)
+            found = next((p for p in (part, path) if p.exists()), None)
+            size, expected = found.stat().st_size if found else 0, HEADER_BYTES + form.dtype.itemsize * count
+            if size != expected:
+                raise DataError(INPUT, f"{path}: expected {expected:,} bytes ({count:,} tokens), found {size:,}.\n"
+                                       f"  It has been changed or removed since it was written. "
+                                       f"Remove the folder {self.out} to start over.")
+            if found == part:
+                with files.change(part) as file:
+                    file.write(header(count, form))
+                    self.sync(file)
+                os.replace(part, path)
+                sync_folder(self.out)
 
     def append(self, split, ids, mask):
         while len(ids):

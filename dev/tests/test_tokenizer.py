@@ -266,24 +266,6 @@ def test_digit_words_equal_tokenizers(digit_words, texts):
         assert same(found.encode(piece.encode()), ids, piece.encode()), repr(piece[:80])
 
 
-def test_digit_words_of_broken_utf8(digit_words):
-    found, expected = digit_words
-    rng = random.Random(8)
-    edges = (0x20, 0x31, 0x41, 0x80, 0x91, 0x9F, 0xA0, 0xB2, 0xB7, 0xC2, 0xD9, 0xE2, 0xED, 0xF0, 0xF4, 0xFF)
-    pieces = [broken(20_000), *(bytes(rng.choice(edges) for _ in range(rng.randint(1, 6))) for _ in range(3000))]
-    for piece, ids in zip(pieces, expected.encode_batch([piece.decode("utf-8", "replace") for piece in pieces])):
-        assert same(found.encode(piece), ids, piece), piece[:80]
-
-
-def test_special_tokens_by_name(digit_words):
-    found, _ = digit_words
-    assert [found.c.tokenizer_special(found.handle, name.encode()) for name in SPECIAL] == list(range(len(SPECIAL)))
-    assert found.c.tokenizer_end_of_text(found.handle) == 0
-    assert [found.token(i).decode() for i in range(len(SPECIAL))] == SPECIAL
-    for name in ("", "the", "<|im_start", "<|im_start|> "):
-        assert found.c.tokenizer_special(found.handle, name.encode()) == -1
-
-
 def test_transformers_reads_the_files(gpt2, tiktoken_gpt2, tmp_path):
     transformers = pytest.importorskip("transformers")
     for name, content in vocabulary.load_gpt2().files.items():

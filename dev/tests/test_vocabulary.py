@@ -252,6 +252,8 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
         for token in whole["added_tokens"]:
             expected = token["id"] if token["special"] else -1
             assert library.tokenizer_special(c.handle, token["content"].encode()) == expected
+            assert c.token(token["id"]) == token["content"].encode()
+        assert library.tokenizer_end_of_text(c.handle) == end.value
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None])
