@@ -234,6 +234,10 @@ AWKWARD = ["", "0", "00", "3.14159", "1,000,000", "a1b2c3", " 1", "  1", "   1 "
            "\U0001F6005\U0001F600", "👨‍👩‍👧‍👦7", "\U00011DE0\U00011DE9 \U00016FF4  \U00016FF6",
            "  \U00011DDF  \U00011DEA  \U00016FF3", "\x001\x04\x06 2\x1d\x14", "<|im_start|>user 12<|im_end|>",
            "<|endoftext|>", "«a b»", " " * 99 + "1" + " " * 99, "\n" * 50 + "1" + "\r\n" * 50, "7" * 999]
+MORE = ["", " ", "  ", "▁", " ▁the", "the", " the", "1234567 12 1", "it's IT'S 'Ll 'ſ ſ'S a'Sa d'REd", "'ſc",
+        "e\u0301\u0323q\u0323\u0307 e\u0305\u0301", "\uFB2C\u0344\u212B\u1112\u1161\u11AB\uAC01\uAC00\u11A8",
+        "a\r\n\n b  \n\t\n  c", "...\n\n!?\r\n", "<s>a</s>[INST]", "<think>x</think> <tool_call>",
+        "<|im_start|>user<|im_end|>", "<0x41><unk>"]
 
 
 @pytest.fixture(scope="module", params=["every byte", "some bytes"])

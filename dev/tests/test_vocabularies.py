@@ -12,14 +12,10 @@ from tokenizers import Tokenizer
 
 import vocabularies
 import vocabulary
-from test_tokenizer import (AFTER_SPECIAL, AT_START, AWKWARD, INSIDE, CTokenizer, broken, code, hostile,  # noqa: F401
-                            library, planes, same, shakespeare)
+from test_tokenizer import (AFTER_SPECIAL, AT_START, AWKWARD, INSIDE, MORE, CTokenizer, broken, code,  # noqa: F401
+                            hostile, library, planes, same, shakespeare)
 
 BYTES = 10_000_000 if os.environ.get("VOCABULARIES_LONG") == "1" else 1_000_000
-MORE = ["", " ", "  ", "▁", " ▁the", "the", " the", "1234567 12 1", "it's IT'S 'Ll 'ſ ſ'S",
-        "e\u0301\u0323q\u0323\u0307", "\uFB2C\u0344\u212B\u1112\u1161\u11AB\uAC01\uAC00\u11A8",
-        "a\r\n\n b  \n\t\n  c", "...\n\n!?\r\n", "<s>a</s>[INST]", "<think>x</think> <tool_call>",
-        "<|im_start|>user<|im_end|>", "<0x41><unk>"]
 
 
 @pytest.fixture(scope="module")

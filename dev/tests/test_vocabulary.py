@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import byte_text
 from calls import prepare
-from test_tokenizer import AWKWARD, INSIDE, CTokenizer, Error, library      # noqa: F401, a fixture
+from test_tokenizer import AWKWARD, INSIDE, MORE, CTokenizer, Error, library      # noqa: F401, a fixture
 from tiny import BIN, END_OF_TEXT, VOCAB, run, sentences, vocabulary, write_data
 from trainer import checkpoint, make_data, read_header, train, write_shard
 
@@ -26,7 +26,7 @@ def byte_level():
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-def trained(model, trainer, words=None, normalizer=None):
+def trained(model, trainer, words=None, normalizer=None, texts=None):
     """tokenizer.json of a vocabulary trained here."""
     tokenizer = Tokenizer(model)
     if words:
@@ -34,14 +34,20 @@ def trained(model, trainer, words=None, normalizer=None):
     if normalizer:
         tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(sentences(100), trainer)
+    tokenizer.train_from_iterator(texts or sentences(100), trainer)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return json.loads(tokenizer.to_str())
 
 
-def bpe(words=None, alphabet=True, special=(), **more):
+def across(words, normalizer=None):
+    """A vocabulary whose merges cross all ends of words, so that ids show where words end."""
+    whole = bpe(byte_level(), texts=[*sentences(100), *AWKWARD, *MORE], size=1500, normalizer=normalizer)
+    return whole | {"pre_tokenizer": bpe(words)["pre_tokenizer"]}
+
+
+def bpe(words=None, alphabet=True, special=(), size=VOCAB, **more):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet else []
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=letters, special_tokens=list(special),
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=letters, special_tokens=list(special),
                                   show_progress=False)
     return trained(models.BPE(), trainer, words or pre_tokenizers.ByteLevel(add_prefix_space=False), **more)
 
@@ -123,13 +129,16 @@ def tokenizer_files():
         "truncation": (
             changed(plain, truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst",
                                        "stride": 0}), True),
-        "digits": (bpe(digits_first()), True),
+        "digits": (across(digits_first()), True),
         "special tokens first": (bpe(digits_first(), special=["<|endoftext|>", "<|im_start|>", "<pad é>"]), True),
         "digits, some bytes alone": (some, True),
         "a special token in place of a byte": (
             changed(some, added_tokens=[*some["added_tokens"], special | {
                 "id": 1 + some["added_tokens"][0]["id"], "content": missing}]), True),
         "some bytes alone, an unknown token": (changed(some, model__unk_token="a"), False),
+        "digits last": (
+            bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), digits])), False),
+        "digits twice": (bpe(pre_tokenizers.Sequence([digits, digits_first()])), False),
         "runs of digits": (bpe(digits_first(individual=False)), False),
         "digits, no words": (bpe(pre_tokenizers.Sequence([digits, byte_level()])), False),
         "digits, space in front": (
@@ -141,8 +150,9 @@ def tokenizer_files():
         "metaspace": (bpe(pre_tokenizers.Metaspace()), False),
         "NFC": (bpe(normalizer=normalizers.NFC()), True),
         "NFKC": (bpe(normalizer=normalizers.NFKC()), False),
-        "Llama 3's words": (bpe(split_words(vocabulary.PATTERNS[0])), True),
-        "Qwen's words": (bpe(split_words(vocabulary.PATTERNS[1]), normalizer=normalizers.NFC()), True),
+        "Llama 3's words": (
+            changed(across(split_words(vocabulary.PATTERNS[0])), model__ignore_merges=True), True),
+        "Qwen's words": (across(split_words(vocabulary.PATTERNS[1]), normalizers.NFC()), True),
         "Llama 3's words, removed": (bpe(split_words(vocabulary.PATTERNS[0], "removed")), False),
         "Llama 3's words, and ByteLevel's": (
             bpe(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(vocabulary.PATTERNS[0]), "isolated"),
@@ -243,7 +253,7 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
     assert end.value == next((i for i in ends if i is not None), -1)
     if usable:
         tokenizer, c = vocabulary.load_json(path), CTokenizer(library, path)
-        texts = [*sentences(50, seed=3), *AWKWARD, "<|endoftext|> <pad é> 123 it's   ",
+        texts = [*sentences(50, seed=3), *AWKWARD, *MORE, "<|endoftext|> <pad é> 123 it's   ",
                  "J in  1 Q  2X3Z   4''s ½² Ⅷ  ٣\n\n5\0\x1d6\U00011DE0 \U00016FF4", " ", "▁the", " the", "  ▁ x",
                  "catcher cat  dat do<|endoftext|>cat", "e\u0301\u0323 \uFB2C", "<s> the</s><0x41>"]
         assert all((c.encode(text.encode()) == ids).all() for text, ids in zip(texts, tokenizer.encode_batch(texts)))
