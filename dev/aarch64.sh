@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CPU programs for aarch64 and tests them under qemu-user.
 #
-#   dev/aarch64.sh            the quick C tests, test_gpt2's small cases with T = 33, a run that resumes
-#   dev/aarch64.sh WORD...    only test_gpt2's cases with each word, such as ssmax_tied_v97_T33
+#   dev/aarch64.sh    the quick C tests, test_gpt2's small cases with T = 33, a run that resumes
 #
 # Nothing is installed: Debian's cross compiler, qemu and the libraries for arm64 are unpacked into build/aarch64/root
 # (0.6 GB, of which 0.1 GB are downloaded, once). The programs have neither oneDNN nor MPI.
@@ -70,10 +69,6 @@ PY
 # gcc 12 ends with an internal error where it vectorizes the largest of several fmax(), which only test_gpt2 does.
 cross_make OPT='-O3 -fno-tree-vectorize' BUILD=build/aarch64/plain build/aarch64/plain/test_gpt2
 status=0
-if [ $# -gt 0 ]; then
-    for word; do emulate build/aarch64/plain/test_gpt2 "$word" || status=1; done
-    exit $status
-fi
 cross_make build/aarch64/train_gpt2 $(printf 'build/aarch64/tests/test_%s ' $TESTS)
 for test in $TESTS; do emulate "$out/tests/test_$test" || status=1; done
 emulate build/aarch64/plain/test_gpt2 tied_v97_T33 || status=1

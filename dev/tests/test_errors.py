@@ -735,31 +735,6 @@ def test_full_disk_at_the_start(data, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def count_points(data, out, faults, *flags):
-    text = train(data, "--out", out, *flags, program=faults, env={"FAULT_COUNT": "1"})
-    return int(re.search(r"fault points: (\d+)", text)[1])
-
-
-def test_full_disk_by_fault(data, tmp_path, faults):
-    """The disk is full at one point of a save. If another save follows, training continues; if it was the last one, the
-    run fails."""
-    flags = ["--steps", 2, "--ckpt-every", 1]
-    points = count_points(data, tmp_path / "one", faults, "--steps", 1)
-    both = count_points(data, tmp_path / "two", faults, *flags)
-    for n in (points // 3, points - 3):
-        text = train(data, *flags, "--out", tmp_path / f"{n}", program=faults,
-                     env={"FAULT_AT": str(n), "FAULT_KIND": "enospc"})
-        says(text, "No space left on device", "Training continues; earlier checkpoints are intact", "Free some space")
-        assert 2 in steps(tmp_path / f"{n}")
-    out = tmp_path / "last"
-    text = train(data, *flags, "--keep", 0, "--out", out, program=faults,
-                 env={"FAULT_AT": str((points + both) // 2), "FAULT_KIND": "enospc"}, code=RESOURCE)
-    says(text, "No space left on device", "Free some space")
-    assert steps(out) == [1] and not list((out / "ckpt").glob(".tmp*"))
-    init_from(data, checkpoint(out, 1), code=0)
-    says(train(data, *flags, "--keep", 0, "--out", out, "--resume"), "resumes at step 1")
-
-
 # ---- a run that ends early
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from tiny import END_OF_TEXT, T
-from trainer import ROOT, assert_same_run, metrics
+from trainer import ROOT, assert_same_run, metrics, run_json
 
 DATA = tiny.write_data
 LIST = "ssmax+window=5+rope=none,softmax-sink+cap=4"
@@ -16,10 +16,6 @@ LIST = "ssmax+window=5+rope=none,softmax-sink+cap=4"
 LISTS = [LIST, "softmax-recentered+window=1,relu2-L+rope=500", "ssmax-bias+window=2+rope=100,lssar+window=63+cap=9",
          "ssmax-pn+window=32,softmax+window=64", "softmax+window=65", "softmax+window=70,softmax+window=900+rope=none"]
 SHAPES = {"llama": [], "gau": ["--model", f"layers=1,block=gau,channels=32,vocab={tiny.VOCAB}"]}
-
-
-def arguments(out):
-    return json.loads((out / "run.json").read_text())["arguments"]
 
 
 @pytest.mark.parametrize("attn", LISTS)
@@ -102,7 +98,7 @@ def test_a_window_of_one_name_changes_the_loss(data, tmp_path):
         tiny.train(data, tmp_path / name, "--attn", attn, steps=2)
     full, wide, one = (metrics(tmp_path / name, ["loss"]) for name in ("full", "wide", "one"))
     assert full == wide and full[0] != one[0]
-    assert arguments(tmp_path / "wide")["attn"] == "softmax+window=32"
+    assert run_json(tmp_path / "wide")["arguments"]["attn"] == "softmax+window=32"
 
 
 def test_reports(data, tmp_path):

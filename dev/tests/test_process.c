@@ -1,5 +1,5 @@
 // process: sums, broadcasts and stops of several ranks, started by scripts/launch.sh from the folder of the Makefile;
-// what happens when one of them fails, hangs or is killed; the mode of a program's threads. Without MPI only the tests
+// what happens when one of them hangs; the mode of a program's threads. Without MPI only the tests
 // of a single process run. Each worker is this program itself, with a word as its argument.
 #include <errno.h>
 #include <fcntl.h>
@@ -68,20 +68,6 @@ static void work_sums(void) {
     free(y);
 }
 
-static void work_fail(void) {
-    process_catch_signals();
-    if (process.rank == 1) fail(EXIT_RESOURCE, "rank 1 ran out of something");
-    process_barrier();
-}
-
-static void work_die(void) {
-    process_catch_signals();
-    if (process.rank == 1) raise(SIGKILL);
-    float x[1000] = {0};
-    process_sum_float(x, 1000);
-    printf("rank %d came through\n", process.rank);
-}
-
 static void hang(void) {
     for (;;) pause();
 }
@@ -147,8 +133,6 @@ static int work(const char *what, int argc, char **argv) {
     process_started();
     if (!strcmp(what, "last") && process.rank == 1) sleep(60);
     if (!strcmp(what, "sums")) work_sums();
-    else if (!strcmp(what, "fail")) work_fail();
-    else if (!strcmp(what, "die")) work_die();
     else if (!strcmp(what, "hang")) work_hang();
     else if (!strcmp(what, "stop")) work_stop();
     else if (!strcmp(what, "show")) work_show();
@@ -176,8 +160,6 @@ static void test_one(void) {
     char output[8192];
     int code = check_fork(launch, &(Job){"1", "sums"}, output, sizeof output);
     CHECK(code == 0 && strstr(output, "1 processes"), "code %d: %s", code, output);
-    code = check_fork(launch, &(Job){"0", "sums"}, output, sizeof output);
-    CHECK(code == EXIT_USAGE && strstr(output, "expected a number of ranks"), "code %d: %s", code, output);
     setenv("MPIRUN", "no-such-mpirun", 1);
     code = check_fork(launch, &(Job){"2", "sums"}, output, sizeof output);
     CHECK(code == EXIT_USAGE && strstr(output, "no-such-mpirun is not installed"), "code %d: %s", code, output);
@@ -262,19 +244,9 @@ static void test_sums(void) {
     }
 }
 
-static void test_death(void) {
-    check_group("a rank that fails or is killed ends the others");
+static void test_exit(void) {
+    check_group("ranks whose exit hangs are ended");
     char output[8192];
-    for (int kill = 0; kill < 2; kill++) {
-        double start = now();
-        int code = check_fork(launch, &(Job){"3", kill ? "die" : "fail"}, output, sizeof output);
-        double seconds = now() - start;
-        CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds,
-              output);
-        CHECK(strstr(output, kill ? "signal 9" : "test_process: rank 1 ran out of something"), "the reason: %s",
-              output);
-        CHECK(kill || code == EXIT_RESOURCE, "code %d, expected that of the failed rank", code);
-    }
     double start = now();
     int code = check_fork(launch, &(Job){"2", "hang"}, output, sizeof output);
     CHECK(code == EXIT_DIVERGED && now() - start < 30, "exit that hangs: code %d after %.1f s", code, now() - start);
@@ -385,7 +357,7 @@ int main(int argc, char **argv) {
 #ifdef USE_MPI
     if (system("command -v mpirun > /dev/null") == 0) {
         test_sums();
-        test_death();
+        test_exit();
         test_progress();
         test_stop();
         test_terminal();

@@ -31,14 +31,9 @@ static void test_uniform(void) {
           sum / n, squares / n);
 }
 
-static int by_value(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x > y) - (x < y);
-}
-
 // The bounds are five standard errors: sqrt of (1, 2, 15, 96) / n for the first four moments.
 static void test_normal(void) {
-    check_group("normals: moments, tails, Kolmogorov-Smirnov, neighbors");
+    check_group("normals: moments, tails, neighbors");
     const size_t n = (size_t)1 << 22;
     float *x = malloc(n * sizeof *x);
     random_normal_fill(x, n, 0.0f, 1.0f, 1234, 5);
@@ -67,10 +62,6 @@ static void test_normal(void) {
     double p3 = erfc(3 / sqrt(2)), p4 = erfc(4 / sqrt(2));
     CHECK(fabs(beyond3 - p3 * n) < 5 * sqrt(p3 * n) && fabs(beyond4 - p4 * n) < 5 * sqrt(p4 * n),
           "beyond 3: %zu, beyond 4: %zu", beyond3, beyond4);
-    qsort(x, n, sizeof *x, by_value);
-    double ks = 0;
-    for (size_t i = 0; i < n; i++) ks = fmax(ks, fabs(0.5 * erfc(-x[i] / sqrt(2)) - (i + 0.5) / n));
-    CHECK(ks < 1.95 / root, "Kolmogorov-Smirnov %g of %g", ks * root, 1.95);    // passes with probability 0.999
     free(x);
 }
 

@@ -103,20 +103,6 @@ static void check_nan(Loop f, const char *name) {
     }
 }
 
-// f does not decrease over n + 1 points from `from` to `to`.
-static int rises(Loop f, float p, float from, float to, int n) {
-    float x[CHUNK], y[CHUNK], last = -INFINITY;
-    for (int start = 0; start <= n; start += CHUNK) {
-        for (int i = 0; i < CHUNK; i++) x[i] = from + (to - from) * (float)(start + i < n ? start + i : n) / (float)n;
-        f(y, x, p);
-        for (int i = 0; i < CHUNK; i++) {
-            if (!(y[i] >= last)) return 0;
-            last = y[i];
-        }
-    }
-    return 1;
-}
-
 static void test_exp(void) {
     check_group("exp, sigmoid and tanh");
     WITHIN(1e-7, exp_loop, exp_exact, 0, 0.0f, 88.722f, 251, 0);
@@ -128,7 +114,6 @@ static void test_exp(void) {
     EQUAL(exp_loop, 88.73f, 0, INFINITY);
     EQUAL(exp_loop, 1e30f, 0, INFINITY);
     EQUAL(exp_loop, INFINITY, 0, INFINITY);
-    CHECK(rises(exp_loop, 0, -90, 90, 1 << 18), "exp falls");
     check_nan(exp_loop, "exp");
     WITHIN(3e-7, sigmoid_loop, sigmoid_exact, 0, 0.0f, 200.0f, 251, 0);
     WITHIN(3e-7, sigmoid_loop, sigmoid_exact, 0, -0.0f, -87.0f, 251, 0);
@@ -157,7 +142,6 @@ static void test_log(void) {
     EQUAL(log_loop, INFINITY, 0, INFINITY);
     CHECK(isnan(one(log_loop, -FLT_MIN, 0)) && isnan(one(log_loop, -1.0f, 0)) && isnan(one(log_loop, -INFINITY, 0)),
           "log below 0");
-    CHECK(rises(log_loop, 0, 0.0f, 4.0f, 1 << 18), "log falls");
     check_nan(log_loop, "log");
 }
 
@@ -167,7 +151,6 @@ static void test_log1p(void) {
     WITHIN(1.8e-7, log1p_loop, log1p_exact, 0, 0.03125f, 1.0f, 11, 0);
     EQUAL(log1p_loop, 0.0f, 0, 0.0f);
     EQUAL(log1p_loop, 1.4e-45f, 0, 1.4e-45f);
-    CHECK(rises(log1p_loop, 0, 0.0f, 1.0f, 1 << 16), "log1p falls");
     check_nan(log1p_loop, "log1p");
 }
 
@@ -189,7 +172,6 @@ static void test_pow01(void) {
         EQUAL(pow01_loop, FLT_MIN / 2, p, 0.0f);
         EQUAL(pow01_loop, -1.0f, p, 0.0f);
         EQUAL(pow01_loop, 1.0f, p, 1.0f);
-        CHECK(rises(pow01_loop, p, 0.0f, 1.0f, 1 << 14), "x^%g falls", (double)p);
     }
     EQUAL(pow01_loop, 0.4f, 100, 0.0f);    // 1.6e-40
     EQUAL(pow01_loop, FLT_MIN, 200, 0.0f);
@@ -211,7 +193,6 @@ static void test_normal_cdf(void) {
     EQUAL(cdf_gauss_loop, 13.5f, 0, 1.0f);
     EQUAL(cdf_gauss_loop, 1e30f, 0, 1.0f);
     EQUAL(cdf_gauss_loop, INFINITY, 0, 1.0f);
-    CHECK(rises(cdf_gauss_loop, 0, -14.0f, 14.0f, 1 << 14), "Phi falls");
     check_nan(cdf_gauss_loop, "Phi");
 }
 
