@@ -1,10 +1,29 @@
 """Shared by tests of jobs that run in the background: their processes, and how far they are."""
 import contextlib
 import re
+import subprocess
 import time
 from pathlib import Path
 
-from trainer import TRAIN
+import pytest
+
+from trainer import TRAIN, environment
+
+
+def start(words, **how):
+    """Starts a program, whose stdout and stderr are one pipe."""
+    how = {"env": environment(), "cwd": "/", "stdin": subprocess.DEVNULL, "text": True, "errors": "replace"} | how
+    return subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+
+
+def wait_for_line(process, text):
+    """Reads a process's output up to a line with the text."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    pytest.fail(f"no {text!r}; exit code {process.wait()}\n{''.join(lines)}")
 
 
 def alive(pid):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import jobs
 from calls import call, prepare
 from trainer import LAUNCH, ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
 
@@ -112,23 +113,12 @@ def test_closed_descriptors(data, tmp_path, closed):
 def test_nohup(data, tmp_path):
     """A SIGHUP that was ignored at startup has no effect; SIGTERM still stops the run."""
     out = tmp_path / "out"
-    process = subprocess.Popen(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0),
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd="/",
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    lines = iter(process.stdout)
-
-    def steps_shown(count):
-        """Reads output until that many more steps are shown; False if the run ends before that."""
-        for line in lines:
-            count -= "| loss " in line
-            if not count:
-                return True
-        return False
-
+    process = jobs.start(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0),
+                         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     try:
-        assert steps_shown(5)
+        jobs.wait_for_line(process, " 5/10000000 ")
         process.send_signal(signal.SIGHUP)
-        assert steps_shown(2000), "the run ended"
+        jobs.wait_for_line(process, " 2000/10000000 ")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     finally:

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import byte_text
+from jobs import start, wait_for_line
 from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, says, sign,
                      steps, tokens, train, write_shard)
 
@@ -359,9 +360,8 @@ def test_resume_may_not_change_what_a_step_reads(data, run, flag, value):
 
 def test_two_jobs_in_one_folder(data, tmp_path):
     out = tmp_path / "out"
-    first = subprocess.Popen(command(data, "--steps", 10 ** 9, "--out", out), stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, text=True, env=environment())
-    wait_for(first, "| loss ")
+    first = start(command(data, "--steps", 10 ** 9, "--out", out))
+    wait_for_line(first, "| loss ")
     try:
         for flags in ([], ["--resume"]):
             says(train(data, "--out", out, *flags, code=BUSY), out, f"process {first.pid}", "--out")
@@ -746,16 +746,6 @@ def test_diverged(data, tmp_path):
     says(text, "diverged", "Last good checkpoint", checkpoint(out, step - 1), "--lr")
     assert steps(out)[-1] == step - 1 == len(metrics(out))
     init_from(data, checkpoint(out, step - 1), code=0, steps=0)
-
-
-def wait_for(process, text):
-    """Reads the process's output up to a line with the text."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return
-    pytest.fail(f"no {text!r} in:\n" + "".join(lines))
 
 
 # ---- several ranks: one message, within seconds, and the exit code

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jobs import start, wait_for_line
 from trainer import (MODEL, ROOT, TRAIN, VOCAB, assert_same_run, checkpoint, command, embedding, environment, lineage,
                      losses, make_data, metrics, run_json, says, steps, tensors, tokens, train, write_shard)
 
@@ -132,11 +133,8 @@ def test_kill_9_at_any_moment(data, tmp_path):
     train(data, *flags, "--ckpt-every", 0, "--out", whole)
     moments = random.Random(1)
     for _ in range(6):
-        process = subprocess.Popen(command(data, *flags, "--out", out, "--resume"), stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, text=True, env=environment())
-        for line in process.stdout:
-            if "| loss " in line:
-                break
+        process = start(command(data, *flags, "--out", out, "--resume"))
+        wait_for_line(process, "| loss ")
         time.sleep(moments.uniform(0, 0.15))
         process.kill()
         process.communicate()
@@ -394,10 +392,8 @@ def test_a_stop_takes_effect_within_a_step(tmp_path, where):
         flags = ["--batch", 1, "--total-batch-tokens", 8_000_000]
     else:
         flags = ["--val-data", tmp_path / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 10 ** 9]
-    process = subprocess.Popen(command(tmp_path, *flags, "--steps", 3, "--out", out), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, env=environment(), cwd="/")
-    while "starts at step" not in (line := process.stdout.readline()):
-        assert line, "the run ended before it began"
+    process = start(command(tmp_path, *flags, "--steps", 3, "--out", out))
+    wait_for_line(process, "starts at step")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     asked = time.time()

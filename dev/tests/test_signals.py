@@ -16,12 +16,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jobs import start, wait_for_line
 from trainer import (STOP_SIGNALS, TRAIN, assert_held, assert_same_run, command, environment, make_data, signal_masks,
                      train, write_shard)
 
 VOCAB = 50257
 FLAGS = ["--model", "layers=1,heads=4,channels=128,ffn=352,tied=1", "--batch", 4, "--seq-len", 256, "--warmup", 5,
-         "--val-every", 1, "--val-tokens", 2048, "--sample-every", 1, "--ckpt-every", 1, "--keep", 0, "--steps", 8]
+         "--val-every", 1, "--val-tokens", 2048, "--sample-every", 1, "--ckpt-every", 1, "--keep", 1, "--steps", 4]
 STOPPED = 75
 
 
@@ -31,25 +32,10 @@ def DATA(folder):
     write_shard(folder / "d_val_000000.bin", np.random.default_rng(2).integers(0, VOCAB, 10_000))
 
 
-def start(words, threads=1):
-    return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            errors="replace", cwd="/", stdin=subprocess.DEVNULL,
-                            env=environment(OMP_NUM_THREADS=str(threads)), start_new_session=True)
-
-
 def finish(process, code=0):
     text = process.communicate(timeout=300)[0]
     assert process.returncode == code, f"exit code {process.returncode}, expected {code}\n{text}"
     return text
-
-
-def wait_for_line(process, word):
-    lines = []
-    for line in process.stdout:
-        if word in line:
-            return
-        lines.append(line)
-    pytest.fail(f"no {word!r}; exit code {process.wait()}\n{''.join(lines)}")
 
 
 @pytest.mark.drawn(1)
@@ -60,17 +46,18 @@ def test_stops_at_random_moments(data, tmp_path, threads, ranks):
     chance, stops = random.Random(ranks), 0
 
     def run(name):
-        return start(command(data, "--val-data", data / "d_val_000000.bin", *FLAGS, "--out", tmp_path / name,
-                             "--resume", model=False, processes=ranks), threads)
+        words = command(data, "--val-data", data / "d_val_000000.bin", *FLAGS, "--out", tmp_path / name, "--resume",
+                        model=False, processes=ranks)
+        return start(words, env=environment(OMP_NUM_THREADS=str(threads)), start_new_session=True)
     process = run("whole")
     wait_for_line(process, "starts at step 0")
     begun = time.monotonic()
     finish(process)
     seconds = time.monotonic() - begun
-    for _ in range(3):
+    for _ in range(2):
         process = run("out")
         wait_for_line(process, "s at step")
-        time.sleep(chance.uniform(0, seconds / 3))
+        time.sleep(chance.uniform(0, seconds / 2))
         number = chance.choice(sorted(STOP_SIGNALS))
         for _ in range(1 if number == signal.SIGINT else 10):      # a second Ctrl-C would end the run at once
             process.send_signal(number)
@@ -82,7 +69,7 @@ def test_stops_at_random_moments(data, tmp_path, threads, ranks):
         stops += 1
     finish(run("out"))
     assert stops
-    assert_same_run(tmp_path / "whole", tmp_path / "out", 8)
+    assert_same_run(tmp_path / "whole", tmp_path / "out", 4)
 
 
 def test_a_stop_is_confirmed_at_once(little):
@@ -121,7 +108,7 @@ def test_a_stop_needs_no_reader(little, tmp_path):
 
 def watch(words, word):
     """Starts a program and waits for a line with the word."""
-    process = start(words, threads=2)
+    process = start(words, env=environment(OMP_NUM_THREADS="2"), start_new_session=True)
     wait_for_line(process, word)
     return process
 
