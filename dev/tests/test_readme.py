@@ -31,7 +31,6 @@ RULES = [
     # These take hours, gigabytes or a GPU.
     (r"scripts/test\.sh|scripts/setup_cuda\.sh$|scripts/setup\.sh --test$", "bash -n {}"),
     (r"scripts/setup\.sh$", "{}"),
-    (r"scripts/launch\.sh 4 \./train_gpt2 ", "{} " + TINY),
     (r"GPUS=8 (OUT=\S+ scripts/run_\w+\.sh .*)", "GPUS=1 PROGRAM=./train_gpt2 {1} " + TINY),
     (r"HOSTFILE=hosts scripts/launch\.sh 16 \./train_gpt2cu (.*)", "./train_gpt2 {1} --dry-run " + SMALL),
     (r"sbatch --nodes=2 scripts/run_multi_node\.sbatch \./train_gpt2cu (.*)",
@@ -42,27 +41,20 @@ RULES = [
     (r"\./train_gpt2 .*--out out/layers$", "{} --steps 2 " + SMALL),
     (r"\./train_gpt2 --init-from ", "{} --batch 2 --seq-len 16 --steps 2"),
     (r"\./train_gpt2 (--help|--version|--attn help)$", "{}"),
-    (r"\./train_gpt2 .*--dry-run$", "{} && {trains}"),       # the plan as it is, then a small run
-    (r"\./train_gpt2 .*--resume$", "{} " + TINY + " --steps 4"),
     (r"\./train_gpt2 ", "{} " + TINY),
     (r"\./sample_gpt2 ", "{} --max-new-tokens 8"),
     (r"\./eval_gpt2 ", "{} --seq-lens 16,32 --max-tokens 64"),
     (r"\./test_gpt2 attention$", "{}_softmax_T4"),
-    (r"\.venv/bin/python data/text\.py ", "{}"),
     (r"\.venv/bin/python data/fineweb\.py ", "{} --input ~/parquet"),
     (r"\.venv/bin/python scripts/(plot|report)\.py ", "{}"),
     (r"\.venv/bin/python scripts/follow\.py ", "{} --once"),
     (r"\.venv/bin/python scripts/grid\.py ", "{} --dry-run"),
     (r"\.venv/bin/pip install \.$", "{} --dry-run --no-deps --no-build-isolation"),
     (r"mkdir|cp ", "{}"),
-    (r"\.venv/bin/python dev/bench/cpu_step\.py --rounds 3$", "{} --help | grep -e --rounds"),
     (r"\.venv/bin/pip install (pyarrow|torch transformers)$", "{} --dry-run --no-index"),
-    (r"\.venv/bin/python -m pytest dev/tests/test_order\.py", "{} --collect-only -q"),
     (r"make (train_gpt2cu|train_gpt2cu_on_cpu|test_on_cpu|run/\S+ WORD=rope|test|check)$", "{} --dry-run"),
-    (r"make (MARCH=\S+|SAN=1 \S+|-j\S+ WERROR=1)$", "{} --dry-run"),
+    (r"make -j\S+ WERROR=1$", "{} --dry-run"),
     (r"make( help| test_gpt2| -j\S+)?$", "{}"),
-    (r"make build/tests/(\w+) && build/tests/\1$", "{}"),
-    (r"make test_gpt2 && \./test_gpt2 ssmax$", "{}_tied_v97_T1"),
     (r"\.venv/bin/clang-format -i FILE$", "{} --version"),
     (r"dev/mutate/mutate\.py( row_slope| --draw 5 run/save\.c)?$", "{} --help"),
 ]
@@ -78,7 +70,6 @@ def commands(text):
         elif language == "sh":
             lines = re.sub(r"\\\n\s*", "", block).splitlines()
             found += [re.sub(r"  +# .*", "", line) for line in lines if line and not line.startswith("#")]
-            found += re.findall(r"^#.*(\.venv/bin/pip [\w ]+)", block, re.M)
         elif PROGRAM.match(span):
             found.append(" ".join(span.split()))
     return found
@@ -88,9 +79,8 @@ def in_its_place(command):
     """The form in which a command runs."""
     for begins, replacement in RULES:
         if found := re.match(begins, command):
-            trains = command.replace("--dry-run", "") + TINY
             form = replacement.replace("{1}", found[1]) if "{1}" in replacement else replacement
-            return form.replace("{}", command).replace("{trains}", trains)
+            return form.replace("{}", command)
     pytest.fail(f"{command}\nhas no rule in RULES. Add one that runs it in seconds.")
 
 
@@ -148,8 +138,6 @@ def test_command(checkout, command, request):
         code = with_newest_checkpoints(checkout, command.removeprefix("python\n"))
         run(checkout, [sys.executable, "-c", code], HF_HUB_OFFLINE="1", PYTHONPATH=ROOT / "build/python")
         return
-    if command.startswith("scripts/launch.sh") and not shutil.which("mpirun"):
-        pytest.skip("needs mpirun")
     if re.match("make (train_gpt2cu|test_on_cpu)", command) and "toolkit" in run(checkout, ["make", "-s", "lacking"]):
         pytest.skip("needs the CUDA Toolkit")
     run(checkout, ["bash", "-c", in_its_place(command)])

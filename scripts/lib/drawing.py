@@ -267,10 +267,6 @@ def fit_log(p):
     return float(a1), float(p.mean() - a1 * x.mean()), float(1 - rest @ rest / (dp @ dp)) if dp.any() else math.nan
 
 
-def fit_text(a1, a2, r2):
-    return f"a1 = {a1:.4g}, a2 = {a2:.4g}, " + ("constant" if math.isnan(r2) else f"R^2 = {r2:.4f}")
-
-
 def checkpoint_scalars(path):
     """(tokens, {symbol: [the heads' values in each layer, NaN without any]}) of the learned scalars in a checkpoint's
     model.safetensors."""
@@ -311,13 +307,13 @@ def read_scalars(run):
 
 
 def draw_p(axes, p):
-    fit = fit_log(p)
-    n = range(1, len(p) + 1)
+    n, (a1, a2, r2) = range(1, len(p) + 1), fit_log(p)
     axes.plot(n, p, ".", markersize=2.5, color="tab:blue")
-    a1, a2, _ = fit
     axes.plot(n, [a1 * math.log(i) + a2 for i in n], color="tab:red", linewidth=1.4)
     above = axes.get_xlabel() or "n (visible keys)"     # of another p_n in the same axes
-    axes.set(title="p_n in the newest checkpoint", xlabel=f"{above}\nline: a1 ln n + a2, {fit_text(*fit)}")
+    quality = "constant" if math.isnan(r2) else f"R^2 = {r2:.4f}"
+    axes.set(title="p_n in the newest checkpoint",
+             xlabel=f"{above}\nline: a1 ln n + a2, a1 = {a1:.4g}, a2 = {a2:.4g}, {quality}")
 
 
 # ---------------------------------------------------------------- output
