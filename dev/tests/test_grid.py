@@ -18,7 +18,7 @@ import pytest
 
 import jobs
 from calls import call
-from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, train, write_shard
+from trainer import MODEL, ROOT, TRAIN, assert_same_run, environment, metrics, script_of, train, write_shard
 import draw_pages
 import grid
 from lib import grid_export, grid_file, grid_parts, grid_report, grid_run, grid_store
@@ -71,13 +71,6 @@ def run(path, out, *flags, code=0, draw=False, **env):
     result = call("grid.py", *words(path, out, *flags), *([] if draw else ["--no-pictures"]), env=programs(**env))
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
-
-
-def script_of(path, text):
-    """A program that is a shell script."""
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 def entries(out):

@@ -17,7 +17,8 @@ import pytest
 
 import squad_files
 from calls import call, prepare
-from trainer import MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, says, tokens, train, write_shard
+from trainer import (MODEL, ROOT, TRAIN, checkpoint, environment, make_data, metrics, says, script_of, tokens, train,
+                     write_shard)
 
 SCRIPTS = ROOT / "scripts"
 RECIPES = {"run_124M_fineweb.sh": ("123,551,232", "tied", "softmax"),
@@ -292,8 +293,7 @@ def launcher(tmp_path):
     record = f'printf "%s\\n" "$OMP_NUM_THREADS" "${{0##*/}}" "$@" > {tmp_path}/called'
     for name, text in (("mpirun", record), ("scontrol", "echo node-a; echo node-b"),
                        ("srun", f'[ "$1" != --mpi=list ] || {{ echo "none pmi2 $PLUGINS" >&2; exit; }}\n{record}')):
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
+        script_of(folder / name, text, "bash")
     return {"PATH": f"{folder}:{os.environ['PATH']}", "PLUGINS": "pmix pmix_v4", "SLURM_JOB_ID": 7,
             "SLURM_JOB_NUM_NODES": 2, "SLURM_NTASKS_PER_NODE": 8, "SLURM_JOB_NODELIST": "node-[a-b]",
             "TMPDIR": tmp_path}
@@ -381,8 +381,7 @@ def test_shares_of_the_cores(launcher, tmp_path, text, ranks, here, where):
     """A name in several lines is one machine; without slots, equal shares. A rank's threads are those of the machine
     with the most ranks."""
     hosts = hostfile(tmp_path, text)
-    (tmp_path / "bin/nproc").write_text("#!/bin/sh\necho 24\n")
-    (tmp_path / "bin/nproc").chmod(0o755)
+    script_of(tmp_path / "bin/nproc", "echo 24")
     run([SCRIPTS / "launch.sh", ranks, TRAIN], **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})
     _, own, _ = called(tmp_path)
     assert f"OMP_NUM_THREADS={24 // here}" in own
@@ -392,8 +391,7 @@ def test_shares_of_the_cores(launcher, tmp_path, text, ranks, here, where):
 def test_machines_that_cannot_be_reached(launcher, tmp_path):
     """They are named, and nothing is started."""
     hosts = hostfile(tmp_path, "localhost\nnode-a\nnode-b\nnode-c\n")
-    (tmp_path / "bin/ssh").write_text("#!/bin/sh\nshift 4\n[ $1 = node-b ] || { echo No route to $1 >&2; exit 255; }\n")
-    (tmp_path / "bin/ssh").chmod(0o755)
+    script_of(tmp_path / "bin/ssh", "shift 4\n[ $1 = node-b ] || { echo No route to $1 >&2; exit 255; }")
     said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
     says(said, "cannot reach these machines", "node-a: No route to node-a\n", "node-c: No route to node-c\n")
     assert "node-b" not in said and "localhost" not in said and not (tmp_path / "called").exists()
@@ -403,8 +401,7 @@ def test_machines_that_cannot_be_reached(launcher, tmp_path):
 
 
 def test_a_hostfile_with_an_option_of_ssh(launcher, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text(f"-oProxyCommand=touch${{IFS}}{tmp_path}/ran slots=4\n")
+    hosts = hostfile(tmp_path, f"-oProxyCommand=touch${{IFS}}{tmp_path}/ran slots=4\n")
     said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
     assert 'begins with "-"' in said and not (tmp_path / "ran").exists()
 
@@ -433,14 +430,11 @@ def test_bad_hostfile(tmp_path, text):
 
 def test_nothing_outlives_mpirun_when_a_machine_vanishes(tmp_path):
     """Its ssh client to the machine would hold launch.sh's output open until TCP gives up, 15 minutes later."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\n"
-                      "sleep 300 &\n"
-                      "echo 'train_gpt2: no heartbeat from rank 1 on b for 4 s' >&2\nsleep 1\nexit 6\n")
-    mpirun.chmod(0o755)
+    mpirun = script_of(tmp_path / "mpirun", "sleep 300 &\n"
+                       "echo 'train_gpt2: no heartbeat from rank 1 on b for 4 s' >&2\nsleep 1\nexit 6")
     hosts = hostfile(tmp_path, "node-a slots=1\nnode-b slots=1\n")
     done = subprocess.run([SCRIPTS / "launch.sh", "2", TRAIN],
-                          env=environment(MPIRUN=str(mpirun), HOSTFILE=str(hosts), GRACE="20", SLURM_JOB_ID="7"),
+                          env=environment(MPIRUN=mpirun, HOSTFILE=str(hosts), GRACE="20", SLURM_JOB_ID="7"),
                           capture_output=True, text=True, timeout=30)
     assert done.returncode == 6 and "no heartbeat from rank 1" in done.stderr
 

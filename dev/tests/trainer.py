@@ -103,6 +103,13 @@ def train(data, *flags, code=0, env=None, timeout=120, **how):
     return result.stdout + result.stderr
 
 
+def script_of(path, text, shell="sh"):
+    """Writes a program that is a shell script, and returns its path as text."""
+    path.write_text(f"#!/bin/{shell}\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def says(text, *parts):
     """Checks that a text has these parts."""
     for part in parts:
