@@ -311,9 +311,10 @@ def test_scores_of_single_trials_are_kept_up_to_100(samples, model_of, data, tmp
 
 
 @pytest.mark.parametrize("answer, verdict", [("8106425", "right"), ("8106427", "first digit right"),
-                                             ("7106425", "wrong"), ("81064253", "first digit right")])
+                                             ("7106425", "wrong"), ("81064253", "first digit right"),
+                                             ("810642", "first digit right")])
 def test_verdicts(answer, verdict, model_of, data, tmp_path):
-    """A number counts only as a whole, and right in a longer number is wrong."""
+    """A number counts only as a whole; neither a part of it nor a longer number is right."""
     folder = write_biased(model_of("llama", "softmax"), tmp_path / "model", {})
     write_chain(folder, f": {answer}.\n".encode(), ord("\n"))
     output, [row], _ = needles(folder, data, tmp_path, "--seq-lens", 200, "--depths", "10,50,90", "--samples", 2,
