@@ -438,41 +438,29 @@ def test_unsupported_rope_scalings_are_rejected(modeling, change, word):
         modeling.AttnGPTForCausalLM(model.config)
 
 
-def test_attention_weights_have_transformers_shapes(modeling):
-    """Those of a Llama of transformers, from forward() and from generate(), and None where nobody asks for them."""
-    ours, _ = pair(modeling, "softmax1", L=24, heads=4, kv_heads=2)
-    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                                          num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
-                                          attn_implementation="eager"))
-    ids = torch.randint(1, 31, (2, 6), generator=torch.Generator().manual_seed(1))
-    how = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True,
-               output_attentions=True)
-    shapes = lambda attentions: [tuple(A.shape) for A in attentions]
-    assert (shapes(ours(ids, output_attentions=True).attentions)
-            == shapes(theirs(ids, output_attentions=True).attentions) == 2 * [(2, 4, 6, 6)])
-    found, expected = (list(map(shapes, model.generate(ids, **how).attentions)) for model in (ours, theirs))
-    assert found == expected and found[2] == 2 * [(2, 4, 1, 8)]
-    assert ours(ids).attentions is None
-    ours.config.output_attentions = True
-    assert len(ours(ids).attentions) == 2 and ours(ids, output_attentions=False).attentions is None
-
-
-def test_hidden_states_are_those_of_transformers(modeling):
-    """Of a Llama with the same weights; and the outputs as a tuple."""
-    ours, _ = pair(modeling, "softmax", L=24)
-    theirs = LlamaForCausalLM(LlamaConfig(**dict(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=True, rms_norm_eps=ours.config.rms_norm_eps))).double().eval()
+def test_hidden_states_and_weights_are_those_of_transformers(modeling):
+    """Of a Llama with the same weights, from forward() and from generate(), and None where nobody asks for them."""
+    ours, _ = pair(modeling, "softmax", L=24, heads=4, kv_heads=2)
+    theirs = LlamaForCausalLM(LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True,
+        rms_norm_eps=ours.config.rms_norm_eps, attn_implementation="eager")).double().eval()
     theirs.load_state_dict(ours.state_dict())
-    ids = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
-    found, expected = (model(ids, output_hidden_states=True).hidden_states for model in (ours, theirs))
-    assert len(found) == len(expected) == 3
-    for a, b in zip(found, expected):
-        assert (a - b).abs().max() < 1e-6 * b.abs().max()       # transformers' RMSNorm computes in float32
-    assert ours(ids).hidden_states is None
-    ours.config.output_hidden_states = True
-    loss, logits, states = ours(ids, labels=ids, use_cache=False, return_dict=False)
-    assert loss.ndim == 0 and logits.shape == (2, 9, 31) and len(states) == 3
+    how = dict(output_hidden_states=True, output_attentions=True)
+    found, expected = (model(IDS, **how) for model in (ours, theirs))
+    for key, count in ("hidden_states", 3), ("attentions", 2):
+        assert len(found[key]) == len(expected[key]) == count
+        for a, b in zip(found[key], expected[key]):
+            assert a.shape == b.shape and (a - b).abs().max() < 1e-6 * b.abs().max()   # they have parts in float32
+    how |= dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    found, expected = ([[A.shape for A in attentions] for attentions in model.generate(IDS, **how).attentions]
+                       for model in (ours, theirs))
+    assert found == expected and found[2] == 2 * [(2, 4, 1, 22)]
+    assert ours(IDS).hidden_states is ours(IDS).attentions is None
+    ours.config.output_hidden_states = ours.config.output_attentions = True
+    loss, logits, states, weights = ours(IDS, labels=IDS, use_cache=False, return_dict=False)
+    assert loss.ndim == 0 and logits.shape == (2, 20, 31) and len(states) == 3 and len(weights) == 2
+    assert ours(IDS, output_attentions=False).attentions is None
 
 
 @pytest.mark.parametrize("name, block", [("ssmax-pn", "llama"), ("relu2-n", "gau")])
