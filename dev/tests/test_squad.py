@@ -1,12 +1,11 @@
 """data/squad.py: shards and masks against examples counted by hand, what is skipped and why, kills, wrong files. How
 the trainer reads them."""
-import functools
-import http.server
+import io
 import json
 import math
 import os
 import struct
-import threading
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -186,36 +185,23 @@ def test_a_missing_mask_is_noticed(tmp_path, tokenizer):
 # ---- downloads
 
 def test_download(tmp_path, monkeypatch):
+    class Interrupted(io.BytesIO):
+        headers = {"Content-Length": "100"}
+
     monkeypatch.setattr(sources, "DATA", tmp_path / "data")
     (tmp_path / "data").mkdir()
     (tmp_path / "file.json").write_bytes(b"content")
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *words):
-            pass
-
-        def do_GET(self):
-            if self.path != "/short.json":
-                return super().do_GET()
-            self.send_response(200)
-            self.send_header("Content-Length", "100")
-            self.end_headers()
-            self.wfile.write(b"only this")
-
-    with http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=tmp_path)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        at = f"http://127.0.0.1:{server.server_port}/"
-        synced = []
-        monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").resolve().name))
-        path = sources.download(at + "file.json", "--json")
-        assert synced == ["file.json", "cache"]
-        assert path.read_bytes() == b"content" and path == tmp_path / "data/cache/file.json"
-        for name, reason in (("short.json", "expected 100 bytes, received 9"), ("none.json", "404")):
-            message = f"{name}: cannot download it: .*{reason}.*\n.* pass it with --json"
-            with pytest.raises(shards.DataError, match=message) as caught:
-                sources.download(at + name, "--json")
-            assert caught.value.code == 3
-        server.shutdown()
+    at, synced = f"file://{tmp_path}/", []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").resolve().name))
+    path = sources.download(at + "file.json", "--json")
+    assert synced == ["file.json", "cache"]
+    assert path.read_bytes() == b"content" and path == tmp_path / "data/cache/file.json"
+    for reason in "No such file", "expected 100 bytes, received 9":
+        message = f"none.json: cannot download it: .*{reason}.*\n.* pass it with --json"
+        with pytest.raises(shards.DataError, match=message) as caught:
+            sources.download(at + "none.json", "--json")
+        assert caught.value.code == 3
+        monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Interrupted(b"only this"))
     assert sources.download(at + "file.json", "--json") == path, "the second time, it is there"
     assert [path.name for path in (tmp_path / "data/cache").iterdir()] == ["file.json"]
 
