@@ -419,10 +419,10 @@ def jsonl(texts, column="text"):
     return "".join(json.dumps({column: t, "meta": {"set": "x"}}) + "\n" for t in texts).encode()
 
 
-def parquet(path, texts, column="text"):
+def parquet(path, texts):
     import pyarrow
     import pyarrow.parquet
-    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=2)
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=2)
 
 
 def read(path, *arguments):

@@ -101,7 +101,7 @@ static void test_names(void) {
     shards_close(s);
 }
 
-// A dataset of 16-bit and 32-bit shards: windows across both, documents, masks, ids at the vocabulary's end.
+// A dataset of 16-bit and 32-bit shards: windows across both, and an id that is negative as a signed number.
 static void test_wide(void) {
     check_group("32-bit tokens");
     enum { WIDE = 150000, VOCAB = 128256 };    // more than two reads

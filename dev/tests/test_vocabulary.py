@@ -118,9 +118,6 @@ def tokenizer_files():
     files = {
         "ours": (plain, True),
         "merges as text": (changed(plain, model__merges=[" ".join(pair) for pair in merges]), True),
-        "no merges": (changed(plain, model__merges=[]), True),
-        "another special token": (
-            changed(plain, added_tokens=[special, special | {"id": VOCAB, "content": "<pad é>"}]), True),
         "a gap in the ids": (
             changed(plain, model__vocab=vocab | {"zzz": VOCAB + 20}, added_tokens=[special | {"id": VOCAB}]), True),
         "words of special tokens": (
@@ -147,7 +144,6 @@ def tokenizer_files():
         "a sequence of one": (bpe(pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])), False),
         "space in front": (bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)), False),
         "no words": (bpe(byte_level()), False),
-        "metaspace": (bpe(pre_tokenizers.Metaspace()), False),
         "NFC": (bpe(normalizer=normalizers.NFC()), True),
         "NFKC": (bpe(normalizer=normalizers.NFKC()), False),
         "Llama 3's words": (
