@@ -2,8 +2,8 @@
 // the same config.json again.
 //
 // Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/options.c runtime/flag_file.c
-// Sources: runtime/process.c runtime/spelling.c attention/normalizer.c attention/list.c model/model.c
+// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c
+// Sources: runtime/spelling.c attention/normalizer.c attention/list.c model/model.c
 // Sources: text/tokenizer.c text/tokenizer_json.c text/pretokenize.c text/nfc.c runtime/utf8.c
 // Sources: runtime/number.c model/rope.c model/config_read.c model/config_rope.c model/config_write.c
 #include <stdlib.h>
