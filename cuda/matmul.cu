@@ -200,25 +200,22 @@ static uint32_t alignment_of(const void *p) {
     return bytes;
 }
 
-static void run_operands(Matmul *mm, MatmulShape shape, const Operands &x, cudaStream_t stream) {
-    const void *const matrices[] = {x.A, x.B, x.C, x.D};
-    if (x.C == x.D && x.factors.beta != 0 && shape.out_type != CUDA_R_32F)
+void matmul_scaled(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
+                   MatmulFactors factors, cudaStream_t stream) {
+    const Operands x = {D, A, B, C, factors};
+    const void *const matrices[] = {A, B, C, D};
+    if (C == D && factors.beta != 0 && shape.out_type != CUDA_R_32F)
         fail(EXIT_USAGE,
              "matmul: C and D (%zu,%zu) in bf16 are the same array, at %p; expected two, because cuBLASLt would round"
              " the sums before it adds C.",
-             shape.m, shape.n, x.D);
+             shape.m, shape.n, D);
     for (int i = 0; i < 4; i++) shape.alignment[i] = alignment_of(matrices[i]);
     MatmulPlan *plan = find_plan(mm, shape);
-    if (mm->measure && !plan->measured && (x.C != x.D || x.factors.beta == 0)) measure(mm, plan, x, stream);
+    if (mm->measure && !plan->measured && (C != D || factors.beta == 0)) measure(mm, plan, x, stream);
     run_candidate(mm, plan, plan->chosen, x, stream);
 }
 
 void matmul_run(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
                 cudaStream_t stream) {
-    run_operands(mm, shape, {D, A, B, C ? C : D, {1, C ? 1.0f : 0.0f}}, stream);
-}
-
-void matmul_scaled(Matmul *mm, MatmulShape shape, void *D, const void *A, const void *B, const void *C,
-                   MatmulFactors factors, cudaStream_t stream) {
-    run_operands(mm, shape, {D, A, B, C, factors}, stream);
+    matmul_scaled(mm, shape, D, A, B, C ? C : D, {1, C ? 1.0f : 0.0f}, stream);
 }
