@@ -497,17 +497,14 @@ def test_labels_are_what_differs(tmp_path):
 
 def test_labels_are_the_flags_that_differ(tmp_path):
     """One or two flags with short values; otherwise the folders."""
-    def labels_with(*each, **more):
-        return labels(*(write(tmp_path / f"e{i}", "loss", loss_rows(), seed=1, out=f"e{i}", threads=i, **flags | more)
+    def labels_with(*each):
+        return labels(*(write(tmp_path / f"e{i}", "loss", loss_rows(), seed=1, out=f"e{i}", threads=i, **flags)
                         for i, flags in enumerate(each)))
     ntk, none = {"rope-scaling": "ntk"}, {"rope-scaling": None}
     assert labels_with(none, ntk) == ["without --rope-scaling", "--rope-scaling ntk"]
     assert labels_with({"rope-theta": 0}, {"rope-theta": 500000}) == ["without --rope-theta", "--rope-theta 500000"]
     assert labels_with({"doc-mask": False}, {"doc-mask": True}) == ["without --doc-mask", "--doc-mask"]
-    assert labels_with(ntk | {"samples": 2}, none | {"samples": 3}) == ["--rope-scaling ntk, --samples 2",
-                                                                        "without --rope-scaling, --samples 3"]
     folders = ["e0", "e1"]
-    assert labels_with({}, {}) == folders, "only the folders differ"
     assert labels_with({"data": "a" * 60}, {"data": "b" * 60}) == folders, "too long"
     assert labels_with({"x": 1, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}) == folders, "too many"
     assert labels_with(ntk, none, none) == [*folders, "e2"], "they do not tell all apart"
@@ -568,14 +565,10 @@ def test_folders_without_results_and_different_tasks(tmp_path):
 
 def assert_self_contained(text):
     """Nothing is loaded from anywhere: no address but names of XML dialects, and no file beside the page."""
-    shown = re.sub(r"data:image/png;base64,[\w+/=]+|\"[\w+/=]{200,}\"", "", text)
-    assert not [address for address in re.findall(r"(?:https?:)?//[\w.]+[^\s\"'<)]*", shown)
-                if address not in ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
-                and not address.startswith("// ")]
-    for target in re.findall(r"(?:src|href)=\"([^\"]*)\"", text):
-        assert target.startswith(("#", "data:")), target
-    text = text.replace("url(data:image/png;base64,${s.sheet})", "")
-    assert "@import" not in text and not re.findall(r"url\((?!#|data:|\"?\$)[^)]*\)", text)
+    addresses = set(re.findall(r"https?://[^\s\"'<)]*", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"} and "@import" not in text
+    targets = re.findall(r"\b(?:src|href)=\"([^\"]*)|\burl\(\"?([^)]*)", text)
+    assert not [target for pair in targets if not (target := "".join(pair)).startswith(("#", "data:"))]
 
 
 def embedded(text, identity):
@@ -698,9 +691,6 @@ def test_the_flags_of_evaluations(tmp_path, undrawn):
     others = {row[0]: row[1:] for row in rows_of(text, "<summary>All other flags</summary>")[1:]}
     assert others["--seed"] == ["7", "7"] and others["--rope-theta"] == ["–", "–"]
     assert "--rope-scaling" not in others
-    head, *rows = rows_of(text, "Needles found, mean over depths")
-    assert head[:3] == ["", "trained at", "needles per length"]
-    assert [row[:3] for row in rows] == [["without --rope-scaling", "64", "4"], ["--rope-scaling ntk", "64", "4"]]
 
 
 def grid_run(root, attn, seed, key, switch=None, **flags):
@@ -784,8 +774,6 @@ def test_a_run_without_a_step_is_reported(tmp_path, undrawn, metrics):
     text = report.report([str(started), str(empty)], "t")
     head, _, row = rows_of(text, ">Runs</h2>")
     assert dict(zip(head, row))["steps"] == "no step yet" and len(row) == len(head)
-    assert row[:3] == ["b", "softmax, then ssmax at step 20", "15M"]
-    assert rows_of(text, "Flags that differ") == [["", "a", "b"], ["--lr", "0.0006", "0.001"]]
     assert 'id="training"' in text
     alone = report.report([str(empty)], "t")
     assert "no step yet" in alone and "--lr" in alone and 'id="training"' not in alone

@@ -208,9 +208,10 @@ def curves(runs, colors, dashes, loaded=None):
         say_what_is_cut_off(axes)
 
     def rate(axes):
-        against(axes, lambda x, lines, color, dash: axes.plot(
-            x, run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
-            marker="." if len(lines) < 10 else None))
+        def draw(x, lines, color, dash):
+            axes.plot(x, run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
+                      marker="." if len(lines) < 10 else None)
+        against(axes, draw)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         axes.set_ylim(bottom=0)
 

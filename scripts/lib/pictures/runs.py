@@ -373,8 +373,9 @@ def heads(run):
     panels = []
     for name in drawing.in_order(found):
         tokens, layers = found[name]
-        panels += [Panel(f"{name} of every head", lambda axes, t=tokens, v=layers: draw_against_tokens(
-                       axes, t, charts.by_layer(v), unit, marks), 7),
+        curves = charts.by_layer(layers)
+        panels += [Panel(f"{name} of every head",
+                         lambda axes, t=tokens, c=curves: draw_against_tokens(axes, t, c, unit, marks), 7),
                    Panel(f"{name} of every head by layer, newest checkpoint (line: mean)",
                          lambda axes, v=layers: draw_newest(axes, v), 6)]
     return charts.figure(Picture("heads", panels, 2, [], run_folder.names([run])[0]))
