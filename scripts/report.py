@@ -168,11 +168,11 @@ def about_runs(folders, names, colors):
     if not started:
         return found
     folders, names, chosen = zip(*started)
-    drawn = [charts.Panel(title, draw) for title, draw in drawing.curves(folders, *zip(*chosen))]
     legend = page.legend([(name, *style) for name, style in zip(names, chosen)])
     panels, seeds = pictures_of_runs.seed_panels(folders, chosen)
     over_seeds = page.legend(seeds) + page.panels(panels, "training-seeds") if panels else ""
-    found.append(("Training", legend + page.panels(drawn, "training") + over_seeds))
+    curves = page.panels(pictures_of_runs.curve_panels(folders, chosen), "training")
+    found.append(("Training", legend + curves + over_seeds))
     panels = [panel for folder, name in zip(folders, names)
               for panel in pictures_of_runs.norm_panels(folder, name if len(folders) > 1 else "")]
     if panels:

@@ -163,69 +163,12 @@ def pyplot():
     return plt
 
 
-def run_colors(count):
-    from matplotlib import colormaps
-    palette = colormaps["tab10" if count <= 10 else "tab20"].colors
-    return [palette[i % len(palette)] for i in range(count)]
-
-
-def dashes_of(colors):
-    """A line style for each color. Neighbors and equal colors get different ones."""
-    return [DASHES[(i + colors[:i].count(color)) % len(DASHES)] for i, color in enumerate(colors)]
-
-
 def legend(owner, handles, labels, **how):
     """The legend of axes or a figure. matplotlib leaves out labels that begin with _, unless they get that later."""
     made = owner.legend(handles, [f" {label}" for label in labels], **how)
     for text, label in zip(made.get_texts(), labels):
         text.set_text(label)
     return made
-
-
-def curves(runs, colors, dashes, loaded=None):
-    """[(title, draw(axes))]: the loss against tokens and against time, the learning rate and the gradient norm against
-    tokens. loaded: the runs' metrics."""
-    from matplotlib import ticker
-    loaded = loaded or [run_folder.read_metrics(run) for run in runs]
-    token_size, token_name = unit(max(lines[-1]["tokens"] for lines in loaded), TOKEN_UNITS)
-    time_size, time_name = unit(max(run_folder.seconds(lines)[-1] for lines in loaded), TIME_UNITS)
-
-    def against(axes, draw, in_seconds=False, labels=False):
-        """draw(x, lines, color, dash) draws a run."""
-        size, name = (time_size, time_name) if in_seconds else (token_size, f"{token_name}tokens")
-        for lines, color, dash in zip(loaded, colors, dashes):
-            x = run_folder.seconds(lines) if in_seconds else run_folder.column(lines, "tokens")
-            draw([value / size for value in x], lines, color, dash)
-        for run, lines, color in zip(runs, loaded, colors):
-            mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
-            draw_marks(axes, run_folder.read_marks(run, lines), size, mark, labels, int(in_seconds))
-        axes.set_xlabel(name)
-        axes.set_xlim(left=0)       # also of a run whose parent is not drawn
-
-    def losses(axes, in_seconds):
-        against(axes, lambda *run: draw_loss(axes, *run), in_seconds, True)
-        axes.set(ylabel="nats per token", ylim=loss_limits(loaded))
-        say_what_is_cut_off(axes)
-
-    def rate(axes):
-        def draw(x, lines, color, dash):
-            axes.plot(x, run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
-                      marker="." if len(lines) < 10 else None)
-        against(axes, draw)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-        axes.set_ylim(bottom=0)
-
-    def norm(axes):
-        against(axes, lambda x, lines, *style: draw_smooth(axes, x, run_folder.column(lines, "grad_norm"), *style))
-        if any(value > 0 for lines in loaded for value in run_folder.column(lines, "grad_norm")):
-            axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
-        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-    return [("Loss, running mean, against tokens (points: validation)", lambda axes: losses(axes, False)),
-            ("Loss, running mean, against time spent in steps (points: validation)", lambda axes: losses(axes, True)),
-            ("Learning rate", rate), ("Gradient norm, before clipping", norm)]
 
 
 def fit_legend(labels, columns, width, size):

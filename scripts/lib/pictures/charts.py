@@ -37,9 +37,10 @@ class Picture:
 # ---------------------------------------------------------------- colors
 
 def colors_of(count):
-    """[(color, dash)] that tell `count` series apart."""
-    colors = drawing.run_colors(count)
-    return list(zip(colors, drawing.dashes_of(colors)))
+    """[(color, dash)] that tell `count` series apart. Neighbors and equal colors have different dashes."""
+    from matplotlib import colormaps
+    colors, dashes = colormaps["tab10" if count <= 10 else "tab20"].colors, drawing.DASHES
+    return [(colors[i % len(colors)], dashes[(i + i // len(colors)) % len(dashes)]) for i in range(count)]
 
 
 def paint(series):
@@ -137,13 +138,13 @@ def figure(picture):
     rows = [panels[i:i + columns] for i in range(0, len(panels), columns)]
     widths = [max(row[i].width for row in rows if i < len(row)) for i in range(columns)]
     heights = [max(panel.height for panel in row) for row in rows]
-    labels, lines = [label for label, *_ in picture.legend], 0
+    width, labels, lines = max(sum(widths), 4), [label for label, *_ in picture.legend], 0
     if labels:
-        ncols = legend_columns(labels, max(sum(widths), 4))
-        labels, lines = drawing.fit_legend(labels, ncols, max(sum(widths), 4), size=10)
-    title = wrapped(picture.title, max(sum(widths), 4))
+        ncols = legend_columns(labels, width)
+        labels, lines = drawing.fit_legend(labels, ncols, width, size=10)
+    title = wrapped(picture.title, width)
     top = 0.3 * len(title.splitlines()) + 0.24 * lines
-    out = plt.figure(figsize=(max(sum(widths), 4), sum(heights) + top), layout="constrained")
+    out = plt.figure(figsize=(width, sum(heights) + top), layout="constrained")
     grid = out.add_gridspec(len(rows), columns, width_ratios=widths, height_ratios=heights)
     for i, panel in enumerate(panels):
         axes = out.add_subplot(grid[i // columns, i % columns])

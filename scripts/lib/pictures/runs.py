@@ -52,12 +52,60 @@ class Group:
 
 # ---------------------------------------------------------------- losses
 
+def unit_of(lines):
+    """The unit of tokens, (size, name), of axes that reach as far as these lines of metrics."""
+    return drawing.unit(max(line["tokens"] for line in lines), drawing.TOKEN_UNITS)
+
+
+def curve_panels(runs, styles, loaded=None):
+    """The loss against tokens and against time, the learning rate and the gradient norm against tokens. styles: the
+    runs' (color, dash); loaded: their metrics"""
+    loaded = loaded or [run_folder.read_metrics(run) for run in runs]
+    time_unit = drawing.unit(max(run_folder.seconds(lines)[-1] for lines in loaded), drawing.TIME_UNITS)
+    token_size, token_name = unit_of(lines[-1] for lines in loaded)
+
+    def against(axes, draw, in_seconds=False, labels=False):
+        """draw(x, lines, color, dash) draws a run."""
+        size, name = time_unit if in_seconds else (token_size, f"{token_name}tokens")
+        for lines, style in zip(loaded, styles):
+            x = run_folder.seconds(lines) if in_seconds else run_folder.column(lines, "tokens")
+            draw([value / size for value in x], lines, *style)
+        for run, lines, (color, _) in zip(runs, loaded, styles):
+            mark = "0.3" if len(runs) == 1 else [0.7 * c for c in color]
+            drawing.draw_marks(axes, run_folder.read_marks(run, lines), size, mark, labels, int(in_seconds))
+        axes.set_xlabel(name)
+        axes.set_xlim(left=0)       # also of a run whose parent is not drawn
+
+    def losses(axes, in_seconds):
+        against(axes, lambda *run: drawing.draw_loss(axes, *run), in_seconds, True)
+        axes.set(ylabel="nats per token", ylim=drawing.loss_limits(loaded))
+        drawing.say_what_is_cut_off(axes)
+
+    def rate(axes):
+        def draw(x, lines, color, dash):
+            axes.plot(x, run_folder.column(lines, "lr"), color=color, linestyle=dash, linewidth=1.4,
+                      marker="." if len(lines) < 10 else None)
+        against(axes, draw)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        axes.set_ylim(bottom=0)
+
+    def norm(axes):
+        def draw(x, lines, color, dash):
+            drawing.draw_smooth(axes, x, run_folder.column(lines, "grad_norm"), color, dash)
+        against(axes, draw)
+        charts.positive_axis(axes, [value for lines in loaded for value in run_folder.column(lines, "grad_norm")])
+
+    return [Panel("Loss, running mean, against tokens (points: validation)", lambda axes: losses(axes, False), 6, 4.8),
+            Panel("Loss, running mean, against time spent in steps (points: validation)",
+                  lambda axes: losses(axes, True), 6, 4.8),
+            Panel("Learning rate", rate, 6, 3.2), Panel("Gradient norm, before clipping", norm, 6, 3.2)]
+
+
 def losses(paths, loaded=None):
-    """The picture of `plot.py RUN...`: the panels of drawing.curves(). loaded: the runs' metrics."""
+    """The picture of `plot.py RUN...`. loaded: the runs' metrics"""
     loaded = loaded or [run_folder.read_metrics(path) for path in paths]
     styles = charts.colors_of(len(paths))
-    panels = [Panel(title, draw, 6, 4.8 if "Loss" in title else 3.2)
-              for title, draw in drawing.curves(paths, *zip(*styles), loaded)]
+    panels = curve_panels(paths, styles, loaded)
     labels = [drawing.title(*each) for each in zip(run_folder.names(paths), loaded, paths)]
     return charts.figure(Picture("loss", panels, 2, [(label, *style) for label, style in zip(labels, styles)]))
 
@@ -95,11 +143,6 @@ def groups_of(paths, seeds):
 
 
 # ---------------------------------------------------------------- curves
-
-def unit_of(lines):
-    """The unit of tokens, (size, name), of axes that reach as far as these lines of metrics."""
-    return drawing.unit(max(line["tokens"] for line in lines), drawing.TOKEN_UNITS)
-
 
 def pairs(group, base):
     """[(run, the baseline's run with its seed)], or with the baseline's only run."""
@@ -300,7 +343,7 @@ def norm_panels(run, name=""):
                    for key, (tokens, arrays) in found.items() if group in arrays and arrays[group].ndim == 2]
     for key, (tokens, arrays) in found.items():
         others = {tensor: norms for tensor, norms in arrays.items() if norms.ndim == 1}
-        curves = [(tensor, color, others[tensor]) for tensor, color in zip(others, drawing.run_colors(len(others)))]
+        curves = [(tensor, color, others[tensor]) for tensor, (color, _) in zip(others, charts.colors_of(len(others)))]
         panels.append(panel(f"{NORMS[key]}: outside of the layers", tokens, curves))
     return panels
 
