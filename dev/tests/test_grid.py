@@ -174,6 +174,7 @@ BAD = {    # what is appended to a correct file, and what the message says
     "claimed training": (BETTER + 'of = "train.valloss"\n', "of: training has no valloss. Did you mean val_loss?"),
     "claimed column": (EVAL_E + BETTER + 'of = "e.loss@8L"\n',
                        "of: e.loss has no number @64. Its columns are 8, longest."),
+    "longest of none": (NEEDLES_E + BETTER + 'of = "e.right@longest"\n', "of: e.right has no number @longest."),
     "no column": (EVAL_E + BETTER + 'of-right = "e.loss"\n', "of-right: e.loss has no number without @COLUMN"),
     "row not evaluated": (EVAL_E + 'runs = ["ssmax"]\n' + BETTER + 'of = "e.loss@L"\n',
                           "of: evaluation e does not have row softmax. Add it to its runs."),
@@ -200,6 +201,7 @@ def test_bad_files_are_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("right, wrong, message", [
+    ('name = "tiny"', "", "[grid]: name is missing"),
     ("steps = 16, ", "", "steps is missing; it defines S"),
     ("[data.small.text]", "", "no [data.small]. Add [data.small]"),
     ("[model.small]", "[model.small]\njobs = 1.5", "jobs: expected a whole number of 1 or more, found 1.5"),
@@ -301,6 +303,11 @@ def test_weighted_texts(tmp_path):
         return grid_parts.missing(grid_file.Data("text", train.replace("/", f"{tmp_path}/"), f"{tmp_path}/b.bin", []))
 
     assert not lacks("/a.bin:0.7,/b.bin:0.3") and lacks("/a.bin:0.7,/none.bin:0.3")
+    path = write(tmp_path, ROWS)
+    path.write_text(path.read_text().replace("nowhere/*_train_*.bin", "a.bin:0.7,b.bin:0.3"))
+    plan = grid_parts.Plan(grid_file.read(path, "small", list), grid_store.Results(tmp_path / "none"), {}, tmp_path)
+    programs = type("Programs", (), {"launch": [], "train": "train_gpt2"})
+    assert "--train-data=a.bin:0.7,b.bin:0.3" in grid_parts.train_words(plan, plan.todo[0], programs, 1)
 
 
 def test_texts_are_those_of_the_trainer(tmp_path, monkeypatch):
@@ -872,8 +879,10 @@ def test_the_report_of_what_there_is_needs_no_text(whole, tmp_path):
     shutil.copy(out.parent / "results.json", tmp_path)
     elsewhere = tmp_path / "grid.toml"
     elsewhere.write_text(re.sub(r'(train|val) = "/.*/', r'\1 = "/nowhere/', path.read_text()))
-    text = run(elsewhere, tmp_path / "out", "--report", TRAIN_GPT2="/nowhere", EVAL_GPT2="/nowhere")
+    text = run(elsewhere, tmp_path / "out", "--report", "--only", "s*max", "--csv", "--latex", TRAIN_GPT2="/nowhere",
+               EVAL_GPT2="/nowhere")
     assert f"{entries(out)['ssmax', 1337, 'train']['values']['val_loss']:.3f}" in text and "positions" in text
+    assert "tuned" not in text and "tables.csv" in text and (tmp_path / "out/tiny-small/tables.tex").exists()
 
 
 @pytest.mark.drawn(3, of="further calls")

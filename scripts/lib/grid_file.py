@@ -143,6 +143,7 @@ class Data:
     train: str
     val: str
     prepare: list
+    where: str = ""
 
 
 @dataclass
@@ -257,7 +258,7 @@ class Grid:
 # ---------------------------------------------------------------- loops
 
 PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
-LATER = ("run.attn", "run.name")      # what an evaluation may use of the run that it is applied to
+LATER = ("run.attn",)      # what an evaluation may use of the run that it is applied to
 
 
 def fill(value, variables, where, later=()):
@@ -348,7 +349,7 @@ class Reader:
             if not all(word.strip() for word in text["train"].split(",")):
                 raise Refused(f"{place}: train: expected a source on both sides of each comma, found "
                               f"{text['train']!r}. Name the missing source, or remove the comma.")
-            data[key] = Data(key, text["train"], text["val"], text.get("prepare", []))
+            data[key] = Data(key, text["train"], text["val"], text.get("prepare", []), place)
         if not data:
             raise Refused(f"{self.path}: [data.{name}] has no text. Add [data.{name}.NAME] with train and val.")
         scale = Scale(name, table["sizes"], table.get("seeds", [1337]), table["flags"], table.get("eval-flags", {}),

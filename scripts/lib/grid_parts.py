@@ -125,8 +125,8 @@ def escapes(command):
 def check_trust(grid):
     """Rejects what a grid file could start or write beyond the scripts of data/, our programs and the run folders."""
     scale, where = grid.scale, f"{grid.path}: [model.{grid.scale.name}]"
-    found = [(f"{grid.path}: [data.{scale.name}.{data.name}]: prepare: {command}", why)
-             for data in scale.data.values() for command in data.prepare if (why := escapes(command))]
+    found = [(f"{data.where}: prepare: {command}", why) for data in scale.data.values() for command in data.prepare
+             if (why := escapes(command))]
     for key, name, kind in ("program", scale.program, "train"), ("eval-program", scale.eval_program, "eval"):
         ours = [f"{kind}_gpt2{ending}" for ending in ("", "cu", "cu_on_cpu")]
         if name not in ours:

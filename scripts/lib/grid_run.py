@@ -57,18 +57,16 @@ def prepare(grid):
         if not grid_parts.missing(data):
             continue
         if not data.prepare:
-            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: no shards match {data.train} and "
-                          f"{data.val}.\n  Make them, or add prepare = [...] with the commands that do.")
+            raise Refused(f"{data.where}: no shards match {data.train} and {data.val}.\n"
+                          "  Make them, or add prepare = [...] with the commands that do.")
         for command in data.prepare:
             words = shlex.split(command)
             print(f"== {shlex.join([sys.executable, *words])}", flush=True)
             if code := subprocess.run([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL,
                                       preexec_fn=die_with_parent).returncode:
-                raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: {command}\n  ended with exit code "
-                              f"{code}. Its message is above.")
+                raise Refused(f"{data.where}: {command}\n  ended with exit code {code}. Its message is above.")
         if grid_parts.missing(data):
-            raise Refused(f"{grid.path}: [data.{grid.scale.name}.{data.name}]: prepare made no shards that match "
-                          f"{data.train} and {data.val}.")
+            raise Refused(f"{data.where}: prepare made no shards that match {data.train} and {data.val}.")
 
 
 # ---------------------------------------------------------------- processes

@@ -211,7 +211,7 @@ def attn_of(grid, run):
 
 def eval_attn(grid, run, e):
     """The normalizer under which a run is evaluated, or "" for its own."""
-    return e.attn.replace("{run.attn}", attn_of(grid, run)).replace("{run.name}", run.row)
+    return e.attn.replace("{run.attn}", attn_of(grid, run))
 
 
 def contents(name):
