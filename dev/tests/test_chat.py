@@ -261,7 +261,8 @@ def test_recognizing(chat, tmp_path):
 
 
 @pytest.mark.parametrize("template, family", [
-    (CHATML + " ", "ChatML"), ("{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endfor %}", "Mistral")])
+    (CHATML + " ", "ChatML"),
+    ("{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endfor %}", "Mistral")])
 def test_other_templates_are_rejected(template, family, chat, tmp_path):
     """However little they differ. The message names the family."""
     code, text = recognized_text(chat, tmp_path, template)

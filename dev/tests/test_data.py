@@ -182,8 +182,8 @@ def test_masks(tmp_path):
 
 
 def killed(monkeypatch, step, function, *arguments):
-    """Runs a function in a process that dies, with all that it has not flushed, before its sync or rename number `step`.
-    Returns whether it did."""
+    """Runs a function in a process that dies before its sync or rename number `step`, and loses what it has not
+    flushed. Returns whether it died."""
     steps = itertools.count()
 
     def deadly(call):
