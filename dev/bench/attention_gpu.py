@@ -148,8 +148,6 @@ class Flash:
     flash.so ends the process on an error. Before that it calls `failed`, if there is one, with a text."""
 
     def __init__(self, path):
-        if not Path(path).exists():
-            raise SystemExit(f"attention_gpu: {path} is missing: scripts/gpu_check.py build builds it")
         self.library = ctypes.CDLL(str(path))
         self.library.flash_on_device_scratch.restype = self.library.flash_on_device_stats.restype = ctypes.c_size_t
         self.failed = None
@@ -977,18 +975,20 @@ def parse():
 def main():
     options = parse()
     if not DRY and not torch.cuda.is_available():
-        print("attention_gpu: no GPU: not measured", file=sys.stderr)
+        print("attention_gpu: PyTorch finds no GPU: not measured", file=sys.stderr)
         return gpu_report.NO_GPU
     if options.part == "warm":
         return part_warm(options)
-    report = gpu_report.Report(options.report)
-    report.resume(options.part)
-    flash = Flash(options.library)
-    run = {"attention": part_attention, "shapes": part_shapes, "others": part_others}[options.part]
-    left_out = run(report, options, flash)
-    wrong = [f"{r['attn']} T={r['T']}" for r in report.find(options.part)
-             if r["way"] in OURS and (r.get("wrong") or r.get("failed"))]
-    return gpu_report.finish(report, options.part, "attention_gpu", wrong, left_out, "ours wrong")
+
+    def measure(report, options):
+        parts = {"attention": part_attention, "shapes": part_shapes, "others": part_others}
+        return parts[options.part](report, options, Flash(options.library))
+
+    def wrong(report):
+        return [f"{r['attn']} T={r['T']}" for r in report.find(options.part)
+                if r["way"] in OURS and (r.get("wrong") or r.get("failed"))]
+
+    return gpu_report.run("attention_gpu", options, [options.library], measure, wrong, "ours wrong")
 
 
 if __name__ == "__main__":

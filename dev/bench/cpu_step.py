@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
 import struct
@@ -278,9 +279,18 @@ def machine():
             f"model {facts.get('model', ' ?').strip()}; {', '.join(units)}), {os.cpu_count()} cores")
 
 
+def cases_of(text):
+    """[(dtype, B, T)]"""
+    found = [re.fullmatch(r"(fp32|bf16):([1-9]\d*)x([1-9]\d*)", word) for word in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text}: expected dtype:BxT,..., such as fp32:4x64 or bf16:4x256")
+    return [(case[1], int(case[2]), int(case[3])) for case in found]
+
+
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=CASES, help="dtype:BxT, comma-separated (default: %(default)s)")
+    parser.add_argument("--cases", type=cases_of, default=CASES,
+                        help="dtype:BxT, comma-separated (default: %(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, from %(default)s")
     parser.add_argument("--rounds", type=int, default=3,
                         help="number of times each process runs (default: %(default)s)")
@@ -298,25 +308,11 @@ def parse():
     return parser, options
 
 
-def parse_cases(parser, text):
-    cases = []
-    for word in text.split(","):
-        try:
-            dtype, shape = word.split(":")
-            B, T = (int(part) for part in shape.split("x"))
-        except ValueError:
-            parser.error(f"--cases: {word}: expected dtype:BxT, such as fp32:4x64")
-        if dtype not in ("fp32", "bf16") or B < 1 or T < 1:
-            parser.error(f"--cases: {word}: dtype must be fp32 or bf16, B and T at least 1")
-        cases.append((dtype, B, T))
-    return cases
-
-
 def main():
     if sys.argv[1:2] == ["--child"]:
         return child(json.loads(sys.argv[2]))
     parser, options = parse()
-    cases = parse_cases(parser, options.cases)
+    cases = options.cases
     version = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True,
                              text=True)
     if version.returncode != 0:

@@ -142,17 +142,11 @@ def parse():
 
 def main():
     options = parse()
-    if not gpu_step.DRY and gpu_report.device() == "CPU":
-        print("gpu_eval: no GPU: not measured", file=sys.stderr)
-        return gpu_report.NO_GPU
-    for program in (options.train, options.evaluate):
-        if not os.access(program, os.X_OK):
-            raise SystemExit(f"gpu_eval: {program} is missing: scripts/gpu_check.py build builds it")
-    report = gpu_report.Report(options.report)
-    report.resume("evaluation")
-    left = part_evaluation(report, options)
-    failed = [f"{r['case']} {r['dtype']} ({r['failed']})" for r in report.find("evaluation") if "failed" in r]
-    return gpu_report.finish(report, "evaluation", "gpu_eval", failed, left)
+
+    def failures(report):
+        return [f"{r['case']} {r['dtype']} ({r['failed']})" for r in report.find("evaluation") if "failed" in r]
+
+    return gpu_report.run("gpu_eval", options, [options.train, options.evaluate], part_evaluation, failures)
 
 
 if __name__ == "__main__":

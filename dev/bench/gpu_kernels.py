@@ -1,6 +1,6 @@
 """Runs our kernels under the tools that observe a GPU's kernels. Needs NumPy, but no PyTorch.
 
-    python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS [B NH]
+    python3 dev/bench/gpu_kernels.py run FLASH.SO bf16|fp32 ATTN T HS VS
         one forward and backward pass of attention; checks that its results are finite. Needs no cuBLASLt
     python3 dev/bench/gpu_kernels.py step REPORT TRAIN_GPT2CU
         the time and the memory traffic of each kernel in one training step at 124M, by ncu
@@ -42,9 +42,9 @@ def loaded(x, dtype):
     return x if dtype == "fp32" else (x.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
-def run(library, dtype, attn, T, HS, VS, B=1, NH=2):
+def run(library, dtype, attn, T, HS, VS):
     """{name: array} of what a forward and backward pass writes."""
-    random = numpy.random.default_rng(0)
+    random, B, NH = numpy.random.default_rng(0), 1, 2
     shape, arrays, held = Shape(B, T, NH, NH, HS, VS, T, NH * HS, NH * HS, NH * VS, NH * VS), arrays_for(library), {}
     q, k, v, dout = (random.standard_normal((B, T, NH, size), dtype=numpy.float32) for size in (HS, HS, VS, VS))
     if attn.startswith("lssa"):
@@ -65,8 +65,8 @@ def run(library, dtype, attn, T, HS, VS, B=1, NH=2):
 
 
 def main_run(library, dtype, attn, *sizes):
-    T, HS, VS, *rest = map(int, sizes)
-    results = run(ctypes.CDLL(str(Path(library).resolve())), dtype, attn, T, HS, VS, *rest)
+    T, HS, VS = map(int, sizes)
+    results = run(ctypes.CDLL(str(Path(library).resolve())), dtype, attn, T, HS, VS)
     wrong = [name for name, x in results.items() if not numpy.isfinite(x).all() or not x.any()]
     if wrong:
         raise SystemExit(f"gpu_kernels: {attn}: {', '.join(wrong)} not finite, or all zero")
@@ -166,7 +166,7 @@ def main():
         return print(__doc__)
     verb, *rest = words or [""]
     numbers = all(word.isdecimal() for word in rest[3:])
-    if verb == "run" and len(rest) in (6, 7, 8) and rest[1] in ("bf16", "fp32") and numbers:
+    if verb == "run" and len(rest) == 6 and rest[1] in ("bf16", "fp32") and numbers:
         return main_run(*rest)
     if verb == "step" and len(rest) == 2:
         return main_step(*rest)

@@ -195,10 +195,6 @@ def ratio(over, under, key="both_ms"):
     return statistics.median(a / b for a, b in zip(over[key], under[key]))
 
 
-def names_of(parts, part):
-    return list(dict.fromkeys(r["attn"] for r in timed(parts, part, way="ours")))
-
-
 def folded(parts, name):
     """Is this normalizer reducible to SDPA, with a pre-scaled q or a post-processed output?"""
     return bool(timed(parts, "others", attn=name, way="sdpa"))
@@ -466,10 +462,21 @@ def not_measured(left):
     return [f"not measured, no time left: {', '.join(left)}; rerun the part"] if left else []
 
 
-def finish(report, part, program, failed, left, what="failed"):
-    """Saves the report and prints what failed and what was left; returns the program's exit code."""
+def run(program, options, needs, measure, failures, what="failed"):
+    """Measures a part and returns the program's exit code. needs: the files that it runs. measure(report, options)
+    returns what was left, failures(report) the names of the cases that failed."""
+    if not options.dry_run and device() == "CPU":
+        print(f"{program}: no GPU: not measured", file=sys.stderr)
+        return NO_GPU
+    for path in needs:
+        if not Path(path).exists():
+            raise SystemExit(f"{program}: {path} is missing: scripts/gpu_check.py build builds it")
+    report = Report(options.report)
+    report.resume(options.part)
+    left = measure(report, options)
+    failed = failures(report)
     report.save()
-    print(f"{program}: {len(report.part(part)['records'])} records"
+    print(f"{program}: {len(report.part(options.part)['records'])} records"
           + (f"; {what}: {', '.join(failed)}" if failed else "") + (f"; left: {', '.join(left)}" if left else ""))
     if failed:
         return FAILED

@@ -527,16 +527,13 @@ def main():
     if sys.argv[1:2] == ["child"]:
         return print(json.dumps(child(json.loads(sys.argv[2]))))
     options = parse()
-    if not DRY and gpu_report.device() == "CPU":
-        print("gpu_step: no GPU: not measured", file=sys.stderr)
-        return gpu_report.NO_GPU
-    if not os.access(options.ours, os.X_OK):
-        raise SystemExit(f"gpu_step: {options.ours} is missing: scripts/gpu_check.py build builds it")
-    report = gpu_report.Report(options.report)
-    report.resume(options.part)
-    left_out = {"step": part_step, "memory": part_memory, "larger": part_step}[options.part](report, options)
-    failed = [f"{r['model']} ({r['failed']})" for r in report.find(options.part, variant="ours") if "failed" in r]
-    return gpu_report.finish(report, options.part, "gpu_step", failed + options.failed, left_out, "ours failed")
+
+    def failures(report):
+        ours = report.find(options.part, variant="ours")
+        return [f"{r['model']} ({r['failed']})" for r in ours if "failed" in r] + options.failed
+
+    measure = part_memory if options.part == "memory" else part_step
+    return gpu_report.run("gpu_step", options, [options.ours], measure, failures, "ours failed")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jobs import wait_for
 from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, environment, losses,
-                     metrics, read_header, steps, tokens, train, write_header, write_shard)
+                     metrics, read_header, steps, tokens, train, write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
 GAU = "layers=1,block=gau,channels=32,vocab=97"
@@ -598,21 +598,13 @@ def overflowing(data, tmp_path):
     first, weights = tmp_path / "first", tmp_path / "weights"
     train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
     weights.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(checkpoint(first, 1) / name, weights)
-    header, raw = read_header(weights / "model.safetensors")
-    raw = bytearray(raw)
-
-    def tensor(name):
-        place = slice(*(at // 4 for at in header[name]["data_offsets"]))
-        return np.frombuffer(raw, "<f4")[place].reshape(header[name]["shape"])
-
-    embedding = tensor("model.embed_tokens.weight")
-    embedding[:, 0] = 0
-    embedding[90] = np.eye(1, 48)
+    shutil.copy(checkpoint(first, 1) / "config.json", weights)
+    tensors = load_file(checkpoint(first, 1) / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = 0
+    tensors["model.embed_tokens.weight"][90] = np.eye(1, 48)
     for name in "qk":
-        tensor(f"model.layers.0.self_attn.{name}_proj.weight")[0] = 100 * np.eye(1, 48)
-    write_header(weights / "model.safetensors", header, bytes(raw))
+        tensors[f"model.layers.0.self_attn.{name}_proj.weight"][0] = 100 * np.eye(1, 48)
+    save_file(tensors, weights / "model.safetensors")
     return weights
 
 
@@ -721,9 +713,8 @@ def test_switch_mid_run(cuda, data, tmp_path):
 
 def tensors(out, step, word):
     """The values of all tensors whose names contain the word."""
-    header, raw = read_header(checkpoint(out, step) / "model.safetensors")
-    return np.concatenate([np.frombuffer(raw, "<f4")[slice(*(at // 4 for at in header[name]["data_offsets"]))]
-                           for name in sorted(header) if word in name])
+    found = load_file(checkpoint(out, step) / "model.safetensors")
+    return np.concatenate([found[name].ravel() for name in sorted(found) if word in name])
 
 
 # ---- all-zero rows
@@ -796,6 +787,15 @@ def test_norms_by_layer(cuda, data, tmp_path, model, flags):
 # ---- several ranks
 
 
+def assert_close_runs(a, b, step, of_losses, of_checkpoints):
+    """Losses and gradient norms, and the norm of the difference of a step's checkpoints, relative to those of a."""
+    np.testing.assert_allclose(*(np.array(metrics(run, ["loss", "grad_norm"])) for run in (b, a)), rtol=of_losses)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        (header, first), (other, second) = (read_header(checkpoint(run, step) / name) for run in (a, b))
+        x, y = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
+        assert header == other and np.linalg.norm(x - y) <= of_checkpoints * np.linalg.norm(x)
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("processes, flags", [(2, []), (2, ["--zero", 1]), (4, ["--zero", 1]), (4, []),
                                               (2, ["--zero", 1, "--reduce-dtype", "bf16"]),
@@ -808,14 +808,7 @@ def test_several_ranks(cuda, data, tmp_path, processes, flags):
               "--val-data", data / "d_val_000000.bin", "--val-every", 3, "--val-tokens", 100]
     train(data, *common, *(flags[2:] if "--dtype" in flags else []), "--out", one, program=cuda)
     train(data, *common, "--batch", 1, *flags, "--out", many, program=cuda, processes=processes)
-    loose = "bf16" in flags
-    np.testing.assert_allclose(np.array(metrics(many, ["loss", "grad_norm"])),
-                               np.array(metrics(one, ["loss", "grad_norm"])), rtol=1e-2 if loose else 1e-5)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        (header, first), (other, second) = (read_header(checkpoint(run, 3) / name) for run in (one, many))
-        assert header == other
-        a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
-        assert np.linalg.norm(a - b) <= (3e-2 if loose else 1e-4) * np.linalg.norm(a)
+    assert_close_runs(one, many, 3, *((1e-2, 3e-2) if "bf16" in flags else (1e-5, 1e-4)))
 
 
 def test_zero_with_fewer_windows_of_validation_than_ranks(cuda, data, tmp_path):
@@ -841,12 +834,7 @@ def test_zero_gives_whole_tensors_to_ranks(cuda, data, tmp_path, optimizer, stat
         text = train(data, *flags, "--zero", zero, "--out", runs[-1], program=cuda, processes=3)
         moments.append(re.search(r"optimizer state  +(.*)", text).group(1))
     assert moments == state
-    np.testing.assert_allclose(np.array(metrics(runs[1], ["loss", "grad_norm"])),
-                               np.array(metrics(runs[0], ["loss", "grad_norm"])), rtol=0.1 * bound)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        (header, first), (other, second) = (read_header(checkpoint(run, 3) / name) for run in runs)
-        a, b = np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4")
-        assert header == other and np.linalg.norm(a - b) <= bound * np.linalg.norm(a)
+    assert_close_runs(*runs, 3, 0.1 * bound, bound)
 
 
 @pytest.mark.drawn(1)
