@@ -13,6 +13,7 @@ values.
 """
 import csv
 import io
+import math
 import sys
 from pathlib import Path
 
@@ -81,39 +82,31 @@ def draw(axes, name, values):
                   color=TEXT)
 
 
-def save(figure, path):
+def draw_figure(name, found, columns, **margins):
+    """Draws some rows of weights into NAME.png."""
+    from lib import canvas  # noqa: F401
+    import matplotlib.pyplot as plt
+    rows = -(-len(found) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(SIZE[0] * columns, SIZE[1] * rows), squeeze=False)
+    figure.subplots_adjust(**margins)
+    for axes in grid.flat[len(found):]:
+        axes.set_axis_off()
+    for axes, (label, values) in zip(grid.flat, found.items()):
+        draw(axes, label, values)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, transparent=True, metadata={"Software": None},
                    pil_kwargs={"optimize": True})
-    files.replace(path, file.getvalue())
+    files.replace(FOLDER / f"{name}.png", file.getvalue())
+    plt.close(figure)
 
 
 def draw_all(found):
-    from lib import canvas  # noqa: F401
-    import matplotlib.pyplot as plt
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, values in found.items():
-        figure, axes = plt.subplots(figsize=SIZE)
-        figure.subplots_adjust(0.02, 0.03, 0.98, 0.79)
-        draw(axes, name, values)
-        save(figure, FOLDER / f"{name}.png")
-        plt.close(figure)
-    draw_grid(found, 4, "all.png")
-    draw_grid({name: found[name] for name in FAMILIES}, 3, "families.png")
-
-
-def draw_grid(found, columns, name):
-    import matplotlib.pyplot as plt
-    rows = -(-len(found) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(SIZE[0] * columns, SIZE[1] * rows))
-    figure.subplots_adjust(0.005, 0.005, 0.995, 1 - 0.24 / rows, wspace=0.04, hspace=0.35)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for axes, (label, values) in zip(grid.flat, found.items()):
-        axes.set_axis_on()
-        draw(axes, label, values)
-    save(figure, FOLDER / name)
-    plt.close(figure)
+    for name in found:
+        draw_figure(name, {name: found[name]}, 1, left=0.02, bottom=0.03, right=0.98, top=0.79)
+    several = {"left": 0.005, "bottom": 0.005, "right": 0.995, "wspace": 0.04, "hspace": 0.35}
+    draw_figure("all", found, 4, top=1 - 0.24 / math.ceil(len(found) / 4), **several)
+    draw_figure("families", {name: found[name] for name in FAMILIES}, 3, top=0.88, **several)
 
 
 # ---------------------------------------------------------------- numbers
