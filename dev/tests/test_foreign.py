@@ -1,5 +1,6 @@
 """Models from elsewhere: transformers makes tiny random models, and each must either give the same loss here or be
-rejected before any work, with exit code 3 and every reason."""
+rejected before any work, with exit code 3 and every reason. FOREIGN=all tries every class that AutoModelForCausalLM
+maps; -rs lists those that could not be built."""
 import json
 import math
 import os
@@ -17,7 +18,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no 
 import transformers
 from transformers import (CohereConfig, GemmaConfig, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig,
                           MixtralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 torch.set_num_threads(1)
 EVAL = TRAIN.parent / "eval_gpt2"
@@ -34,10 +36,10 @@ def test_transformers_has_the_pinned_version():
     assert transformers.__version__ == pinned, "run scripts/setup.sh --test"
 
 
-def build(config):
+def build(config, model_class=None):
     """A model with random weights so large that each of them, gains and biases included, affects the loss."""
     torch.manual_seed(1)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=torch.float32).eval()
+    model = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -532,3 +534,67 @@ PUBLISHED = dict(
 def test_values_that_mean_the_same(change, folder, data, expected):
     edit(folder, **change)
     assert evaluate(folder, data) == expected
+
+
+# ---------------------------------------------------------------- every class
+
+SIZES = {          # the first row whose words are all in a key's name applies
+    ("vocab",): VOCAB, ("kv", "head", "num"): 4, ("key_value", "heads"): 4, ("num", "head"): 4, ("n_head",): 4,
+    ("head_dim",): HEAD, ("attention_heads",): 4, ("num", "layers"): 2, ("n_layer",): 2, ("layers",): 2,
+    ("num", "experts_per"): 2, ("top_k",): 2, ("experts",): 4, ("n_group",): 1, ("topk_group",): 1, ("lora_rank",): 8,
+    ("rope_head",): HEAD, ("nope_head",): HEAD, ("v_head",): HEAD, ("intermediate",): 48, ("ffn",): 48, ("inner",): 64,
+    ("hidden_size",): 32, ("n_embd",): 32, ("d_model",): 32, ("dim",): 32, ("embed",): 32, ("position",): 64,
+    ("window",): 16, ("chunk",): 16, ("conv",): 4, ("state",): 8, ("token_id",): 1,
+}
+
+
+def shrunk(config, layers):
+    """Shrinks the numbers of a config that determine its size, also in nested configs."""
+    small = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            small[key] = shrunk(value, layers)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            size = next((size for words, size in SIZES.items() if all(word in key for word in words)), None)
+            size = layers if size == 2 and "layer" in key else size
+            if size is not None and (value > size or "head" in key or "token_id" in key):
+                small[key] = size
+        elif isinstance(value, list) and key in ("layer_types", "layers_block_type", "mlp_layer_types") and value:
+            small[key] = value[:layers]
+    return small
+
+
+def build_class(name):
+    """A tiny model of the class, or None and the reason why there is none."""
+    config_class, why = getattr(transformers, CONFIG_MAPPING_NAMES[name]), ""
+    for layers in (2, 4, 8):                   # some have a special layer at every fourth or eighth place
+        for part in (lambda whole: whole, lambda whole: whole.get_text_config()):
+            try:
+                whole = config_class(**shrunk(config_class().to_dict(), layers))
+                model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[config_class], part(whole)
+                with torch.device("meta"):
+                    count = sum(p.numel() for p in model_class._from_config(config).parameters())
+                if count < 50e6:
+                    return build(config, model_class), ""
+                why = why or f"{count:,} parameters after shrinking"
+            except BaseException as error:     # these classes may raise anything
+                why = why or f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return None, why
+
+
+@pytest.mark.parametrize("name", (sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if os.environ.get("FOREIGN") == "all"
+                                  else ["llama", "mistral", "gpt_neox"]))
+def test_every_class(name, data, tmp_path):
+    model, why = build_class(name)
+    if model is None:
+        pytest.skip(f"{name} could not be built: {why}")
+    try:
+        model.save_pretrained(tmp_path / "model")
+    except Exception as error:
+        pytest.skip(f"{name} could not be saved: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+    message = assert_same_or_refused(model, tmp_path / "model", data)
+    print(f"{name}: {message or 'the same loss'}")
+    if name != "llama":
+        # relabeled as a Llama, it is compared with what transformers loads
+        edit(tmp_path / "model", model_type="llama")
+        assert_same_or_refused(None, tmp_path / "model", data)
