@@ -1012,35 +1012,22 @@ def test_tinystories(tmp_path, name, monkeypatch):
 
 # ---- the hub, and packages
 
-class Hub:
-    """A stand-in for huggingface_hub's file system, backed by a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def glob(self, pattern):
-        return [str(p.relative_to(self.folder)) for p in self.folder.glob(pattern)]
-
-    def info(self, name):
-        return {"size": (self.folder / name).stat().st_size}
-
-    def open(self, name, mode):
-        return open(self.folder / name, mode)
-
-
 def test_hub(tmp_path, monkeypatch):
     import huggingface_hub
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
     folder = tmp_path / "datasets" / "someone" / "something" / "data"
     folder.mkdir(parents=True)
     parquet(folder / "train-1.parquet", TEXTS[3:])
     parquet(folder / "train-0.parquet", TEXTS[:3])
-    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: Hub(tmp_path))
+    hub = DirFileSystem(tmp_path, LocalFileSystem())
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: hub)
     files = sources.hub_files("someone/something", ["data/train-*.parquet"])
     reader = sources.Reader(files)
     assert list(reader.documents()) == TEXTS and list(reader.documents(skip=4)) == TEXTS[4:]
     with pytest.raises(shards.DataError, match="no file on the hub matches data/x"):
         sources.hub_files("someone/something", ["data/x"])
-    files = [*files, sources.File("gone", 5, Hub(tmp_path), "parquet")]
+    files = [*files, sources.File("gone", 5, hub, "parquet")]
     with pytest.raises(shards.DataError, match="reading from the hub failed .FileNotFoundError"):
         list(sources.Reader(files).documents())
 
@@ -1054,15 +1041,15 @@ def test_a_failure_of_the_hub_is_no_bad_record(name, tmp_path):
                 raise OSError("503 Server Error")
             return super().read(min(size, 512) if size > 0 else 512)
 
-    class Failing(Hub):
+    class Failing:
         def open(self, name, mode):
-            return Stream((self.folder / name).read_bytes())
+            return Stream((tmp_path / name).read_bytes())
 
     text = "".join(json.dumps({"text": f"{i} {x}"}) + "\n" for i in range(999) for x in TEXTS).encode()
     parquet(tmp_path / "x.parquet", [f"{i} {x}" for i in range(999) for x in TEXTS])
     (tmp_path / "x.jsonl").write_bytes(text)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(text))
-    file = sources.File(name, (tmp_path / name).stat().st_size, Failing(tmp_path), sources.format_of(name))
+    file = sources.File(name, (tmp_path / name).stat().st_size, Failing(), sources.format_of(name))
     with pytest.raises(shards.DataError, match="reading from the hub failed .OSError: 503 Server Error"):
         list(sources.Reader([file]).documents())
 
