@@ -16,6 +16,13 @@ def start(words, **how):
     return subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
 
 
+def finish(process, code=0, timeout=120):
+    """Waits for the end of a program, which must have this exit code, and returns what it printed."""
+    text, _ = process.communicate(timeout=timeout)
+    assert process.returncode == code, f"exit code {process.returncode}, expected {code}\n{text[-3000:]}"
+    return text
+
+
 def wait_for_line(process, text):
     """Reads a process's output up to a line with the text."""
     lines = []

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+import jobs
 import machines
-from jobs import alive, descendants, line_count, ranks_of, wait_for
+from jobs import alive, descendants, finish, line_count, ranks_of, wait_for
 from trainer import (LAUNCH, ROOT, TRAIN, checkpoint, command, cuda_program, environment, losses, make, make_data,
                      metrics, steps, tokens, train, write_shard)
 
@@ -54,9 +55,7 @@ class Job:
     def __init__(self, data, out, *flags, **how):
         self.out, self.before = out, steps(out)
         words = command(data, *FAST, "--steps", 10**8, "--out", out, *flags, processes=2, **how)
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, text=True,
-                                        env=environment(), cwd="/", preexec_fn=machines.end_with_parent)
+        self.process = jobs.start(words, preexec_fn=machines.end_with_parent)
 
     def __enter__(self):
         wait_for(lambda: steps(self.out) != self.before or self.process.poll() is not None, "a checkpoint", 120)
@@ -78,8 +77,7 @@ class Job:
             os.kill(self.ranks[rank], number)
 
     def end(self, code, timeout=60):
-        text, _ = self.process.communicate(timeout=timeout)
-        assert self.process.returncode == code, f"exit code {self.process.returncode}, expected {code}\n{text[-3000:]}"
+        text = finish(self.process, code, timeout)
         wait_for(lambda: not any(map(alive, self.all)), "the end of all its processes")
         return text
 
@@ -269,12 +267,6 @@ def start(data, machine, out, *flags, output=subprocess.PIPE, program=None):
     words = command(data, *FAST, "--out", out, *flags, processes=2, program=program)
     env = environment(HOSTFILE=str(machine.network.folder / "hostfile")) | machine.network.env
     return machine.start(*words, env=env, stdout=output, stderr=subprocess.STDOUT, cwd="/")
-
-
-def finish(job, code, timeout=90):
-    text, _ = job.communicate(timeout=timeout)
-    assert job.returncode == code, f"exit code {job.returncode}, expected {code}\n{text[-3000:]}"
-    return text
 
 
 def wait_for_empty(nodes, timeout=60):

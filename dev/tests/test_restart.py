@@ -11,7 +11,7 @@ import time
 import pytest
 
 import machines
-from jobs import alive, line_count, ranks_of, wait_for
+from jobs import alive, finish, line_count, ranks_of, start, wait_for, wait_for_line
 from trainer import LAUNCH, STOP_SIGNALS, assert_same_run, command, environment, train
 
 STEPS = 1000
@@ -22,12 +22,9 @@ class Restarting:
     """A job under --restart in the background."""
 
     def __init__(self, data, out, restarts, ranks, pause=0.2):
-        words = command(data, *FLAGS, "--out", out)
         self.out = out
-        self.process = subprocess.Popen([str(LAUNCH), "--restart", str(restarts), str(ranks), *words],
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                        text=True, env=environment(PAUSE=str(pause)), cwd="/",
-                                        preexec_fn=machines.end_with_parent)
+        self.process = start([LAUNCH, "--restart", restarts, ranks, *command(data, *FLAGS, "--out", out)],
+                             env=environment(PAUSE=str(pause)), preexec_fn=machines.end_with_parent)
 
     def reach(self, lines):
         """Waits until so many steps are in the metrics, and returns the processes of the ranks."""
@@ -36,9 +33,7 @@ class Restarting:
         return ranks_of(self.process.pid)
 
     def end(self, code):
-        text = self.process.communicate(timeout=120)[0]
-        assert self.process.returncode == code, f"exit code {self.process.returncode}, expected {code}\n{text[-3000:]}"
-        return text
+        return finish(self.process, code)
 
 
 @pytest.mark.parametrize("ranks, victims", [(1, [0]), (2, [0, 1])], ids=str)
@@ -70,9 +65,7 @@ def test_a_stop_is_not_restarted(data, tmp_path, ranks, number):
 def test_a_stop_between_a_death_and_the_restart(data, tmp_path):
     job = Restarting(data, tmp_path / "out", 3, 1, pause=60)
     os.kill(job.reach(50)[0], signal.SIGKILL)
-    for line in job.process.stdout:
-        if "Restart 1 of 3 follows in 60 s" in line:
-            break
+    wait_for_line(job.process, "Restart 1 of 3 follows in 60 s")
     asked = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     assert "resumes" not in job.end(137)

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jobs import start, wait_for_line
+from jobs import finish, start, wait_for_line
 from trainer import (STOP_SIGNALS, TRAIN, assert_held, assert_same_run, command, environment, make_data, signal_masks,
                      train, write_shard)
 
@@ -30,12 +30,6 @@ def DATA(folder):
     folder.mkdir()
     write_shard(folder / "d_train_000001.bin", np.random.default_rng(1).integers(0, VOCAB, 100_000))
     write_shard(folder / "d_val_000000.bin", np.random.default_rng(2).integers(0, VOCAB, 10_000))
-
-
-def finish(process, code=0):
-    text = process.communicate(timeout=300)[0]
-    assert process.returncode == code, f"exit code {process.returncode}, expected {code}\n{text}"
-    return text
 
 
 @pytest.mark.drawn(1)

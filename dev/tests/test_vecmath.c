@@ -33,27 +33,18 @@ static void cdf_loop(float *restrict y, const float *restrict x, float p) {
     for (int i = 0; i < CHUNK; i++) y[i] = vec_normal_cdf(x[i], gauss[i]);
 }
 
-static double exp_exact(double x, double p) {
-    return (void)p, exp(x);
-}
-static double sigmoid_exact(double x, double p) {
-    return (void)p, 1 / (1 + exp(-x));
-}
-static double tanh_exact(double x, double p) {
-    return (void)p, tanh(x);
-}
-static double log_exact(double x, double p) {
-    return (void)p, log(x);
-}
-static double log1p_exact(double x, double p) {
-    return (void)p, log1p(x);
-}
-static double pow_exact(double x, double p) {
-    return pow(x, p);
-}
-static double cdf_exact(double z, double p) {
-    return (void)p, erfc(-z / sqrt(2)) / 2;
-}
+#define EXACT(name, expression)                \
+    static double name(double x, double p) {   \
+        (void)p;                               \
+        return expression;                     \
+    }
+EXACT(exp_exact, exp(x))
+EXACT(sigmoid_exact, 1 / (1 + exp(-x)))
+EXACT(tanh_exact, tanh(x))
+EXACT(log_exact, log(x))
+EXACT(log1p_exact, log1p(x))
+EXACT(pow_exact, pow(x, p))
+EXACT(cdf_exact, erfc(-x / sqrt(2)) / 2)
 
 static float one(Loop f, float x, float p) {
     float in[CHUNK], out[CHUNK];
