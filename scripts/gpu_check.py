@@ -458,7 +458,7 @@ def shards(folder):
 MODELS = ("tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _bias_T _gate_T layers_ _d48 _d64 "
           "_d128").split()
 # Sizes and calls that the trainer never uses: the library's answers are only informational.
-NOT_NEEDED = ("unaligned", "orders", "refused")
+NOT_NEEDED = ("unaligned", "refused")
 WGMMA = "attention with wgmma and TMA"
 
 

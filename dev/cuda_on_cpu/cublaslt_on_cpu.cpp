@@ -1,8 +1,8 @@
-// cuBLASLt on the CPU: the functions of cublasLt.h for D = alpha · op(A) · op(B) + beta · C (+ bias), in float32 and
-// bfloat16 with sums in float32, in any storage order, in batches. A call that the library would reject is rejected
-// here, with the same status, and a line on stderr gives the reason. A matmul is work in its stream, like a kernel, and
-// its matrices must be device memory when it runs. A C in bfloat16 that is D itself is rejected here but not by the
-// library, which rounds the sums before it adds C.
+// cuBLASLt on the CPU: the functions of cublasLt.h for D = alpha · op(A) · op(B) + beta · C, column-major, in float32
+// and bfloat16 with sums in float32. A call that the library would reject is rejected here, with the same status, and a
+// line on stderr gives the reason. A matmul is work in its stream, like a kernel, and its matrices must be device
+// memory when it runs. A C in bfloat16 that is D itself is rejected here but not by the library, which rounds the sums
+// before it adds C.
 //
 // The heuristic offers up to three algorithms: one that adds two halves of the sum through the workspace, one that
 // needs all matrices aligned to 16 bytes and begins with the second half, and one for any matrices. This exercises a
@@ -25,39 +25,24 @@
 
 namespace {
 
-struct Layout {
+struct Layout {    // (rows,cols), column-major, columns `ld` elements apart
     uint32_t type;
-    int32_t order;
     uint64_t rows, cols;
     int64_t ld;
-    int32_t batches;
-    int64_t batch_stride;
 
-    bool by_columns() const {
-        return order == CUBLASLT_ORDER_COL;
-    }
-    uint64_t lines() const {
-        return by_columns() ? cols : rows;
-    }    // of `length()` elements, `ld` apart
-    uint64_t length() const {
-        return by_columns() ? rows : cols;
-    }
     size_t element() const {
         return type == CUDA_R_32F ? 4 : 2;
     }
     size_t bytes() const {    // from the first element to the last
-        return ((batches - 1) * (size_t)batch_stride + (lines() - 1) * (size_t)ld + length()) * element();
+        return ((cols - 1) * (size_t)ld + rows) * element();
     }
     size_t at(size_t row, size_t col) const {
-        return by_columns() ? row + col * (size_t)ld : row * (size_t)ld + col;
+        return row + col * (size_t)ld;
     }
 };
 
 struct Operation {
-    int32_t compute, scale, pointer_mode, transa, transb;
-    uint32_t epilogue;
-    const void *bias;
-    int64_t bias_batch_stride;
+    int32_t compute, scale, transa, transb;
 };
 
 struct Preference {
@@ -92,29 +77,10 @@ struct Place {
     size_t bytes;
 };
 
-Place place(Layout *x, cublasLtMatrixLayoutAttribute_t attribute) {
-    switch (attribute) {
-    case CUBLASLT_MATRIX_LAYOUT_TYPE: return {&x->type, sizeof x->type};
-    case CUBLASLT_MATRIX_LAYOUT_ORDER: return {&x->order, sizeof x->order};
-    case CUBLASLT_MATRIX_LAYOUT_ROWS: return {&x->rows, sizeof x->rows};
-    case CUBLASLT_MATRIX_LAYOUT_COLS: return {&x->cols, sizeof x->cols};
-    case CUBLASLT_MATRIX_LAYOUT_LD: return {&x->ld, sizeof x->ld};
-    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT: return {&x->batches, sizeof x->batches};
-    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET: return {&x->batch_stride, sizeof x->batch_stride};
-    default: return {NULL, 0};
-    }
-}
-
 Place place(Operation *x, cublasLtMatmulDescAttributes_t attribute) {
     switch (attribute) {
-    case CUBLASLT_MATMUL_DESC_COMPUTE_TYPE: return {&x->compute, sizeof x->compute};
-    case CUBLASLT_MATMUL_DESC_SCALE_TYPE: return {&x->scale, sizeof x->scale};
-    case CUBLASLT_MATMUL_DESC_POINTER_MODE: return {&x->pointer_mode, sizeof x->pointer_mode};
     case CUBLASLT_MATMUL_DESC_TRANSA: return {&x->transa, sizeof x->transa};
     case CUBLASLT_MATMUL_DESC_TRANSB: return {&x->transb, sizeof x->transb};
-    case CUBLASLT_MATMUL_DESC_EPILOGUE: return {&x->epilogue, sizeof x->epilogue};
-    case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return {&x->bias, sizeof x->bias};
-    case CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE: return {&x->bias_batch_stride, sizeof x->bias_batch_stride};
     default: return {NULL, 0};
     }
 }
@@ -159,17 +125,14 @@ struct Problem {
     uint64_t m, n, k;
 };
 
-bool layout_fits(const char *name, const Layout &x, uint64_t rows, uint64_t cols, int batches) {
-    if (x.order != CUBLASLT_ORDER_COL && x.order != CUBLASLT_ORDER_ROW)
-        return refuse("%s: order %d is not supported by this emulation", name, x.order);
+bool layout_fits(const char *name, const Layout &x, uint64_t rows, uint64_t cols) {
     if (x.rows != rows || x.cols != cols)
         return refuse("%s is (%zu,%zu), but the other matrices require (%zu,%zu)", name, (size_t)x.rows, (size_t)x.cols,
                       (size_t)rows, (size_t)cols);
     if (x.rows < 1 || x.cols < 1 || x.rows > INT32_MAX || x.cols > INT32_MAX)
         return refuse("%s: found (%zu,%zu), expected sizes from 1 to 2^31 - 1", name, (size_t)x.rows, (size_t)x.cols);
-    if (x.ld < (int64_t)x.length())
-        return refuse("%s: leading dimension %lld, expected at least %zu", name, (long long)x.ld, (size_t)x.length());
-    if (x.batches != batches) return refuse("%s: %d matrices, D has %d", name, x.batches, batches);
+    if (x.ld < (int64_t)x.rows)
+        return refuse("%s: leading dimension %lld, expected at least %zu", name, (long long)x.ld, (size_t)x.rows);
     return true;
 }
 
@@ -190,13 +153,12 @@ bool problem_is_valid(Problem *p, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_
     p->m = p->d.rows;
     p->n = p->d.cols;
     p->k = ta ? p->a.rows : p->a.cols;
-    int batches = p->d.batches;
     if (p->op.compute == CUBLAS_COMPUTE_32F && p->op.scale != CUDA_R_32F)
         return refuse("scale type %d does not match sums in float", p->op.scale);
     if (!types_match("A and B", p->a, p->b) || !types_match("C and D", p->c, p->d)) return false;
-    return layout_fits("D", p->d, p->m, p->n, batches) && layout_fits("C", p->c, p->m, p->n, batches) &&
-           layout_fits("A", p->a, ta ? p->k : p->m, ta ? p->m : p->k, batches) &&
-           layout_fits("B", p->b, tb ? p->n : p->k, tb ? p->k : p->n, batches);
+    return layout_fits("D", p->d, p->m, p->n) && layout_fits("C", p->c, p->m, p->n) &&
+           layout_fits("A", p->a, ta ? p->k : p->m, ta ? p->m : p->k) &&
+           layout_fits("B", p->b, tb ? p->n : p->k, tb ? p->k : p->n);
 }
 
 // The types that the library multiplies and that this emulation supports.
@@ -210,28 +172,24 @@ bool problem_is_supported(const Problem &p) {
     if (p.c.type != p.d.type || !(floats || halves))
         return refuse("types A %u, B %u, C %u, D %u: this emulation does not support the combination", p.a.type,
                       p.b.type, p.c.type, p.d.type);
-    if (p.op.pointer_mode != CUBLASLT_POINTER_MODE_HOST)
-        return refuse("this emulation supports only host pointers to alpha and beta");
-    if (p.op.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p.op.epilogue != CUBLASLT_EPILOGUE_BIAS)
-        return refuse("epilogue %u is not supported by this emulation", p.op.epilogue);
     return true;
 }
 
 // ---- algorithms
 
-bool line_aligned(const Layout &x) {
-    return ((size_t)x.ld * x.element()) % 16 == 0 && ((size_t)x.batch_stride * x.element()) % 16 == 0;
+bool columns_aligned(const Layout &x) {
+    return ((size_t)x.ld * x.element()) % 16 == 0;
 }
 
 bool fits_aligned(const Problem &p, const uint32_t alignment[4]) {
-    bool fits = line_aligned(p.a) && line_aligned(p.b) && line_aligned(p.c) && line_aligned(p.d);
+    bool fits = columns_aligned(p.a) && columns_aligned(p.b) && columns_aligned(p.c) && columns_aligned(p.d);
     for (int i = 0; i < 4; i++) fits = fits && alignment[i] >= 16;
     return fits;
 }
 
 std::vector<Algorithm> algorithms(const Problem &p, const Preference &preference) {
     std::vector<Algorithm> list;
-    uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
+    uint64_t partial = p.m * p.n * sizeof(float);
     if (p.k >= 32 && partial <= preference.workspace &&
         (preference.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))
         list.push_back({HALVES, partial, {}, p.m, p.n, p.k});
@@ -243,7 +201,7 @@ std::vector<Algorithm> algorithms(const Problem &p, const Preference &preference
 
 // Can this be one of algorithms() for matrices of these sizes?
 bool algorithm_fits(const Problem &p, const Algorithm &algorithm) {
-    uint64_t partial = p.m * p.n * sizeof(float) * p.d.batches;
+    uint64_t partial = p.m * p.n * sizeof(float);
     if (algorithm.kind < HALVES || algorithm.kind > ANY || algorithm.m != p.m || algorithm.n != p.n ||
         algorithm.k != p.k || algorithm.workspace != (algorithm.kind == HALVES ? partial : 0))
         return refuse("the algorithm is missing, or is for other sizes");
@@ -338,41 +296,38 @@ void add_products(float *sums, const Problem &p, const void *a, const void *b, T
     }
 }
 
-// One tile of D of one matrix of the batch: alpha · sums + beta · C + bias, C is not read if beta is 0.
-void write_tile(const Problem &p, const Matrices &x, const float *sums, size_t batch, Tile tile) {
+// One tile of D: alpha · sums + beta · C, C is not read if beta is 0.
+void write_tile(const Problem &p, const Matrices &x, const float *sums, Tile tile) {
     for (size_t j = 0; j < tile.cols; j++)
         for (size_t i = 0; i < tile.rows; i++) {
             size_t row = tile.row + i, col = tile.col + j;
             float y = x.alpha * sums[j * TILE_M + i];
-            if (x.beta != 0) y += x.beta * element(x.c, p.c.type, batch * p.c.batch_stride + p.c.at(row, col));
-            if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS)
-                y += element(p.op.bias, p.d.type, batch * p.op.bias_batch_stride + row);
-            size_t at = batch * p.d.batch_stride + p.d.at(row, col);
+            if (x.beta != 0) y += x.beta * element(x.c, p.c.type, p.c.at(row, col));
+            size_t at = p.d.at(row, col);
             if (p.d.type == CUDA_R_32F) ((float *)x.d)[at] = y;
             else ((__nv_bfloat16 *)x.d)[at] = __float2bfloat16_rn(y);
         }
 }
 
-void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t batch, size_t row, size_t col) {
+void make_tile(const Problem &p, const Matrices &x, Kind kind, size_t row, size_t col) {
     size_t rows = std::min<size_t>(TILE_M, p.m - row), cols = std::min<size_t>(TILE_N, p.n - col);
     const Tile tile = {row, col, rows, cols};
-    const void *a = offset(x.a, p.a, batch * p.a.batch_stride), *b = offset(x.b, p.b, batch * p.b.batch_stride);
     size_t half = kind == ANY ? 0 : p.k / 2;
     static thread_local float sums[TILE_M * TILE_N];
     memset(sums, 0, sizeof sums);
-    add_products(sums, p, a, b, tile, half, p.k);
+    add_products(sums, p, x.a, x.b, tile, half, p.k);
     if (kind == HALVES) {
-        float *partial = (float *)x.workspace + batch * p.m * p.n;
+        float *partial = (float *)x.workspace;
         for (size_t j = 0; j < cols; j++)
             memcpy(partial + (col + j) * p.m + row, sums + j * TILE_M, rows * sizeof *sums);
         memset(sums, 0, sizeof sums);
-        add_products(sums, p, a, b, tile, 0, half);
+        add_products(sums, p, x.a, x.b, tile, 0, half);
         for (size_t j = 0; j < cols; j++)
             for (size_t i = 0; i < rows; i++) sums[j * TILE_M + i] += partial[(col + j) * p.m + row + i];
     } else {
-        add_products(sums, p, a, b, tile, 0, half);
+        add_products(sums, p, x.a, x.b, tile, 0, half);
     }
-    write_tile(p, x, sums, batch, tile);
+    write_tile(p, x, sums, tile);
 }
 
 void expect_device(const char *name, const void *p, size_t bytes) {
@@ -380,13 +335,11 @@ void expect_device(const char *name, const void *p, size_t bytes) {
         cuda_on_cpu::die("cublasLtMatmul: %s: not all of the %zu bytes at %p are device memory", name, bytes, p);
 }
 
-// Declares what the matmul reads and writes, line by line, because memory between the lines may belong to something
-// else.
+// Declares what the matmul reads and writes, column by column, because memory between the columns may belong to
+// something else.
 template <class Touch, class P>
 void touch(Touch touches, P p, const Layout &x) {
-    for (int i = 0; i < x.batches; i++)
-        touches((P)offset(p, x, (size_t)i * (size_t)x.batch_stride), x.length() * x.element(), x.lines(),
-                (size_t)x.ld * x.element());
+    touches(p, x.rows * x.element(), x.cols, (size_t)x.ld * x.element());
 }
 
 void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
@@ -395,18 +348,15 @@ void product(const Problem &p, const Matrices &x, Algorithm algorithm) {
     if (x.beta != 0) expect_device("C", x.c, p.c.bytes());
     expect_device("D", x.d, p.d.bytes());
     if (algorithm.workspace) expect_device("the workspace", x.workspace, algorithm.workspace);
-    if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS) expect_device("the bias", p.op.bias, p.m * p.d.element());
     touch(cuda_on_cpu::reads, x.a, p.a);
     touch(cuda_on_cpu::reads, x.b, p.b);
     if (x.beta != 0) touch(cuda_on_cpu::reads, x.c, p.c);
     touch(cuda_on_cpu::writes, x.d, p.d);
     if (algorithm.workspace) cuda_on_cpu::writes(x.workspace, algorithm.workspace);
-    if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS) cuda_on_cpu::reads(p.op.bias, p.m * p.d.element());
     size_t down = (p.m + TILE_M - 1) / TILE_M, across = (p.n + TILE_N - 1) / TILE_N;
 #pragma omp parallel for schedule(dynamic) if (p.m * p.n * p.k > 1 << 18 && !cuda_on_cpu::race_check())
-    for (size_t tile = 0; tile < down * across * p.d.batches; tile++)
-        make_tile(p, x, (Kind)algorithm.kind, tile / (down * across), (tile % down) * TILE_M,
-                  ((tile / down) % across) * TILE_N);
+    for (size_t tile = 0; tile < down * across; tile++)
+        make_tile(p, x, (Kind)algorithm.kind, (tile % down) * TILE_M, (tile / down) * TILE_N);
 }
 
 }
@@ -448,7 +398,7 @@ const char *cublasLtGetStatusString(cublasStatus_t status) {
 
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *x, cudaDataType type, uint64_t rows, uint64_t cols,
                                           int64_t ld) {
-    *x = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{(uint32_t)type, CUBLASLT_ORDER_COL, rows, cols, ld, 1, 0});
+    *x = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{(uint32_t)type, rows, cols, ld});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -457,14 +407,8 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t x) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t x, cublasLtMatrixLayoutAttribute_t attribute,
-                                                const void *from, size_t bytes) {
-    return set(place(layout(x), attribute), from, bytes, "matrix layout", attribute);
-}
-
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *x, cublasComputeType_t compute, cudaDataType_t scale) {
-    *x = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation{compute, scale, CUBLASLT_POINTER_MODE_HOST, CUBLAS_OP_N,
-                                                              CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, NULL, 0});
+    *x = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation{compute, scale, CUBLAS_OP_N, CUBLAS_OP_N});
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -541,13 +485,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t op, const v
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *chosen, void *workspace,
                               size_t workspace_bytes, cudaStream_t stream) {
     Problem p;
-    if (!problem_is_valid(&p, op, a_layout, b_layout, c_layout, d_layout)) return CUBLAS_STATUS_INVALID_VALUE;
-    if (!problem_is_supported(p)) return CUBLAS_STATUS_NOT_SUPPORTED;
-    if (p.op.epilogue == CUBLASLT_EPILOGUE_BIAS && !p.op.bias) {
-        refuse("cublasLtMatmul: the epilogue adds a bias, but there is none");
+    if (!chosen || !problem_is_valid(&p, op, a_layout, b_layout, c_layout, d_layout))
         return CUBLAS_STATUS_INVALID_VALUE;
-    }
-    if (c == d && (p.c.ld != p.d.ld || p.c.order != p.d.order)) {
+    if (!problem_is_supported(p)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (c == d && p.c.ld != p.d.ld) {
         refuse("cublasLtMatmul: C and D are the same memory with two layouts");
         return CUBLAS_STATUS_INVALID_VALUE;
     }
@@ -556,8 +497,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t op, const v
         return CUBLAS_STATUS_NOT_SUPPORTED;
     }
     uint32_t alignment[4] = {alignment_of(a), alignment_of(b), c ? alignment_of(c) : 256, alignment_of(d)};
-    Algorithm algorithm = {ANY, 0, {1, 1, 1, 1}, p.m, p.n, p.k};
-    if (chosen) memcpy(&algorithm, chosen, sizeof algorithm);
+    Algorithm algorithm;
+    memcpy(&algorithm, chosen, sizeof algorithm);
     if (!algorithm_fits(p, algorithm)) return CUBLAS_STATUS_INVALID_VALUE;
     if (algorithm.workspace > workspace_bytes ||
         (algorithm.workspace && (!workspace || alignment_of(workspace) < 256))) {

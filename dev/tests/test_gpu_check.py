@@ -227,7 +227,7 @@ def test_the_groups_of_tests():
 PROGRAM = """#!/bin/sh
 echo "$0 $*" >>"{log}"
 [ "$1" != --help ] || exit ${{HELP_CODE:-0}}
-case $1 in rope) kill -SEGV $$ ;; orders) echo "note: refused"; exit 6 ;; esac
+case $1 in rope) kill -SEGV $$ ;; unaligned) echo "note: refused"; exit 6 ;; esac
 echo "3 passed, 0 failed"
 """
 MAKE = """#!/bin/sh
@@ -327,7 +327,7 @@ def test_packed_programs_are_used(tmp_path):
     assert "== build" not in machine.call("tests", code=1)                   # 1: one of these programs crashes
     verdicts = verdicts_of(machine.out, "tests")
     assert verdicts.pop("kernels: rope") == "FAILED (139)" and machine.calls("test_kernels norms") == 1
-    assert verdicts.pop("cuBLASLt, not needed: orders") == "info" and len(verdicts) > 20
+    assert verdicts.pop("cuBLASLt, not needed: unaligned") == "info" and len(verdicts) > 20
     assert {verdicts[name] for name in verdicts if not re.search("ttention|PyTorch", name)} == {"ok"}
     (machine.root / "build/gpu_programs/train_gpt2cu").write_text("something else was built here\n")
     assert "pack's programs, sm_90: ok" in machine.call("build") and machine.calls("made") == 1

@@ -394,7 +394,7 @@ static void test_stored(void *workspace) {
     restart(workspace, MATMUL_WORKSPACE, false);
 }
 
-// ---- the library: storage orders, batches, bias, and rejected calls
+// ---- calls that the library rejects
 
 struct Raw {    // D (m,n) = A (m,k) · B (k,n), column-major, without gaps; each field may be changed
     int64_t lda, ldb, ldc, ldd;
@@ -470,59 +470,6 @@ static void test_refused(void *workspace) {
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
-// D_b (m,n) = 2 · A_bᵀ · B_b + bias for a batch of three, with A column-major, B and D row-major, all with gaps.
-static void test_orders(void *) {
-    check_group("storage orders, batches, bias");
-    enum { m = 24, n = 40, k = 56, batches = 3, lda = 64, ldb = 48, ldd = 48 };
-    Array<bf16> a(batches * lda * m), b(batches * k * ldb), d(batches * m * ldd), bias(m);
-    cublasLtMatmulDesc_t product;
-    cublasLtMatrixLayout_t la, lb, ld;
-    int32_t count = batches, rows_first = CUBLASLT_ORDER_ROW;
-    int64_t strides[3] = {lda * m, k * ldb, m * ldd};
-    uint32_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-    cublasOperation_t transposed = CUBLAS_OP_T;
-    float alpha = 2, beta = 0;
-    d.fill(NAN);
-    CUBLAS_CHECK(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    CUBLAS_CHECK(
-        cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.device, sizeof bias.device));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, CUDA_R_16BF, k, m, lda));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, k, n, ldb));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, CUDA_R_16BF, m, n, ldd));
-    cublasLtMatrixLayout_t layouts[3] = {la, lb, ld};
-    for (int i = 0; i < 3; i++) {
-        CUBLAS_CHECK(
-            cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
-        CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
-                                                      &strides[i], sizeof strides[i]));
-        if (i > 0)
-            CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_ORDER, &rows_first,
-                                                          sizeof rows_first));
-    }
-    cublasStatus_t status = cublasLtMatmul(matmul.handle, product, &alpha, a.device, la, b.device, lb, &beta, NULL, ld,
-                                           d.device, ld, NULL, NULL, 0, stream);
-    LIBRARY_CHECK(status == CUBLAS_STATUS_SUCCESS, "row order with a bias and batches: %s",
-                  cublasLtGetStatusName(status));
-    vector<bf16> got = d.download();
-    for (size_t batch = 0; batch < batches && status == CUBLAS_STATUS_SUCCESS; batch++) {
-        vector<bf16> part(m * n), added(m * n);
-        for (size_t i = 0; i < m; i++)
-            for (size_t j = 0; j < n; j++) {
-                part[i * n + j] = got[batch * m * ldd + i * ldd + j];
-                added[i * n + j] = bias.host[i];
-            }
-        compare<bf16>(
-            "a batch", part, m, n, k,
-            [&](size_t i, size_t t) { return 2.0 * number(a.host[batch * lda * m + i * lda + t]); },
-            [&](size_t t, size_t j) { return (double)number(b.host[batch * k * ldb + t * ldb + j]); }, &added);
-    }
-    CHECK(isnan(number(got[n])), "the gap after a row was written to");
-    CUBLAS_CHECK(cublasLtMatmulDescDestroy(product));
-    for (cublasLtMatrixLayout_t layout : layouts) CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(layout));
-}
-
 // `by_name`: runs on a GPU only if named, because the library may reject a call, which ends the process.
 static const struct {
     const char *name;
@@ -532,8 +479,7 @@ static const struct {
     // clang-format off
     {"layers",    test_layers,    false},  {"unaligned", test_unaligned, ON_GPU}, {"plans",    test_plans,    false},
     {"shapes",    test_many,      false},  {"measured",  test_measured,  false},  {"workspace", test_workspace, false},
-    {"repeated",  test_repeated,  false},  {"refused",   test_refused,   false},  {"orders",   test_orders,   false},
-    {"stored",    test_stored,    false},
+    {"repeated",  test_repeated,  false},  {"refused",   test_refused,   false},  {"stored",   test_stored,   false},
     // clang-format on
 };
 
