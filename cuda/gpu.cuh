@@ -9,8 +9,7 @@
 //   SHARED_ARRAY(T, name, N)       an uninitialized array in the block's shared memory (never use `__shared__`)
 //   DYNAMIC_SHARED(T, name)        T *name, the block's dynamic shared memory, aligned to 128 bytes
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)
-//   threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shfl_*_sync, __ballot_sync, __any_sync,
-//   __all_sync   as in CUDA
+//   threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shfl_sync, __shfl_xor_sync      as in CUDA
 //   atomicAdd of int, unsigned, unsigned long long, float      as in CUDA; of floats only if the order may vary
 //   ldmatrix_*, mma_*, copy_async_*, load_*, store_*, exp2_fast, log2_fast, max_nan      below
 //

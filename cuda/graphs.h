@@ -46,8 +46,7 @@ void graphs_drop(Graphs *graphs);
 void graph_begin(cudaStream_t stream);
 void graph_end(Graph *graph, cudaStream_t stream);
 
-// Queues work() in the stream, by itself or as a graph. Other streams may take part, if the work makes them wait for
-// this one, and this one for them, by events.
+// Queues work() in the stream, by itself or as a graph. The work must not involve other streams.
 template <class Work>
 void graphs_run(Graphs *graphs, const GraphKey &key, cudaStream_t stream, Work work) {
     Graph *graph = graphs_find(graphs, key);

@@ -18,9 +18,6 @@ enum Kind {
     SYNCWARP,
     SHFL,
     SHFL_XOR,
-    BALLOT_SYNC,
-    ANY_SYNC,
-    ALL_SYNC,
     LDMATRIX_X4,
     LDMATRIX_X4_TRANSPOSED,
     STMATRIX_X4,
@@ -80,7 +77,7 @@ struct Warp {
     unsigned waiting, absent;          // lanes that wait in a warp operation; lanes that have exited or never existed
     Wait first;                        // what the first waiting lane waits for
     bool same;                         // all waiting lanes wait for the same
-    uint64_t value[32], result[32];    // of a shuffle, vote, ...
+    uint64_t value[32], result[32];    // of a shuffle
     int argument[32];
     const void *row[32];    // of ldmatrix
     uint32_t a[4][32], b[2][32], r[4][32];
@@ -125,8 +122,6 @@ struct Worker {
     Settings settings;
     Fiber fibers[BLOCK_THREADS];
     Warp warps[WARPS];
-    // By the race check. If false, the whole block counts as the emulator's own work, which the check ignores.
-    bool watched;
     bool suspended;    // until a counter in global memory has the value that a thread of the block waits for,
     bool gave_way;     // or just for others to run
     void *home;        // the stack from which the block's fibers were entered
@@ -139,7 +134,6 @@ struct Worker {
     unsigned barrier_phase;
 
     char *stacks;
-    size_t stack_bytes, stack_step;
     int stacks_ready;
 
     Meetings *meetings;

@@ -67,7 +67,7 @@ cuda_on_cpu_start:
 
 // clang-format off
 static const char *const kind_names[] = {
-    "", "", "__syncthreads", "__syncwarp", "__shfl_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
+    "", "", "__syncthreads", "__syncwarp", "__shfl_sync", "__shfl_xor_sync",
     "ldmatrix_x4", "ldmatrix_x4_transposed",
     "stmatrix_x4", "mma_m16n8k16"
 };
@@ -302,19 +302,20 @@ void end_stream_context(void *stream) {
 
 // ---- fibers
 
-static void switch_stack(Worker &w, void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes,
-                         void *context) {
+static void switch_stack(void **save, void *stack, void **fake_stack, const void *bottom, size_t bytes, void *context) {
     if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(fake_stack, bottom, bytes);
-    if (w.watched) __tsan_switch_to_fiber(context, 1);
+    if (race_check()) __tsan_switch_to_fiber(context, 1);
     cuda_on_cpu_switch(save, stack);
 }
 
+static const size_t PAGE = 4096, STACK = 256 * 1024, STACK_GUARD = 64 * 1024, STACK_STEP = STACK + STACK_GUARD;
+
 static char *stack_of(const Worker &w, int number) {    // its lower end
-    return w.stacks + (size_t)number * w.stack_step + (w.stack_step - w.stack_bytes);
+    return w.stacks + (size_t)number * STACK_STEP + STACK_GUARD;
 }
 
 char *stack_top(const Worker &w, unsigned number) {
-    return stack_of(w, (int)number) + w.stack_bytes;
+    return stack_of(w, (int)number) + STACK;
 }
 
 // Loads what a fiber touches first when its turn comes. Mostly that is the one after the next by number.
@@ -329,13 +330,13 @@ static void switch_to(Worker &w, int next) {
     if (next + 1 < w.threads) fetch_stack(w.fibers[next + 1]);
     w.current = next;
     position = &to.position;
-    switch_stack(w, &from.stack, to.stack, &from.fake_stack, stack_of(w, next), w.stack_bytes, to.context);
+    switch_stack(&from.stack, to.stack, &from.fake_stack, stack_of(w, next), STACK, to.context);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(from.fake_stack, NULL, NULL);
 }
 
 static void go_home(Worker &w, Fiber &from) {
     position = NULL;
-    switch_stack(w, &from.stack, w.home, NULL, w.home_bottom, w.home_bytes, w.home_context);
+    switch_stack(&from.stack, w.home, NULL, w.home_bottom, w.home_bytes, w.home_context);
 }
 
 static void deadlock() {
@@ -348,7 +349,7 @@ static void suspend(Worker &w) {
     Fiber &me = w.fibers[w.current];
     position = NULL;
     w.suspended = true;
-    switch_stack(w, &me.stack, w.home, &me.fake_stack, w.home_bottom, w.home_bytes, w.home_context);
+    switch_stack(&me.stack, w.home, &me.fake_stack, w.home_bottom, w.home_bytes, w.home_context);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(me.fake_stack, NULL, NULL);
 }
 
@@ -396,13 +397,13 @@ static void thread_exits() {
         if ((&me)[(int)__builtin_ctz(lanes) - (int)me.lane].wait.mask >> me.lane & 1)
             die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number,
                 who_waits_in_warp().c_str());
-    if (w.watched) __tsan_release((void *)w.launch);
+    if (race_check()) __tsan_release((void *)w.launch);
     if (--w.alive == 0) go_home(w, me);
     int next = next_thread_or_wait(w);
     Fiber &to = w.fibers[next];
     w.current = next;
     position = &to.position;
-    switch_stack(w, &me.stack, to.stack, NULL, stack_of(w, next), w.stack_bytes, to.context);
+    switch_stack(&me.stack, to.stack, NULL, stack_of(w, next), STACK, to.context);
 }
 
 static void fiber_main() {
@@ -425,7 +426,7 @@ static void fiber_main() {
 static void prepare_fiber(Worker &w, int number) {
     Fiber &f = w.fibers[number];
     dim3 n = w.launch->block;
-    void **top = (void **)(stack_of(w, number) + w.stack_bytes - (size_t)((number * 21) % 64) * 64);
+    void **top = (void **)(stack_of(w, number) + STACK - (size_t)((number * 21) % 64) * 64);
     unsigned thread = (unsigned)number;
     f.position.thread = make_uint3(thread % n.x, (thread / n.x) % n.y, thread / (n.x * n.y));
     f.position.block = w.block;
@@ -446,7 +447,7 @@ static void prepare_fiber(Worker &w, int number) {
     *--top = (void *)fiber_main;    // rbx
     for (int i = 0; i < 4; i++) *--top = NULL;
     f.stack = top;
-    f.context = w.watched ? new_context(w) : NULL;
+    f.context = race_check() ? new_context(w) : NULL;
 }
 
 // ---- memory of a worker: stacks, each with guard pages before it, and shared memory between guard pages
@@ -463,16 +464,12 @@ static void allow_access(char *p, size_t bytes) {
             "thread's stack takes two");
 }
 
-static const size_t PAGE = 4096, STACK_GUARD = 64 * 1024;
-
 static void use_signal_stack();
 
 static Worker *new_worker() {
     // Zeros; most of it is never touched.
     Worker *w = (Worker *)map_memory(sizeof(Worker), PROT_READ | PROT_WRITE);
-    w->stack_bytes = (settings().stack + PAGE - 1) / PAGE * PAGE;
-    w->stack_step = w->stack_bytes + STACK_GUARD;
-    w->stacks = map_memory(w->stack_step * BLOCK_THREADS, PROT_NONE);
+    w->stacks = map_memory(STACK_STEP * BLOCK_THREADS, PROT_NONE);
     char *room = map_memory(STATICS_ROOM + DYNAMIC_ROOM + 3 * PAGE, PROT_NONE);
     w->meetings = (Meetings *)map_memory(sizeof(Meetings), PROT_READ | PROT_WRITE);
     w->statics = room + PAGE;
@@ -493,7 +490,7 @@ static const int STACKS_KEPT = 4096;
 // Makes the stacks one mapping again, without memory.
 static void release_stacks(Worker &w) {
     stacks_ready -= w.stacks_ready;
-    if (mmap(w.stacks, w.stack_step * BLOCK_THREADS, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+    if (mmap(w.stacks, STACK_STEP * BLOCK_THREADS, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
              -1, 0) == MAP_FAILED)
         die("mmap failed");
     w.stacks_ready = 0;
@@ -509,11 +506,11 @@ static void renew(char *p, size_t bytes) {
 }
 
 static void renew_stack(const Worker &w, int number) {
-    static const size_t MOST = 1 << 16;
-    unsigned char resident[MOST];
-    size_t pages = w.stack_bytes / PAGE, first = 0;
+    const size_t pages = STACK / PAGE;
+    unsigned char resident[pages];
+    size_t first = 0;
     char *stack = stack_of(w, number);
-    if (pages <= MOST && mincore(stack, w.stack_bytes, resident) == 0)
+    if (mincore(stack, STACK, resident) == 0)
         while (first < pages && !(resident[first] & 1)) first++;
     renew(stack + first * PAGE, (pages - first) * PAGE);
 }
@@ -529,7 +526,7 @@ static void renew_memory(Worker &w) {
 
 static void prepare_memory(Worker &w, uint64_t block) {
     for (; w.stacks_ready < w.threads; w.stacks_ready++, stacks_ready++)
-        allow_access(stack_of(w, w.stacks_ready), w.stack_bytes);
+        allow_access(stack_of(w, w.stacks_ready), STACK);
     w.dynamic = w.dynamic_end - (w.launch->shared_bytes + 127) / 128 * 128;
     // On a GPU, shared arrays come first. Every second block's memory is aligned to 128 bytes and no more; the others'
     // always ends at a guard page.
@@ -657,8 +654,8 @@ static void crashed(int signal, siginfo_t *info, void *context) {
     std::string memory = describe_address(p);
     if (worker && worker->launch && position) {
         const Worker &w = *worker;
-        if (p >= w.stacks && p < w.stacks + w.stack_step * BLOCK_THREADS)
-            die("STACK OVERFLOW: the thread needs more than %zu bytes of stack (CUDA_ON_CPU_STACK)", w.stack_bytes);
+        if (p >= w.stacks && p < w.stacks + STACK_STEP * BLOCK_THREADS)
+            die("STACK OVERFLOW: the thread needs more than %zu bytes of stack", STACK);
         if (p >= w.dynamic_end && p < w.dynamic_end + PAGE)
             die("OUT OF BOUNDS: byte %td past the end of the %zu of dynamic shared memory",
                 p - (w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
@@ -692,7 +689,7 @@ void barrier(Site site) {
     if (!same_site(w.barrier.site, site))
         die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
     char *met = &w.meetings->barrier[w.barrier_phase % 2];
-    if (w.watched) __tsan_release(met);
+    if (race_check()) __tsan_release(met);
     set_waiting(w, me.number);
     if (++w.arrived == w.threads) {
         w.arrived = 0;
@@ -701,7 +698,7 @@ void barrier(Site site) {
         set_all_ready(w);
     }
     take_turns();
-    if (w.watched) __tsan_acquire(met);
+    if (race_check()) __tsan_acquire(met);
 }
 
 // ---- operations of a warp
@@ -758,46 +755,19 @@ void warp_barrier(unsigned mask, Site site) {
     Warp &warp = *me.warp;
     int lowest = mask ? __builtin_ctz(mask) : 0;
     char *met = &worker->meetings->warps[me.number / LANES][lowest][warp.phase[lowest] % 2];
-    if (worker->watched) __tsan_release(met);
+    if (race_check()) __tsan_release(met);
     if (last_to_arrive(me, SYNCWARP, mask, site)) warp_goes_on(me, mask);
     take_turns();
-    if (worker->watched) __tsan_acquire(met);
+    if (race_check()) __tsan_acquire(met);
 }
 
-unsigned vote(Vote kind, unsigned mask, bool predicate, Site site) {
+// idx: the lane whose value each lane returns; xor: of this lane's number exclusive-or'ed with it (CUDA C++ Programming
+// Guide, warp shuffle functions).
+uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, Site site) {
     Fiber &me = self();
     Warp &warp = *me.warp;
-    warp.value[me.lane] = predicate;
-    if (last_to_arrive(me, (Kind)(BALLOT_SYNC + kind), mask, site)) {
-        unsigned ballot = 0;
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1)
-            ballot |= (unsigned)warp.value[__builtin_ctz(lanes)] << __builtin_ctz(lanes);
-        unsigned result = ballot;
-        if (kind != BALLOT) result = kind == ANY ? ballot != 0 : ballot == mask;
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) warp.result[__builtin_ctz(lanes)] = result;
-        warp_goes_on(me, mask);
-    }
-    take_turns();
-    return (unsigned)warp.result[me.lane];
-}
-
-// The lane whose value a shuffle returns (CUDA C++ Programming Guide, warp shuffle functions; PTX ISA, shfl.sync). The
-// warp is divided into segments of `width` lanes; if the source lies past the end of the segment, a lane keeps its own
-// value.
-static int shuffle_source(Shuffle kind, int lane, int argument, int width) {
-    const int start = lane & ~(width - 1), end = start + width, source = lane ^ argument;
-    if (kind == IDX) return start + (argument & (width - 1));
-    return source >= end || source < 0 ? lane : source;
-}
-
-uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site) {
-    Fiber &me = self();
-    Warp &warp = *me.warp;
-    if (width < 1 || width > LANES || (width & (width - 1)))
-        die("WRONG WIDTH: a shuffle at %s:%d has width %d, which is not a power of two up to 32", site.file, site.line,
-            width);
     warp.value[me.lane] = value;
-    warp.argument[me.lane] = shuffle_source(kind, (int)me.lane, argument, width);
+    warp.argument[me.lane] = (kind == IDX ? argument : (int)me.lane ^ argument) & (LANES - 1);
     if (last_to_arrive(me, (Kind)(SHFL + kind), mask, site)) {
         for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
             int to = __builtin_ctz(lanes), from = warp.argument[to];
@@ -814,7 +784,7 @@ uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int 
 
 void fence() {
     char *fences = (char *)worker->launch + 2;
-    if (worker->watched) {
+    if (race_check()) {
         __tsan_acquire(fences);
         __tsan_release(fences);
     }
@@ -863,7 +833,7 @@ void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site) {
     Warp &warp = *me.warp;
     Kind kind = transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4;
     take_row(row, kind, "reads", site);
-    if (w.watched) __tsan_read16((void *)row);
+    if (race_check()) __tsan_read16((void *)row);
     if (last_to_arrive(me, kind, ALL_LANES, site)) {
         int conflicts = 0;
         for (int i = 0; i < MATRICES; i++) {
@@ -892,7 +862,7 @@ void stmatrix(const void *row, const uint32_t *r, Site site) {
     Fiber &me = self();
     Warp &warp = *me.warp;
     take_row(row, STMATRIX_X4, "writes", site);
-    if (w.watched) __tsan_write16((void *)row);
+    if (race_check()) __tsan_write16((void *)row);
     for (int i = 0; i < MATRICES; i++) warp.r[i][me.lane] = r[i];
     if (last_to_arrive(me, STMATRIX_X4, ALL_LANES, site)) {
         int conflicts = 0;
@@ -1102,8 +1072,8 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
             site.line, describe_shared(w, shared).c_str());
     w.counts.copies++;
     note_copy(w, me, shared, site);
-    if (w.watched) copier_copies(me, c);
-    if (w.settings.copy == AT_ISSUE || (w.settings.copy == EITHER && next_random(w.random) % 2)) {
+    if (race_check()) copier_copies(me, c);
+    if (w.settings.copy == AT_ISSUE) {
         copy_now(me, c);
         return;
     }
@@ -1137,19 +1107,18 @@ static void enter(Worker &w) {    // returns when the block has ended, or has be
     w.suspended = w.gave_way = false;
     Fiber &next = w.fibers[w.current];
     position = &next.position;
-    w.home_context = w.watched ? __tsan_get_current_fiber() : NULL;
-    switch_stack(w, &w.home, next.stack, &w.home_fake_stack, stack_of(w, w.current), w.stack_bytes, next.context);
+    w.home_context = race_check() ? __tsan_get_current_fiber() : NULL;
+    switch_stack(&w.home, next.stack, &w.home_fake_stack, stack_of(w, w.current), STACK, next.context);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.home_fake_stack, NULL, NULL);
 }
 
-static void start_block(Worker &w, uint64_t number, bool watched) {
+static void start_block(Worker &w, uint64_t number) {
     dim3 grid = w.launch->grid;
     w.block = make_uint3((unsigned)(number % grid.x), (unsigned)((number / grid.x) % grid.y),
                          (unsigned)(number / grid.x / grid.y));
     w.random = w.settings.seed * 0x9E3779B97F4A7C15u + number;
     w.alive = w.threads;
     w.arrived = 0;
-    w.watched = watched;
     prepare_memory(w, number);
     for (int i = 0; i < (w.threads + 31) / 32; i++) {
         w.warps[i].waiting = 0;
@@ -1171,7 +1140,7 @@ static void end_block(Worker &w) {
         for (CopyOfWarp &c : w.warps[i].copies)
             if (c.lanes) count_copy(w, c);
     w.counts.blocks++;
-    if (!w.watched) return;
+    if (!race_check()) return;
     for (int i = 0; i < w.threads; i++) {
         end_context(w, w.fibers[i].context);
         end_context(w, w.fibers[i].copier);
@@ -1228,7 +1197,7 @@ struct Blocks {
         w.contexts = &job.contexts;
         w.settings = settings();
         w.threads = (int)(job.launch->block.x * job.launch->block.y * job.launch->block.z);
-        start_block(w, (i * job.factor + job.shift) % job.blocks, race_check() && i < w.settings.watched);
+        start_block(w, (i * job.factor + job.shift) % job.blocks);
         run(w);
     }
 

@@ -24,8 +24,8 @@ namespace cuda_on_cpu {
 // corresponding order.
 enum Order { FORWARD, REVERSE, RANDOM, GREEDY, STRAGGLER, LAGGARDS };
 
-// When a cp.async takes place: at its issue, only in the wait for it, or either, at random.
-enum Copy { AT_ISSUE, AT_WAIT, EITHER };
+// When a cp.async takes place: at its issue, or only in the wait for it.
+enum Copy { AT_ISSUE, AT_WAIT };
 
 // When asynchronous work of hopper_on_cpu.h (TMA, wgmma) takes place. AT_RANDOM: at any time up to the wait for it, in
 // any order that PTX allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
@@ -47,24 +47,18 @@ enum MmaSums { SUMS_NEAREST, SUMS_HOPPER };
 struct Settings {
     Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy | straggler | laggards
     uint64_t seed;      // CUDA_ON_CPU_SEED      of everything random
-    Copy copy;          // CUDA_ON_CPU_COPY      issue | wait | either
+    Copy copy;          // CUDA_ON_CPU_COPY      issue | wait
     AsyncTime async;    // CUDA_ON_CPU_ASYNC     random | issue | wait
     Suspend suspend;    // CUDA_ON_CPU_SUSPEND   waiting | often
     Streams streams;    // CUDA_ON_CPU_STREAMS   once | late | any
     MmaSums mma;        // CUDA_ON_CPU_MMA       nearest | hopper
-    // CUDA_ON_CPU_HIDE      1: only kernels and copies can touch device memory; slow.
-    bool hide;
     // CUDA_ON_CPU_THREADS   CPU threads over which blocks are spread; default: all.
     int threads;
-    // CUDA_ON_CPU_STACK     bytes of stack for each CUDA thread; read at a CPU thread's first launch.
-    size_t stack;
     size_t memory;    // CUDA_ON_CPU_MEMORY    bytes of device memory
     // CUDA_ON_CPU_CAPABILITY  the compute capability times 10. All kernels run, whatever it is.
     int capability;
     size_t shared;    // CUDA_ON_CPU_SHARED    bytes of shared memory that a block may have; default: the capability's
     int devices;      // CUDA_ON_CPU_DEVICES   number of devices; a process should use one of them
-    // CUDA_ON_CPU_WATCHED   blocks of each launch that the race check watches, which takes long; default: all.
-    uint64_t watched;
     // CUDA_ON_CPU_RESIDENT  blocks that may have started and not ended at a time, of which some wait for others.
     uint64_t resident, processors;
     bool report;             // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
@@ -101,8 +95,8 @@ struct Call {
 void enqueue(cudaStream_t stream, std::function<void()> work, const Call &call = {});
 
 // The same for work that may have to wait for another process: whenever the host waits for the stream or queries it,
-// `attempt` is called, until it returns true. Later work in the stream waits for that, even under AT_ONCE. In a
-// captured stream the next call after that starts anew, for another launch of the graph.
+// `attempt` is called, until it returns true. Later work in the stream waits for that, even under AT_ONCE. It cannot be
+// captured in a graph.
 void enqueue_until(cudaStream_t stream, std::function<bool()> attempt, const Call &call = {});
 
 // Declare, inside work or an attempt, that it reads or writes `rows` pieces of `bytes` each, starting at p, `step`

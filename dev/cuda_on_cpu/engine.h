@@ -17,11 +17,7 @@ enum {
     WARPS = BLOCK_THREADS / 32,
     STATIC_SHARED = 48 * 1024,
     BLOCK_SHARED = 227 * 1024,
-    RESERVED_SHARED = 1024,
-    PROCESSORS = 132,
-    PROCESSOR_SHARED = 228 * 1024,
-    PROCESSOR_THREADS = 2048,
-    PROCESSOR_BLOCKS = 32
+    PROCESSORS = 132
 };
 
 // The 16 bits with which memory is filled. POISON, for uninitialized memory, is a NaN as bf16 and float16; two of them

@@ -54,12 +54,10 @@ struct SharedArray {
 void *shared_array(SharedArray &array, size_t bytes);
 void *dynamic_shared();
 
-enum Vote { BALLOT, ANY, ALL };
 enum Shuffle { IDX, XOR };
 void barrier(Site site);
 void warp_barrier(unsigned mask, Site site);
-unsigned vote(Vote kind, unsigned mask, bool predicate, Site site);
-uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, int width, Site site);
+uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, Site site);
 void fence();
 void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site);
 void stmatrix(const void *row, const uint32_t *r, Site site);
@@ -89,8 +87,6 @@ struct Grid {
     Grid(dim3 size, CUDA_ON_CPU_SITE) : size(size), site{file, line} {}
     template <class I, class = typename std::enable_if<std::is_integral<I>::value>::type>
     Grid(I x, CUDA_ON_CPU_SITE) : size((unsigned)x), site{file, line} {}
-    Grid(size_t x, size_t y, size_t z = 1, CUDA_ON_CPU_SITE)
-        : size((unsigned)x, (unsigned)y, (unsigned)z), site{file, line} {}
 };
 
 template <class T>
@@ -142,36 +138,26 @@ static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, CUDA_ON_CPU_SITE) {
     cuda_on_cpu::warp_barrier(mask, {file, line});
 }
 
-static inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::vote(cuda_on_cpu::BALLOT, mask, predicate != 0, {file, line});
-}
-static inline int __any_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
-    return (int)cuda_on_cpu::vote(cuda_on_cpu::ANY, mask, predicate != 0, {file, line});
-}
-static inline int __all_sync(unsigned mask, int predicate, CUDA_ON_CPU_SITE) {
-    return (int)cuda_on_cpu::vote(cuda_on_cpu::ALL, mask, predicate != 0, {file, line});
-}
-
 namespace cuda_on_cpu {
 template <class T>
-inline T shuffle_value(Shuffle kind, unsigned mask, T value, int argument, int width, Site site) {
+inline T shuffle_value(Shuffle kind, unsigned mask, T value, int argument, Site site) {
     static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8 && !std::is_pointer<T>::value,
                   "not a type that CUDA can shuffle");
     uint64_t word = 0;
     memcpy(&word, &value, sizeof value);
-    word = shuffle(kind, mask, word, argument, width, site);
+    word = shuffle(kind, mask, word, argument, site);
     memcpy(&value, &word, sizeof value);
     return value;
 }
 }
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::shuffle_value(cuda_on_cpu::IDX, mask, value, lane, width, {file, line});
+inline T __shfl_sync(unsigned mask, T value, int lane, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::IDX, mask, value, lane, {file, line});
 }
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::shuffle_value(cuda_on_cpu::XOR, mask, value, lane_mask, width, {file, line});
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, CUDA_ON_CPU_SITE) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::XOR, mask, value, lane_mask, {file, line});
 }
 
 // ---- memory
@@ -299,9 +285,6 @@ DEVICE float __uint_as_float(unsigned x) {
 }
 DEVICE float rsqrtf(float x) {
     return 1.0f / sqrtf(x);
-}
-DEVICE double rsqrt(double x) {
-    return 1.0 / sqrt(x);
 }
 DEVICE float normcdff(float x) {
     return 0.5f * erfcf(-x * 0.707106781186547524f);

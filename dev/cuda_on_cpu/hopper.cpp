@@ -420,7 +420,7 @@ void mbarrier_init(Mbarrier *address, unsigned arrivals, Site site) {
             die("INITIALIZED TWICE: mbarrier_init at %s:%d of the mbarrier initialized at %s:%d", site.file, site.line,
                 b.site.file, b.site.line);
     size_t offset = shared_offset(w, address);
-    if (w.watched) {
+    if (race_check()) {
         __tsan_ignore_thread_end();
         __tsan_write_range(address, sizeof *address);
         __tsan_ignore_thread_begin();
@@ -452,8 +452,8 @@ static void complete_phase_if_done(Worker &w, Barrier &b) {
 }
 
 // In the race check, an initialization that is not ordered before a use is a race.
-static void use_mbarrier(const Worker &w, Mbarrier *address) {
-    if (w.watched) __tsan_read_range(address, sizeof *address);
+static void use_mbarrier(Mbarrier *address) {
+    if (race_check()) __tsan_read_range(address, sizeof *address);
 }
 
 static void arrive(Worker &w, Mbarrier *address, unsigned expected_bytes, Site site) {
@@ -468,7 +468,7 @@ static void arrive(Worker &w, Mbarrier *address, unsigned expected_bytes, Site s
     if (b.arrived[thread])
         die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived in this phase: %s", what, site.file, site.line,
             thread, describe(b).c_str());
-    if (w.watched) __tsan_release(sync_of(b, b.phase));
+    if (race_check()) __tsan_release(sync_of(b, b.phase));
     b.arrived[thread] = true;
     b.bytes += expected_bytes;
     b.has_bytes |= expected_bytes > 0;
@@ -482,7 +482,7 @@ static void arrive(Worker &w, Mbarrier *address, unsigned expected_bytes, Site s
 // After an arrival, others may run: what the thread does next has not happened yet for them.
 void mbarrier_arrive(Mbarrier *address, unsigned expected_bytes, Site site) {
     Worker &w = *worker;
-    use_mbarrier(w, address);
+    use_mbarrier(address);
     arrive(w, address, expected_bytes, site);
     if (expected_bytes > 0) return;
     if (w.settings.async == LAST || (w.settings.async == AT_RANDOM && next_random(w.random) % 4 == 0)) take_turns();
@@ -492,7 +492,7 @@ void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     if (parity > 1) die("WRONG PARITY: mbarrier_wait at %s:%d for parity %u, not 0 or 1", site.file, site.line, parity);
-    use_mbarrier(w, address);
+    use_mbarrier(address);
     for (;;) {
         {
             Unseen unseen;
@@ -500,7 +500,7 @@ void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
             Barrier &b = find_barrier(w, a, address, false, "mbarrier_wait", site);
             if (b.phase % 2 != parity) {
                 b.observed = true;
-                if (w.watched && b.phase > 0) __tsan_acquire(sync_of(b, b.phase - 1));
+                if (race_check() && b.phase > 0) __tsan_acquire(sync_of(b, b.phase - 1));
                 break;
             }
             thread_of(a, me).barrier = &b;
@@ -648,7 +648,7 @@ static void list_pieces(BulkCopy &c, const TensorMapBits &m, const int *at, uint
 
 // In the race check, threads of their own make a thread's bulk copies.
 static void announce_copy(Worker &w, AsyncThread &t, const BulkCopy &c) {
-    if (!w.watched) return;
+    if (!race_check()) return;
     char *issued = &w.meetings->bulk_issued[c.thread];
     __tsan_release(issued);
     as_thread(t.copier, [&] {
@@ -1151,7 +1151,7 @@ static void open_accumulator(Warpgroup &g, WgmmaOperation &op) {
 
 // In the race check, the warpgroup's tensor core is a thread that reads the operands.
 static void announce_wgmma(Worker &w, Warpgroup &g, const WgmmaOperation &op, unsigned number) {
-    if (!w.watched) return;
+    if (!race_check()) return;
     as_thread(g.unit, [&] {
         __tsan_acquire(&w.meetings->wgmma_issued[number]);
         for (uint32_t p : op.a_pieces) __tsan_read16(shared_pointer(w, p));
@@ -1200,7 +1200,7 @@ void wgmma(const Matmul &m, Site site) {
         AsyncThread &t = thread_of(a, me);
         Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
         check_registers(w, g, t, me, m, site);
-        if (w.watched) __tsan_release(&w.meetings->wgmma_issued[me.number / WARPGROUP]);
+        if (race_check()) __tsan_release(&w.meetings->wgmma_issued[me.number / WARPGROUP]);
         bool last = warpgroup_meets(w, g, me, WGMMA, "wgmma", site);
         if (g.waiting == 1) {
             g.matmul = m;
@@ -1262,7 +1262,7 @@ void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site s
                 groups, site.file, site.line, c->site.file, c->site.line);
         deliver(*c, thread, site);
     }
-    if (w.watched && t.commits > groups)
+    if (race_check() && t.commits > groups)
         __tsan_acquire(&w.meetings->wgmma_done[me.number / WARPGROUP][(t.commits - groups - 1) % 16]);
     while (!g.operations.empty() && g.operations.front()->waited.all()) g.operations.pop_front();
     g.accumulators.erase(std::remove_if(g.accumulators.begin(), g.accumulators.end(),
@@ -1401,7 +1401,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
         NamedBarrier &b = find_named_barrier(w, a, id, threads, name, site);
         execute_aligned(a, me, name, id, site);
         met = &w.meetings->named[id][b.phase % 2];
-        if (w.watched) __tsan_release(met);
+        if (race_check()) __tsan_release(met);
         b.arrived[me.number] = true;
         thread_of(a, me).named = id;
         if (wait) {
@@ -1412,7 +1412,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
     }
     if (!wait) return;
     take_turns();
-    if (w.watched) __tsan_acquire(met);
+    if (race_check()) __tsan_acquire(met);
 }
 
 // ---- setmaxnreg: the registers of a block are divided anew among its warpgroups
@@ -1506,7 +1506,7 @@ void wait_for_counter(const unsigned *counter, unsigned value, Site site) {
     }
     a->counter_waiters--;
     me.wait.kind = NOTHING;
-    if (w.watched) __tsan_acquire((void *)counter);
+    if (race_check()) __tsan_acquire((void *)counter);
 }
 
 // A block that waits for a counter, writes, and then advances the counter, lets the next one read what it has written.
@@ -1521,7 +1521,7 @@ static void check_finished(const Worker &w, const unsigned *counter, Site site) 
 void add_to_counter(unsigned *counter, unsigned n, Site site) {
     check_counter(counter, "add_to_counter", site);
     check_finished(*worker, counter, site);
-    if (worker->watched) __tsan_release(counter);
+    if (race_check()) __tsan_release(counter);
     __atomic_fetch_add(counter, n, __ATOMIC_ACQ_REL);
     give_way();
 }

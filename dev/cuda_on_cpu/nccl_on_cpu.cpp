@@ -2,9 +2,9 @@
 // -DUSE_MPI) there is one rank.
 //
 // A collective is enqueued on its stream, which waits there until all ranks have reached it. Ranks are added in order;
-// in bfloat16 each partial sum is rounded, as in a ring. Results are therefore reproducible, and a reduce-scatter
-// followed by an all-gather gives the same bits as an all-reduce. If the ranks' calls differ, which would hang a GPU or
-// corrupt data, the program ends with a message that names the difference.
+// in bfloat16 each partial sum is rounded, as in a ring. Results are therefore reproducible, and reductions of parts
+// followed by broadcasts give the same bits as an all-reduce. If the ranks' calls differ, which would hang a GPU or
+// corrupt data, the program ends with a message that names the difference. Captures in graphs are not emulated.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nccl.h>
@@ -36,8 +36,8 @@ struct ncclComm {
 
 namespace {
 
-enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE };
-const char *const KINDS[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce"};
+enum Kind { ALL_REDUCE, BROADCAST, REDUCE };
+const char *const KINDS[] = {"ncclAllReduce", "ncclBroadcast", "ncclReduce"};
 
 struct Call {    // what must be the same on all ranks
     int64_t kind, count, type, op, root;
@@ -57,21 +57,11 @@ struct Collective {
 #endif
 
     size_t element() const {
-        switch (call.type) {
-        case ncclFloat64: return 8;
-        case ncclFloat32: return 4;
-        case ncclBfloat16: return 2;
-        default: return 1;
-        }
+        if (call.type == ncclFloat64) return 8;
+        return call.type == ncclFloat32 ? 4 : 2;
     }
     size_t bytes() const {
         return (size_t)call.count * element();
-    }
-    size_t send_bytes() const {
-        return call.kind == REDUCE_SCATTER ? bytes() * comm->ranks : bytes();
-    }
-    size_t receive_bytes() const {
-        return call.kind == ALL_GATHER ? bytes() * comm->ranks : bytes();
     }
     bool receives() const {
         return call.kind != REDUCE || comm->rank == call.root;
@@ -89,9 +79,9 @@ std::string describe(const Call &c) {
 }
 
 void expect_device(const Collective &c) {
-    if (c.sends() && !cuda_on_cpu::is_device(c.send, c.send_bytes()))
+    if (c.sends() && !cuda_on_cpu::is_device(c.send, c.bytes()))
         die("NCCL: %s: the send buffer is not device memory", describe(c.call).c_str());
-    if (c.receives() && !cuda_on_cpu::is_device(c.receive, c.receive_bytes()))
+    if (c.receives() && !cuda_on_cpu::is_device(c.receive, c.bytes()))
         die("NCCL: %s: the receive buffer is not device memory", describe(c.call).c_str());
 }
 
@@ -133,15 +123,15 @@ bool is_wrong(const Collective &c) {
 
 // Copies what has arrived to its destination.
 void finish(Collective &c) {
-    if (c.call.kind == ALL_REDUCE || c.call.kind == REDUCE_SCATTER || c.call.kind == REDUCE) {
+    if (c.call.kind != BROADCAST) {
         if (c.call.type == ncclFloat32) add_ranks<float>(c);
         else if (c.call.type == ncclFloat64) add_ranks<double>(c);
         else add_ranks<__nv_bfloat16>(c);
     }
-    if (c.sends()) cuda_on_cpu::reads(c.send, c.send_bytes());
-    if (c.receives()) cuda_on_cpu::writes(c.receive, c.receive_bytes());
+    if (c.sends()) cuda_on_cpu::reads(c.send, c.bytes());
+    if (c.receives()) cuda_on_cpu::writes(c.receive, c.bytes());
     const char *from = c.gathered.data() + (c.call.kind == BROADCAST ? c.call.root * c.bytes() : 0);
-    if (c.receives()) memcpy(c.receive, from, c.receive_bytes());
+    if (c.receives()) memcpy(c.receive, from, c.bytes());
     if (c.receives() && is_wrong(c)) ((unsigned char *)c.receive)[c.element() - 1] ^= 0x80;
 }
 
@@ -151,14 +141,11 @@ bool failed(Collective &c, int status) {
     return true;
 }
 
-// Every rank receives everything, except in a reduce-scatter, where it receives its slice.
+// Every rank receives everything.
 int move(Collective &c) {
     size_t bytes = c.bytes();
     c.gathered.resize(bytes * c.comm->ranks);
     if (bytes > INT32_MAX) die("NCCL: %s: more than 2 GB at a time", describe(c.call).c_str());
-    if (c.call.kind == REDUCE_SCATTER)
-        return MPI_Ialltoall(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
-                             &c.request);
     // In a broadcast the other ranks also send something, which is ignored.
     if (!c.sends()) c.send = c.gathered.data();
     return MPI_Iallgather(c.send, (int)bytes, MPI_BYTE, c.gathered.data(), (int)bytes, MPI_BYTE, c.comm->mpi,
@@ -221,11 +208,7 @@ void disconnect(ncclComm_t) {}
 
 void start(const std::shared_ptr<Collective> &c) {
     const cuda_on_cpu::Call call = {KINDS[c->call.kind], c->bytes()};
-    auto attempt = [=] {
-        if (!advance(*c)) return false;
-        c->state = Collective::NEW;    // for another launch of a graph
-        return true;
-    };
+    auto attempt = [=] { return advance(*c); };
     auto alone = [=] {
         expect_device(*c);
         cuda_on_cpu::reads(c->send, c->bytes());
@@ -245,13 +228,9 @@ bool overlap(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
     return a < b + b_bytes && b < a + a_bytes;
 }
 
-// An operation is in place if a reduce-scatter's result is this rank's slice of its input, or an all-gather's input is
-// this rank's slice of its result.
 bool in_place_or_apart(const Collective &c) {
     const char *send = (const char *)c.send, *receive = (const char *)c.receive;
-    if (!c.sends() || !c.receives() || !overlap(send, c.send_bytes(), receive, c.receive_bytes())) return true;
-    if (c.call.kind == REDUCE_SCATTER) return receive == send + c.comm->rank * c.bytes();
-    if (c.call.kind == ALL_GATHER) return send == receive + c.comm->rank * c.bytes();
+    if (!c.sends() || !c.receives() || !overlap(send, c.bytes(), receive, c.bytes())) return true;
     return send == receive;
 }
 
@@ -265,9 +244,7 @@ ncclResult_t add(Kind kind, const void *send, void *receive, size_t count, ncclD
     c->receive = receive;
     c->comm = comm;
     c->stream = stream;
-    bool sums = kind == ALL_REDUCE || kind == REDUCE_SCATTER || kind == REDUCE;
-    if (op != ncclSum || (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16 &&
-                          (sums || (type != ncclInt8 && type != ncclUint8))))
+    if (op != ncclSum || (type != ncclFloat32 && type != ncclFloat64 && type != ncclBfloat16))
         return ncclInvalidArgument;
     if (root < 0 || root >= comm->ranks || (c->sends() && !send) || (c->receives() && !receive) ||
         !in_place_or_apart(*c))
@@ -341,16 +318,6 @@ ncclResult_t ncclGroupEnd() {
 ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
     return add(ALL_REDUCE, send, receive, count, type, op, 0, comm, stream);
-}
-
-ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                               ncclComm_t comm, cudaStream_t stream) {
-    return add(REDUCE_SCATTER, send, receive, count, type, op, 0, comm, stream);
-}
-
-ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
-                           cudaStream_t stream) {
-    return add(ALL_GATHER, send, receive, count, type, ncclSum, 0, comm, stream);
 }
 
 ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDataType_t type, int root,

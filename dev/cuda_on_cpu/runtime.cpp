@@ -89,14 +89,12 @@ static Settings from_environment() {
     Settings s;
     s.order = (Order)choice("CUDA_ON_CPU_ORDER", {"forward", "reverse", "random", "greedy", "straggler", "laggards"});
     s.seed = number("CUDA_ON_CPU_SEED", 1);
-    s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait", "either"});
+    s.copy = (Copy)choice("CUDA_ON_CPU_COPY", {"issue", "wait"});
     s.async = (AsyncTime)choice("CUDA_ON_CPU_ASYNC", {"random", "issue", "wait"});
     s.suspend = (Suspend)choice("CUDA_ON_CPU_SUSPEND", {"waiting", "often"});
     s.streams = (Streams)choice("CUDA_ON_CPU_STREAMS", {"once", "late", "any"});
     s.mma = (MmaSums)choice("CUDA_ON_CPU_MMA", {"nearest", "hopper"});
-    s.hide = number("CUDA_ON_CPU_HIDE", 0) != 0;
     s.threads = (int)std::max<uint64_t>(number("CUDA_ON_CPU_THREADS", processors()), 1);
-    s.stack = number("CUDA_ON_CPU_STACK", 256 * 1024);
     s.memory = number("CUDA_ON_CPU_MEMORY", (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE));
     s.capability = (int)number("CUDA_ON_CPU_CAPABILITY", 90);
     if (s.capability < 80 || s.capability > 121) die("CUDA_ON_CPU_CAPABILITY=%d is not from 80 to 121", s.capability);
@@ -106,7 +104,6 @@ static Settings from_environment() {
     s.devices = (int)number("CUDA_ON_CPU_DEVICES", 8);
     first_device = (int)number("CUDA_ON_CPU_FIRST_DEVICE", 0);
     driver_version = (int)number("CUDA_ON_CPU_DRIVER", CUDART_VERSION);
-    s.watched = number("CUDA_ON_CPU_WATCHED", UINT64_MAX);
     s.resident = number("CUDA_ON_CPU_RESIDENT", PROCESSORS);
     if (s.resident == 0) die("CUDA_ON_CPU_RESIDENT=0: at least one block has to run");
     s.processors = number("CUDA_ON_CPU_PROCESSORS", PROCESSORS);
@@ -132,17 +129,10 @@ __attribute__((constructor)) static void before_main() {
 
 // ---- errors
 
-static __thread cudaError_t last_error;
-
-static cudaError_t result(cudaError_t error) {
-    if (error != cudaSuccess) last_error = error;
-    return error;
-}
-
 // Prints the reason, which CUDA would not give.
 static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     fprintf(stderr, "cuda_on_cpu: %s\n", reason.c_str());
-    return result(error);
+    return error;
 }
 
 #define ERRORS(X)                                                                                     \
@@ -162,12 +152,7 @@ static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                \
     X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")          \
     X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")   \
-    X(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences") \
-    X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")        \
-    X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                           \
-    X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")     \
     X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream") \
-    X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream") \
     X(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread")
 
 extern "C" const char *cudaGetErrorName(cudaError_t error) {
@@ -182,12 +167,6 @@ extern "C" const char *cudaGetErrorString(cudaError_t error) {
     ERRORS(X)
 #undef X
     return "unrecognized error code";
-}
-
-extern "C" cudaError_t cudaGetLastError() {
-    cudaError_t error = last_error;
-    last_error = cudaSuccess;
-    return error;
 }
 
 // ---- memory
@@ -263,14 +242,13 @@ static cudaError_t allocate(void **p, size_t bytes, Place place) {
     if (bytes == 0) return cudaSuccess;
     if (room < bytes ||
         (place == DEVICE_MEMORY && (bytes > settings().memory || device_bytes + bytes > settings().memory)))
-        return result(cudaErrorMemoryAllocation);
+        return cudaErrorMemoryAllocation;
     char *mapping = (char *)mmap(NULL, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapping == MAP_FAILED) return result(cudaErrorMemoryAllocation);
+    if (mapping == MAP_FAILED) return cudaErrorMemoryAllocation;
     mprotect(mapping + PAGE, pages, PROT_READ | PROT_WRITE);
     char *start = mapping + PAGE + pages - room;
     fill(start, bytes, POISON);
     fill(start + bytes, room - bytes, FENCE);
-    if (settings().hide && place == DEVICE_MEMORY) mprotect(mapping + PAGE, pages, PROT_NONE);
     allocations[start] = {bytes, place, ++allocation_number, mapping, pages + 2 * PAGE};
     if (place == DEVICE_MEMORY) device_bytes += bytes;
     *p = start;
@@ -284,7 +262,6 @@ static cudaError_t release(void *p, Place place) {
     if (it == allocations.end() || it->second.place != place)
         return refuse(cudaErrorInvalidValue, "an address is freed that this allocator did not return");
     Allocation a = it->second;
-    mprotect(a.mapping + PAGE, a.mapping_bytes - 2 * PAGE, PROT_READ | PROT_WRITE);
     if (!is_filled(it->first + a.bytes, round_up(a.bytes, ALIGNMENT) - a.bytes, FENCE))
         die("OUT OF BOUNDS: something was written past the end of the %zu bytes of %s number %d", a.bytes, allocator(a),
             a.number);
@@ -292,15 +269,6 @@ static cudaError_t release(void *p, Place place) {
     if (place == DEVICE_MEMORY) device_bytes -= a.bytes;
     allocations.erase(it);
     return cudaSuccess;
-}
-
-// With settings().hide, only kernels and copies can touch device memory.
-static void show_device_memory(bool show) {
-    std::lock_guard<Lock> hold(memory_lock);
-    for (const auto &entry : allocations)
-        if (entry.second.place == DEVICE_MEMORY)
-            mprotect(entry.second.mapping + PAGE, entry.second.mapping_bytes - 2 * PAGE,
-                     show ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
 // ---- streams and events
@@ -327,27 +295,31 @@ struct Operation {
     std::shared_ptr<GraphLaunch> graph;    // instead of `work`; or NULL
 };
 
-struct Capture;
-
 struct CUstream_st {
     bool blocking;    // waits for the legacy default stream, which waits for it
     std::deque<std::unique_ptr<Operation>> queue;
     void *context;    // the race check's
     char done;        // its address represents the finished work
-    // While the stream is being captured: the capture, the nodes on which the next one depends, and the stream's number
-    // in the capture.
-    std::shared_ptr<Capture> capture;
-    std::vector<size_t> last;
-    size_t lane;
 };
 
 struct CUevent_st {
     std::shared_ptr<Record> latest;    // NULL: never recorded
     bool timing;
-    // If it was last recorded in a stream that was being captured: the capture, and the nodes that it stands for.
-    std::shared_ptr<Capture> captured;
-    std::vector<size_t> nodes;
 };
+
+struct GraphNode {
+    std::function<bool()> work;
+    bool host_function;
+    Call call;
+};
+
+struct Capture {
+    CUstream_st *stream;
+    pthread_t thread;
+    std::vector<GraphNode> nodes;
+    bool invalid;
+};
+static std::unique_ptr<Capture> capture;    // the one in progress, or NULL
 
 static std::recursive_mutex stream_lock;
 static uint64_t operations, random_state;
@@ -371,10 +343,8 @@ static CUstream_st *new_stream(bool blocking) {
 
 // NULL if the handle is not a stream. Call with the lock held.
 static CUstream_st *stream_of(cudaStream_t handle) {
-    static CUstream_st *per_thread;
     if (!default_stream) default_stream = new_stream(true);
     if (handle == NULL || handle == cudaStreamLegacy) return default_stream;
-    if (handle == cudaStreamPerThread) return per_thread ? per_thread : per_thread = new_stream(true);
     return std::find(streams.begin(), streams.end(), handle) != streams.end() ? handle : NULL;
 }
 
@@ -395,7 +365,6 @@ static bool progress;    // has the latest call of run_next() done something?
 // follows it acquires `done`.
 static bool run_as(void *context, const std::vector<void *> &before, void *done, bool host_function,
                    const std::function<bool()> &work) {
-    static int depth;
     bool finished = true;
     void *host = race_check() ? __tsan_get_current_fiber() : NULL;
     if (race_check()) {
@@ -405,13 +374,7 @@ static bool run_as(void *context, const std::vector<void *> &before, void *done,
     }
     bool unseen = race_check() && !host_function;
     if (unseen) __tsan_ignore_thread_begin();
-    if (work) {
-        if (settings().hide && depth == 0) show_device_memory(true);
-        depth++;
-        finished = work();
-        depth--;
-        if (settings().hide && depth == 0) show_device_memory(false);
-    }
+    if (work) finished = work();
     if (unseen) __tsan_ignore_thread_end();
     if (race_check()) {
         __tsan_release(done);
@@ -483,7 +446,9 @@ static void run_all() {
     }
 }
 
-static void capture_node(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call);
+static bool is_captured(const CUstream_st *s) {
+    return capture && capture->stream == s;
+}
 
 // A line of CUDA_ON_CPU_SCHEDULE: the operation that is queued next, its stream, the operation that it waits for or 0,
 // and its name.
@@ -508,8 +473,8 @@ static void add_to_queue(CUstream_st *s, Operation operation, const std::string 
 }
 
 static void add_attempt(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call) {
-    if (s->capture) {
-        capture_node(s, std::move(work), host_function, call);
+    if (is_captured(s)) {
+        capture->nodes.push_back({std::move(work), host_function, call});
         return;
     }
     count_call(call);
@@ -541,199 +506,67 @@ static void wait_for_all() {
     if (!s) return refuse(cudaErrorInvalidResourceHandle, std::string(__func__) + ": no such stream")
 
 // ---- stream capture and graphs
-// A captured operation becomes a node of a graph, which depends on the nodes before it in its stream and on those of
-// the events for which the stream has waited. A launch of the graph is one operation of a stream: it runs the nodes in
-// any order that their dependencies allow, or in that of the capture under AT_ONCE. For the race check, each captured
-// stream is a thread of its own.
+// A captured operation becomes a node of a graph. A launch of the graph is one operation of a stream, which runs one
+// node at a time, so that work of other streams may come between them; under AT_ONCE, all of them.
 
-struct GraphNode {
-    std::function<bool()> work;
-    bool host_function;
-    Call call;
-    std::vector<size_t> after;
-    size_t lane;    // the number of its stream in the capture
-};
-
-struct Graph {
+struct CUgraph_st {
     std::vector<GraphNode> nodes;
-    size_t lanes = 1;
-    std::vector<void *> contexts;    // of an executable graph: the race check's, of all lanes but the first
-
-    Graph() = default;
-    Graph(const Graph &other) : nodes(other.nodes), lanes(other.lanes) {
-        for (size_t i = 1; i < lanes && race_check(); i++) contexts.push_back(__tsan_create_fiber(0));
-    }
-    ~Graph() {
-        for (void *context : contexts) end_stream_context(context);
-    }
 };
-
-struct Capture {
-    cudaStreamCaptureMode mode;
-    pthread_t thread;
-    std::vector<CUstream_st *> streams;    // the first is that in which it began
-    Graph graph;
-    bool invalid;
-};
-static std::vector<std::shared_ptr<Capture>> captures;    // those in progress
-
-struct CUgraph_st : Graph {};
 
 struct CUgraphExec_st {
-    std::shared_ptr<const Graph> graph;    // launches in progress keep it
-    std::shared_ptr<Record> latest;        // of the newest launch, after which the next one comes
+    std::shared_ptr<const CUgraph_st> graph;    // launches in progress keep it
+    std::shared_ptr<Record> latest;             // of the newest launch, after which the next one comes
 };
 
 struct GraphLaunch {
-    std::shared_ptr<const Graph> graph;
+    std::shared_ptr<const CUgraph_st> graph;
     std::shared_ptr<Record> end;
-    std::vector<char> done;    // for each node
-    size_t left;
-    char started;    // its address represents all that came before
+    size_t next;    // node
 };
 
-// The node is done, or has to be called again.
-static bool run_node(CUstream_st *s, GraphLaunch &launch, size_t i) {
-    const GraphNode &node = launch.graph->nodes[i];
-    std::vector<void *> before = {&launch.started};
-    for (size_t earlier : node.after) before.push_back(&launch.done[earlier]);
-    void *context = node.lane && race_check() ? launch.graph->contexts[node.lane - 1] : s->context;
-    return run_as(context, before, &launch.done[i], node.host_function, node.work);
-}
-
-static std::vector<size_t> nodes_that_can_run(const GraphLaunch &launch) {
-    std::vector<size_t> able;
-    auto is_done = [&](size_t i) { return launch.done[i] != 0; };
-    for (size_t i = 0; i < launch.done.size(); i++) {
-        const std::vector<size_t> &after = launch.graph->nodes[i].after;
-        if (!launch.done[i] && std::all_of(after.begin(), after.end(), is_done)) able.push_back(i);
-    }
-    return able;
-}
-
-// Runs a node of the launch, or all that can run under AT_ONCE. True once all are done.
+// True once all nodes of the launch have run.
 static bool run_nodes(CUstream_st *s, const std::vector<void *> &before, GraphLaunch &launch) {
-    if (launch.left == launch.done.size()) run_as(s->context, before, &launch.started, false, nullptr);
-    bool more = true;
-    for (progress = false; launch.left && more;) {
-        std::vector<size_t> able = nodes_that_can_run(launch);
-        if (settings().streams != AT_ONCE) able = {able[toss() % able.size()]};
-        more = false;
-        for (size_t i : able) {
-            if (!run_node(s, launch, i)) continue;
-            launch.done[i] = 1;
-            launch.left--;
-            more = progress = true;
-        }
-        if (settings().streams != AT_ONCE) more = false;
+    const std::vector<GraphNode> &nodes = launch.graph->nodes;
+    for (bool more = true; more && launch.next < nodes.size(); more = settings().streams == AT_ONCE) {
+        const GraphNode &node = nodes[launch.next++];
+        run_as(s->context, before, &s->done, node.host_function, node.work);
     }
-    if (launch.left) return false;
-    std::vector<void *> nodes = before;
-    for (char &done : launch.done) nodes.push_back(&done);
-    launch.end->done = progress = true;
-    run_as(s->context, nodes, launch.end.get(), false, nullptr);
-    return run_as(s->context, {launch.end.get()}, &s->done, false, nullptr);
-}
-
-static void add_nodes(std::vector<size_t> &nodes, const std::vector<size_t> &more) {
-    nodes.insert(nodes.end(), more.begin(), more.end());
-    std::sort(nodes.begin(), nodes.end());
-    nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
-}
-
-static void capture_node(CUstream_st *s, std::function<bool()> work, bool host_function, const Call &call) {
-    std::vector<GraphNode> &nodes = s->capture->graph.nodes;
-    nodes.push_back({std::move(work), host_function, call, s->last, s->lane});
-    s->last = {nodes.size() - 1};
-}
-
-// Is all work of the capture's other streams among the predecessors of the first one's last nodes?
-static bool is_joined(const Capture &capture) {
-    std::vector<char> found(capture.graph.nodes.size());
-    std::vector<size_t> next = capture.streams[0]->last;
-    while (!next.empty()) {
-        size_t i = next.back();
-        next.pop_back();
-        if (found[i]) continue;
-        found[i] = 1;
-        next.insert(next.end(), capture.graph.nodes[i].after.begin(), capture.graph.nodes[i].after.end());
-    }
-    for (const CUstream_st *s : capture.streams)
-        if (!std::all_of(s->last.begin(), s->last.end(), [&](size_t i) { return found[i] != 0; })) return false;
-    return true;
-}
-
-static void end_capture(const std::shared_ptr<Capture> &capture) {
-    for (CUstream_st *s : capture->streams) {
-        s->capture = nullptr;
-        s->last.clear();
-    }
-    captures.erase(std::find(captures.begin(), captures.end(), capture));
+    progress = true;
+    if (launch.next < nodes.size()) return false;
+    launch.end->done = true;
+    run_as(s->context, before, launch.end.get(), false, nullptr);
+    return run_as(s->context, before, &s->done, false, nullptr);
 }
 
 // Refuses something, and the capture can no longer succeed.
-static cudaError_t invalidate(Capture &capture, cudaError_t error, const std::string &reason) {
-    capture.invalid = true;
+static cudaError_t invalidate(cudaError_t error, const std::string &reason) {
+    capture->invalid = true;
     return refuse(error, reason);
 }
 
 // Refuses work in a stream whose capture has failed, and in the legacy stream during any capture.
 static cudaError_t refuse_work(CUstream_st *s, const std::string &name) {
-    if (s->capture && s->capture->invalid)
+    if (is_captured(s) && capture->invalid)
         return refuse(cudaErrorStreamCaptureInvalidated, name + ": the stream's capture has failed before");
-    if (s != default_stream || captures.empty()) return cudaSuccess;
-    for (auto &capture : captures) capture->invalid = true;
-    return refuse(cudaErrorStreamCaptureImplicit, name + ": work in the legacy stream while another is being captured");
+    if (s != default_stream || !capture) return cudaSuccess;
+    return invalidate(cudaErrorStreamCaptureImplicit,
+                      name + ": work in the legacy stream while another is being captured");
 }
 
-// Refuses a call that is unsafe during a capture: unless it is cudaStreamCaptureModeRelaxed, in its thread, or in any
-// thread if it is cudaStreamCaptureModeGlobal.
+// Refuses a call that is unsafe during a capture, in the thread that captures.
 static cudaError_t refuse_unsafe(const std::string &name) {
-    for (auto &capture : captures)
-        if (capture->mode == cudaStreamCaptureModeGlobal ||
-            (capture->mode == cudaStreamCaptureModeThreadLocal && pthread_equal(capture->thread, pthread_self())))
-            return invalidate(*capture, cudaErrorStreamCaptureUnsupported,
-                              name + " is not permitted while a stream is being captured");
-    return cudaSuccess;
+    if (!capture || !pthread_equal(capture->thread, pthread_self())) return cudaSuccess;
+    return invalidate(cudaErrorStreamCaptureUnsupported, name + " is not permitted while a stream is being captured");
 }
 
 static cudaError_t refuse_captured(CUstream_st *s, const std::string &name) {
-    if (!s->capture) return refuse_unsafe(name);
-    return invalidate(*s->capture, cudaErrorStreamCaptureUnsupported, name + ": the stream is being captured");
+    if (!is_captured(s)) return refuse_unsafe(name);
+    return invalidate(cudaErrorStreamCaptureUnsupported, name + ": the stream is being captured");
 }
 
-static cudaError_t refuse_captured(cudaEvent_t event, const std::string &name) {
-    if (!event->captured) return refuse_unsafe(name);
-    return invalidate(*event->captured, cudaErrorCapturedEvent,
-                      name + ": the event was last recorded in a stream that was being captured");
-}
-
-static bool in_progress(const std::shared_ptr<Capture> &capture) {
-    return std::find(captures.begin(), captures.end(), capture) != captures.end();
-}
-
-// cudaStreamWaitEvent with a captured stream or event: the stream joins the event's capture, or depends on its nodes.
-static cudaError_t wait_in_capture(CUstream_st *s, cudaEvent_t event) {
-    const std::string name = "cudaStreamWaitEvent: ";
-    if (!event->captured) {
-        if (!event->latest) return cudaSuccess;
-        return invalidate(*s->capture, cudaErrorStreamCaptureIsolation,
-                          name + "a captured stream waits for an event outside of the capture");
-    }
-    if (!in_progress(event->captured))
-        return refuse(cudaErrorCapturedEvent, name + "the event was last recorded in a capture that has ended");
-    if (s->capture && s->capture != event->captured) {
-        s->capture->invalid = true;
-        return invalidate(*event->captured, cudaErrorStreamCaptureMerge,
-                          name + "the stream and the event belong to different captures");
-    }
-    if (!s->capture) {
-        s->capture = event->captured;
-        s->lane = s->capture->graph.lanes++;
-        s->capture->streams.push_back(s);
-    }
-    add_nodes(s->last, event->nodes);
-    return cudaSuccess;
+static cudaError_t refuse_to_emulate(const std::string &name) {
+    return invalidate(cudaErrorNotSupported,
+                      name + ": this emulation captures only kernels, copies and fills of one stream");
 }
 
 #define WITH_WORK(s, handle)                          \
@@ -762,7 +595,9 @@ void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work, const
 
 void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt, const Call &call) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    add_attempt(stream_for_library(stream), std::move(attempt), false, call);
+    CUstream_st *s = stream_for_library(stream);
+    if (is_captured(s)) die("%s cannot be captured in this emulation", call.name.c_str());
+    add_attempt(s, std::move(attempt), false, call);
 }
 
 // The race check ignores a stream's work (run_next), except for these.
@@ -838,8 +673,8 @@ static cudaError_t copy(const char *name, void *to, const void *from, Rows rows,
         return refuse(cudaErrorInvalidValue, std::string(name) + ": " + std::to_string(from_bytes) +
                                                  " bytes at its source are " + (from_device ? "device" : "no device") +
                                                  " memory");
-    if (s->capture && (!to_pinned || !from_pinned))
-        return invalidate(*s->capture, cudaErrorStreamCaptureUnsupported,
+    if (is_captured(s) && (!to_pinned || !from_pinned))
+        return invalidate(cudaErrorStreamCaptureUnsupported,
                           std::string(name) + ": a captured copy from or to host memory that is not pinned");
     std::shared_ptr<std::vector<char>> staged;
     if (!from_pinned && to_device) {
@@ -916,8 +751,6 @@ static double now() {
 
 // ---- the functions of the API
 extern "C" {
-
-extern const int warpSize = 32;    // device_launch_parameters.h declares it
 
 cudaError_t cudaMalloc(void **p, size_t bytes) {
     NO_CAPTURE();
@@ -1001,8 +834,8 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) {
 // waited.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     WITH_STREAM(s, stream);
-    if (s == default_stream) return result(cudaErrorInvalidResourceHandle);
-    if (s->capture) return refuse_captured(s, __func__);
+    if (s == default_stream) return cudaErrorInvalidResourceHandle;
+    if (is_captured(s)) return refuse_captured(s, __func__);
     run_until([=] { return s->queue.empty(); });
     streams.erase(std::find(streams.begin(), streams.end(), s));
     end_stream_context(s->context);
@@ -1026,7 +859,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     WITH_WORK(s, stream);
-    if (s->capture || event->captured) return wait_in_capture(s, event);
+    if (is_captured(s)) return refuse_to_emulate(__func__);
     if (event->latest) add_to_queue(s, {0, nullptr, event->latest, false, nullptr}, "");
     return cudaSuccess;
 }
@@ -1039,15 +872,15 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 
 cudaError_t cudaDeviceSynchronize() {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (!captures.empty())
-        return invalidate(*captures[0], cudaErrorStreamCaptureUnsupported,
+    if (capture)
+        return invalidate(cudaErrorStreamCaptureUnsupported,
                           std::string(__func__) + " is not permitted while a stream is being captured");
     wait_for_all();
     return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming), nullptr, {}};
+    *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming)};
     return cudaSuccess;
 }
 
@@ -1062,9 +895,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     WITH_WORK(s, stream);
-    event->captured = s->capture;
-    event->nodes = s->last;
-    if (s->capture) return cudaSuccess;
+    if (is_captured(s)) return refuse_to_emulate(__func__);
     std::shared_ptr<Record> record = event->latest = std::make_shared<Record>();
     record->number = operations + 1;
     add_operation(s, [record] {
@@ -1077,7 +908,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (cudaError_t refused = refuse_captured(event, __func__)) return refused;
+    if (cudaError_t refused = refuse_unsafe(__func__)) return refused;
     std::shared_ptr<Record> record = event->latest;
     if (!record) return cudaSuccess;
     run_until([&] { return record->done; });
@@ -1087,7 +918,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (cudaError_t refused = refuse_captured(event, __func__)) return refused;
+    if (cudaError_t refused = refuse_unsafe(__func__)) return refused;
     bool done = !event->latest || event->latest->done;
     if (race_check() && event->latest && done) __tsan_acquire(event->latest.get());
     return queried(done);
@@ -1095,9 +926,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (from->captured || to->captured) return result(cudaErrorCapturedEvent);
-    if (!from->latest || !to->latest || !from->timing || !to->timing) return result(cudaErrorInvalidResourceHandle);
-    if (!from->latest->done || !to->latest->done) return result(cudaErrorNotReady);
+    if (!from->latest || !to->latest || !from->timing || !to->timing) return cudaErrorInvalidResourceHandle;
+    if (!from->latest->done || !to->latest->done) return cudaErrorNotReady;
     *ms = (float)(1e3 * (to->latest->time - from->latest->time));
     return cudaSuccess;
 }
@@ -1106,47 +936,33 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     WITH_STREAM(s, stream);
+    const std::string name = "cudaStreamBeginCapture: ";
     if (s == default_stream)
-        return refuse(cudaErrorStreamCaptureUnsupported,
-                      "cudaStreamBeginCapture: the legacy stream cannot be captured");
-    if (s->capture)
-        return invalidate(*s->capture, cudaErrorIllegalState,
-                          "cudaStreamBeginCapture: the stream is being captured already");
-    s->capture = std::make_shared<Capture>();
-    s->capture->mode = mode;
-    s->capture->thread = pthread_self();
-    s->capture->streams = {s};
-    s->lane = 0;
-    captures.push_back(s->capture);
+        return refuse(cudaErrorStreamCaptureUnsupported, name + "the legacy stream cannot be captured");
+    if (capture) return invalidate(cudaErrorIllegalState, name + "a stream is being captured already");
+    if (mode != cudaStreamCaptureModeThreadLocal)
+        return refuse(cudaErrorNotSupported, name + "only cudaStreamCaptureModeThreadLocal is emulated");
+    capture.reset(new Capture{s, pthread_self(), {}, false});
     return cudaSuccess;
 }
 
-// A capture ends here in any case, except in the wrong stream or thread.
+// The capture ends here in any case, except in the wrong stream or thread.
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     WITH_STREAM(s, stream);
     *graph = NULL;
-    std::shared_ptr<Capture> capture = s->capture;
     const std::string name = "cudaStreamEndCapture: ";
-    if (!capture) return refuse(cudaErrorIllegalState, name + "the stream is not being captured");
-    if (capture->streams[0] != s)
-        return invalidate(*capture, cudaErrorStreamCaptureUnmatched, name + "the capture began in another stream");
-    if (capture->mode != cudaStreamCaptureModeRelaxed && !pthread_equal(capture->thread, pthread_self()))
+    if (!is_captured(s)) return refuse(cudaErrorIllegalState, name + "the stream is not being captured");
+    if (!pthread_equal(capture->thread, pthread_self()))
         return refuse(cudaErrorStreamCaptureWrongThread, name + "the capture began in another thread");
-    bool joined = is_joined(*capture);
-    end_capture(capture);
-    if (capture->invalid) return refuse(cudaErrorStreamCaptureInvalidated, name + "the capture has failed before");
-    if (!joined)
-        return refuse(cudaErrorStreamCaptureUnjoined,
-                      name + "work of another stream has not been joined to the one in which the capture began");
-    *graph = new CUgraph_st();
-    (*graph)->nodes = std::move(capture->graph.nodes);
-    (*graph)->lanes = capture->graph.lanes;
+    std::unique_ptr<Capture> ended = std::move(capture);
+    if (ended->invalid) return refuse(cudaErrorStreamCaptureInvalidated, name + "the capture has failed before");
+    *graph = new CUgraph_st{std::move(ended->nodes)};
     return cudaSuccess;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
     if (!graph || flags) return refuse(cudaErrorInvalidValue, "cudaGraphInstantiate: no graph, or flags");
-    *exec = new CUgraphExec_st{std::make_shared<const Graph>(*graph), nullptr};
+    *exec = new CUgraphExec_st{std::make_shared<const CUgraph_st>(*graph), nullptr};
     return cudaSuccess;
 }
 
@@ -1154,12 +970,8 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsig
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     WITH_WORK(s, stream);
     if (!exec) return refuse(cudaErrorInvalidValue, "cudaGraphLaunch: no graph");
-    if (s->capture)
-        return invalidate(*s->capture, cudaErrorNotSupported,
-                          "cudaGraphLaunch: this emulation has no graphs within graphs");
-    auto launch = std::make_shared<GraphLaunch>();
-    size_t count = exec->graph->nodes.size();
-    *launch = {exec->graph, std::make_shared<Record>(), std::vector<char>(count), count, 0};
+    if (is_captured(s)) return refuse_to_emulate(__func__);
+    auto launch = std::make_shared<GraphLaunch>(GraphLaunch{exec->graph, std::make_shared<Record>(), 0});
     count_graph();
     for (const GraphNode &node : exec->graph->nodes) count_call(node.call);
     std::shared_ptr<Record> before = exec->latest;
@@ -1178,7 +990,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     return cudaSuccess;
 }
 
-// ---- the device: the attributes of an H100 that a program may query
+// ---- the device: those attributes of an H100 that programs query
 
 cudaError_t cudaDriverGetVersion(int *version) {
     *version = driver_version;
@@ -1187,14 +999,14 @@ cudaError_t cudaDriverGetVersion(int *version) {
 
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = settings().devices;
-    if (driver_version / 1000 < CUDART_VERSION / 1000) return result(cudaErrorInsufficientDriver);
-    return *count ? cudaSuccess : result(cudaErrorNoDevice);
+    if (driver_version / 1000 < CUDART_VERSION / 1000) return cudaErrorInsufficientDriver;
+    return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 
 static __thread int this_device;
 
 cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= settings().devices) return result(cudaErrorInvalidDevice);
+    if (device < 0 || device >= settings().devices) return cudaErrorInvalidDevice;
     this_device = device;
     return cudaSuccess;
 }
@@ -1211,34 +1023,15 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
-    if (device < 0 || device >= settings().devices) return result(cudaErrorInvalidDevice);
+    if (device < 0 || device >= settings().devices) return cudaErrorInvalidDevice;
     *p = cudaDeviceProp();
     snprintf(p->name, sizeof p->name, "CUDA on the CPU");
-    p->totalGlobalMem = settings().memory;
-    p->sharedMemPerBlock = STATIC_SHARED;
     p->sharedMemPerBlockOptin = settings().shared;
-    p->sharedMemPerMultiprocessor = PROCESSOR_SHARED;
-    p->reservedSharedMemPerBlock = RESERVED_SHARED;
-    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
-    p->warpSize = 32;
-    p->maxThreadsPerBlock = BLOCK_THREADS;
-    p->maxThreadsPerMultiProcessor = PROCESSOR_THREADS;
-    p->maxBlocksPerMultiProcessor = PROCESSOR_BLOCKS;
-    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
-    p->maxThreadsDim[2] = 64;
-    p->maxGridSize[0] = 2147483647;
-    p->maxGridSize[1] = p->maxGridSize[2] = 65535;
     p->major = settings().capability / 10;
     p->minor = settings().capability % 10;
     p->multiProcessorCount = (int)settings().processors;
-    p->l2CacheSize = 50 * 1024 * 1024;
-    p->memoryBusWidth = 5120;
-    p->totalConstMem = 65536;
-    p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = p->memoryPoolsSupported = 1;
-    p->asyncEngineCount = 3;
-    p->pciBusID = first_device + device + 1;
     gethostname(p->uuid.bytes, sizeof p->uuid.bytes - 1);
-    p->uuid.bytes[sizeof p->uuid.bytes - 1] = (char)p->pciBusID;
+    p->uuid.bytes[sizeof p->uuid.bytes - 1] = (char)(first_device + device + 1);
     return cudaSuccess;
 }
 
@@ -1247,35 +1040,14 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     cudaError_t error = cudaGetDeviceProperties(&p, device);
     if (error != cudaSuccess) return error;
     switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)p.sharedMemPerBlock; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
-    case cudaDevAttrReservedSharedMemoryPerBlock: *value = (int)p.reservedSharedMemPerBlock; break;
-    case cudaDevAttrMaxRegistersPerBlock: *value = p.regsPerBlock; break;
-    case cudaDevAttrWarpSize: *value = p.warpSize; break;
     case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
     case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
-    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
-    case cudaDevAttrClockRate: *value = 1980000; break;                        // kHz
-    case cudaDevAttrMemoryClockRate: *value = 2619000; break;                  // kHz
-    case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;    // bits
-    case cudaDevAttrPciBusId: *value = p.pciBusID; break;
-    case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
+    case cudaDevAttrClockRate: *value = 1980000; break;    // kHz
     default:
         return refuse(cudaErrorNotSupported, "cudaDeviceGetAttribute: attribute " + std::to_string(attribute) +
                                                  " is not supported by this emulation");
     }
-    return cudaSuccess;
-}
-
-// ---- kernels. launch() itself requests shared memory above 48 KB; the number of registers is unknown here.
-
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
-    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && (value < 0 || (size_t)value > settings().shared))
-        return result(cudaErrorInvalidValue);
     return cudaSuccess;
 }
 

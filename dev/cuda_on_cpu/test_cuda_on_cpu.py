@@ -133,9 +133,7 @@ FOUND = {
     "unordered_kernels_far_apart": (RACE, "race", [""]),
     "unordered_library": (RACE, "race", [""]),
     "changed_argument_of_graph": WRONG,
-    "missing_edge_in_graph": (WRONG, "plain", LATE, any),
     "missing_wait_before_graph": (WRONG, "plain", LATE, any),
-    "unjoined_fork_in_capture": r"cudaStreamEndCapture: work of another stream has not been joined",
     "misaligned_ldmatrix": r"MISALIGNED: ldmatrix_x4 at .*cu:\d+",
     "ldmatrix_past_shared": r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+",
     "bank_conflicts": r"28 bank conflicts of ldmatrix",
@@ -147,8 +145,7 @@ FOUND = {
     "too_much_shared": r"OVER LIMIT: .*232449 bytes of dynamic shared memory",
     "arrays_too_large": r"OVER LIMIT: the block's shared arrays take 49168 bytes with second",
     "host_pointer": r"HOST POINTER: add_one\(float\*, int\), launched at .*: its pointer argument number 1",
-    "host_touches_device_memory": (r"HOST ACCESS: the host touches byte 20 of the 128 of cudaMalloc number 1",
-                                   "plain", ["HIDE=1"]),
+    "host_touches_device_memory": r"HOST ACCESS: the host touches 0 bytes past the end of the 256 of cudaMalloc",
     "stack_overflow": r"STACK OVERFLOW",
     "write_past_local_array": (r"AddressSanitizer: stack-buffer-overflow", "address", [""]),
     "shift_too_far": (r"runtime error: shift exponent 32 is too large", "address", [""]),
@@ -157,13 +154,12 @@ FOUND = {
 # Races, which wrong values may also reveal; the race check finds them in any order of threads.
 RACES = ["missing_barrier", "missing_barrier_after_use", "missing_syncwarp", "missing_copy_wait",
          "missing_barrier_after_copy", "missing_copy_commit", "wait_for_too_few_groups", "copy_into_tile_in_use",
-         "missing_stream_wait", "missing_host_wait", "buffer_changed_under_copy", "missing_edge_in_graph",
-         "missing_wait_before_graph"]
+         "missing_stream_wait", "missing_host_wait", "buffer_changed_under_copy", "missing_wait_before_graph"]
 
 SETTINGS = [f"ORDER={order} COPY={copy} STREAMS={streams}" for order, copy, streams in itertools.product(
-    ("forward", "reverse", "random", "greedy"), ("issue", "wait", "either"), ("once", "late", "any"))]
-SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=either STREAMS=any SEED=7",
-        "ORDER=greedy COPY=wait STREAMS=late SEED=3 HIDE=1"]
+    ("forward", "reverse", "random", "greedy"), ("issue", "wait"), ("once", "late", "any"))]
+SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=wait STREAMS=any SEED=7",
+        "ORDER=greedy COPY=wait STREAMS=late SEED=3"]
 
 
 def test_every_defect_is_listed(programs):
@@ -195,16 +191,6 @@ def test_correct_twin_passes(programs, name):
 @pytest.mark.parametrize("build, settings", [("plain", s) for s in SOME] + [("address", SOME[1]), ("race", SOME[2])])
 def test_numbers(programs, build, settings):
     assert_numbers(programs, build, settings)
-
-
-def test_only_watched_blocks_are_checked_for_races(programs):
-    """A race between the first two blocks is found if both are watched; unwatched blocks still run."""
-    for watched, seen in (("0", False), ("1", False), ("2", True)):
-        r = run(programs, "race", "race_between_blocks", True, "WATCHED=" + watched)
-        assert bool(re.search(RACE, r.stderr)) == seen, watched + r.stdout + r.stderr
-    for name in ("race_between_blocks", "missing_copy_wait", "deadlock", "bank_conflicts"):
-        r = run(programs, "race", name, False, "WATCHED=0 ORDER=random SEED=3")
-        assert r.returncode == 0 and not r.stderr, r.stdout + r.stderr
 
 
 def test_settings_are_checked(programs):
