@@ -222,42 +222,6 @@ static void test_crossentropy(void) {
     free(losses);
 }
 
-// Divides the rows of x (n,HS) by their Euclidean norms, as the trainer does for q and k with qk=l2 before attention.
-static void l2_rows(float *x, float *inverse, size_t n, size_t HS) {
-    for (size_t i = 0; i < n; i++) {
-        inverse[i] = l2_inverse(x + i * HS, HS);
-        for (size_t c = 0; c < HS; c++) x[i * HS + c] *= inverse[i];
-    }
-}
-
-// The learned scalars of the normalizer, as in the fixtures, and space for the gradients of those that it trains.
-static Scalars test_scalars(ScalarGrads *grads, const LayerAttention *layer, size_t NH, size_t L) {
-    const Normalizer *normalizer = &layer->normalizer;
-    Scalars scalars = {{NULL}};
-    *grads = (ScalarGrads){{NULL}};
-    for (Scalar x = 0; x < SCALAR_COUNT; x++) {
-        size_t n = scalar_size(x, NH, L);
-        float mean, scale, *values;
-        if (!normalizer_has(normalizer, x)) continue;
-        fixture_weight_rule(scalar_names[x], n, &mean, &scale);
-        if (normalizer_trains(normalizer, x)) grads->of[x] = floats(n);
-        else {
-            mean = (float)normalizer_start(normalizer, x, L, layer->window);
-            scale = 0.0f;
-        }
-        scalars.of[x] = values = floats(n);
-        fixture_fill(values, n, scalar_names[x], 0, mean, scale);
-    }
-    return scalars;
-}
-
-static void free_scalars(Scalars scalars, ScalarGrads grads) {
-    for (int x = 0; x < SCALAR_COUNT; x++) {
-        free((void *)scalars.of[x]);
-        free(grads.of[x]);
-    }
-}
-
 // One query at a time, as in generation, gives the same rows; except with -logT, T and T2, where T is the length so
 // far.
 static void check_row_by_row(const float *out, AttentionInput in, Scalars scalars, AttentionShape shape) {
@@ -284,62 +248,16 @@ static void check_row_by_row(const float *out, AttentionInput in, Scalars scalar
     free(scores);
 }
 
-static void test_attention(void) {
-    size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), L = size_of("L");
-    size_t NKV = has_key("kv_heads") ? size_of("kv_heads") : NH, C = NH * HS, K = NKV * HS, n = B * T * C;
-    size_t sizes[3] = {n, B * T * K, B * T * K};
-    int before = failed;
-    char message[1024];
-    AttentionList list;
-    if (!attention_parse(&list, text_of("attn"), 1, message, sizeof message))
-        fail(EXIT_INPUT, "%s: %s", case_name, message);
-    const LayerAttention *layer = attention_at(&list, 0);
-    Normalizer normalizer = layer->normalizer;
-    AttentionShape shape = {&normalizer, B, T, NH, NKV, HS, HS, (int)L, .window = layer->window};
-    ScalarGrads scalar_grads;
-    Scalars scalars = test_scalars(&scalar_grads, layer, NH, L);
-    int32_t *first = calloc(B * T, sizeof *first);
-    for (size_t i = 0; i < B * T && has_key("docs"); i++) first[i] = (int32_t)(i % T - (i % T) % size_of("docs"));
-    if (layer->window) attention_window_starts(first, first, B, T, layer->window);
-    float *x[3], *d[3], *inverse[3], *out = floats(n), *dout = input("dout", n, 1);
-    float *stats = floats(B * NH * T * ROW_STATS), *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
-    for (int i = 0; i < 3; i++) {
-        x[i] = input((const char *[]){"q", "k", "v"}[i], sizes[i], i < 2 ? (float)atof(text_of("scale")) : 2);
-        d[i] = floats(sizes[i]);
-        inverse[i] = floats(sizes[i] / HS);
-        if (i < 2 && normalizer.qk.kind == QK_L2) l2_rows(x[i], inverse[i], sizes[i] / HS, HS);
-    }
-    AttentionInput in = {.q = {x[0], C, HS}, .k = {x[1], K, HS}, .v = {x[2], K, HS}};
-    if (layer->window || has_key("docs")) in.first = first;
-    AttentionInputGrads grads = {{d[0], C, HS}, {d[1], K, HS}, {d[2], K, HS}};
-    attention_forward(out, stats, in, scalars, shape, scratch);
-    attention_backward(grads, scalar_grads, dout, out, stats, in, scalars, shape, scratch);
-    for (size_t i = 0; i < 2 && normalizer.qk.kind == QK_L2; i++)
-        for (size_t r = 0; r < sizes[i] / HS; r++) l2_backward(d[i] + r * HS, x[i] + r * HS, inverse[i][r], HS);
-    double norm = 0, worst = compare("out", out, n, 0, 1e-5);
-    for (size_t i = 0; i < sizes[2]; i++) norm += (double)d[2][i] * d[2][i];
-    // At T = 1 under l1, dq and dk are 0 up to rounding.
-    double floor = (T == 1 ? 5e-2 : 1e-2) * sqrt(norm);
-    worst = largest(worst, compare("dq", d[0], n, floor, 1e-4));
-    worst = largest(worst, compare("dk", d[1], sizes[1], floor, 1e-4));
-    worst = largest(worst, compare("dv", d[2], sizes[2], floor, 1e-4));
-    for (int i = 0; i < SCALAR_COUNT; i++) {
-        char name[32];
-        snprintf(name, sizeof name, "d%s", scalar_names[i]);
-        if (scalar_grads.of[i])
-            worst = largest(worst, compare(name, scalar_grads.of[i], scalar_size(i, NH, L), floor, 1e-4));
-    }
-    check_row_by_row(out, in, scalars, shape);
-    case_done(before, worst);
-    for (int i = 0; i < 3; i++) {
-        free(x[i]);
-        free(d[i]);
-        free(inverse[i]);
-    }
-    free_scalars(scalars, scalar_grads);
-    free(first);
-    free(out);
-    free(dout);
+static void subject_attention(AttentionCase *c) {
+    size_t HS = c->HS, C = c->NH * HS, K = c->NKV * HS;
+    AttentionShape shape = {&c->layer.normalizer, c->B, c->T, c->NH, c->NKV, HS, HS, c->L, .window = c->layer.window};
+    float *stats = floats(c->B * c->NH * c->T * ROW_STATS),
+          *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
+    AttentionInput in = {.q = {c->x[0], C, HS}, .k = {c->x[1], K, HS}, .v = {c->x[2], K, HS}, .first = c->first};
+    AttentionInputGrads grads = {{c->d[0], C, HS}, {c->d[1], K, HS}, {c->d[2], K, HS}};
+    attention_forward(c->out, stats, in, c->scalars, shape, scratch);
+    attention_backward(grads, c->grads, c->dout, c->out, stats, in, c->scalars, shape, scratch);
+    check_row_by_row(c->out, in, c->scalars, shape);
     free(stats);
     free(scratch);
 }

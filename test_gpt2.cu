@@ -14,11 +14,13 @@ static double gradient_bound(const AttentionList *attn) {
     return post.kind == POST_REWEIGHT && post.value < 1 ? 5e-4 : 1e-4;
 }
 #define GRADIENT_BOUND(attn) gradient_bound(attn)
+// Some differences are computed from the output.
+#define ATTENTION_FLOOR(T) ((T) == 1 ? 1e-1 : (T) < 5 ? 3e-2 : 1e-2)
 
 #include "dev/reference/cases.h"
+#include "dev/tests/flash_so.cu"
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -149,214 +151,71 @@ static void subject_end(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention by itself, with q, k and v in one array, as the projection leaves them
-
-typedef std::vector<float> Floats;
-
-// A device array of X with the numbers of host, or with as many zeros.
-template <class X = float>
-static X *on_device(const Floats &host, bool zeros = false) {
-    std::vector<X> numbers(host.size());
-    X *there;
-    for (size_t i = 0; i < host.size(); i++) numbers[i] = X(zeros ? 0.0f : host[i]);
-    CUDA_CHECK(cudaMalloc((void **)&there, host.size() * sizeof(X)));
-    CUDA_CHECK(cudaMemcpy(there, numbers.data(), host.size() * sizeof(X), cudaMemcpyHostToDevice));
-    return there;
-}
+// Attention by itself
 
 template <class X>
-static void from_device_array(Floats &host, X *there) {
-    std::vector<X> numbers(host.size());
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    CUDA_CHECK(cudaMemcpy(numbers.data(), there, host.size() * sizeof(X), cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaFree(there));
-    for (size_t i = 0; i < host.size(); i++) host[i] = (float)numbers[i];
+static void attention_in(AttentionCase *c) {
+    size_t HS = c->HS, C = c->NH * HS, K = c->NKV * HS;
+    std::vector<X> x[3], d[3], dout(c->dout, c->dout + c->sizes[0]), out(c->sizes[0]);
+    for (int i = 0; i < 3; i++) {
+        x[i].assign(c->x[i], c->x[i] + c->sizes[i]);
+        d[i].resize(c->sizes[i]);
+    }
+    FlashTestShape shape = {c->B, c->T, c->NH, c->NKV,   HS,    HS, c->L, C,
+                            K,    K,    C,     c->first, false, {}, 0,    c->layer.window};
+    FlashTestArrays arrays = {x[0].data(), x[1].data(), x[2].data(), dout.data(), c->scalars, out.data(),
+                              d[0].data(), d[1].data(), d[2].data(), NULL,        c->grads,   0};
+    run<X>(&c->layer.normalizer, shape, &arrays);
+    std::copy(out.begin(), out.end(), c->out);
+    for (int i = 0; i < 3; i++) std::copy(d[i].begin(), d[i].end(), c->d[i]);
 }
 
-// The numbers of a case. The learned scalars are indexed by Scalar: empty if the normalizer does not have one, or its
-// gradient if the normalizer does not train it.
-struct AttentionCase {
-    Normalizer normalizer;
-    size_t B, T, NH, NKV, HS, window;
-    int L;
-    Floats qkv, dout, scalars[SCALAR_COUNT], out, dq, dk, dv, scalar_grads[SCALAR_COUNT];
-    Floats starts;    // (B,T): where documents begin; or empty
-};
-
-static Floats filled(const char *name, size_t n, float mean, float scale) {
-    Floats x(n);
-    fixture_fill(x.data(), n, name, 0, mean, scale);
-    return x;
+static void subject_attention(AttentionCase *c) {
+    if (in_bf16) attention_in<bf16>(c);
+    else attention_in<float>(c);
 }
 
-static AttentionCase attention_case(void) {
-    static const char *const PARTS[] = {"q", "k", "v"};
-    AttentionCase a = {};
-    a.B = size_of("B");
-    a.T = size_of("T");
-    a.NH = size_of("heads");
-    a.NKV = size_of(has_key("kv_heads") ? "kv_heads" : "heads");
-    a.HS = size_of("head_size");
-    a.L = (int)size_of("L");
-    size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T;
-    char message[1024];
-    AttentionList list;
-    if (!attention_parse(&list, text_of("attn"), 1, message, sizeof message))
-        fail(EXIT_INPUT, "%s: %s", case_name, message);
-    a.normalizer = attention_at(&list, 0)->normalizer;
-    a.window = attention_at(&list, 0)->window;
-    for (size_t i = 0; i < N && has_key("docs"); i++)
-        a.starts.push_back((float)(i % a.T - (i % a.T) % size_of("docs")));
-    a.qkv.resize(N * W);
-    for (size_t i = 0, at = 0; i < 3; i++) {
-        size_t width = i ? K : C;
-        Floats x = filled(PARTS[i], N * width, 0, i < 2 ? (float)atof(text_of("scale")) : 2.0f);
-        for (size_t t = 0; t < N; t++) std::copy_n(&x[t * width], width, &a.qkv[t * W + at]);
-        at += width;
-    }
-    a.dout = filled("dout", N * C, 0, 1);
-    for (int i = 0; i < SCALAR_COUNT; i++) {
-        Scalar scalar = (Scalar)i;
-        size_t n = scalar_size(scalar, a.NH, (size_t)a.L);
-        float mean, scale;
-        if (!normalizer_has(&a.normalizer, scalar)) continue;
-        fixture_weight_rule(scalar_names[i], n, &mean, &scale);
-        if (normalizer_trains(&a.normalizer, scalar)) a.scalar_grads[i].resize(n);
-        else {
-            mean = (float)normalizer_start(&a.normalizer, scalar, a.L, a.window);
-            scale = 0;
-        }
-        a.scalars[i] = filled(scalar_names[i], n, mean, scale);
-    }
-    return a;
-}
-
-// Forward and backward on the device, in X. RoPE uses zero angles, which leaves only the division by norms, as in the
-// trainer. other_out: NULL, or what the backward pass reads instead of its output
-template <class X>
-static void attention_run(AttentionCase &a, const Floats *other_out = NULL) {
-    size_t C = a.NH * a.HS, K = a.NKV * a.HS, W = C + 2 * K, N = a.B * a.T, angles = a.T * a.HS / 2;
-    bool l2 = a.normalizer.qk.kind == QK_L2;
-    FlashShape shape = {&a.normalizer, a.B, a.T, a.NH, a.NKV, a.HS, a.HS, a.L};
-    shape.window = a.window;
-    Floats dqkv(N * W);
-    a.out.resize(N * C);
-    X *qkv = on_device<X>(a.qkv), *grads = on_device<X>(dqkv), *out = on_device<X>(a.out), *dout = on_device<X>(a.dout);
-    float *stats = on_device(Floats(flash_stats(shape, sizeof(X)))), *norms = on_device(Floats(N * (a.NH + a.NKV))),
-          *counts = on_device(Floats(2));
-    float *cosines = on_device(Floats(angles, 1)), *sines = on_device(Floats(angles));
-    Scalars scalars = {};
-    ScalarGrads scalar_grads = {};
-    for (int i = 0; i < SCALAR_COUNT; i++) {
-        scalars.of[i] = a.scalars[i].empty() ? NULL : on_device(a.scalars[i]);
-        scalar_grads.of[i] = a.scalar_grads[i].empty() ? NULL : on_device(a.scalar_grads[i], true);
-    }
-    int32_t *starts = a.starts.empty() ? NULL : on_device<int32_t>(a.starts), *first = starts;
-    if (a.window) {
-        CUDA_CHECK(cudaMalloc(&first, N * sizeof *first));
-        flash_window_starts(first, starts, a.B, a.T, a.window, stream);
-    }
-    void *scratch;
-    CUDA_CHECK(cudaMalloc(&scratch, flash_scratch(shape, sizeof(X))));
-    CUDA_CHECK(cudaDeviceSynchronize());
-    Rope rope = {a.B, a.T, a.NH, a.NKV, a.HS, cosines, sines, l2};
-    FlashInput<X> in = {{qkv, W, a.HS}, {qkv + C, W, a.HS}, {qkv + C + K, W, a.HS}, first, scalars};
-    X *read = other_out ? on_device<X>(*other_out) : out;
-    rope_forward(qkv, norms, rope, stream);
-    flash_forward<X>({out, C, a.HS}, stats, (unsigned long long *)counts, in, shape, scratch, stream);
-    flash_backward<X>({{grads, W, a.HS}, {grads + C, W, a.HS}, {grads + C + K, W, a.HS}, scalar_grads}, dout,
-                      {read, C, a.HS}, stats, in, shape, scratch, stream);
-    rope_backward(grads, qkv, norms, rope, stream);
-
-    from_device_array(a.out, out);
-    from_device_array(dqkv, grads);
-    Floats *parts[] = {&a.dq, &a.dk, &a.dv};
-    for (size_t i = 0, at = 0; i < 3; i++) {
-        size_t width = i ? K : C;
-        parts[i]->resize(N * width);
-        for (size_t t = 0; t < N; t++) std::copy_n(&dqkv[t * W + at], width, &(*parts[i])[t * width]);
-        at += width;
-    }
-    for (int i = 0; i < SCALAR_COUNT; i++) {
-        if (scalar_grads.of[i]) from_device_array(a.scalar_grads[i], scalar_grads.of[i]);
-        if (scalars.of[i]) CUDA_CHECK(cudaFree((void *)scalars.of[i]));
-    }
-    for (X *x : {qkv, dout}) CUDA_CHECK(cudaFree(x));
-    if (other_out) CUDA_CHECK(cudaFree(read));
-    for (float *x : {stats, norms, counts, cosines, sines}) CUDA_CHECK(cudaFree(x));
-    CUDA_CHECK(cudaFree(scratch));
-    CUDA_CHECK(cudaFree(first));
-    if (first != starts) CUDA_CHECK(cudaFree(starts));
-}
-
-static double length(const Floats &x) {
-    return distance(x.data(), Floats(x.size()).data(), x.size());
-}
-
-// Under l1 with few keys, dq and dk are differences of nearly equal numbers, one of which the kernels compute from the
-// output.
-static double gradient_floor(const AttentionCase &a) {
-    double part = a.T < 5 ? 3e-2 : 1e-2;
-    return (a.T == 1 ? 1e-1 : part) * length(a.dv);
-}
-
-static void test_attention(void) {
-    int before = failed;
-    AttentionCase a = attention_case();
-    attention_run<float>(a);
-    double floor = gradient_floor(a), worst = compare("out", a.out.data(), a.out.size(), 0, 1e-5);
-    worst = largest(worst, compare("dq", a.dq.data(), a.dq.size(), floor, 1e-4));
-    worst = largest(worst, compare("dk", a.dk.data(), a.dk.size(), floor, 1e-4));
-    worst = largest(worst, compare("dv", a.dv.data(), a.dv.size(), floor, 1e-4));
-    for (int i = 0; i < SCALAR_COUNT; i++) {
-        const Floats &x = a.scalar_grads[i];
-        if (!x.empty())
-            worst =
-                largest(worst, compare((std::string("d") + scalar_names[i]).c_str(), x.data(), x.size(), floor, 1e-4));
-    }
-    case_done(before, worst);
-}
-
-static double beside(const char *what, const Floats &x, const Floats &expected, double floor, double bound) {
-    if (x.empty()) return 0;
-    double error = distance(x.data(), expected.data(), x.size());
-    if (error != 0) error /= fmax(length(expected), floor);
+static double beside(const char *what, const float *x, const float *expected, size_t n, double floor, double bound) {
+    double error = distance(x, expected, n);
+    if (error != 0) error /= fmax(distance(expected, std::vector<float>(n).data(), n), floor);
     check(what, error, bound);
     return error;
 }
 
+static void round_to_bf16(float *x, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i] = (float)bf16(x[i]);
+}
+
 // Compares the kernels in bfloat16 with those in float32 on the same inputs, all of which are representable in
-// bfloat16. A power P magnifies rounding P times. With qk=l2, rows of length 1 are rounded once more, which moves some
-// scores to the other side of a phi's corner. The gradients of learned scalars are those for the same output: where
-// rows have one large weight, its rounding to bfloat16 changes D = dO · O and with it these sums more than all other
-// rounding does. (dev/tests/test_flash.py compares with plain PyTorch in bfloat16.)
+// bfloat16. A power P magnifies rounding P times. dev/tests/test_flash.py compares with plain PyTorch in bfloat16, also
+// the gradients of learned scalars.
 static void test_attention_in_bf16(void) {
+    static const char *const GRADIENTS[] = {"dq", "dk", "dv"};
     static char name[256];
     int before = failed;
-    AttentionCase a = attention_case();
-    for (Floats *x : {&a.qkv, &a.dout})
-        for (float &number : *x) number = (float)bf16(number);
-    AttentionCase expected = a;
+    AttentionCase c = attention_case(), expected = attention_case();
+    for (AttentionCase *one : {&c, &expected}) {
+        for (int i = 0; i < 3; i++) round_to_bf16(one->x[i], one->sizes[i]);
+        round_to_bf16(one->dout, one->sizes[0]);
+    }
     snprintf(name, sizeof name, "%s, bfloat16", case_name);
     case_name = name;
-    attention_run<float>(expected);
-    attention_run<bf16>(a);
-    AttentionCase same_out = expected;
-    attention_run<float>(same_out, &a.out);
-    double power = a.normalizer.post.kind == POST_REWEIGHT ? a.normalizer.post.value : 1,
-           bound = 1e-2 * fmax(1, power / 25);
-    double steep = fmax(a.normalizer.qk.kind == QK_L2 ? 1e-1 : 1e-2, 1e-2 * power / 2.5),
-           floor = gradient_floor(expected);
+    in_bf16 = false;
+    attention_pass(&expected);
+    in_bf16 = true;
+    attention_pass(&c);
+    Stage post = c.layer.normalizer.post;
+    double power = post.kind == POST_REWEIGHT ? post.value : 1, bound = 1e-2 * fmax(1, power / 25);
+    double steep = fmax(1e-2, 1e-2 * power / 2.5), floor = attention_floor(&expected);
     // D = dO · O uses an output rounded to bf16. With few keys, the differences d - D are about as small as that
     // rounding.
-    if (a.normalizer.post.kind == POST_REWEIGHT && a.T < 5) steep = fmax(steep, 3e-2);
-    double worst = beside("out", a.out, expected.out, 0, bound);
-    worst = largest(worst, beside("dq", a.dq, expected.dq, floor, steep));
-    worst = largest(worst, beside("dk", a.dk, expected.dk, floor, steep));
-    worst = largest(worst, beside("dv", a.dv, expected.dv, floor, bound));
-    for (int i = 0; i < SCALAR_COUNT; i++)
-        worst = largest(worst, beside(scalar_names[i], a.scalar_grads[i], same_out.scalar_grads[i], floor, 3e-2));
+    if (post.kind == POST_REWEIGHT && c.T < 5) steep = fmax(steep, 3e-2);
+    double worst = beside("out", c.out, expected.out, c.sizes[0], 0, bound);
+    for (int i = 0; i < 3; i++)
+        worst = largest(worst, beside(GRADIENTS[i], c.d[i], expected.d[i], c.sizes[i], floor, i < 2 ? steep : bound));
     case_done(before, worst);
+    attention_free(&c);
+    attention_free(&expected);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // The functions that dev/tests/test_flash.py calls: attention forward and backward on host arrays, with the kernels of
-// attention/flash.h. Only flash.so contains them.
+// attention/flash.h. Only flash.so contains them, and test_gpt2.cu.
 #include "cuda/gpu.cuh"
 
 #include "attention/flash.h"
@@ -33,9 +33,9 @@ typedef struct {
 
 namespace {
 // Device memory, freed at the end.
-struct Device {
+struct DeviceMemory {
     std::vector<void *> all;
-    ~Device() {
+    ~DeviceMemory() {
         for (void *p : all) CUDA_CHECK(cudaFree(p));
     }
     void *take(size_t bytes) {
@@ -74,7 +74,7 @@ FlashInputGrads<X> grads_of(const FlashTestShape *x, X *dq, X *dk, X *dv, Scalar
 
 template <class X>
 void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays *a) {
-    Device device;
+    DeviceMemory device;
     FlashShape shape = shape_of(normalizer, &x);
     size_t rows = x.B * x.T, stats_size = rows * x.NH * FLASH_STATS, kept = flash_stats(shape, sizeof(X));
     const X *q = device.copy((const X *)a->q, rows * x.q_row), *k = device.copy((const X *)a->k, rows * x.k_row);
