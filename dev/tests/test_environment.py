@@ -231,13 +231,6 @@ def test_threads(data, run, program):
     assert shown([*flags, "--threads", "0"], "2") == 2
 
 
-def test_threads_may_change_on_resume(data, tmp_path):
-    out = tmp_path / "out"
-    assert "2 threads on 1 rank" in train(data, "--steps", 1, "--threads", 2, "--out", out)
-    assert "2 threads on 1 rank" in train(data, "--steps", 2, "--out", out, "--resume")
-    assert "1 thread on 1 rank" in train(data, "--steps", 3, "--threads", 1, "--out", out, "--resume")
-
-
 def test_threads_of_ranks(data):
     assert "2 threads on 2 ranks" in train(data, "--steps", 1, "--threads", 2, processes=2)
 

@@ -98,17 +98,6 @@ def recorded(out, step):
             rope.get("factor"))
 
 
-def test_a_run_keeps_its_scaling(data, tmp_path):
-    out = tmp_path / "out"
-    train(data, "--rope-scaling", "linear:2.50", "--steps", 2, "--out", out)
-    assert recorded(out, 2) == ("linear:2.5", "linear", 2.5)
-    train(data, "--resume", "--steps", 3, "--out", out)
-    train(data, "--resume", "--steps", 4, "--out", out, "--rope-scaling", "linear:2.5")
-    assert recorded(out, 4) == ("linear:2.5", "linear", 2.5)
-    message = train(data, "--resume", "--steps", 5, "--out", out, "--rope-scaling", "none", code=2)
-    assert "--rope-scaling is none, but the run started with linear:2.5" in message
-
-
 def test_a_run_of_an_older_version(data, tmp_path):
     """Its run.json has no scaling."""
     out = tmp_path / "out"
