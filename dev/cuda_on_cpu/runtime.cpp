@@ -6,13 +6,10 @@
 
 #include <cxxabi.h>
 #include <dlfcn.h>
-#include <elf.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -694,45 +691,14 @@ static cudaError_t copy(const char *name, void *to, const void *from, Rows rows,
     return cudaSuccess;
 }
 
-// ---- kernels' names, from the symbol table of the file that they are in (a static function is in no other table)
-
-static std::string symbol_at(const char *file, size_t bytes, uintptr_t address) {
-    const Elf64_Ehdr *header = (const Elf64_Ehdr *)file;
-    const Elf64_Shdr *sections = (const Elf64_Shdr *)(file + header->e_shoff);
-    if (bytes < sizeof *header || memcmp(file, ELFMAG, SELFMAG) != 0 ||
-        header->e_shoff + header->e_shnum * sizeof *sections > bytes)
-        return "";
-    for (int i = 0; i < header->e_shnum; i++) {
-        if (sections[i].sh_type != SHT_SYMTAB) continue;
-        const Elf64_Sym *symbols = (const Elf64_Sym *)(file + sections[i].sh_offset);
-        const char *names = file + sections[sections[i].sh_link].sh_offset;
-        for (size_t j = 0; j < sections[i].sh_size / sizeof *symbols; j++)
-            if (symbols[j].st_value == address && ELF64_ST_TYPE(symbols[j].st_info) == STT_FUNC)
-                return names + symbols[j].st_name;
-    }
-    return "";
-}
+// ---- kernels' names, for which a program has to be linked with -rdynamic
 
 static std::string read_kernel_name(const void *kernel) {
     Dl_info info;
-    struct stat status;
-    std::string name;
-    if (!dladdr(kernel, &info)) return "a kernel";
-    int file = open(strchr(info.dli_fname, '/') ? info.dli_fname : "/proc/self/exe", O_RDONLY);
-    if (file >= 0 && fstat(file, &status) == 0) {
-        size_t bytes = (size_t)status.st_size;
-        const char *map = (const char *)mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, file, 0);
-        if (map != MAP_FAILED) {
-            bool moved = ((const Elf64_Ehdr *)map)->e_type == ET_DYN;
-            name = symbol_at(map, bytes, (uintptr_t)kernel - (moved ? (uintptr_t)info.dli_fbase : 0));
-            munmap((void *)map, bytes);
-        }
-    }
-    if (file >= 0) close(file);
-    if (name.empty()) return "a kernel";
+    if (!dladdr(kernel, &info) || info.dli_saddr != kernel) return "a kernel";
     int failed;
-    char *readable = abi::__cxa_demangle(name.c_str(), NULL, NULL, &failed);
-    if (!failed) name = readable;
+    char *readable = abi::__cxa_demangle(info.dli_sname, NULL, NULL, &failed);
+    std::string name = failed ? info.dli_sname : readable;
     free(readable);
     return name;
 }

@@ -51,7 +51,7 @@ def build_programs(folder, test):
 
     def build(name, flags):
         done = subprocess.run([CXX, *FLAGS, *flags, *include, "-x", "c++", HERE / test, "-x", "none", ROOT / emulator,
-                               "-o", folder / name, "-ldl", "-lpthread"], capture_output=True, text=True)
+                               "-o", folder / name, "-rdynamic", "-ldl", "-lpthread"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
