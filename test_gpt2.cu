@@ -27,7 +27,7 @@ static double gradient_bound(const AttentionList *attn) {
 // The trainer under test
 
 static cudaStream_t stream;
-static bool in_bf16, recompute;    // what main() wants of the subject
+static bool in_bf16;    // what main() wants of the subject
 static ModelConfig subject_config;
 static TrainOptions subject_options;
 static ModelOf<float> subject_in_float32;
@@ -49,7 +49,6 @@ static void subject_start(const ModelConfig *config, const TensorList *list, siz
     subject->config = &subject_config;
     subject->list = *list;
     subject->stream = stream;
-    subject_options.recompute = recompute;
     subject_options.deterministic = true;
     subject->o = &subject_options;
     IntList lengths = {{(int64_t)T}, 1};
@@ -221,64 +220,32 @@ static void test_attention_in_bf16(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks beyond the cases
 
-// Compares the losses and norms of ten steps, in bfloat16 or with --recompute, with those of the reference.
-static void test_steps(void) {
+// Compares the losses and norms of four steps in bfloat16 with those of the reference. After that, rounding has made it
+// a different run.
+static void test_steps_in_bf16(void) {
     static char name[256];
-    ModelCase c;
-    Error error;
-    char message[256];
-    float losses[64], norms[64];
-    size_t steps = size_of("steps");
+    size_t steps = std::min<size_t>(size_of("steps"), 4);
     int before = failed;
-    double worst = 0;
     if (!steps || strstr(case_name, "v50257")) return;
-    memset(&c, 0, sizeof c);
-    c.B = size_of("B");
-    c.T = size_of("T");
-    if (!model_parse(&c.config, text_of("model"), &error)) fail_with(&error);
-    c.config.seq_len = size_of("L");
-    if (!attention_parse(&c.config.attn, text_of("attn"), c.config.layers, message, sizeof message))
-        fail(EXIT_INPUT, "%s: %s", case_name, message);
-    read_answer("losses", losses, 64);
-    read_answer("grad_norms", norms, 64);
-    snprintf(name, sizeof name, "%s, %s", case_name, in_bf16 ? "bfloat16" : "recomputed");
-    case_name = name;
-    c.list = tensors_of(&c.config, NULL, 0);
-    subject_start(&c.config, &c.list, c.B, c.T);
-    fill_weights(&c);
-    size_t N = c.B * c.T;
-    double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
+    snprintf(name, sizeof name, "%s, bfloat16", case_name);
+    ModelCase c = model_start();
     // A power of 15 magnifies rounding 15 times.
     bool steep = normalizer_of(&c.config, 0)->post.kind == POST_REWEIGHT;
-    double loss_bound = in_bf16 ? 1e-2 : 1e-5;
-    if (in_bf16 && steps > 4) steps = 4;    // after that, rounding has made it a different run
-    for (size_t s = 0; s < steps; s++) {
-        int32_t *batch = take_batch(&c, s);
-        double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N,
-               size = subject_norm();
-        worst = largest(worst, relative(loss, losses[s]));
-        check("a training loss", relative(loss, losses[s]), loss_bound);
-        check("a gradient norm", relative(size, norms[s]), in_bf16 ? (s || steep ? 0.3 : 8e-2) : 1e-4);
-        subject_update(clip, {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1});
-        free(batch);
-    }
+    const double bounds[] = {1e-2, steep ? 0.3 : 8e-2, 0.3};
+    double worst = check_steps(&c, steps, bounds);
+    case_name = name;
     case_done(before, worst);
-    subject_end();
-    tensors_free(&c.list);
+    model_end(&c);
 }
 
 int main(int argc, char **argv) {
     static const CaseKind KINDS[] = {{"model", test_model}, {"attention", test_attention}},
-                          STEPS[] = {{"model", test_steps}};
-    static const CaseKind IN_BF16[] = {{"model", test_steps}, {"attention", test_attention_in_bf16}};
+                          IN_BF16[] = {{"model", test_steps_in_bf16}, {"attention", test_attention_in_bf16}};
     const char *word = argc > 1 ? argv[1] : "";
     program_name = "test_gpt2cu";
     device_start();
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     run_cases(KINDS, 2, word, true);
-    recompute = true;
-    run_cases(STEPS, 1, word, true);
-    recompute = false;
     in_bf16 = true;
     run_cases(IN_BF16, 2, word, true);
     return cases_end();
