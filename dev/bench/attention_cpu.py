@@ -34,12 +34,6 @@ sys.path[:0] = [str(ROOT / "build/python"), str(ROOT / "dev/reference")]
 HEADS, SIZE = 12, 64
 
 
-def presets():
-    """From the program's own table."""
-    text = subprocess.run([ROOT / "train_gpt2", "--attn", "help"], capture_output=True, text=True, check=True).stdout
-    return [row.split()[0] for row in text.split("\n\n")[1].splitlines()[1:]]
-
-
 def sequences(T):
     return max(1, 1024 // T)
 
@@ -304,15 +298,14 @@ def main():
     options = parser.parse_args()
     options.variants = options.variants.split(",")
     os.chdir(ROOT)
-    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu", "train_gpt2"], check=True,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
     if options.overhead:
         return print_overhead()
-    names = options.attn.split(",") if options.attn else presets()
-    for flag, unknown in (("--attn", set(names) - set(presets())), ("--variants", set(options.variants) - {*VARIANTS})):
-        if unknown:
-            parser.error(f"{flag}: unknown: {', '.join(sorted(unknown))}")
+    from attn_c import PRESETS
+    names = options.attn.split(",") if options.attn else PRESETS
+    if unknown := {*names, *options.variants} - {*PRESETS, *VARIANTS}:
+        parser.error(f"--attn or --variants: unknown: {', '.join(sorted(unknown))}")
     lengths = [int(T) for T in options.lengths.split(",")]
     found = measure(names, lengths, options)
     print_table([row(name, T, found[name, T], found.get(("softmax", T), [])) for T in lengths for name in names])
