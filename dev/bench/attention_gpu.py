@@ -501,11 +501,11 @@ def graphs(calls):
             with torch.cuda.graph(graph, pool=captured[0].pool() if captured else None):
                 call()
             captured.append(graph)
-        return [graph.replay for graph in captured], True
+        return [graph.replay for graph in captured]
     except RuntimeError as error:
         print(f"  no graph: {str(error).splitlines()[0]}", flush=True)
         torch.cuda.synchronize()
-        return calls, False
+        return calls
 
 
 def milliseconds(calls, seconds):
@@ -543,12 +543,7 @@ class Timed:
         self.record["peak_gb"] = variant.peak_gb()
         passes = [[lambda i=i: variant.forward(i) for i in range(sets)],
                   [lambda i=i: variant.both(i) for i in range(sets)]]
-        self.record["graph"] = False
-        if not DRY:
-            passes = [graphs(calls) for calls in passes]
-            self.record["graph"] = all(good for _, good in passes)
-            passes = [calls for calls, _ in passes]
-        self.passes = passes
+        self.passes = passes if DRY else [graphs(calls) for calls in passes]
 
     def round(self, seconds):
         forward, both = self.passes

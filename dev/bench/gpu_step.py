@@ -120,35 +120,22 @@ def mark():
     if DRY:
         return time.perf_counter()
     import torch
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event()
     event.record()
     return event
-
-
-def between(marks):
-    """Waits for the device; returns the milliseconds from each mark to the next."""
-    if DRY:
-        return [1e3 * (b - a) for a, b in zip(marks, marks[1:])]
-    import torch
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
 
 
 def ceilings(task):
     """This device's ceilings: bytes per second of a large copy (read and written), and FLOP/s of a large bf16 matmul of
     random numbers. And whether attention's backward pass undoes RoPE here, too."""
     import torch
+    from torch.utils.benchmark import Timer
     size, n = (1 << 20, 256) if DRY else (1 << 31, 8192)
     a, b = (torch.randn(n, n, device=device()).bfloat16() for _ in range(2))
     source, target = (torch.empty(size, dtype=torch.uint8, device=device()) for _ in range(2))
     best = {}
     for name, amount, call in (("bytes", 2 * size, lambda: target.copy_(source)), ("flops", 2 * n ** 3, lambda: a @ b)):
-        call(), call()
-        marks = [mark()]
-        for _ in range(20):
-            call()
-            marks.append(mark())
-        best[name] = amount / (1e-3 * statistics.median(between(marks)))
+        best[name] = amount / Timer("call()", globals={"call": call}).timeit(20).mean
     wgmma = not DRY and torch.cuda.get_device_capability()[0] == 9 and os.environ.get("FLASH90") != "0"
     return best | {"undoes_rope": wgmma}
 
