@@ -17,7 +17,8 @@ import pytest
 
 import jobs
 from calls import call, prepare
-from trainer import LAUNCH, ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, steps, train
+from trainer import (LAUNCH, ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, script_of, steps,
+                     train)
 
 USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
 PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
@@ -281,12 +282,11 @@ def test_mpicc_of_any_mpi(tmp_path, shown, ranks):
     """MPICH's knows -show, not --showme. If its flags do not work, the programs are built for one rank."""
     if ranks and not shutil.which("mpicc"):
         pytest.skip("needs mpicc")
-    (tmp_path / "mpicc").write_text(f"#!/bin/sh\n[ \"$1\" = -show ] || exit 1\n{shown}\n")
-    (tmp_path / "mpicc").chmod(0o755)
-    result = make(tmp_path, "help", f"MPICC={tmp_path / 'mpicc'}")
+    mpicc = script_of(tmp_path / "mpicc", f'[ "$1" = -show ] || exit 1\n{shown}')
+    result = make(tmp_path, "help", f"MPICC={mpicc}")
     assert result.returncode == 0 and ("yes MPI" in result.stdout) == ranks
     assert ("building without ranks" in result.stderr) != ranks
-    lines = make(tmp_path, "-n", "all", f"MPICC={tmp_path / 'mpicc'}").stdout
+    lines = make(tmp_path, "-n", "all", f"MPICC={mpicc}").stdout
     assert ("-DUSE_MPI" in lines) == ranks
 
 
@@ -338,8 +338,7 @@ def copied_setup(folder, programs=()):
     (folder / "bin").mkdir()
     shutil.copy(ROOT / "scripts/setup.sh", folder / "scripts")
     for name, text in dict(programs).items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
+        script_of(folder / "bin" / name, text, "bash")
     return lambda *words, **env: subprocess.run(
         [folder / "scripts/setup.sh", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} | env)
@@ -385,17 +384,13 @@ def test_setup_despite_settings_of_python_and_pip(tmp_path):
 
 def test_an_interrupted_setup_goes_on(tmp_path):
     """scripts/setup_cuda.sh, killed while it copies what it has downloaded, finishes the copy in its next call."""
-    def program(name, text):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-    (tmp_path / "scripts").mkdir()
+    for folder in "scripts", "bin", ".venv/bin":
+        (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts/setup_cuda.sh", tmp_path / "scripts")
     (tmp_path / "Makefile").write_text("lacking:\n\t@test -e .cuda/nvidia/nvcc || echo toolkit\n")
-    program(".venv/bin/python", """[ "$3" = --version ] || { echo pip >> log; mkdir -p .cuda/new/nvidia
+    script_of(tmp_path / ".venv/bin/python", """[ "$3" = --version ] || { echo pip >> log; mkdir -p .cuda/new/nvidia
                                 echo a > .cuda/new/nvidia/header; echo b > .cuda/new/nvidia/nvcc; }""")
-    program("bin/cp", "mkdir .cuda/nvidia; : > .cuda/nvidia/header; kill -9 $PPID")
+    script_of(tmp_path / "bin/cp", "mkdir .cuda/nvidia; : > .cuda/nvidia/header; kill -9 $PPID")
     for path, code in ((f"{tmp_path}/bin:", -9), ("", 0), ("", 0)):
         done = subprocess.run([tmp_path / "scripts/setup_cuda.sh"], capture_output=True, text=True,
                               env=os.environ | {"PATH": path + os.environ["PATH"]})

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import byte_text
 from jobs import start, wait_for_line
-from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, says, sign,
-                     steps, tokens, train, write_shard)
+from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, says,
+                     script_of, sign, steps, tokens, train, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY = 2, 3, 4, 5, 6, 7
 
@@ -736,10 +736,7 @@ def test_ranks_that_find_different_checkpoints(data, run, tmp_path):
     """Each rank gets a folder of its own, in which one of them has a newer checkpoint."""
     other = shutil.copytree(run, f"{run}1")
     shutil.rmtree(checkpoint(other, 4))
-    program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {TRAIN} "$@"\n'
-                       f'exec {TRAIN} "$@" --out {other}\n')
-    program.chmod(0o755)
+    program = on_each_rank(tmp_path / "program", "", f"--out {other}")
     text = resume(data, run, "--batch", 2, processes=2, code=PEER, program=program)
     says(text, "some ranks find step 4 in", "others step 2", "same --out folder")
     assert text.count("train_gpt2: ") == 1, text
@@ -748,9 +745,7 @@ def test_ranks_that_find_different_checkpoints(data, run, tmp_path):
 def on_each_rank(path, *flags):
     """Writes a program that trains with more flags, of its own on each rank."""
     cases = " ".join(f"{rank}) set -- \"$@\" {words};;" for rank, words in enumerate(flags))
-    path.write_text(f'#!/bin/sh\ncase $OMPI_COMM_WORLD_RANK in {cases} esac\nexec {TRAIN} "$@"\n')
-    path.chmod(0o755)
-    return path
+    return script_of(path, f'case $OMPI_COMM_WORLD_RANK in {cases} esac\nexec {TRAIN} "$@"')
 
 
 def test_an_error_of_one_rank_before_it_knows_the_others(data, tmp_path):
@@ -786,11 +781,10 @@ def test_ranks_of_different_builds(data, tmp_path):
     ours, other = TRAIN.read_bytes(), tmp_path / "other"
     other.write_bytes(ours.replace(b"of commit ", b"of commit_"))
     other.chmod(0o755)
-    program = tmp_path / "program"
     for second, code, message in ((other, USAGE, "rank 1: the build is of commit_"),
                                   (f"env ONEDNN_MAX_CPU_ISA=SSE41 {TRAIN}", 0, "the matmuls of rank 1 use other")):
-        program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 1 ] || exec {TRAIN} "$@"\nexec {second} "$@"\n')
-        program.chmod(0o755)
+        program = script_of(tmp_path / "program",
+                            f'[ $OMPI_COMM_WORLD_RANK = 1 ] || exec {TRAIN} "$@"\nexec {second} "$@"')
         text = train(data, "--steps", 1, processes=2, program=program, code=code)
         assert (message in text) == (code == USAGE or b"libdnnl" in ours), text
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import pytest
 
-from trainer import ROOT, TRAIN, assert_same_run, checkpoint, says, steps, train
+from trainer import ROOT, TRAIN, assert_same_run, checkpoint, says, script_of, steps, train
 
 FLAGS = ["--batch", 1, "--steps", 12, "--ckpt-every", 2, "--keep", 0]
 ZERO = ["--zero", 1, "--dtype", "bf16"]
@@ -32,10 +32,8 @@ def library(tmp_path_factory):
 
 def with_faults(program, library, path, setting=""):
     """Writes a script that runs a program with the library; as rank 1 with a setting, too."""
-    path.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" != 1 ] || export LC_ALL=C {setting}\n'
-                    f'LD_PRELOAD={library} exec {program} "$@"\n')
-    path.chmod(0o755)
-    return path
+    return script_of(path, f'[ "$OMPI_COMM_WORLD_RANK" != 1 ] || export LC_ALL=C {setting}\n'
+                           f'LD_PRELOAD={library} exec {program} "$@"')
 
 
 @pytest.fixture

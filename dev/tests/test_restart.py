@@ -12,7 +12,7 @@ import pytest
 
 import machines
 from jobs import alive, finish, line_count, ranks_of, start, wait_for, wait_for_line
-from trainer import LAUNCH, STOP_SIGNALS, assert_same_run, command, environment, train
+from trainer import LAUNCH, STOP_SIGNALS, assert_same_run, command, environment, script_of, train
 
 STEPS = 1000
 FLAGS = ["--steps", STEPS, "--ckpt-every", 50, "--batch", 2, "--lr", 0.0005]
@@ -74,27 +74,23 @@ def test_a_stop_between_a_death_and_the_restart(data, tmp_path):
 
 def test_a_stop_at_the_moment_of_the_end(tmp_path):
     """The program asks for a stop and ends before it arrives: its own exit code remains that of the job."""
-    program = tmp_path / "program"
-    program.write_text('#!/bin/sh\ntrap "" USR1\nkill -TERM $PPID\nexit 75\n')
-    program.chmod(0o755)
+    program = script_of(tmp_path / "program", 'trap "" USR1\nkill -TERM $PPID\nexit 75')
     for _ in range(10):
-        result = subprocess.run([str(LAUNCH), "--restart", "3", "1", str(program), "--out", "out"], cwd=tmp_path,
+        result = subprocess.run([str(LAUNCH), "--restart", "3", "1", program, "--out", "out"], cwd=tmp_path,
                                 capture_output=True, text=True, timeout=60)
         assert (result.returncode, result.stdout, result.stderr) == (75, "", "")
 
 
 def test_a_report_after_the_end_of_a_job(tmp_path):
     """A rank's report of a vanished machine that comes after the end of its job does not end or fail the next one."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text("""#!/bin/sh
+    mpirun = script_of(tmp_path / "mpirun", """
         [ ! -e started ] || exit 0
         touch started
         (sleep 0.5; echo "no heartbeat from rank 1" >&2) &
         exit 6""")
-    mpirun.chmod(0o755)
     (tmp_path / "hosts").write_text("one\ntwo\n")
     result = subprocess.run([str(LAUNCH), "--restart", "3", "2", "true", "--out", "out"], cwd=tmp_path, text=True,
-                            env=environment(MPIRUN=str(mpirun), HOSTFILE="hosts", PAUSE="0.3", SLURM_JOB_ID="7"),
+                            env=environment(MPIRUN=mpirun, HOSTFILE="hosts", PAUSE="0.3", SLURM_JOB_ID="7"),
                             capture_output=True, timeout=60)
     assert result.returncode == 0 and result.stderr.count("Restart ") == 1, result.stderr
 
@@ -103,18 +99,16 @@ def test_a_report_after_the_end_of_a_job(tmp_path):
 @pytest.mark.parametrize("restarts, waits", [(0, "sleep 0.1"), (1, "sleep 2 & wait"), (0, "sleep 2 &")])
 def test_an_mpirun_that_outlives_its_ranks(tmp_path, restarts, waits):
     """As a deadlock of Open MPI's does: its ranks have ended, but it never will."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"#!/bin/sh\n{waits}\nexec sleep 1000\n")
-    mpirun.chmod(0o755)
-    text = launch("--restart", restarts, 2, "true", "--out", "x", code=6, MPIRUN=str(mpirun))
+    mpirun = script_of(tmp_path / "mpirun", f"{waits}\nexec sleep 1000")
+    text = launch("--restart", restarts, 2, "true", "--out", "x", code=6, MPIRUN=mpirun)
     assert text.count("mpirun was killed: it started no rank, or was still running 10 s after") == restarts + 1
     assert ("Restart 1 of 1" in text) == bool(restarts)
 
 
-def started(tmp_path, mpirun):
-    """launch.sh with this mpirun, which has created the file `started`."""
-    mpirun.chmod(0o755)
-    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=str(mpirun)),
+def started(tmp_path, text):
+    """launch.sh with a script as mpirun, which has created the file `started`."""
+    mpirun = script_of(tmp_path / "mpirun", text, "bash")
+    process = subprocess.Popen([str(LAUNCH), "2", "true"], env=environment(MPIRUN=mpirun),
                                preexec_fn=machines.end_with_parent)
     wait_for((tmp_path / "started").exists, "mpirun")
     return process
@@ -124,27 +118,23 @@ def started(tmp_path, mpirun):
 def test_a_stop_that_mpirun_drops(tmp_path, dropped):
     """As it does for ranks that it has not started yet. Stops are repeated while a rank lives, and this one ends with
     the next."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"""#!/bin/bash
+    process = started(tmp_path, f"""
         sleep 60 & rank=$!
         trap 'count=$((count + 1)); [ $count -le {dropped} ] || {{ kill $rank; exit 75; }}' USR1
         touch {tmp_path}/started
         while :; do sleep 0.1; done""")
-    process = started(tmp_path, mpirun)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 75
 
 
 def test_stops_after_the_first(tmp_path):
     """mpirun gets one signal, because another one would end it once its ranks have ended."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"""#!/bin/bash
+    process = started(tmp_path, f"""
         sleep 60 & rank=$!
         trap 'kill $rank; trap - USR1; sleep 1; exit 75' USR1
         sleep 4
         touch {tmp_path}/started
         while :; do sleep 0.1; done""")
-    process = started(tmp_path, mpirun)
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.01)
@@ -155,9 +145,7 @@ def test_stops_after_the_first(tmp_path):
                                                    ("sleep 1000 &", [signal.SIGINT] * 2, 137)])
 def test_an_mpirun_that_no_signal_ends(tmp_path, starts, signals, code):
     """As when it could not start its ranks."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"#!/bin/sh\ntrap '' USR1 USR2\n{starts}\necho $$ > {tmp_path}/started\nexec sleep 1000\n")
-    process = started(tmp_path, mpirun)
+    process = started(tmp_path, f"trap '' USR1 USR2\n{starts}\necho $$ > {tmp_path}/started\nexec sleep 1000")
     for number in signals:
         time.sleep(1.2)
         process.send_signal(number)
@@ -168,9 +156,7 @@ def test_an_mpirun_that_no_signal_ends(tmp_path, starts, signals, code):
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun")
 def test_a_rank_that_ends_long_before_the_others(tmp_path):
     """As one that has --help, or that hangs once it has left MPI."""
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 1 ] || exec sleep 1000\n")
-    program.chmod(0o755)
+    program = script_of(tmp_path / "program", "[ $OMPI_COMM_WORLD_RANK = 1 ] || exec sleep 1000")
     text = launch(3, program, code=137, LATE="2")
     assert "launch.sh: 2 s ago the first of these ranks ended: 1. The others" in text and "are killed: 0 2\n" in text
 
@@ -190,11 +176,12 @@ def test_closed_outputs():
 
 def failing(tmp_path, *codes):
     """A program that ends with these exit codes, one after the other, and prints its flags."""
-    program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\ncd {tmp_path}\necho . >> count\necho "flags $*"\n'
-                       f'set -- {" ".join(map(str, codes))}\nshift $(($(wc -l < count) - 1))\nexit $1\n')
-    program.chmod(0o755)
-    return program
+    return script_of(tmp_path / "program", f"""cd {tmp_path}
+        echo . >> count
+        echo "flags $*"
+        set -- {" ".join(map(str, codes))}
+        shift $(($(wc -l < count) - 1))
+        exit $1""")
 
 
 def launch(*words, code, **variables):
