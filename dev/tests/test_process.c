@@ -1,6 +1,6 @@
 // process: sums, broadcasts and stops of several ranks, started by scripts/launch.sh from the folder of the Makefile;
-// what happens when one of them hangs; the mode of a program's threads. Without MPI only the tests
-// of a single process run. Each worker is this program itself, with a word as its argument.
+// what happens when one of them hangs; the mode of a program's threads. Without MPI only the tests of a single process
+// run. Each worker is this program itself, with a word as its argument.
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>

@@ -90,21 +90,6 @@ def test_a_mixture_continues(data, tmp_path):
     assert "the train data differs from the run's" in train(parts, *flags, *out, code=2)
 
 
-def test_the_schedule_continues(data, tmp_path):
-    """Under a schedule that depends on the last step, from a checkpoint in the middle; metrics after it are
-    truncated."""
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    flags = ["--steps", 20, "--schedule", "cosine", "--ckpt-every", 7, "--keep", 0, *validation(data)]
-    train(data, *flags, "--out", whole)
-    shutil.copytree(whole, again)
-    for step in (14, 20):
-        shutil.rmtree(checkpoint(again, step))
-    with open(again / "metrics.jsonl", "a") as file:
-        file.write('{"step": 21, "tok')       # what a kill leaves behind
-    train(data, *flags, "--out", again, "--resume")
-    assert_same_run(whole, again, 20)
-
-
 def test_resume_starts_a_run_in_an_empty_folder(data, tmp_path):
     """Its name is printed as escapes if it has characters that act on a terminal."""
     plain, fresh, empty = tmp_path / "plain", tmp_path / "fresh", tmp_path / "empty\x1b[2J\u202e"
@@ -381,17 +366,10 @@ def test_a_resume_on_a_cpu_keeps_the_flags_of_gpus(data, tmp_path):
     assert (kept["zero"], kept["reduce-dtype"], kept["steps"]) == (True, "bf16", 3)
 
 
-@pytest.mark.parametrize("where", ["accumulation", "validation"])
-def test_a_stop_takes_effect_within_a_step(tmp_path, where):
-    """A step or a validation that would take minutes is abandoned at once, and the work before it is saved."""
-    out = tmp_path / "out"
-    windows = {"train": 1_000_001 if where == "accumulation" else 100, "val": 2_000_000}
-    for split, count in windows.items():
-        write_shard(tmp_path / f"d_{split}_000000.bin", np.zeros(8 * count + 1, "<u2"))
-    if where == "accumulation":
-        flags = ["--batch", 1, "--total-batch-tokens", 8_000_000]
-    else:
-        flags = ["--val-data", tmp_path / "d_val_000000.bin", "--val-every", 1, "--val-tokens", 10 ** 9]
+def test_a_stop_takes_effect_within_a_step(tmp_path):
+    """A step that would take minutes is abandoned at once. For validations: test_stops.py"""
+    out, flags = tmp_path / "out", ["--batch", 1, "--total-batch-tokens", 8_000_000]
+    write_shard(tmp_path / "d_train_000000.bin", np.zeros(8_000_009, "<u2"))
     process = start(command(tmp_path, *flags, "--steps", 3, "--out", out))
     wait_for_line(process, "starts at step")
     time.sleep(1)
@@ -399,7 +377,7 @@ def test_a_stop_takes_effect_within_a_step(tmp_path, where):
     asked = time.time()
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 75 and time.time() - asked < 10, text
-    assert steps(out) == [0 if where == "accumulation" else 1]
+    assert steps(out) == [0]
 
 
 def test_a_glob_with_a_space(tmp_path):

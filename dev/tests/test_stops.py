@@ -468,17 +468,6 @@ def test_a_tokenizer_is_taken_from_where_it_is_whole(data, tmp_path, keep, attem
     assert (checkpoint(out, 4) / "tokenizer.json").exists()
 
 
-def test_a_tokenizer_that_only_the_run_has(data, tmp_path):
-    """It goes from checkpoint to checkpoint, although the one that a resume found it in is removed."""
-    folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "out"
-    byte_text.write_tokenizer(folder)
-    flags = ["--out", out, "--model", MODEL.replace("vocab=97", "vocab=300"), "--ckpt-every", 1, "--keep", 1]
-    train(folder, *flags, "--steps", 1)
-    (folder / "tokenizer.json").unlink()
-    train(folder, *flags, "--steps", 4, "--resume")
-    assert not checkpoint(out, 1).exists() and (checkpoint(out, 4) / "tokenizer.json").exists()
-
-
 @pytest.mark.parametrize("name, target, wrong", [
     ("tokenizer.json", "outside", True), ("tokenizer.json", "inside", False), ("tokenizer.json", "snapshots", False),
     ("tokenizer.json", "blobs that are a link", True), ("tokenizer_config.json", "outside", True),
