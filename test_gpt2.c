@@ -285,45 +285,56 @@ static void test_adamw(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks that need no reference
 
+static double entry(Matrix x, size_t row, size_t column) {
+    size_t at = x.transposed ? column * x.ld + row : row * x.ld + column;
+    return x.bf16 ? bf16_to_float(x.bf16[at]) : x.f32[at];
+}
+
+typedef struct {
+    size_t M, N, K;
+    size_t row_step, column_step;    // one of so many rows and columns is compared
+} MatmulSizes;
+
+// The relative error of C (M,N), which should be times A·B + start, by norm.
+static double matmul_error(const float *c, MatmulSizes z, Matrix A, Matrix B, double times, double start) {
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < z.M; i += z.row_step) {
+        for (size_t j = i % z.column_step; j < z.N; j += z.column_step) {
+            double sum = start;
+            for (size_t p = 0; p < z.K; p++) sum += times * entry(A, i, p) * entry(B, p, j);
+            difference += (c[i * z.N + j] - sum) * (c[i * z.N + j] - sum);
+            norm += sum * sum;
+        }
+    }
+    return sqrt(difference / norm);
+}
+
 // The error of one matmul, compared with plain loops over the rounded inputs; infinity if there is no such primitive.
 // The bits of kind: A is transposed, B is transposed, C is added to, A is stored in bfloat16. `primitive`: by a
 // primitive of oneDNN, and all in float32.
 static double bf16_matmul_error(const Gemm *mm, size_t M, size_t N, size_t K, int kind, bool primitive) {
-    bool ta = kind & 1, tb = kind & 2, add = kind & 4;
+    bool ta = kind & 1, tb = kind & 2, add = kind & 4, done = true;
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
     uint16_t *rounded_a = malloc(M * K * sizeof *rounded_a), *rounded_b = malloc(K * N * sizeof *rounded_b);
     for (size_t i = 0; i < M * K; i++) rounded_a[i] = bf16_from_float(a[i]);
     for (size_t i = 0; i < K * N; i++) rounded_b[i] = bf16_from_float(b[i]);
     for (size_t i = 0; i < M * N; i++) c[i] = add ? 1.0f : NAN;
     Matrix A = {.f32 = a, .ld = ta ? M : K, .transposed = ta}, B = {.f32 = b, .ld = tb ? K : N, .transposed = tb};
-    bool done = true;
     if (primitive) {
         done = gemm_by_primitive(mm, M, N, K, A, B, add, c, N);
     } else {
         A.bf16 = kind & 8 ? rounded_a : NULL;
         B.bf16 = rounded_b;
         gemm_run(mm, M, N, K, A, B, add, c, N);
+        A.bf16 = rounded_a;
     }
-    double difference = 0, norm = 0;
-    for (size_t i = 0; i < M; i++) {
-        for (size_t j = 0; j < N; j++) {
-            double sum = add ? 1 : 0;
-            for (size_t p = 0; p < K; p++) {
-                size_t at_a = ta ? p * M + i : i * K + p, at_b = tb ? j * K + p : p * N + j;
-                float x = primitive ? a[at_a] : bf16_to_float(rounded_a[at_a]);
-                float y = primitive ? b[at_b] : bf16_to_float(rounded_b[at_b]);
-                sum += (double)x * y;
-            }
-            difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
-            norm += sum * sum;
-        }
-    }
+    double error = done ? matmul_error(c, (MatmulSizes){M, N, K, 1, 1}, A, B, 1, add) : INFINITY;
     free(a);
     free(b);
     free(c);
     free(rounded_a);
     free(rounded_b);
-    return done ? sqrt(difference / norm) : INFINITY;
+    return error;
 }
 
 // Matmuls of bfloat16 inputs. Also runs oneDNN's primitives in float32, which tests that code on processors without
@@ -411,24 +422,19 @@ static void test_decoding_matmuls(void) {
             for (int kind = 0; kind < 4; kind++) {
                 bool add = kind & 1, differs = false;
                 Model m = {.params = w, .params_bf16 = kind & 2 ? rounded : NULL};
-                double difference = 0, norm = 0;
                 for (size_t i = 0; i < n * OC; i++) out[i] = add ? 1 : NAN;
                 decode_matmul(out, x, &m, 0, n, C, OC, add);
+                double error = matmul_error(out, (MatmulSizes){n, OC, C, 1, 1}, as_stored(x, C),
+                                            (Matrix){.f32 = w, .ld = C, .transposed = true}, 1, add);
                 for (size_t r = 0; r < n; r++) {
-                    for (size_t o = 0; o < OC; o++) {
-                        double sum = add;
-                        for (size_t c = 0; c < C; c++) sum += (double)x[r * C + c] * w[o * C + c];
-                        difference += (out[r * OC + o] - sum) * (out[r * OC + o] - sum);
-                        norm += sum * sum;
-                        alone[o] = 1;
-                    }
+                    for (size_t o = 0; o < OC; o++) alone[o] = 1;
                     m.params_bf16 = kind & 2 ? NULL : rounded;
                     decode_matmul(alone, x + r * C, &m, 0, 1, C, OC, add);
                     m.params_bf16 = kind & 2 ? rounded : NULL;
                     differs |= memcmp(alone, out + r * OC, OC * sizeof *alone) != 0;
                 }
-                worst = largest(worst, sqrt(difference / norm));
-                check("a matmul", sqrt(difference / norm), 1e-6);
+                worst = largest(worst, error);
+                check("a matmul", error, 1e-6);
                 check("the same bits in each way", differs, 0);
             }
         }
@@ -458,22 +464,13 @@ static void test_large_bf16_matmuls(void) {
         size_t K = kind & 2 ? 2049 : MOST;    // if it is odd, A is packed in another way
         Matrix A = {.f32 = a, .ld = kind & 1 ? M : K, .transposed = kind & 1};
         Matrix B = {.f32 = b, .ld = kind & 2 ? K : N, .transposed = kind & 2};
-        double difference = 0, norm = 0;
         int threads = omp_get_max_threads();
         if (kind == 3) omp_set_num_threads(1);
         for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, A, B, (float)add, c, N);
         omp_set_num_threads(threads);
-        for (size_t i = 0; i < M; i += 23) {
-            for (size_t j = i % 29; j < N; j += 29) {
-                double sum = 0;
-                for (size_t p = 0; p < K; p++)
-                    sum += 2.0 * a[kind & 1 ? p * M + i : i * K + p] * b[kind & 2 ? j * K + p : p * N + j];
-                difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
-                norm += sum * sum;
-            }
-        }
-        worst = largest(worst, sqrt(difference / norm));
-        check("the sum of two matmuls", sqrt(difference / norm), 1e-6);
+        double error = matmul_error(c, (MatmulSizes){M, N, K, 23, 29}, A, B, 2, 0);
+        worst = largest(worst, error);
+        check("the sum of two matmuls", error, 1e-6);
     }
     case_done(before, worst);
     gemm_end(&mm);
@@ -492,19 +489,12 @@ static void test_colliding_rows(void) {
     Gemm mm;
     gemm_start(&mm, false);
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
-    double difference = 0, norm = 0;
+    Matrix A = as_stored(a, K), B = as_stored(b, N);
     // The matmul, twice.
-    for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, as_stored(a, K), as_stored(b, N), (float)add, c, N);
-    for (int i = 0; i < M; i++) {
-        for (int j = 0; j < N; j += 7) {
-            double sum = 0;
-            for (int p = 0; p < K; p++) sum += 2.0 * a[i * K + p] * b[p * N + j];
-            difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
-            norm += sum * sum;
-        }
-    }
-    check("the matmul", sqrt(difference / norm), 1e-6);
-    case_done(before, sqrt(difference / norm));
+    for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, A, B, (float)add, c, N);
+    double error = matmul_error(c, (MatmulSizes){M, N, K, 1, 7}, A, B, 2, 0);
+    check("the matmul", error, 1e-6);
+    case_done(before, error);
     gemm_end(&mm);
     free(a);
     free(b);
