@@ -75,13 +75,6 @@ static void test_rmsnorm(void) {
     worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
     worst = largest(worst, compare("dweight", dw, C, 0, 1e-5));
     case_done(before, worst);
-    free(x);
-    free(w);
-    free(dout);
-    free(out);
-    free(dx);
-    free(dw);
-    free(r);
 }
 
 // The trainer's rope rotates q and k in place in the joint projection. x serves as q, k and v; q and k must come out
@@ -108,13 +101,6 @@ static void test_rope(void) {
         else check("v is not rotated", memcmp(part, which < 3 ? x : dout, FLOATS(N * C)) ? 1 : 0, 0);
     }
     case_done(before, worst);
-    free(x);
-    free(dout);
-    free(qkv);
-    free(dqkv);
-    free(part);
-    free((float *)rope.cosines);
-    free((float *)rope.sines);
 }
 
 static void test_swiglu(void) {
@@ -129,10 +115,6 @@ static void test_swiglu(void) {
     worst = largest(worst, compare("dgate", dgate_up, F, 0, 1e-6));
     worst = largest(worst, compare("dup", dgate_up + F, F, 0, 1e-6));
     case_done(before, worst);
-    free(gate_up);
-    free(dout);
-    free(out);
-    free(dgate_up);
 }
 
 static void test_matmul(void) {
@@ -156,18 +138,12 @@ static void test_matmul(void) {
     worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
     worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
     case_done(before, worst);
-    free(x);
-    free(w);
-    free(dout);
-    free(out);
-    free(dx);
-    free(dw);
 }
 
 static void test_embedding(void) {
     size_t N = size_of("N"), C = size_of("C"), V = size_of("vocab");
     int before = failed;
-    int32_t *tokens = malloc(N * sizeof *tokens);
+    int32_t *tokens = take(N * sizeof *tokens);
     float *w = input("weight", V * C, (float)(2 / sqrt((double)C))), *dout = input("dout", N * C, 1);
     float *out = floats(N * C), *dw = floats(V * C);
     for (size_t n = 0; n < N; n++) tokens[n] = fixture_token(n, (int)V);
@@ -176,19 +152,14 @@ static void test_embedding(void) {
     double worst = compare("out", out, N * C, 0, 1e-7);
     worst = largest(worst, compare("dweight", dw, V * C, 0, 1e-6));
     case_done(before, worst);
-    free(tokens);
-    free(w);
-    free(dout);
-    free(out);
-    free(dw);
 }
 
 static void test_crossentropy(void) {
     size_t N = size_of("N"), V = size_of("vocab");
     CrossEntropy ce = {V, V, .softcap = (float)atof(text_of("softcap")), .z_loss = (float)atof(text_of("z_loss"))};
     int before = failed;
-    int32_t *targets = malloc(N * sizeof *targets);
-    uint8_t *mask = calloc(N, 1);
+    int32_t *targets = take(N * sizeof *targets);
+    uint8_t *mask = take(N);
     float *logits = input("logits", N * V, (float)atof(text_of("scale"))), *kept = floats(N * V), *losses = floats(N),
           expected;
     memcpy(kept, logits, FLOATS(N * V));
@@ -215,11 +186,6 @@ static void test_crossentropy(void) {
     check("masked rows", others, 0);
     check("the unmasked row", fabs((double)losses[0] - first) + (memcmp(kept, logits, FLOATS(V)) ? 1 : 0), 0);
     case_done(before, worst);
-    free(targets);
-    free(mask);
-    free(logits);
-    free(kept);
-    free(losses);
 }
 
 // One query at a time, as in generation, gives the same rows; except with -logT, T and T2, where T is the length so
@@ -244,8 +210,6 @@ static void check_row_by_row(const float *out, AttentionInput in, Scalars scalar
         }
     }
     check("row by row", size > 0 ? sqrt(difference / size) : difference, 1e-5);
-    free(row);
-    free(scores);
 }
 
 static void subject_attention(AttentionCase *c) {
@@ -258,8 +222,6 @@ static void subject_attention(AttentionCase *c) {
     attention_forward(c->out, stats, in, c->scalars, shape, scratch);
     attention_backward(grads, c->grads, c->dout, c->out, stats, in, c->scalars, shape, scratch);
     check_row_by_row(c->out, in, c->scalars, shape);
-    free(stats);
-    free(scratch);
 }
 
 static void test_adamw(void) {
@@ -276,10 +238,6 @@ static void test_adamw(void) {
     worst = largest(worst, compare("exp_avg", mean, N, 0, 1e-6));
     worst = largest(worst, compare("exp_avg_sq", square, N, 0, 1e-6));
     case_done(before, worst);
-    free(param);
-    free(mean);
-    free(square);
-    free(grad);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -315,7 +273,7 @@ static double matmul_error(const float *c, MatmulSizes z, Matrix A, Matrix B, do
 static double bf16_matmul_error(const Gemm *mm, size_t M, size_t N, size_t K, int kind, bool primitive) {
     bool ta = kind & 1, tb = kind & 2, add = kind & 4, done = true;
     float *a = input("a", M * K, 1), *b = input("b", K * N, 1), *c = floats(M * N);
-    uint16_t *rounded_a = malloc(M * K * sizeof *rounded_a), *rounded_b = malloc(K * N * sizeof *rounded_b);
+    uint16_t *rounded_a = take(M * K * sizeof *rounded_a), *rounded_b = take(K * N * sizeof *rounded_b);
     for (size_t i = 0; i < M * K; i++) rounded_a[i] = bf16_from_float(a[i]);
     for (size_t i = 0; i < K * N; i++) rounded_b[i] = bf16_from_float(b[i]);
     for (size_t i = 0; i < M * N; i++) c[i] = add ? 1.0f : NAN;
@@ -329,11 +287,6 @@ static double bf16_matmul_error(const Gemm *mm, size_t M, size_t N, size_t K, in
         A.bf16 = rounded_a;
     }
     double error = done ? matmul_error(c, (MatmulSizes){M, N, K, 1, 1}, A, B, 1, add) : INFINITY;
-    free(a);
-    free(b);
-    free(c);
-    free(rounded_a);
-    free(rounded_b);
     return error;
 }
 
@@ -351,7 +304,7 @@ static void test_bf16_matmuls(Tiles tiles) {
     if (tiles) how = tiles_name(tiles);
     snprintf(name, sizeof name, "bfloat16 matmuls, %s", how);
     case_name = name;
-    void *memory = malloc(gemm_scratch(&mm, 64 * 130, 65 * 130));
+    void *memory = take(gemm_scratch(&mm, 64 * 130, 65 * 130));
     gemm_use(&mm, memory, 64 * 130);
     for (size_t i = 0; i < sizeof SIZES / sizeof *SIZES; i++) {
         size_t M = SIZES[i][0], N = SIZES[i][1], K = SIZES[i][2];
@@ -368,9 +321,8 @@ static void test_bf16_matmuls(Tiles tiles) {
         }
 #endif
     }
-    case_done(before, worst);
     gemm_end(&mm);
-    free(memory);
+    case_done(before, worst);
 }
 
 static double not_rounded(const uint16_t *rounded, const float *x, size_t n) {
@@ -385,7 +337,7 @@ static void test_bf16_outputs(void) {
     int before = failed;
     case_name = "outputs in bfloat16";
     float *x = input("x", N * E, 2), *y = input("y", N * F, 1), *w = input("w", F, 1), *out = floats(N * E);
-    uint16_t *rounded = malloc(N * E * sizeof *rounded);
+    uint16_t *rounded = take(N * E * sizeof *rounded);
     MatmulInput bf16 = {.bf16 = rounded};
     rmsnorm_forward(in_f32(out), x, w, N, F, 1e-5f);
     rmsnorm_forward(bf16, x, w, N, F, 1e-5f);
@@ -400,11 +352,6 @@ static void test_bf16_outputs(void) {
     gau_gate_forward(bf16, x, y, N, F, E);
     check("the gate", not_rounded(rounded, out, N * F), 0);
     case_done(before, 0);
-    free(x);
-    free(y);
-    free(w);
-    free(out);
-    free(rounded);
 }
 
 // decode_matmul() against plain loops, with rows that do not fill its vectors. A row's numbers are the same to the last
@@ -440,10 +387,6 @@ static void test_decoding_matmuls(void) {
         }
     }
     case_done(before, worst);
-    free(x);
-    free(w);
-    free(out);
-    free(alone);
 }
 
 // Matmuls that are computed in parts, of which some entries are compared. A and B are bfloat16 numbers. One thread
@@ -458,7 +401,7 @@ static void test_large_bf16_matmuls(void) {
     float *a = input("a", M * MOST, 1), *b = input("b", MOST * N, 1), *c = floats(M * N);
     for (size_t i = 0; i < M * MOST; i++) a[i] = bf16_to_float(bf16_from_float(a[i]));
     for (size_t i = 0; i < MOST * N; i++) b[i] = bf16_to_float(bf16_from_float(b[i]));
-    void *memory = malloc(gemm_scratch(&mm, M * MOST, MOST * N));
+    void *memory = take(gemm_scratch(&mm, M * MOST, MOST * N));
     gemm_use(&mm, memory, M * MOST);
     for (int kind = 0; kind < 4; kind++) {
         size_t K = kind & 2 ? 2049 : MOST;    // if it is odd, A is packed in another way
@@ -472,12 +415,8 @@ static void test_large_bf16_matmuls(void) {
         worst = largest(worst, error);
         check("the sum of two matmuls", error, 1e-6);
     }
-    case_done(before, worst);
     gemm_end(&mm);
-    free(memory);
-    free(a);
-    free(b);
-    free(c);
+    case_done(before, worst);
 }
 
 // A matmul whose second input has rows 4 KiB apart. It takes a separate path, which splits the depth into several
@@ -494,11 +433,8 @@ static void test_colliding_rows(void) {
     for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, A, B, (float)add, c, N);
     double error = matmul_error(c, (MatmulSizes){M, N, K, 1, 7}, A, B, 2, 0);
     check("the matmul", error, 1e-6);
-    case_done(before, error);
     gemm_end(&mm);
-    free(a);
-    free(b);
-    free(c);
+    case_done(before, error);
 }
 
 // A NaN in one weight must reach the loss and fail every check.

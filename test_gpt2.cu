@@ -74,8 +74,8 @@ static double from_device(const double *there) {
 
 // A batch in the form in which the trainer has it on the device; the copies have finished on return.
 static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, size_t N) {
-    int32_t *ints = (int32_t *)malloc(batch_ints(N) * sizeof *ints),
-            *starts = (int32_t *)malloc((subject->config->vocab + 1) * sizeof *starts);
+    int32_t *ints = (int32_t *)take(batch_ints(N) * sizeof *ints),
+            *starts = (int32_t *)take((subject->config->vocab + 1) * sizeof *starts);
     BatchTokens there = {};
     there.inputs = subject->batch;
     there.targets = subject->batch + N;
@@ -88,8 +88,6 @@ static BatchTokens subject_batch(const int32_t *inputs, const int32_t *targets, 
     CUDA_CHECK(cudaMemcpy(subject->batch, ints, (3 * N + 4 * (there.plan.pieces + there.plan.sums)) * sizeof *ints,
                           cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaDeviceSynchronize());
-    free(ints);
-    free(starts);
     return there;
 }
 
@@ -145,8 +143,6 @@ static void subject_end(void) {
     matmul_end(&subject->matmul);
     for (size_t i = 0; i < subject->plan.count; i++) CUDA_CHECK(cudaFree(*subject->plan.rows[i].where));
     free(subject->parts);
-    free(host_params);
-    free(host_grads);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -213,8 +209,6 @@ static void test_attention_in_bf16(void) {
     for (int i = 0; i < 3; i++)
         worst = largest(worst, beside(GRADIENTS[i], c.d[i], expected.d[i], c.sizes[i], floor, i < 2 ? steep : bound));
     case_done(before, worst);
-    attention_free(&c);
-    attention_free(&expected);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -234,8 +228,8 @@ static void test_steps_in_bf16(void) {
     const double bounds[] = {1e-2, steep ? 0.3 : 8e-2, 0.3};
     double worst = check_steps(&c, steps, bounds);
     case_name = name;
-    case_done(before, worst);
     model_end(&c);
+    case_done(before, worst);
 }
 
 int main(int argc, char **argv) {

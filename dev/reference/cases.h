@@ -36,7 +36,25 @@ static bool check(const char *what, double error, double bound) {
     return false;
 }
 
+// Memory of the current case.
+static void **taken;
+static size_t taken_count;
+
+// Zeros, which case_done() frees.
+static void *take(size_t bytes) {
+    void *p = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    taken = (void **)realloc(taken, (taken_count + 1) * sizeof *taken);
+    if (!p || !taken) fail(EXIT_RESOURCE, "out of memory.");
+    taken[taken_count++] = p;
+    return memset(p, 0, bytes);
+}
+
+static float *floats(size_t n) {
+    return (float *)take(n * sizeof(float));
+}
+
 static void case_done(int failed_before, double worst) {
+    while (taken_count > 0) free(taken[--taken_count]);
     if (failed == failed_before) {
         passed++;
         printf("ok %-44s worst error %.2g\n", case_name, worst);
@@ -96,13 +114,6 @@ static double compare(const char *name, const float *x, size_t n, double floor, 
     return error;
 }
 
-static float *floats(size_t n) {
-    float *x = (float *)aligned_alloc(64, (n * sizeof *x + 63) / 64 * 64);
-    if (!x) fail(EXIT_RESOURCE, "out of memory.");
-    memset(x, 0, n * sizeof *x);
-    return x;
-}
-
 static float *input(const char *name, size_t n, float scale) {
     float *x = floats(n);
     fixture_fill(x, n, name, 0, 0.0f, scale);
@@ -148,13 +159,12 @@ static void fill_weights(const ModelCase *c) {
         fixture_fill(params + t->offset, t->elements, t->name, 0, mean, scale);
     }
     subject_set(params);
-    free(params);
 }
 
 // A step's inputs and targets, (B,T) each, in one array.
 static int32_t *take_batch(const ModelCase *c, size_t step) {
     size_t N = c->B * c->T;
-    int32_t *inputs = (int32_t *)malloc(2 * N * sizeof *inputs), *targets = inputs + N;
+    int32_t *inputs = (int32_t *)take(2 * N * sizeof *inputs), *targets = inputs + N;
     for (size_t b = 0; b < c->B; b++) {
         for (size_t t = 0; t < c->T; t++) {
             size_t at = (step * c->B + b) * (c->T + 1) + t;
@@ -186,10 +196,6 @@ static double check_logits(const ModelCase *c, const int32_t *inputs) {
         ours[n * 9 + 8] = (float)(log(sum) + largest_logit);
     }
     double error = distance(ours, stored, N * 9) / distance(stored, zero, N * 9);
-    free(stored);
-    free(ours);
-    free(zero);
-    free(logits);
     check("logits", error, 1e-5);
     return error;
 }
@@ -227,7 +233,6 @@ static double check_steps(const ModelCase *c, size_t steps, const double bounds[
         check("a gradient norm", relative(norm, norms[s]), bounds[s ? 2 : 1]);
         AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1};
         subject_update(clip, adamw);
-        free(batch);
     }
     return worst;
 }
@@ -246,7 +251,6 @@ static double check_training(const ModelCase *c, size_t steps) {
     for (size_t i = 0; i < c->list.count && only_sums; i++)
         if (c->list.tensors[i].scalar == SCALAR_P) start[c->list.tensors[i].offset] = 0;
     worst = largest(worst, compare_tensors(c, "update", start, 0, 1e-3));
-    free(start);
     return worst;
 }
 
@@ -259,7 +263,6 @@ static void check_accumulation(const ModelCase *c, const int32_t *inputs, double
     halves += subject_step(inputs + T, inputs + N + T, 1, T, 1.0f / (float)N, false);
     check("loss by accumulation", relative(halves / (double)N, loss), 1e-5);
     check("gradients by accumulation", distance(subject_grads(), whole, c->list.floats) / subject_norm(), 1e-4);
-    free(whole);
 }
 
 static ModelCase model_start(void) {
@@ -301,9 +304,8 @@ static void test_model(void) {
     worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, GRADIENT_BOUND(&c.config.attn)));
     if (c.B == 2) check_accumulation(&c, batch, loss);
     if (steps) worst = largest(worst, check_training(&c, steps));
-    case_done(before, worst);
-    free(batch);
     model_end(&c);
+    case_done(before, worst);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ static void fill_scalars(AttentionCase *c) {
 static int32_t *first_keys(const AttentionCase *c) {
     size_t window = c->layer.window, document = has_key("docs") ? size_of("docs") : c->T;
     if (!window && !has_key("docs")) return NULL;
-    int32_t *first = (int32_t *)malloc(c->B * c->T * sizeof *first);
+    int32_t *first = (int32_t *)take(c->B * c->T * sizeof *first);
     for (size_t i = 0; i < c->B * c->T; i++) {
         size_t t = i % c->T, start = t - t % document;
         first[i] = (int32_t)(window && t + 1 > start + window ? t + 1 - window : start);
@@ -405,21 +407,6 @@ static AttentionCase attention_case(void) {
     return c;
 }
 
-static void attention_free(AttentionCase *c) {
-    for (int i = 0; i < 3; i++) {
-        free(c->x[i]);
-        free(c->d[i]);
-        free(c->lengths[i]);
-    }
-    for (int i = 0; i < SCALAR_COUNT; i++) {
-        free((void *)c->scalars.of[i]);
-        free(c->grads.of[i]);
-    }
-    free(c->first);
-    free(c->out);
-    free(c->dout);
-}
-
 // The subject's passes, and that of qk=l2.
 static void attention_pass(AttentionCase *c) {
     subject_attention(c);
@@ -448,7 +435,6 @@ static void test_attention(void) {
         if (c.grads.of[i]) worst = largest(worst, compare(name, c.grads.of[i], n, floor, 1e-4));
     }
     case_done(before, worst);
-    attention_free(&c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
