@@ -33,10 +33,19 @@ void gemm_run(const Gemm *mm, size_t m, size_t n, size_t k, Matrix A, Matrix B, 
 
 // ---- numbers
 
+// Memory of the current case, which ends with free_reals().
+static real **taken;
+static size_t taken_count;
+
 static real *reals(size_t n) {
     real *x = calloc(n + 1, sizeof *x);
-    if (!x) fail(EXIT_RESOURCE, "out of memory.");
-    return x;
+    taken = realloc(taken, (taken_count + 1) * sizeof *taken);
+    if (!x || !taken) fail(EXIT_RESOURCE, "out of memory.");
+    return taken[taken_count++] = x;
+}
+
+static void free_reals(void) {
+    while (taken_count > 0) free(taken[--taken_count]);
 }
 
 static real *input(const char *name, size_t n, double mean, double scale) {
@@ -72,7 +81,6 @@ static double slope_error(real *x, const real *r, size_t n, double expected, dou
         if (!(here >= error)) error = here;
     }
     memcpy(x, start, n * sizeof *x);
-    free(start);
     return error;
 }
 
@@ -81,21 +89,16 @@ static double slope_error(real *x, const real *r, size_t n, double expected, dou
 static void check_gradient(const char *what, real *x, const real *dx, size_t n, double least, double (*value)(void *),
                            void *context) {
     double norm = sqrt(dot(dx, dx, n)), size = norm > least ? norm : least;
-    real *r = input("direction", n, 0, 1);
     for (int random = 0; random < 2; random++) {
         if (!random && norm < least) continue;
+        real *r = input("direction", n, 0, 1);
         double length = random ? sqrt(dot(r, r, n)) : norm;
         for (size_t i = 0; i < n; i++) r[i] = random ? r[i] / length : dx[i] / length;
         double error = slope_error(x, r, n, dot(r, dx, n), size, value, context);
         if (!(error <= worst)) worst = error;
         CHECK(error < 1e-6, "%s: %s: off by %.3g of %.3g%s", case_name, what, error, size,
               random ? ", along a random direction" : "");
-        if (!random) {
-            free(r);
-            r = input("direction", n, 0, 1);
-        }
     }
-    free(r);
 }
 
 static void check_slope(const char *what, real *x, const real *dx, size_t n, double (*value)(void *), void *context) {
@@ -227,13 +230,8 @@ static void test_attention(const char *text, Sizes z) {
     for (int x = 0; x < SCALAR_COUNT; x++)
         if (scalars[x])
             check_slope(scalar_names[x], scalars[x], grads.of[x], scalar_size(x, NH, (size_t)L), attention_value, &c);
-    for (int x = 0; x < SCALAR_COUNT; x++) {
-        free(scalars[x]);
-        free(grads.of[x]);
-    }
     free(first);
-    real *const all[] = {q, k, v, (real *)c.dout, c.out, c.stats, c.scratch, dq, dk, dv};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    free_reals();
 }
 
 // ---- the whole model
@@ -295,6 +293,7 @@ static void test_model(const char *text, const char *shape, bool documents) {
     }
     tensors_free(&m->list);
     memory_release(&m->plan);
+    free_reals();
 }
 
 // ---- each layer alone: gradients of sum(dout · out)
@@ -414,8 +413,6 @@ static void test_qk_norm(real *dx, real *gains) {
     qk_norm_backward(dx, dgains, dgains + HS, inputs, l.inverse_norms, l.qk_norm);
     test_layer("QK norms", l.x, dx, N * W, by_qk_norm, N * W);
     test_layer("QK norms, gains", gains, dgains, 2 * HS, by_qk_norm, N * W);
-    free(dgains);
-    free(inputs);
 }
 
 // A gate for each channel, or for each of two heads.
@@ -438,8 +435,6 @@ static void test_gau(real *dx, real *gains, bool l2) {
                  gau_arrays(l.x, l.out), l.gains, l.rope, E);
     test_layer("gau, uvz", l.x, dx, N * GW, by_gau, N * (2 * GS + E));
     test_layer("gau, gains and offsets", gains, dgains, 4 * GS, by_gau, N * (2 * GS + E));
-    free(dgains);
-    free(d);
 }
 
 static void test_layers(void) {
@@ -483,7 +478,6 @@ static void test_layers(void) {
     crossentropy(losses, dx, l.tokens, NULL, N, l.ce);
     test_layer("crossentropy, cap and z", l.x, dx, N * V, by_crossentropy, N);
 
-    free(l.dout);
     l.dout = input("dout", room, 0, 1);
     test_gau(dx, gains, false);
     test_gau(dx, gains, true);
@@ -491,18 +485,7 @@ static void test_layers(void) {
     gau_gate_backward(dw, dx, l.dout, l.x, l.w, N, E, GW);
     test_layer("gate, u", l.x, dx, N * GW, by_gate, N * E);
     test_layer("gate, attention", l.w, dw, N * E, by_gate, N * E);
-    free(dx);
-    free(dw);
-    free(r);
-    free(gains);
-    free(losses);
-    free(l.x);
-    free(l.w);
-    free(l.out);
-    free(l.dout);
-    free(l.cosines);
-    free(l.sines);
-    free(l.inverse_norms);
+    free_reals();
 }
 
 int main(int argc, char **argv) {
