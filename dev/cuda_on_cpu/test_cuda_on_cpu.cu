@@ -416,23 +416,15 @@ static void copy_defect(int defect) {
     check_reversed(out.host());
 }
 static void missing_stream_wait(bool defect) {
-    cudaStream_t a, b;
-    cudaEvent_t ready;
-    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
-    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
-    CUDA(cudaEventCreate(&ready));
+    Fork s;
     Device<float> x(count_up(256)), y(256);
     CUDA(cudaDeviceSynchronize());
-    launch(add_one, 1, 256, 0, a, x.p, 256);
-    CUDA(cudaEventRecord(ready, a));
-    if (!defect) CUDA(cudaStreamWaitEvent(b, ready, 0));
-    CUDA(cudaMemcpyAsync(y.p, x.p, 1024, cudaMemcpyDeviceToDevice, b));
+    launch(add_one, 1, 256, 0, s.a, x.p, 256);
+    if (!defect) s.fork();
+    CUDA(cudaMemcpyAsync(y.p, x.p, 1024, cudaMemcpyDeviceToDevice, s.b));
     CUDA(cudaDeviceSynchronize());
     std::vector<float> r = y.host();
     for (int i = 0; i < 256; i++) CHECK(r[i] == (float)i + 1, "%d: %g", i, r[i]);
-    CUDA(cudaStreamDestroy(a));
-    CUDA(cudaStreamDestroy(b));
-    CUDA(cudaEventDestroy(ready));
 }
 
 static void missing_host_wait(bool defect) {
@@ -630,41 +622,29 @@ static void missing_fence(bool defect) {
 }
 
 static void unordered_kernels_far_apart(bool defect) {    // many launches after the first of the two
-    cudaStream_t a, b;
-    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
-    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+    Fork s;
     Device<float> x(count_up(256)), y(count_up(256)), z(count_up(256));
-    launch(add_one, 1, 256, 0, a, x.p, 256);
-    for (int i = 0; i < 10; i++) launch(add_one, 1, 256, 0, a, y.p, 256);
-    for (int i = 0; i < 10; i++) launch(add_one, 1, 256, 0, b, z.p, 256);
-    if (!defect) CUDA(cudaStreamSynchronize(a));
-    launch(add_one, 1, 256, 0, b, x.p, 256);
+    launch(add_one, 1, 256, 0, s.a, x.p, 256);
+    for (int i = 0; i < 10; i++) launch(add_one, 1, 256, 0, s.a, y.p, 256);
+    for (int i = 0; i < 10; i++) launch(add_one, 1, 256, 0, s.b, z.p, 256);
+    if (!defect) CUDA(cudaStreamSynchronize(s.a));
+    launch(add_one, 1, 256, 0, s.b, x.p, 256);
     CUDA(cudaDeviceSynchronize());
     CHECK(x.host()[5] == 7.0f && y.host()[5] == 15.0f && z.host()[5] == 15.0f, "%g", x.host()[5]);
-    CUDA(cudaStreamDestroy(a));
-    CUDA(cudaStreamDestroy(b));
 }
 
 static void unordered_library(bool defect) {    // a library's work in one stream reads what a kernel in another writes
-    cudaStream_t a, b;
-    cudaEvent_t made;
-    CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
-    CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
-    CUDA(cudaEventCreate(&made));
+    Fork s;
     Device<float> x(count_up(32)), sum(std::vector<float>(1));
-    launch(add_one, 1, 32, 0, a, x.p, 32);
-    CUDA(cudaEventRecord(made, a));
-    if (!defect) CUDA(cudaStreamWaitEvent(b, made));
-    cuda_on_cpu::enqueue(b, [&] {
+    launch(add_one, 1, 32, 0, s.a, x.p, 32);
+    if (!defect) s.fork();
+    cuda_on_cpu::enqueue(s.b, [&] {
         cuda_on_cpu::reads(x.p, 32 * sizeof(float));
         cuda_on_cpu::writes(sum.p, sizeof(float));
         *sum.p = std::accumulate(x.p, x.p + 32, 0.0f);
     });
     CUDA(cudaDeviceSynchronize());
     CHECK(sum.host()[0] == 528.0f, "%g", sum.host()[0]);
-    CUDA(cudaEventDestroy(made));
-    CUDA(cudaStreamDestroy(a));
-    CUDA(cudaStreamDestroy(b));
 }
 
 // ---- graphs
