@@ -114,7 +114,7 @@ def test_resume_starts_a_run_in_an_empty_folder(data, tmp_path):
 def test_kill_9_at_any_moment(data, tmp_path):
     """A run that saves at every step is killed repeatedly, in the middle of steps and of saves."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    flags = ["--steps", 250, "--ckpt-every", 1, "--batch", 1, "--total-batch-tokens", 32]
+    flags = ["--steps", 250, "--schedule", "cosine", "--ckpt-every", 1, "--batch", 1, "--total-batch-tokens", 32]
     train(data, *flags, "--ckpt-every", 0, "--out", whole)
     moments = random.Random(1)
     for _ in range(6):
