@@ -40,8 +40,6 @@ def twice(folder, tmp_path, *flags, half=10, total=20):
 
 @pytest.mark.parametrize("flags", [
     [],
-    ["--dtype", "bf16"],
-    ["--model", MODEL + ",tied=0"],
     ["--model", MODEL + ",tied=0", "--dtype", "bf16", "--attn", "ssmax"],
     ["--attn", "ssmax", "--batch", 2, "--total-batch-tokens", 64],
     ["--attn", "softmax1", "--seq-len", "8,16"],
@@ -49,7 +47,7 @@ def twice(folder, tmp_path, *flags, half=10, total=20):
     ["--attn", "softmax+rope=none", "--attn-switch", "8:softmax", "--sample-every", 15],
     ["--optimizer", "muon"],
     ["--optimizer", "muon", "--dtype", "bf16", "--attn", "ssmax"],
-], ids=["fp32", "bf16", "untied", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples",
+], ids=["fp32", "untied bf16 ssmax", "ssmax accumulated", "mixed lengths", "examples",
         "samples after a switch", "muon", "muon bf16 ssmax"])
 def test_ten_and_ten_are_twenty(data, tmp_path, flags):
     twice(data, tmp_path, *validation(data), *flags)
@@ -236,14 +234,11 @@ def changes(out):
     return [(entry["step"], entry["event"], entry.get("from"), entry.get("attn")) for entry in lineage(out)]
 
 
-def normalizer(out, step):
-    return json.loads((checkpoint(out, step) / "config.json").read_text())["attention_normalizer"]["name"]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_attn_switch(data, tmp_path, dtype):
+    """What a switch keeps and records is in test_normalizers.py."""
     whole, parts, later = tmp_path / "whole", tmp_path / "parts", tmp_path / "later"
-    flags = [*validation(data), "--keep", 0, "--beta2", 0.999999, "--dtype", dtype]
+    flags = [*validation(data), "--keep", 0, "--dtype", dtype]
     switch = ["--attn-switch", "6:ssmax"]
     train(data, *flags, *switch, "--steps", 12, "--ckpt-every", 2, "--out", whole)
     train(data, *flags, *switch, "--steps", 4, "--out", parts)
@@ -256,13 +251,6 @@ def test_attn_switch(data, tmp_path, dtype):
     assert_same_run(whole, later, 12)
     for out in (whole, parts, later):
         assert changes(out) == [(0, "start", None, "softmax"), (6, "attn-switch", "softmax", "ssmax")]
-    assert normalizer(whole, 6) == "softmax" and normalizer(whole, 8) == "ssmax"
-    # The moments stay: with beta2 this close to 1, the mean of the squares only grows. The warmup restarts.
-    before, after = (tensors(whole, step, "optimizer.safetensors") for step in (6, 8))
-    for name in (name for name in before if name.endswith("exp_avg_sq")):
-        assert (after[name] >= 0.99999 * before[name]).all(), name
-    rates = [lr for lr, in metrics(whole, ["lr"])]
-    assert rates[:6] == rates[6:12] and rates[0] < rates[4]
     text = train(data, *flags, "--attn-switch", "3:softmax", "--steps", 14, "--out", whole, "--resume", code=2)
     assert "the run is already at step 12" in text
 
@@ -307,7 +295,6 @@ def test_init_from(data, tmp_path):
     assert entry["event"] == "init-from" and entry["from"] == str(source)
     twice(data, tmp_path, *flags, half=2, total=4)
     train(data, *flags, "--attn", "ssmax", "--out", other, model=False)
-    assert normalizer(other, 4) == "ssmax"
     again = ["--init-from", checkpoint(other, 4), *flags[2:], "--dry-run", "--attn"]
     assert "--attn ssmax+s=2: the model keeps the s" in train(data, *again, "ssmax+s=2", model=False)
     assert "keeps the s" not in train(data, *again, "ssmax+s=2+fixed", model=False)
