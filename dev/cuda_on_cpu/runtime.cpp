@@ -136,16 +136,11 @@ static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     X(cudaSuccess, "no error")                                                                        \
     X(cudaErrorInvalidValue, "invalid argument")                                                      \
     X(cudaErrorMemoryAllocation, "out of memory")                                                     \
-    X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                \
-    X(cudaErrorInvalidMemcpyDirection, "invalid copy direction for memcpy")                           \
     X(cudaErrorInvalidDevice, "invalid device ordinal")                                               \
     X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                      \
     X(cudaErrorNotReady, "device not ready")                                                          \
     X(cudaErrorNoDevice, "no CUDA-capable device is detected")                                        \
     X(cudaErrorNotSupported, "operation not supported")                                               \
-    X(cudaErrorLaunchOutOfResources, "too many resources requested for launch")                       \
-    X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                            \
-    X(cudaErrorLaunchFailure, "unspecified launch failure")                                           \
     X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                \
     X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")          \
     X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")   \
