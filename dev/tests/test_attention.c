@@ -1,7 +1,7 @@
-// Properties that attention on the CPU must have, without a reference: causality, rows computed by hand, extreme scores,
-// all-zero rows, blocks against plain loops, memory, threads. With v = identity the output is the weights: out[t, j] =
-// A_tj. test_gpt2 compares each normalizer, shared heads and documents with the reference, and each row alone with the
-// full pass.
+// Properties that attention on the CPU must have, without a reference: causality, rows by hand, extreme scores,
+// all-zero rows, blocks against plain loops, memory, threads. test_gpt2 compares each normalizer, shared heads and
+// documents with the reference, and each row alone with the full pass. With v = identity the output is the weights:
+// out[t, j] = A_tj.
 #include "attention/attention_cpu.h"
 
 #include <math.h>
