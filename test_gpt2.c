@@ -65,16 +65,15 @@ static void subject_end(void) {
 static void test_rmsnorm(void) {
     size_t N = size_of("N"), C = size_of("C");
     float eps = has_key("eps") ? (float)atof(text_of("eps")) : 1e-5f;
-    int before = failed;
     float *x = input("x", N * C, 2), *w = floats(C), *dout = input("dout", N * C, 1);
     float *out = floats(N * C), *dx = floats(N * C), *dw = floats(C), *r = floats(N);
     fixture_fill(w, C, "weight", 0, 1.0f, 0.3f);
     rmsnorm_forward(in_f32(out), x, w, N, C, eps);
     rmsnorm_backward(dx, dw, dout, x, w, r, N, C, eps);
-    double worst = compare("out", out, N * C, 0, 1e-5);
-    worst = largest(worst, compare("dx", dx, N * C, 0, 1e-5));
-    worst = largest(worst, compare("dweight", dw, C, 0, 1e-5));
-    case_done(before, worst);
+    compare("out", out, N * C, 0, 1e-5);
+    compare("dx", dx, N * C, 0, 1e-5);
+    compare("dweight", dw, C, 0, 1e-5);
+    case_done();
 }
 
 // The trainer's rope rotates q and k in place in the joint projection. x serves as q, k and v; q and k must come out
@@ -82,7 +81,6 @@ static void test_rmsnorm(void) {
 static void test_rope(void) {
     size_t B = size_of("B"), T = size_of("T"), NH = size_of("heads"), HS = size_of("head_size"), C = NH * HS,
            row = (NH + 2 * NH) * HS, N = B * T;
-    int before = failed;
     float *x = input("x", N * C, 1), *dout = input("dout", N * C, 1), *qkv = floats(N * row), *dqkv = floats(N * row);
     Rope rope = {B, T, NH, NH, HS, floats(T * HS / 2), floats(T * HS / 2), false};
     rope_table((float *)rope.cosines, (float *)rope.sines, T, (RopeAngles){.theta = 10000, .HS = HS});
@@ -92,34 +90,31 @@ static void test_rope(void) {
     }
     rope_forward(qkv, NULL, rope);
     rope_backward(dqkv, qkv, NULL, rope);
-    double worst = 0;
     float *part = floats(N * C);
     for (size_t which = 0; which < 6; which++) {
         const float *from = (which < 3 ? qkv : dqkv) + (which % 3) * C;
         for (size_t n = 0; n < N; n++) memcpy(part + n * C, from + n * row, FLOATS(C));
-        if (which % 3 < 2) worst = largest(worst, compare(which < 3 ? "out" : "dx", part, N * C, 0, 1e-6));
+        if (which % 3 < 2) compare(which < 3 ? "out" : "dx", part, N * C, 0, 1e-6);
         else check("v is not rotated", memcmp(part, which < 3 ? x : dout, FLOATS(N * C)) ? 1 : 0, 0);
     }
-    case_done(before, worst);
+    case_done();
 }
 
 static void test_swiglu(void) {
     size_t F = size_of("N");
-    int before = failed;
     float *gate_up = floats(2 * F), *dout = input("dout", F, 1), *out = floats(F), *dgate_up = floats(2 * F);
     fixture_fill(gate_up, F, "gate", 0, 0.0f, 4.0f);
     fixture_fill(gate_up + F, F, "up", 0, 0.0f, 2.0f);
     swiglu_forward(in_f32(out), gate_up, 1, F);
     swiglu_backward(in_f32(dgate_up), dout, gate_up, 1, F);
-    double worst = compare("out", out, F, 0, 1e-6);
-    worst = largest(worst, compare("dgate", dgate_up, F, 0, 1e-6));
-    worst = largest(worst, compare("dup", dgate_up + F, F, 0, 1e-6));
-    case_done(before, worst);
+    compare("out", out, F, 0, 1e-6);
+    compare("dgate", dgate_up, F, 0, 1e-6);
+    compare("dup", dgate_up + F, F, 0, 1e-6);
+    case_done();
 }
 
 static void test_matmul(void) {
     size_t N = size_of("N"), C = size_of("C"), OC = size_of("OC");
-    int before = failed;
     float *x = input("x", N * C, 1), *w = input("weight", OC * C, (float)(2 / sqrt((double)C))),
           *dout = input("dout", N * OC, 1);
     float *out = floats(N * OC), *dx = floats(N * C), *dw = floats(OC * C);
@@ -127,37 +122,35 @@ static void test_matmul(void) {
     const WeightMatrix weights = {.f32 = w, .mm = &mm};
     matmul_forward(out, in_f32(x), weights, N, C, OC, false);
     matmul_backward(dx, dw, in_f32(dout), in_f32(x), weights, N, C, OC, false);
-    double worst = compare("out", out, N * OC, 0, 1e-6);
-    worst = largest(worst, compare("dx", dx, N * C, 0, 1e-6));
-    worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
+    compare("out", out, N * OC, 0, 1e-6);
+    compare("dx", dx, N * C, 0, 1e-6);
+    compare("dweight", dw, OC * C, 0, 1e-6);
     // Adding to the output gives twice the result.
     matmul_forward(out, in_f32(x), weights, N, C, OC, true);
     matmul_backward(dx, dw, in_f32(dout), in_f32(x), weights, N, C, OC, true);
     for (size_t i = 0; i < N * OC; i++) out[i] /= 2;
     for (size_t i = 0; i < OC * C; i++) dw[i] /= 2;
-    worst = largest(worst, compare("out", out, N * OC, 0, 1e-6));
-    worst = largest(worst, compare("dweight", dw, OC * C, 0, 1e-6));
-    case_done(before, worst);
+    compare("out", out, N * OC, 0, 1e-6);
+    compare("dweight", dw, OC * C, 0, 1e-6);
+    case_done();
 }
 
 static void test_embedding(void) {
     size_t N = size_of("N"), C = size_of("C"), V = size_of("vocab");
-    int before = failed;
     int32_t *tokens = take(N * sizeof *tokens);
     float *w = input("weight", V * C, (float)(2 / sqrt((double)C))), *dout = input("dout", N * C, 1);
     float *out = floats(N * C), *dw = floats(V * C);
     for (size_t n = 0; n < N; n++) tokens[n] = fixture_token(n, (int)V);
     embedding_forward(out, w, tokens, N, C);
     embedding_backward(dw, dout, tokens, N, C);
-    double worst = compare("out", out, N * C, 0, 1e-7);
-    worst = largest(worst, compare("dweight", dw, V * C, 0, 1e-6));
-    case_done(before, worst);
+    compare("out", out, N * C, 0, 1e-7);
+    compare("dweight", dw, V * C, 0, 1e-6);
+    case_done();
 }
 
 static void test_crossentropy(void) {
     size_t N = size_of("N"), V = size_of("vocab");
     CrossEntropy ce = {V, V, .softcap = (float)atof(text_of("softcap")), .z_loss = (float)atof(text_of("z_loss"))};
-    int before = failed;
     int32_t *targets = take(N * sizeof *targets);
     uint8_t *mask = take(N);
     float *logits = input("logits", N * V, (float)atof(text_of("scale"))), *kept = floats(N * V), *losses = floats(N),
@@ -173,7 +166,7 @@ static void test_crossentropy(void) {
         for (size_t n = 0; n < N; n++) loss += losses[n] / (double)N;
         check("loss", relative(loss, expected), 5e-6);
     }
-    double worst = compare("dlogits", logits, N * V, 0, 1e-5);
+    compare("dlogits", logits, N * V, 0, 1e-5);
     // Rows that the mask excludes have no loss and no gradient; the others are unchanged.
     mask[0] = 1;
     float first = losses[0];
@@ -185,7 +178,7 @@ static void test_crossentropy(void) {
     }
     check("masked rows", others, 0);
     check("the unmasked row", fabs((double)losses[0] - first) + (memcmp(kept, logits, FLOATS(V)) ? 1 : 0), 0);
-    case_done(before, worst);
+    case_done();
 }
 
 // One query at a time, as in generation, gives the same rows; except with -logT, T and T2, where T is the length so
@@ -226,7 +219,6 @@ static void subject_attention(AttentionCase *c) {
 
 static void test_adamw(void) {
     size_t N = size_of("N"), steps = size_of("steps");
-    int before = failed;
     float *param = input("param", N, 1), *mean = floats(N), *square = floats(N), *grad = floats(N);
     double decay = atof(text_of("weight_decay"));
     for (size_t s = 0; s < steps; s++) {
@@ -234,10 +226,10 @@ static void test_adamw(void) {
         adamw(param, mean, square, NULL, grad, N, 1.0f,
               (AdamW){atof(text_of("lr")), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1});
     }
-    double worst = compare("param", param, N, 0, 1e-6);
-    worst = largest(worst, compare("exp_avg", mean, N, 0, 1e-6));
-    worst = largest(worst, compare("exp_avg_sq", square, N, 0, 1e-6));
-    case_done(before, worst);
+    compare("param", param, N, 0, 1e-6);
+    compare("exp_avg", mean, N, 0, 1e-6);
+    compare("exp_avg_sq", square, N, 0, 1e-6);
+    case_done();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -295,8 +287,6 @@ static double bf16_matmul_error(const Gemm *mm, size_t M, size_t N, size_t K, in
 static void test_bf16_matmuls(Tiles tiles) {
     static const size_t SIZES[][3] = {{37, 65, 129}, {37, 65, 96}, {64, 65, 130}, {64, 65, 96}};
     char name[64];
-    int before = failed;
-    double worst = 0;
     Gemm mm;
     gemm_start(&mm, true);
     mm.tiles = tiles;
@@ -310,19 +300,17 @@ static void test_bf16_matmuls(Tiles tiles) {
         size_t M = SIZES[i][0], N = SIZES[i][1], K = SIZES[i][2];
         for (int kind = 0; kind < 16; kind++) {
             double error = bf16_matmul_error(&mm, M, N, K, kind, false);
-            worst = largest(worst, error);
             check("a matmul", error, 1e-6);
         }
 #ifdef USE_ONEDNN
         for (int kind = 0; kind < 8; kind++) {
             double error = bf16_matmul_error(&mm, M, N, K, kind, true);
-            worst = largest(worst, error);
             check("a primitive in float32", error, 1e-6);
         }
 #endif
     }
     gemm_end(&mm);
-    case_done(before, worst);
+    case_done();
 }
 
 static double not_rounded(const uint16_t *rounded, const float *x, size_t n) {
@@ -334,7 +322,6 @@ static double not_rounded(const uint16_t *rounded, const float *x, size_t n) {
 // With --dtype bf16, layers whose output only matmuls read give the same numbers, rounded.
 static void test_bf16_outputs(void) {
     enum { N = 3, F = 300, E = 2 * F };
-    int before = failed;
     case_name = "outputs in bfloat16";
     float *x = input("x", N * E, 2), *y = input("y", N * F, 1), *w = input("w", F, 1), *out = floats(N * E);
     uint16_t *rounded = take(N * E * sizeof *rounded);
@@ -351,15 +338,13 @@ static void test_bf16_outputs(void) {
     gau_gate_forward(in_f32(out), x, y, N, F, E);
     gau_gate_forward(bf16, x, y, N, F, E);
     check("the gate", not_rounded(rounded, out, N * F), 0);
-    case_done(before, 0);
+    case_done();
 }
 
 // decode_matmul() against plain loops, with rows that do not fill its vectors. A row's numbers are the same to the last
 // bit alone and among others, and in bfloat16 as in float32.
 static void test_decoding_matmuls(void) {
     enum { N = FEW_ROWS, OC = 5, MOST = 107 };
-    int before = failed;
-    double worst = 0;
     case_name = "matmuls of decoding";
     float *x = input("x", N * MOST, 1), *w = input("w", OC * MOST, 1), *out = floats(N * OC), *alone = floats(OC);
     uint16_t rounded[OC * MOST];
@@ -380,21 +365,18 @@ static void test_decoding_matmuls(void) {
                     m.params_bf16 = kind & 2 ? rounded : NULL;
                     differs |= memcmp(alone, out + r * OC, OC * sizeof *alone) != 0;
                 }
-                worst = largest(worst, error);
                 check("a matmul", error, 1e-6);
                 check("the same bits in each way", differs, 0);
             }
         }
     }
-    case_done(before, worst);
+    case_done();
 }
 
 // Matmuls that are computed in parts, of which some entries are compared. A and B are bfloat16 numbers. One thread
 // packs parts one after the other, so that one too long overwrites another.
 static void test_large_bf16_matmuls(void) {
     enum { M = 2178, N = 2084, MOST = 4130 };
-    int before = failed;
-    double worst = 0;
     case_name = "large bfloat16 matmuls";
     Gemm mm;
     gemm_start(&mm, true);
@@ -412,18 +394,16 @@ static void test_large_bf16_matmuls(void) {
         for (int add = 0; add < 2; add++) gemm_run(&mm, M, N, K, A, B, (float)add, c, N);
         omp_set_num_threads(threads);
         double error = matmul_error(c, (MatmulSizes){M, N, K, 23, 29}, A, B, 2, 0);
-        worst = largest(worst, error);
         check("the sum of two matmuls", error, 1e-6);
     }
     gemm_end(&mm);
-    case_done(before, worst);
+    case_done();
 }
 
 // A matmul whose second input has rows 4 KiB apart. It takes a separate path, which splits the depth into several
 // parts.
 static void test_colliding_rows(void) {
     enum { M = 19, N = 2048, K = 1100 };
-    int before = failed;
     case_name = "a matmul with rows 4 KiB apart";
     Gemm mm;
     gemm_start(&mm, false);
@@ -434,12 +414,11 @@ static void test_colliding_rows(void) {
     double error = matmul_error(c, (MatmulSizes){M, N, K, 1, 7}, A, B, 2, 0);
     check("the matmul", error, 1e-6);
     gemm_end(&mm);
-    case_done(before, error);
+    case_done();
 }
 
 // A NaN in one weight must reach the loss and fail every check.
 static void test_nan(void) {
-    int before = failed;
     case_name = "a NaN is detected";
     float logits[8] = {0, 1, 2, NAN, 4, 5, 6, 7}, loss, x[4] = {1, NAN, 2, 3}, w[4] = {1, 1, 1, 1}, out[4];
     int32_t target = 2;
@@ -456,7 +435,7 @@ static void test_nan(void) {
         attention_row(out, q, (ConstView){k, 2, 2}, (ConstView){v, 2, 2}, 2, 0, (Scalars){{NULL}}, shape, scratch);
         check(normalizer.text, !isnan(out[0]), 0);
     }
-    case_done(before, 0);
+    case_done();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

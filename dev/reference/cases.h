@@ -25,11 +25,14 @@
 #endif
 
 static int passed, failed;
+static int failed_before;    // the current case
+static double worst;         // error of the current case
 static const char *case_name;
 static char case_line[1024];
 
 // Prints what failed. A passing check prints nothing, a passing case one line.
 static bool check(const char *what, double error, double bound) {
+    if (error > worst) worst = error;
     if (error <= bound) return true;    // false for a NaN
     printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
     failed++;
@@ -53,12 +56,14 @@ static float *floats(size_t n) {
     return (float *)take(n * sizeof(float));
 }
 
-static void case_done(int failed_before, double worst) {
+static void case_done(void) {
     while (taken_count > 0) free(taken[--taken_count]);
     if (failed == failed_before) {
         passed++;
         printf("ok %-44s worst error %.2g\n", case_name, worst);
     }
+    failed_before = failed;
+    worst = 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -102,26 +107,20 @@ static size_t read_answer(const char *name, float *out, size_t room) {
     return info->elements;
 }
 
-// Compares x (n) with the answer of that name; returns the error.
-static double compare(const char *name, const float *x, size_t n, double floor, double bound) {
+// Compares x (n) with the answer of that name.
+static void compare(const char *name, const float *x, size_t n, double floor, double bound) {
     float stored[FIXTURE_FULL];
     size_t count = read_answer(name, stored, FIXTURE_FULL);
     size_t expected = n <= FIXTURE_FULL ? n : (size_t)FIXTURE_DIGEST;
     if (count != expected)
         fail(EXIT_INPUT, FIXTURES ": %s/%s has %zu numbers, expected %zu.", case_name, name, count, expected);
-    double error = fixture_error(stored, x, n, floor);
-    check(name, error, bound);
-    return error;
+    check(name, fixture_error(stored, x, n, floor), bound);
 }
 
 static float *input(const char *name, size_t n, float scale) {
     float *x = floats(n);
     fixture_fill(x, n, name, 0, 0.0f, scale);
     return x;
-}
-
-static double largest(double a, double b) {
-    return b > a || !(b == b) ? b : a;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ static double distance(const float *x, const float *y, size_t n) {
 }
 
 // For each row, the logits of eight ids and logsumexp, in the form of the answers.
-static double check_logits(const ModelCase *c, const int32_t *inputs) {
+static void check_logits(const ModelCase *c, const int32_t *inputs) {
     size_t N = c->B * c->T, V = c->config.vocab;
     float *stored = floats(N * 9), *ours = floats(N * 9), *zero = floats(N * 9), *logits = floats(N * V);
     read_answer("logits", stored, N * 9);
@@ -197,52 +196,47 @@ static double check_logits(const ModelCase *c, const int32_t *inputs) {
     }
     double error = distance(ours, stored, N * 9) / distance(stored, zero, N * 9);
     check("logits", error, 1e-5);
-    return error;
 }
 
 static double relative(double x, double y) {
     return fabs(x - y) / fabs(y);
 }
 
-static double compare_tensors(const ModelCase *c, const char *prefix, const float *values, double floor, double bound) {
-    double worst = 0;
+static void compare_tensors(const ModelCase *c, const char *prefix, const float *values, double floor, double bound) {
     char name[160];
     for (size_t i = 0; i < c->list.count; i++) {
         const Tensor *t = &c->list.tensors[i];
         if (!tensor_trained(t, &c->config.attn)) continue;
         snprintf(name, sizeof name, "%s/%s", prefix, t->name);
-        worst = largest(worst, compare(name, values + t->offset, t->elements, floor, bound));
+        compare(name, values + t->offset, t->elements, floor, bound);
     }
-    return worst;
 }
 
 // Ten steps of AdamW at most: checks each loss and gradient norm. bounds: of the losses, of the first norm and of later
-// ones. Returns the largest error of a loss.
-static double check_steps(const ModelCase *c, size_t steps, const double bounds[3]) {
+// ones.
+static void check_steps(const ModelCase *c, size_t steps, const double bounds[3]) {
     size_t N = c->B * c->T;
     float losses[64], norms[64];
-    double worst = 0, lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
+    double lr = atof(text_of("lr")), clip = atof(text_of("clip")), decay = atof(text_of("weight_decay"));
     read_answer("losses", losses, 64);
     read_answer("grad_norms", norms, 64);
     for (size_t s = 0; s < steps; s++) {
         int32_t *batch = take_batch(c, s);
         double loss = subject_step(batch, batch + N, c->B, c->T, 1.0f / (float)N, true) / (double)N,
                norm = subject_norm();
-        worst = largest(worst, relative(loss, losses[s]));
         check("a training loss", relative(loss, losses[s]), bounds[0]);
         check("a gradient norm", relative(norm, norms[s]), bounds[s ? 2 : 1]);
         AdamW adamw = {lr * fmin(1.0, (double)(s + 1) / 2), 0.9, 0.95, 1e-8, decay, (int64_t)s + 1};
         subject_update(clip, adamw);
     }
-    return worst;
 }
 
 // Ten steps, and the change of the weights.
-static double check_training(const ModelCase *c, size_t steps) {
+static void check_training(const ModelCase *c, size_t steps) {
     static const double BOUNDS[] = {1e-5, 1e-4, 1e-4};
     float *start = floats(c->list.floats);
     memcpy(start, subject_params(), c->list.floats * sizeof(float));
-    double worst = check_steps(c, steps, BOUNDS);
+    check_steps(c, steps, BOUNDS);
     const float *end = subject_params();
     for (size_t i = 0; i < c->list.floats; i++) start[i] = end[i] - start[i];
     // The gradient of p_1 is 0 if a row with one key always has a weight of 1. AdamW magnifies its rounding.
@@ -250,8 +244,7 @@ static double check_training(const ModelCase *c, size_t steps) {
     for (size_t l = 0; l < c->config.layers; l++) only_sums &= norm_is_sum(normalizer_of(&c->config, l)->norm);
     for (size_t i = 0; i < c->list.count && only_sums; i++)
         if (c->list.tensors[i].scalar == SCALAR_P) start[c->list.tensors[i].offset] = 0;
-    worst = largest(worst, compare_tensors(c, "update", start, 0, 1e-3));
-    return worst;
+    compare_tensors(c, "update", start, 0, 1e-3);
 }
 
 // The gradients of two halves of a batch, accumulated, equal those of the whole.
@@ -288,24 +281,22 @@ static void model_end(ModelCase *c) {
 }
 
 static void test_model(void) {
-    int before = failed;
     ModelCase c = model_start();
     size_t steps = size_of("steps");
     float losses[64];
     size_t N = c.B * c.T;
     int32_t *batch = take_batch(&c, 0);
-    double worst = check_logits(&c, batch);
+    check_logits(&c, batch);
     read_answer("losses", losses, 64);
     double loss = subject_step(batch, batch + N, c.B, c.T, 1.0f / (float)N, true) / (double)N;
-    worst = largest(worst, relative(loss, losses[0]));
     check("loss", relative(loss, losses[0]), 1e-5);
     // At T = 1 under l1, the gradients of q and k are 0, so that only rounding is left.
     double floor = (c.T == 1 ? 1e-2 : 1e-3) * subject_norm();
-    worst = largest(worst, compare_tensors(&c, "grad", subject_grads(), floor, GRADIENT_BOUND(&c.config.attn)));
+    compare_tensors(&c, "grad", subject_grads(), floor, GRADIENT_BOUND(&c.config.attn));
     if (c.B == 2) check_accumulation(&c, batch, loss);
-    if (steps) worst = largest(worst, check_training(&c, steps));
+    if (steps) check_training(&c, steps);
     model_end(&c);
-    case_done(before, worst);
+    case_done();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -423,18 +414,18 @@ static double attention_floor(const AttentionCase *c) {
 
 static void test_attention(void) {
     static const char *const GRADIENTS[] = {"dq", "dk", "dv"};
-    int before = failed;
     AttentionCase c = attention_case();
     attention_pass(&c);
-    double floor = attention_floor(&c), worst = compare("out", c.out, c.sizes[0], 0, 1e-5);
-    for (int i = 0; i < 3; i++) worst = largest(worst, compare(GRADIENTS[i], c.d[i], c.sizes[i], floor, 1e-4));
+    double floor = attention_floor(&c);
+    compare("out", c.out, c.sizes[0], 0, 1e-5);
+    for (int i = 0; i < 3; i++) compare(GRADIENTS[i], c.d[i], c.sizes[i], floor, 1e-4);
     for (int i = 0; i < SCALAR_COUNT; i++) {
         char name[32];
         size_t n = scalar_size((Scalar)i, c.NH, (size_t)c.L);
         snprintf(name, sizeof name, "d%s", scalar_names[i]);
-        if (c.grads.of[i]) worst = largest(worst, compare(name, c.grads.of[i], n, floor, 1e-4));
+        if (c.grads.of[i]) compare(name, c.grads.of[i], n, floor, 1e-4);
     }
-    case_done(before, worst);
+    case_done();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
