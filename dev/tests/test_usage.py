@@ -134,7 +134,6 @@ ROWS = [        # of exit code 2, unless it is given
      ["too little data", "30,000 tokens", "contexts of 30,001", "reduce --seq-lens"]),
     ("needle", ["--data", "{few}"], 3,
      ["few.bin: too little data: 60 tokens;", "contexts of 593 needs at least 593", "reduce --seq-lens"]),
-    ("needle", ["--data", "{few}", "--seq-lens", "60"], 3, ["few.bin", "contexts of 60 needs at least 65"]),
     ("needle", ["--data", "{empty}"], 3, ["empty.bin"]),
     ("needle", ["--data", "{ends}"], 3,
      ["only 592 tokens other than end-of-text; expected 593", "reduce --seq-lens"]),
@@ -147,8 +146,6 @@ ROWS = [        # of exit code 2, unless it is given
     ("needle", ["--model", "{without:}"], 3,
      ["without:/tokenizer.json: it has no tokens for all of \"The special magic ", " number is:\"", "(the city is ",
       "Choose another model"]),
-    ("needle", ["--model", "{without.}"], 3, ["without./tokenizer.json: it has no tokens for all of \" .\""]),
-    ("needle", ["--model", "{without?}"], 3, ["What is the special magic ", "?"]),
     ("needle", ["--model", "{withoutB}"],
      ["withoutB/tokenizer.json: it has no tokens for the city ", "which was drawn for sample ", "Set --city"]),
     ("needle", ["--model", "{withoutB}", "--city", "Rome", "--chat", "chatml", "--system", "Be brief."],
@@ -206,7 +203,7 @@ def files(tmp_path_factory):
     config = json.loads((whole / "config.json").read_text())
     normalizer = config["attention_normalizer"]
     changes = {"model": {}, "bare": {}, "plain": {}, "cut": {},
-               **{f"without{letter}": {} for letter in "7:.?B"},
+               **{f"without{letter}": {} for letter in "7:B"},
                "one": {"attention_normalizer": normalizer | {"seq_len": 1}},
                "endless": {"attention_normalizer": {"name": "softmax"}, "max_position_embeddings": 2000000},
                "pairs": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 2},
@@ -222,7 +219,7 @@ def files(tmp_path_factory):
     (shutil.copytree(whole, root / "hash") / "model.safetensors").write_bytes(weights[:-1] + b"\x7f")
     (root / "bare/tokenizer.json").unlink()
     write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
-    for letter in "7:.?B":
+    for letter in "7:B":
         path = root / f"without{letter}/tokenizer.json"
         tokenizer = json.loads(path.read_text())
         vocab = tokenizer["model"]["vocab"]
