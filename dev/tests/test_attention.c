@@ -205,8 +205,8 @@ static double last_weight(const char *text, const float *z, size_t n, float s) {
     return out;
 }
 
-// [SSMax], Figure 1: n scores, of which the last is 3 and the others -2; s = 0.43. Softmax's largest weight is 1/((n - 1) e^-5 +
-// 1), SSMax's 1/((n - 1) n^(-0.43·5) + 1).
+// Figure 1 of [SSMax]: n scores, of which the last is 3 and the others -2; s = 0.43. Softmax's largest weight is
+// 1/((n - 1) e^-5 + 1), SSMax's 1/((n - 1) n^(-0.43·5) + 1).
 static void test_figure_1(void) {
     check_group("[SSMax] Figure 1");
     enum { N = 100000 };
