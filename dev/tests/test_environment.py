@@ -1,4 +1,4 @@
-"""What programs inherit from a shell or batch system: limits, closed descriptors, nohup, the number of threads.
+"""What programs inherit from a shell or batch system: limits, closed descriptors, the number of threads.
 Also what a killed scripts/setup_cuda.sh leaves behind."""
 import os
 import pty
@@ -6,7 +6,6 @@ import re
 import resource
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-import jobs
 from calls import call, prepare
 from trainer import (LAUNCH, ROOT, SANITIZED, TRAIN, assert_same_run, command, environment, metrics, script_of, steps,
                      train)
 
-USAGE, INPUT, RESOURCE, STOPPED = 2, 3, 4, 75
+USAGE, INPUT, RESOURCE = 2, 3, 4
 PROGRAMS = ["train_gpt2", "sample_gpt2", "eval_gpt2"]
 
 
@@ -98,25 +96,6 @@ def test_closed_descriptors(data, tmp_path, closed):
     assert re.fullmatch(r"\d+\n", (out / "lock").read_text())
     assert len(metrics(out)) == 3 and steps(out) == [3]
     train(data, "--steps", 4, "--out", out, "--resume")
-
-
-# ---- nohup
-
-
-def test_nohup(data, tmp_path):
-    """A SIGHUP that was ignored at startup has no effect; SIGTERM still stops the run."""
-    out = tmp_path / "out"
-    process = jobs.start(command(data, "--steps", 10 ** 7, "--out", out, "--ckpt-every", 0),
-                         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    try:
-        jobs.wait_for_line(process, " 5/10000000 ")
-        process.send_signal(signal.SIGHUP)
-        jobs.wait_for_line(process, " 2000/10000000 ")
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == STOPPED
 
 
 # ---- stacks and threads

@@ -127,15 +127,25 @@ def data(tmp_path):
     return ids
 
 
+def trained(tmp_path, case, *more, shape=SHAPE, **how):
+    """The weights before and after STEPS steps of the program."""
+    train(tmp_path, *flags(tmp_path / "start", *case, steps=0, shape=shape))
+    train(tmp_path, *flags(tmp_path / "run", *case, shape=shape), *more, **how)
+    return in_double(tmp_path / "start", 0), in_double(tmp_path / "run", STEPS)
+
+
+def state_of(out, kind):
+    """One of the optimizer's arrays of each parameter."""
+    state = in_double(out, STEPS, "optimizer.safetensors")
+    return {name.removesuffix(kind): t for name, t in state.items() if name.endswith(kind)}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_float32_steps_match_the_reference(tmp_path, data, case):
     attn, tied, batch, T, accumulate, clip = CASES[case]
     objective = OBJECTIVE.get(case, {})
     more = [word for name, value in objective.items() for word in (f"--{name.replace('_', '-')}", value)]
-    train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
-    train(tmp_path, *flags(tmp_path / "run", *CASES[case]), *more)
-    start, end = (in_double(tmp_path / out, step) for out, step in (("start", 0), ("run", STEPS)))
-
+    start, end = trained(tmp_path, CASES[case], *more)
     config = reference.Config(**SHAPE, **objective, tied=bool(tied), attn=attn, L=T)
     expected, optimizer = expected_steps(start, data, config, batch * accumulate, clip)
     got = np.array(metrics(tmp_path / "run", ["loss", "lr", "grad_norm"]))
@@ -147,10 +157,8 @@ def test_float32_steps_match_the_reference(tmp_path, data, case):
                                    err_msg=("loss", "lr", "gradient's norm")[column])
 
     assert_near(changes(end, start), changes(optimizer.parameters, start), 1e-3, "the change")
-    state = in_double(tmp_path / "run", STEPS, "optimizer.safetensors")
     for kind in ("exp_avg", "exp_avg_sq"):
-        moments = {name.removesuffix("." + kind): t for name, t in state.items() if name.endswith("." + kind)}
-        assert_near(moments, getattr(optimizer, kind), 1e-3, kind)
+        assert_near(state_of(tmp_path / "run", f".{kind}"), getattr(optimizer, kind), 1e-3, kind)
 
 
 @pytest.mark.parametrize("case", ["several chunks of rows", "several chunks of rows, tied"])
@@ -158,15 +166,11 @@ def test_bfloat16_steps_stay_close_to_float32(tmp_path, data, case):
     train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0))
     for dtype in ("fp32", "bf16"):      # at --lr 0.01 rounding alone can change a step's gradient by tens of percent
         train(tmp_path, *flags(tmp_path / dtype, *CASES[case]), "--lr", LR / 5, "--dtype", dtype)
-    start = in_double(tmp_path / "start", 0)
-    single = in_double(tmp_path / "fp32", STEPS)
-    state = in_double(tmp_path / "bf16", STEPS, "optimizer.safetensors")
-    master = {name.removesuffix(".master"): t for name, t in state.items() if name.endswith(".master")}
-
+    start, single = in_double(tmp_path / "start", 0), in_double(tmp_path / "fp32", STEPS)
     a, b = (np.array(metrics(tmp_path / dtype, ["loss", "grad_norm"])) for dtype in ("bf16", "fp32"))
     np.testing.assert_allclose(a[:, 0], b[:, 0], rtol=2e-3, err_msg="loss")
     np.testing.assert_allclose(a[:, 1], b[:, 1], rtol=2e-2, err_msg="gradient's norm")
-    assert_near(changes(master, start), changes(single, start), 0.1, "the change")
+    assert_near(changes(state_of(tmp_path / "bf16", ".master"), start), changes(single, start), 0.1, "the change")
 
 
 # ---------------------------------------------------------------- Muon
@@ -209,17 +213,13 @@ def test_muon_equals_torch(tmp_path, data, case, monkeypatch):
     in_float64(monkeypatch)
     shape = SHAPE | dict(gate="channel")
     attn, tied, batch, T, accumulate, clip = CASES[case]
-    train(tmp_path, *flags(tmp_path / "start", *CASES[case], steps=0, shape=shape))
-    train(tmp_path, *flags(tmp_path / "run", *CASES[case], shape=shape), "--optimizer", "muon")
-    start, end = (in_double(tmp_path / out, step) for out, step in (("start", 0), ("run", STEPS)))
+    start, end = trained(tmp_path, CASES[case], "--optimizer", "muon", shape=shape)
     config = reference.Config(**shape, tied=bool(tied), attn=attn, L=T)
     losses, parameters, momentum = torch_steps(start, data, config, batch * accumulate, clip)
     np.testing.assert_allclose([loss for loss, in metrics(tmp_path / "run", ["loss"])], losses, rtol=1e-5)
     assert_near(changes(end, start), changes(parameters, start), 1e-3, "the change")
-    state = in_double(tmp_path / "run", STEPS, "optimizer.safetensors")
-    got = {name.removesuffix(".momentum"): t for name, t in state.items() if name.endswith(".momentum")}
-    assert_near(got, momentum, 1e-3, "the momentum")
-    assert {name.rpartition(".")[0] for name in state if name.endswith(".exp_avg")} == start.keys() - momentum.keys()
+    assert_near(state_of(tmp_path / "run", ".momentum"), momentum, 1e-3, "the momentum")
+    assert state_of(tmp_path / "run", ".exp_avg").keys() == start.keys() - momentum.keys()
 
 
 def test_muon_by_the_cuda_source(tmp_path, data, monkeypatch):
@@ -227,9 +227,7 @@ def test_muon_by_the_cuda_source(tmp_path, data, monkeypatch):
     be no larger than torch's."""
     cuda, shape = cuda_program(), SHAPE | dict(channels=48, ffn=40, gate="head")
     attn, tied, batch, T, accumulate, clip = case = CASES["softmax"]
-    train(tmp_path, *flags(tmp_path / "start", *case, steps=0, shape=shape))
-    train(tmp_path, *flags(tmp_path / "run", *case, shape=shape), "--optimizer", "muon", program=cuda)
-    start, ours = (in_double(tmp_path / out, step) for out, step in (("start", 0), ("run", STEPS)))
+    start, ours = trained(tmp_path, case, "--optimizer", "muon", shape=shape, program=cuda)
     how = start, data, reference.Config(**shape, tied=bool(tied), attn=attn, L=T), batch * accumulate, clip
     theirs = torch_steps(*how)[1]
     in_float64(monkeypatch)
