@@ -210,7 +210,9 @@ static void subject_attention(AttentionCase *c) {
     AttentionShape shape = {&c->layer.normalizer, c->B, c->T, c->NH, c->NKV, HS, HS, c->L, .window = c->layer.window};
     float *stats = floats(c->B * c->NH * c->T * ROW_STATS),
           *scratch = floats(attention_scratch(shape, omp_get_max_threads()));
-    AttentionInput in = {.q = {c->x[0], C, HS}, .k = {c->x[1], K, HS}, .v = {c->x[2], K, HS}, .first = c->first};
+    int32_t *first = c->layer.window ? take(c->B * c->T * sizeof *first) : c->first;
+    if (c->layer.window) attention_window_starts(first, c->first, c->B, c->T, c->layer.window);
+    AttentionInput in = {.q = {c->x[0], C, HS}, .k = {c->x[1], K, HS}, .v = {c->x[2], K, HS}, .first = first};
     AttentionInputGrads grads = {{c->d[0], C, HS}, {c->d[1], K, HS}, {c->d[2], K, HS}};
     attention_forward(c->out, stats, in, c->scalars, shape, scratch);
     attention_backward(grads, c->grads, c->dout, c->out, stats, in, c->scalars, shape, scratch);

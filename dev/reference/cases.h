@@ -306,7 +306,7 @@ typedef struct {
     LayerAttention layer;
     size_t B, T, NH, NKV, HS;
     int L;
-    int32_t *first;        // (B,T), or NULL if each row sees all keys before it
+    int32_t *first;        // (B,T) where each row's document begins, or NULL without documents
     size_t sizes[3];       // of q (B,T,NH,HS), and of k and v (B,T,NKV,HS)
     float *x[3], *d[3];    // q, k and v, of which qk=l2 has divided q and k by their norms; their gradients
     float *lengths[3];     // those norms
@@ -315,7 +315,7 @@ typedef struct {
     ScalarGrads grads;    // of those that are trained
 } AttentionCase;
 
-// The subject's forward and backward pass.
+// The subject's forward and backward pass, in the case's window.
 static void subject_attention(AttentionCase *c);
 
 // Divides rows of x by their norms.
@@ -357,15 +357,11 @@ static void fill_scalars(AttentionCase *c) {
     }
 }
 
-// The first key of each row, by documents of equal lengths and the window.
-static int32_t *first_keys(const AttentionCase *c) {
-    size_t window = c->layer.window, document = has_key("docs") ? size_of("docs") : c->T;
-    if (!window && !has_key("docs")) return NULL;
+// Where the document of each row begins; all have the same length.
+static int32_t *document_keys(const AttentionCase *c) {
+    if (!has_key("docs")) return NULL;
     int32_t *first = (int32_t *)take(c->B * c->T * sizeof *first);
-    for (size_t i = 0; i < c->B * c->T; i++) {
-        size_t t = i % c->T, start = t - t % document;
-        first[i] = (int32_t)(window && t + 1 > start + window ? t + 1 - window : start);
-    }
+    for (size_t i = 0; i < c->B * c->T; i++) first[i] = (int32_t)(i % c->T - i % c->T % size_of("docs"));
     return first;
 }
 
@@ -384,7 +380,7 @@ static AttentionCase attention_case(void) {
     c.NKV = size_of(has_key("kv_heads") ? "kv_heads" : "heads");
     c.HS = size_of("head_size");
     c.L = (int)size_of("L");
-    c.first = first_keys(&c);
+    c.first = document_keys(&c);
     for (int i = 0; i < 3; i++) {
         size_t rows = c.B * c.T * (i == 0 ? c.NH : c.NKV), n = c.sizes[i] = rows * c.HS;
         c.x[i] = input(PARTS[i], n, i < 2 ? (float)atof(text_of("scale")) : 2);

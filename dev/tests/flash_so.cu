@@ -15,7 +15,7 @@ typedef struct {
     size_t B, T, NH, NKV, HS, VS;
     int L;
     size_t q_row, k_row, v_row, out_row;    // elements; q, k, v each (B·T·row)
-    const int32_t *first;                   // (B,T) or NULL
+    const int32_t *first;                   // (B,T) or NULL; flash_test() applies the window, too
     bool any_order;
     FlashRope rope;    // if flash_undoes_rope()
     size_t from, window;
@@ -93,6 +93,11 @@ void run(const Normalizer *normalizer, const FlashTestShape &x, FlashTestArrays 
     float *stats = (float *)device.take(kept * sizeof(float));
     FlashTestShape there = x;
     there.first = device.copy(x.first, rows);
+    if (x.window) {
+        int32_t *starts = (int32_t *)device.take(rows * sizeof *starts);
+        flash_window_starts(starts, there.first, x.B, x.T, x.window, 0);
+        there.first = starts;
+    }
     FlashInput<X> in = input_of(&there, q, k, v, scalars);
     flash_forward<X>({out, x.out_row, x.VS}, stats, counter, in, shape, device.take(flash_scratch(shape, sizeof(X))),
                      0);
