@@ -230,11 +230,6 @@ def embedding(out, step):
     return tensors(out, step)["model.embed_tokens.weight"]
 
 
-def write_header(path, header, data):
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
 def make(*words, **how):
     """Runs make, one at a time: the processes of pytest-xdist share the build folder."""
     (ROOT / "build").mkdir(exist_ok=True)
