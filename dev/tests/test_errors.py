@@ -805,10 +805,11 @@ SSMAX, CAPPED = ["--attn", "ssmax"], ["--attn", "ssmax", "--logit-softcap", 30]
 @pytest.mark.parametrize("attn, first, second, message", [
     ("softmax", [], ["--rope-theta", 500], "rank 1: the model's rope_theta is 500, but on rank 0 it is 10000."),
     ("ssmax", SSMAX, CAPPED, "rank 1: the model's final_logit_softcapping is 30, but on rank 0 it is missing."),
+    ("ssmax", CAPPED, SSMAX, "rank 1: the model's final_logit_softcapping is missing, but on rank 0 it is 30."),
     ("softmax", [], SSMAX, "rank 1: the normalizer before the start is ssmax, but on rank 0 it is softmax.")],
-                         ids=["rope", "softcap", "attn"])
+                         ids=["rope", "softcap", "no softcap", "attn"])
 def test_ranks_that_start_from_different_models(data, tmp_path, attn, first, second, message):
-    """Of the same shape."""
+    """Of the same shape. A key of config.json may be missing on either rank."""
     for name, own in {"a": first, "b": second}.items():
         train(data, "--steps", 0, *own, "--out", tmp_path / name)
     own = [f"--init-from {checkpoint(tmp_path / name, 0)} --seq-len 8 --warmup 0" for name in "ab"]

@@ -115,6 +115,15 @@ def test_a_silent_rank_of_the_cuda_trainer(data, tmp_path):
 
 
 @pytest.mark.drawn(4, of="one machine")
+def test_a_resumed_run_keeps_its_timeout(data, tmp_path):
+    """The heartbeat starts before the other flags are read from run.json."""
+    train(data, "--steps", 5, "--rank-timeout", 2, "--out", tmp_path, "--batch", 8)
+    with Job(data, tmp_path, "--resume") as job:
+        job.signal(signal.SIGSTOP, 1)
+        assert "no heartbeat from rank 1 on " in job.end(PEER, timeout=20)
+
+
+@pytest.mark.drawn(4, of="one machine")
 def test_a_suspended_job_continues(data, tmp_path):
     """As when Slurm suspends a job or a virtual machine pauses: no rank has heard from any other, yet all are alive."""
     with Job(data, tmp_path / "out", "--rank-timeout", 2) as job:

@@ -49,6 +49,7 @@ def library(tmp_path_factory):
     c.tokenizer_special.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     for name in ("tokenizer_vocab", "tokenizer_end_of_text", "tokenizer_adds_space", "tokenizer_close"):
         getattr(c, name).argtypes = [ctypes.c_void_p]
+    c.tokenizer_adds_space.restype = ctypes.c_bool
     return c
 
 

@@ -262,6 +262,7 @@ def test_python_and_c_accept_the_same_tokenizers(name, library, tmp_path):
             assert library.tokenizer_special(c.handle, content) == (token["id"] if token["special"] else -1)
             assert c.token(token["id"]) == content
         assert library.tokenizer_end_of_text(c.handle) == end.value
+        assert library.tokenizer_adds_space(c.handle) == c.token(c.encode(b"a")[0]).startswith(b" ")
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None])
