@@ -26,12 +26,13 @@ class Panel:
 @dataclass
 class Picture:
     """Panels in rows of `columns`, under a legend of [(label, color, dash)]. A picture has its name's ending in its
-    file name."""
+    file name. share_y: all panels have the same y axis."""
     name: str
     panels: list
     columns: int = 2
     legend: list = ()
     title: str = ""
+    share_y: bool = False
 
 
 # ---------------------------------------------------------------- colors
@@ -147,7 +148,7 @@ def figure(picture):
     out = plt.figure(figsize=(width, sum(heights) + top), layout="constrained")
     grid = out.add_gridspec(len(rows), columns, width_ratios=widths, height_ratios=heights)
     for i, panel in enumerate(panels):
-        axes = out.add_subplot(grid[i // columns, i % columns])
+        axes = out.add_subplot(grid[i // columns, i % columns], sharey=out.axes[0] if picture.share_y and i else None)
         panel.draw(axes)
         axes.set_title(wrapped(panel.title, panel.width - 0.7))
     if picture.legend:

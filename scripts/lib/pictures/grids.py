@@ -54,36 +54,39 @@ def draw_group(axes, draw, series, columns):
     """draw(axes, series), with a legend of so many columns below."""
     draw(axes, series)
     handles, labels = axes.get_legend_handles_labels()
-    texts, _ = drawing.fit_legend(labels, columns, 5, 7.5)
+    texts, _ = drawing.fit_legend(labels, columns, 5.4, 7.5)
     drawing.legend(axes, handles, texts, fontsize=7.5, frameon=False, ncols=columns, loc="upper left",
                    bbox_to_anchor=(0, -0.17))
 
 
-def picture(plan, title, found, draw, base=True):
+def picture(plan, title, found, draw, marks, base=True):
     """A panel for each title of {title: [(row, its Series)]}. The baseline is dashed in the panels that lack it, and
-    has no panel of its own. None if there is nothing to draw."""
+    has no panel of its own. None if there is nothing to draw. marks: what shows the spread over seeds, if there is
+    any"""
     dashed = [s for pairs in found.values() for row, s in pairs if base and row.name == plan.grid.baseline]
     found = {name: [s for _, s in pairs] for name, pairs in found.items() if pairs}
     found = {name: series for name, series in found.items() if any(s not in dashed for s in series)} or found
     if not found:
         return None
-    columns = charts.legend_columns([s.label for series in found.values() for s in series], 6)
+    every = [s for series in found.values() for s in series]
+    columns = charts.legend_columns([s.label for s in every], 7.2)      # 5.4 inches, in a smaller font
     height = 3.7 + 0.16 * math.ceil((max(map(len, found.values())) + len(dashed)) / columns)
     panels = []
     for name, series in found.items():
         shown = [replace(s, color=color, dash=dash) for s, (color, dash) in zip(series, charts.colors_of(len(series)))]
         shown += [replace(s, color="0.3", dash="--") for s in dashed if s not in series]
         panels.append(Panel(name, lambda axes, shown=shown: draw_group(axes, draw, shown, columns), height=height))
-    return Picture("", panels, 3, title=title)
+    title += f"; {marks}: {SPREAD}" if any(s.seeds > 1 for s in every + dashed) else ""
+    return Picture("", panels, 3, title=title, share_y=True)
 
 
-def line_picture(plan, title, evals, series_of, draw):
+def line_picture(plan, title, evals, series_of, draw, marks):
     """The picture of some evaluations. series_of(line, seeds): its Series as the mean over these seeds, or None"""
     lines = lines_of(plan, evals)
     shared = seeds_of_lines(plan, lines)
     found = {name: [(line.row, s) for line in inside if (s := series_of(line, shared[line.key()]))]
              for name, inside in lines.items()}
-    return picture(plan, title, found, draw, len(evals) == 1)
+    return picture(plan, title, found, draw, marks, len(evals) == 1)
 
 
 # ---------------------------------------------------------------- training
@@ -99,7 +102,7 @@ def curve_of(plan, x):
     rows = [(tokens, statistics.fmean(every[seed][tokens] for seed in x.seeds),
              *spreads([[curve[tokens] for curve in every.values() if tokens in curve]])) for tokens in common]
     outcome = next((f" ({entries[seed]['outcome']})" for seed in x.seeds if entries[seed]["outcome"]), "")
-    return Series(x.label + outcome, plan.grid.scale.L, rows) if rows else None
+    return Series(x.label + outcome, plan.grid.scale.L, rows, len(every)) if rows else None
 
 
 def curves_picture(plan):
@@ -116,7 +119,7 @@ def curves_picture(plan):
         draw_curves(axes, series, unit)
         axes.set(xlabel=f"{name}tokens", ylabel="nats per token", ylim=(min(late) - 0.1, max(late) + 0.1))
         drawing.say_what_is_cut_off(axes)
-    return picture(plan, f"Validation loss while training; bands: {SPREAD}", found, draw)
+    return picture(plan, "Validation loss while training", found, draw, "bands")
 
 
 def draw_final(axes, final, order, band):
@@ -173,20 +176,17 @@ def scalars_picture(plan):
 # ---------------------------------------------------------------- evaluations
 
 def lengths_picture(plan, title, evals):
-    every = []
-
     def series_of(line, seeds):
         rows = [{"seq_len": T, "loss": statistics.fmean(losses),
                  "loss_each": np.array(line.numbers(plan, line.row.seeds, "loss", str(T)))}
                 for T in line.eval.lengths if (losses := line.numbers(plan, seeds, "loss", str(T)))]
-        every.extend(row["loss"] for row in rows if math.isfinite(row["loss"]))
         least = min((len(row["loss_each"]) for row in rows if np.isfinite(row["loss_each"]).all()), default=1)
         return Series(line.label, plan.grid.scale.L, rows, least) if rows else None
 
     def draw(axes, series):
         tasks.draw_by_length(axes, series, "loss")
-        axes.set(ylabel="nats per token", ylim=(0.97 * min(every, default=1), 1.03 * max(every, default=1)))
-    return line_picture(plan, f"Loss by length ({title}); bars: {SPREAD}", evals, series_of, draw)
+        axes.set_ylabel("nats per token")
+    return line_picture(plan, f"Loss by length ({title})", evals, series_of, draw, "bars")
 
 
 def positions_picture(plan, title, evals):
@@ -195,17 +195,16 @@ def positions_picture(plan, title, evals):
 
     def series_of(line, seeds):
         means = by_position(plan, line, seeds) if max(line.eval.lengths) == T else []
-        each = filter(None, (by_position(plan, line, [seed]) for seed in line.row.seeds))
+        each = list(filter(None, (by_position(plan, line, [seed]) for seed in line.row.seeds)))
         rows = [((i + 0.5) * T / len(means), mean, wide)
                 for i, (mean, wide) in enumerate(zip(means, spreads(zip(*each))))]
-        return Series(line.label, plan.grid.scale.L, rows) if rows else None
+        return Series(line.label, plan.grid.scale.L, rows, len(each)) if rows else None
 
     def draw(axes, series):
         draw_curves(axes, series)
         charts.mark_trained(axes, series)
         axes.set(xlabel="position", ylabel="nats per token")
-    return line_picture(plan, f"Loss by position, sequences of {T:,} tokens ({title}); bands: {SPREAD}", evals,
-                        series_of, draw)
+    return line_picture(plan, f"Loss by position, sequences of {T:,} tokens ({title})", evals, series_of, draw, "bands")
 
 
 def needles_picture(plan, evals):

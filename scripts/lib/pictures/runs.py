@@ -96,8 +96,7 @@ def curve_panels(runs, styles, loaded=None):
         charts.positive_axis(axes, [value for lines in loaded for value in run_folder.column(lines, "grad_norm")])
 
     return [Panel("Loss, running mean, against tokens (points: validation)", lambda axes: losses(axes, False), 6, 4.8),
-            Panel("Loss, running mean, against time spent in steps (points: validation)",
-                  lambda axes: losses(axes, True), 6, 4.8),
+            Panel("Loss, running mean, against time spent in steps", lambda axes: losses(axes, True), 6, 4.8),
             Panel("Learning rate", rate, 6, 3.2), Panel("Gradient norm, before clipping", norm, 6, 3.2)]
 
 

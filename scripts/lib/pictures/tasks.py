@@ -266,10 +266,16 @@ def fits(series):
     return numbers([[[fit["a1"], fit["a2"]] for fit in layer["fits"]] for layer in row["layers"]])
 
 
+def has_heads(rows):
+    return any(values.shape[1] > 1 for _, values in rows)
+
+
 def draw_scalar(axes, rows):
-    """rows: [(series, (layers, heads))]: a point for each head, and a line through the means of the layers."""
+    """rows: [(series, (layers, heads))]: a point for each head, and a line through the means of the layers. The heads
+    of different series stand side by side."""
+    step = min(0.12, 0.6 / len(rows)) if has_heads(rows) else 0
     for place, (s, values) in enumerate(rows):
-        layers = np.arange(len(values)) + (place - (len(rows) - 1) / 2) * min(0.12, 0.6 / len(rows))
+        layers = np.arange(len(values)) + (place - (len(rows) - 1) / 2) * step
         axes.plot(np.repeat(layers, values.shape[1]), values.ravel(), ".", color=s.color, alpha=0.5, markersize=5)
         axes.plot(layers, values.mean(1), color=s.color, linestyle=s.dash, linewidth=1.5, label=s.label)
     charts.layer_axis(axes, max(len(values) for _, values in rows))
@@ -301,7 +307,7 @@ def score_panels(series):
             panels += [Panel(f"p_n: {s.label}", lambda axes, p=p: drawing.draw_p(axes, p)) for s, p in rows]
         else:
             owner = f": {rows[0][0].label}" if len(rows) == 1 < len(series) else ""
-            panels.append(Panel(f"{name} by layer (points: heads){owner}",
+            panels.append(Panel(f"{name} by layer" + " (points: heads)" * has_heads(rows) + owner,
                                 lambda axes, rows=rows: draw_scalar(axes, rows)))
     for s in series:
         ab = fits(s)
