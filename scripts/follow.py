@@ -40,8 +40,9 @@ def scalars(line):
                     add(f"{name}/layer {layer}{what}", number)
         elif isinstance(value, (int, float)):
             found[name] = value
-    for key in line.keys() - {"step"}:
-        add(key, line[key])
+    for key, value in line.items():
+        if key != "step":
+            add(key, value)
     return found
 
 

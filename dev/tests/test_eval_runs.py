@@ -68,6 +68,15 @@ def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
             assert f"scale {np.mean(s * p1):.4f} ln n {np.mean(s * p2 + b):+.4f}" in line
 
 
+def test_no_zero_has_a_sign(model_of, tmp_path):
+    folder = shutil.copytree(model_of("grouped", "ssmax-bias")[0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    small = {name: np.full_like(tensor, -1e-5) for name, tensor in tensors.items() if "attn_" in name}
+    save_file(tensors | small, folder / "model.safetensors", metadata={"format": "pt"})
+    output, _ = evaluate("scores", folder, None, tmp_path)
+    assert "attn_bias 0.0000 (0.0000 to 0.0000)  scale 0.0000 ln n +0.0000" in output, output
+
+
 def test_scores_without_scalars_and_after_a_switch(model_of, tmp_path):
     folder, *_ = model_of("grouped", "softmax")
     output, result = evaluate("scores", folder, None, tmp_path, "--attn", "ssmax-bias+s=0.25")
@@ -299,6 +308,14 @@ def test_what_a_killed_evaluation_left_is_removed(model_of, data, tmp_path):
         (tmp_path / name).write_text("left")
     evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, "--seq-lens", 16, "--max-tokens", 16)
     assert {path.name for path in tmp_path.iterdir()} == {*mine, "eval.json"}
+
+
+def test_columns_of_names_that_are_not_ascii(model_of, data, tmp_path):
+    folders = [shutil.copytree(model_of("grouped", "softmax")[0], tmp_path / name) for name in ("naïve", "plain")]
+    output, _ = evaluate("loss", f"{folders[0]},{folders[1]}", data, tmp_path / "out", "--seq-lens", 16,
+                         "--max-tokens", 16)
+    first, second = output[output.index("\nloss by length\n"):].splitlines()[3:]
+    assert first.index("softmax") == second.index("softmax") and len(first) == len(second)
 
 
 # ---------------------------------------------------------------- long sequences

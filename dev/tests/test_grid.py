@@ -558,6 +558,7 @@ def test_differences_and_ranks_are_by_seed(tmp_path):
     (a, b), = error_bars(axes)
     assert (a[0], b[0]) == pytest.approx((0.19 / 3 - half, 0.19 / 3 + half), rel=1e-5)
     assert [text.get_text() for text in axes.texts] == ["-0.020", "+0.000", "+0.063", "diverged"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["lssa", "softmax", "ssmax", "exp"]
 
 
 def test_numbers_of_the_paper_stand_beside_ours(tmp_path):

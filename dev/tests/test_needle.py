@@ -156,8 +156,8 @@ def row_lengths(attn):
 def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_path):
     """Prompts of more than 1,024 tokens are read in two parts."""
     folder, tensors, config = model_of(shape, attn)
-    _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 1100 if shape == "QK norms" else 330, "--depths",
-                                "15,60", "--samples", 2)
+    output, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 1100 if shape == "QK norms" else 330,
+                                     "--depths", "15,60", "--samples", 2)
     config = reference.replace(config, attn=row_lengths(attn))
     mean = 0
     for prompt, trial in zip(prompts, row["trials"], strict=True):
@@ -167,7 +167,10 @@ def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_pat
         best = trial["best_layer"], trial["best_head"]
         assert found[best] == found.max() == trial["best_score"]
         mean = mean + found / 4
-    assert np.abs(np.array(row["needle_scores"]) - mean).max() < 1e-12 * max(1, np.abs(mean).max())
+    found = np.array(row["needle_scores"])
+    assert np.abs(found - mean).max() < 1e-12 * max(1, np.abs(mean).max())
+    layer, head = np.unravel_index(found.argmax(), found.shape)
+    assert output.splitlines()[-1].endswith(f" {found.max():.4f}, layer {layer}, head {head}")
 
 
 # ---------------------------------------------------------------- the cache

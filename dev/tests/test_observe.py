@@ -269,6 +269,16 @@ def test_spearmans_correlation(model_of, tmp_path):
     assert output.count("undefined (all sums are equal)") == 2
 
 
+def test_ranges_end_with_the_longest_prompt(model_of, tmp_path):
+    """Of 8 tokens, the last n is 8 and the greatest distance 7."""
+    (tmp_path / "prompts").write_text("abcdefgh\n")
+    output, _ = evaluate("attention", model_of("grouped", "softmax1")[0], None, tmp_path,
+                         "--prompt-file", tmp_path / "prompts")
+    table = [line.split() for line in output[output.index("distance"):].splitlines()[1:5]]
+    assert [line[0] for line in table] == ["1", "2-3", "4-7", "8"]
+    assert [line[2:3] for line in table] == [["0-1"], ["2-3"], ["4-7"], []]
+
+
 def test_equal_perplexities_have_no_correlation(model_of, tmp_path):
     """All logits are 0, so the perplexities are equal, but the sums are not."""
     folder = shutil.copytree(model_of("grouped", "softmax1")[0], tmp_path / "flat")

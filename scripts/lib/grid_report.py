@@ -2,6 +2,7 @@
 only results.json."""
 import math
 import re
+import shlex
 import statistics
 import sys
 from dataclasses import dataclass
@@ -549,7 +550,7 @@ def needle_scores_note(plan, evals):
     """[how to draw what results.json does not keep of needle scores: that of each head and of each trial], or []."""
     if any(e.task != "needle" for e in evals) or metrics_of(plan, evals) != ["best_score"]:
         return []
-    folders = f"{from_root(plan.out)}/runs/*/eval/{slug(evals[0].name)}-*"
+    folders = " ".join(f"{shlex.quote(from_root(plan.out))}/runs/*/eval/{slug(e.name)}-*" for e in evals)
     return ["Each trial counts with its best head's score. Those of all heads and trials are only in the run folders. "
             "To draw them ([SSMax] Figures 7 and 8): "
             f"`.venv/bin/python scripts/plot_eval.py {folders} --out scores.png`"]
