@@ -185,14 +185,11 @@ static void round_to_bf16(float *x, size_t n) {
 // the gradients of learned scalars.
 static void test_attention_in_bf16(void) {
     static const char *const GRADIENTS[] = {"dq", "dk", "dv"};
-    static char name[256];
     AttentionCase c = attention_case(), expected = attention_case();
     for (AttentionCase *one : {&c, &expected}) {
         for (int i = 0; i < 3; i++) round_to_bf16(one->x[i], one->sizes[i]);
         round_to_bf16(one->dout, one->sizes[0]);
     }
-    snprintf(name, sizeof name, "%s, bfloat16", case_name);
-    case_name = name;
     in_bf16 = false;
     attention_pass(&expected);
     in_bf16 = true;
@@ -214,16 +211,13 @@ static void test_attention_in_bf16(void) {
 // Compares the losses and norms of four steps in bfloat16 with those of the reference. After that, rounding has made it
 // a different run.
 static void test_steps_in_bf16(void) {
-    static char name[256];
     size_t steps = std::min<size_t>(size_of("steps"), 4);
     if (!steps || strstr(case_name, "v50257")) return;
-    snprintf(name, sizeof name, "%s, bfloat16", case_name);
     ModelCase c = model_start();
     // A power of 15 magnifies rounding 15 times.
     bool steep = normalizer_of(&c.config, 0)->post.kind == POST_REWEIGHT;
     const double bounds[] = {1e-2, steep ? 0.3 : 8e-2, 0.3};
     check_steps(&c, steps, bounds);
-    case_name = name;
     model_end(&c);
     case_done();
 }
@@ -237,6 +231,7 @@ int main(int argc, char **argv) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     run_cases(KINDS, 2, word, true);
     in_bf16 = true;
+    case_mode = ", bfloat16";
     run_cases(IN_BF16, 2, word, true);
     return cases_end();
 }

@@ -28,15 +28,15 @@ static int passed, failed;
 static int failed_before;    // the current case
 static double worst;         // error of the current case
 static const char *case_name;
+static const char *case_mode = "";    // printed after the name
 static char case_line[1024];
 
 // Prints what failed. A passing check prints nothing, a passing case one line.
-static bool check(const char *what, double error, double bound) {
+static void check(const char *what, double error, double bound) {
     if (error > worst) worst = error;
-    if (error <= bound) return true;    // false for a NaN
-    printf("  FAILED %s: %s: error %.3g, at most %.3g allowed\n", case_name, what, error, bound);
+    if (error <= bound) return;    // not for a NaN
+    printf("  FAILED %s%s: %s: error %.3g, at most %.3g allowed\n", case_name, case_mode, what, error, bound);
     failed++;
-    return false;
 }
 
 // Memory of the current case.
@@ -59,8 +59,9 @@ static float *floats(size_t n) {
 static void case_done(void) {
     while (taken_count > 0) free(taken[--taken_count]);
     if (failed == failed_before) {
+        int width = 44 - (int)strlen(case_name);
         passed++;
-        printf("ok %-44s worst error %.2g\n", case_name, worst);
+        printf("ok %s%-*s worst error %.2g\n", case_name, width > 0 ? width : 0, case_mode, worst);
     }
     failed_before = failed;
     worst = 0;
@@ -86,7 +87,7 @@ static size_t size_of(const char *key) {
     return (size_t)strtoull(text_of(key), NULL, 10);
 }
 
-static inline bool has_key(const char *key) {
+static bool has_key(const char *key) {
     char pattern[64];
     snprintf(pattern, sizeof pattern, " %s=", key);
     return strstr(case_line, pattern) != NULL;
