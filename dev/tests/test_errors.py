@@ -353,6 +353,7 @@ def test_resume_may_change(data, run):
                   "--keep-best", "--threads", 2)
     says(text, "2 threads on 1 rank")
     assert steps(run) == [4, 6, 7] and [step for step, in metrics(run, ["step"])] == list(range(1, 8))
+    says(resume(data, run, "--steps", 8), "2 threads on 1 rank")      # from run.json
 
 
 @pytest.mark.parametrize("flag, value", [("--total-batch-tokens", 64), ("--val-tokens", 8)])

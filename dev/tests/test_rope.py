@@ -111,8 +111,9 @@ def test_a_run_of_an_older_version(data, tmp_path):
 
 
 def test_a_new_run_from_weights_keeps_or_replaces_their_scaling(data, tmp_path):
-    train(data, "--rope-scaling", "linear:2", "--steps", 1, "--out", tmp_path / "first")
-    first = ["--init-from", checkpoint(tmp_path / "first", 1), "--steps", 1, "--seq-len", 8, "--batch", 4]
+    for step in (1, 2):     # the same command again
+        train(data, "--rope-scaling", "linear:2.0", "--steps", step, "--out", tmp_path / "first", "--resume")
+    first = ["--init-from", checkpoint(tmp_path / "first", 2), "--steps", 1, "--seq-len", 8, "--batch", 4]
     for name, flags, found in (("kept", [], ("linear:2", "linear", 2)),
                                ("replaced", ["--rope-scaling", "ntk"], ("ntk", "dynamic", 1)),
                                ("none", ["--rope-scaling", "none"], ("none", "default", None))):
