@@ -272,6 +272,15 @@ static void test_too_little(void) {
           error.text);
 }
 
+static void test_bad_ids(void) {
+    check_group("ids above the vocabulary in a later source");
+    write_source("bad.bin", 60);
+    Mixture *m = mixture_open(in_folder("%/a.bin:1,%/bad.bin:1"), config(true), &error);
+    CHECK(m && !mixture_check_all(m, &error) && strstr(error.text, "bad.bin: at offset 1,024: found token id 60000"),
+          "%s", error.text);
+    mixture_close(m);
+}
+
 int main(void) {
     program_name = "test_mixture";
     if (!mkdtemp(folder)) return 1;
@@ -285,6 +294,7 @@ int main(void) {
     test_fingerprint();
     test_refusals();
     test_too_little();
+    test_bad_ids();
     char command[300];
     snprintf(command, sizeof command, "rm -rf %s", folder);
     if (system(command) != 0) return 1;
