@@ -525,6 +525,8 @@ BAD = {
     "expected the normalizer's name, found None": dict(normalizer=None),
     "depends on the length.*pass it as seq_len": dict(normalizer="ssmax"),
     "softmax: expected scalars none, found s": dict(scalars={"s": torch.ones(4)}),
+    r"expected each scalar to be \(heads\).*found attn_scale \(3,\), attn_bias \(5,\)":     # 2 · 4 numbers in all
+        dict(normalizer="ssmax-bias", seq_len=8, scalars={"attn_scale": torch.ones(3), "attn_bias": torch.ones(5)}),
     r"expected each scalar to be \(heads\), and attn_pn \(8\), found .*attn_pn \(9,\)":
         dict(normalizer="ssmax-pn", seq_len=8, scalars={"attn_scale": torch.ones(4), "attn_bias": torch.ones(3),
                                                         "attn_pn": torch.ones(9)}),
