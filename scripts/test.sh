@@ -143,7 +143,7 @@ sanitized() {
     programs=($(printf 'build/san/tests/test_%s ' $tests))
     [ $all = 1 ] || programs=($(dev/draw.py 6 "${programs[@]}"))
     make -j"$jobs" SAN=1 build/san/test_gpt2 "${programs[@]}" &&
-        each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "${programs[@]}"
+        each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "build/san/test_gpt2 kv_heads=1" "${programs[@]}"
 }
 
 # The trainer's tests, with the programs in build/san.
