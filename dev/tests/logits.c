@@ -1,7 +1,8 @@
-// logits FOLDER IDS [documents | pass]: prints the logits of a checkpoint's model after each of the token ids "1,2,3", one
-// line per position, for comparison with other programs. Before that it compares the ways in which the trainer computes
-// them: in one pass, and with the key-value cache in several splits; and sequences decoded together with each one
-// alone, bit for bit; and a sequence that goes back and repeats its last tokens. The exit status is 1 if they differ.
+// logits FOLDER IDS [documents | pass]: prints the logits of a checkpoint's model after each of the token ids "1,2,3",
+// one line per position, for comparison with other programs. Before that it compares the ways in which the trainer
+// computes them: in one pass, and with the key-value cache in several splits; and sequences decoded together with each
+// one alone, bit for bit; and a sequence that goes back and repeats its last tokens. The exit status is 1 if they
+// differ.
 // documents: attention stops at document boundaries, and the cache is laid out for a switch to the model's list.
 // pass: without the comparison.
 #define WITHOUT_MAIN

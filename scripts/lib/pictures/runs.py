@@ -289,13 +289,13 @@ def comparison(paths, seeds, baseline):
 
 # ---------------------------------------------------------------- layers
 
-def draw_against_tokens(axes, tokens, curves, unit, marks):
-    """curves: [(label or None, color, numbers (steps) or (steps, heads))]"""
+def draw_against_tokens(axes, tokens, curves, unit, marks, labels=True):
+    """curves: [(label or None, color, numbers (steps) or (steps, heads))]. labels: of the marks, too"""
     x = [token / unit[0] for token in tokens]
     for label, color, values in curves:
         first, *_ = axes.plot(x, values, color=color, linewidth=1.3, alpha=0.9, marker="." if len(x) < 10 else None)
         first.set_label(label)
-    drawing.draw_marks(axes, marks, unit[0], "0.3")
+    drawing.draw_marks(axes, marks, unit[0], "0.3", labels)
     axes.set_xlabel(f"{unit[1]}tokens")
     axes.set_xlim(left=0)
     axes.legend(fontsize=8, frameon=False)
@@ -332,7 +332,7 @@ def norm_panels(run, name=""):
 
     def panel(title, tokens, curves):
         def draw(axes):
-            draw_against_tokens(axes, tokens, curves, unit, marks)
+            draw_against_tokens(axes, tokens, curves, unit, marks, labels=False)
             charts.positive_axis(axes, [value for *_, values in curves for value in values])
         return Panel(title + f": {name}" * bool(name), draw, 6, 3)
 
