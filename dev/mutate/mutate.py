@@ -50,7 +50,7 @@ CUDA = ("test_kernels", "test_gpt2cu_on_cpu softmax_tied_v97_T33", "test_gpt2cu_
         "test_gpt2cu_on_cpu ssmax_bias_h4_kv2_T33", "test_matmul", "test_collective",
         "test_cuda.py -k 'any_order or which_kernels'",
         "test_cuda.py -k 'late or waits or divergence or masks or all_zero_rows or switch_mid or several_ranks "
-        "or zero_gives or recomputing or resume or graphs or stored or z_loss or sample or often "
+        "or zero_gives or recomputing or resume or graphs or stored or z-loss or sample or often "
         "or on_the_seed or is_measured or of_all_ranks or overlap'", "test_training.py -k muon_by", "test_eval_cuda.py")
 TORCH = ("test_torch.py -k 'not (equals or bfloat16 or padding or interrupts or level or compiled or wrong_calls)'",
          "test_torch.py -k 'wrong_calls or (equals or padding_changes) and (ssmax-bias or sink or ssmax-pn or lssar)'")
