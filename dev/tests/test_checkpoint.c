@@ -565,6 +565,16 @@ static void test_shell_words(void) {
     CHECK(!strcmp(shell_word("a/b.c").text, "a/b.c"), "a word that needs no quotes has none");
 }
 
+static void test_cut_last(void) {
+    static const char *const PATHS[][2] = {{"a/b", "a"}, {"a", "."}, {"/a", "/"}, {"a/b//", "a"}, {"/", "/"}};
+    char path[16];
+    for (size_t i = 0; i < sizeof PATHS / sizeof *PATHS; i++) {
+        strcpy(path, PATHS[i][0]);
+        file_cut_last(path);
+        CHECK(!strcmp(path, PATHS[i][1]), "%s is cut to %s", PATHS[i][0], path);
+    }
+}
+
 static void test_files(void) {
     check_group("files and folders");
     char path[PATH_MAX];
@@ -584,6 +594,7 @@ static void test_files(void) {
           error.text);
     CHECK(!file_read(folder, 3, NULL, &error) && strstr(error.text, "a folder"), "%s", error.text);
     test_lines();
+    test_cut_last();
     // A link is removed, but not its target.
     CHECK(symlink(source, in_test("a/link")) == 0, "symlink");
     strcpy(path, in_test("a"));
