@@ -159,7 +159,7 @@ static void settle_started_over(Run *run) {
     read_run_json(run);
     const cJSON *first = cJSON_GetArrayItem(run->lineage, 0);
     const char *attn = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(first, "attn"));
-    if (attn) o->attn = strdup(attn);
+    if (attn) o->attn = run->attn_text = strdup(attn);
     run->started_over = true;
     if (run_is_main()) printf("%s: no checkpoint yet; the run starts over\n", utf8_printed(o->out).text);
 }

@@ -94,6 +94,7 @@ typedef struct {
 
     Tokenizer *tokenizer;                // NULL: samples are printed as ids
     char rope_text[ROPE_TEXT];           // --rope-scaling as run.json records it
+    char *attn_text;                     // --attn as run.json records it, where that is not the command line's
     char tokenizer_folder[PATH_MAX];     // the folder of its files, which checkpoints copy; "" if there is none
     int tokenizer_vocab, end_of_text;    // of the tokenizer; 0 and -1 if unknown
     const char *vocab_from;              // where the vocabulary size came from, for the printed plan

@@ -75,7 +75,8 @@ void settle(Run *run) {
         fail_with(&error);
     check_same_on_all_ranks(run);
     if (!run->resumed) {    // run.json records what the model is, whether by a flag or by --init-from
-        o->attn = strdup(run->config->attn.text);
+        free(run->attn_text);
+        o->attn = run->attn_text = strdup(run->config->attn.text);
         o->rope_theta = run->config->rope_theta;
         o->logit_softcap = run->config->logit_softcap;
     }
