@@ -45,7 +45,7 @@ C_TESTS = sorted((path.stem for path in (ROOT / "dev/tests").glob("test_*.c")), 
 FLASH = ("test_kernels phi", "test_gpt2cu_on_cpu ssmax_bias_h4_kv2_T33", "test_gpt2cu_on_cpu softmax_gau_T33",
          "test_flash.py -k 'kinds or before_rope or (nan and (float or sigmoid)) or truncate or last_bit or future "
          "or order or conflicts or all_zero_rows or (scale_of_zero and not identity) or last_rows'",
-         "test_cuda.py -k 'any_order or which_kernels'")
+         "test_cuda.py -k 'any_order or which_kernels'", "test_recipes.py -k shared_memory")
 CUDA = ("test_kernels", "test_gpt2cu_on_cpu softmax_tied_v97_T33", "test_gpt2cu_on_cpu softmax_gau_T33",
         "test_gpt2cu_on_cpu ssmax_bias_h4_kv2_T33", "test_matmul", "test_collective",
         "test_cuda.py -k 'any_order or which_kernels'",
@@ -84,7 +84,8 @@ TESTS = (
 PROGRAMS = "train_gpt2 sample_gpt2 eval_gpt2 build/tests/logits"
 NEEDS = {"test_flash.py": "build/on_cpu/flash.so", "test_torch.py": "attn_c", "test_torch_models.py": "attn_c",
          "test_torch_cuda.py": "attn_c build/on_cpu/attn_c_cuda.so", "test_eval_cuda.py": "eval_gpt2cu_on_cpu",
-         "test_cuda.py": "train_gpt2cu_on_cpu", "test_training.py": "train_gpt2cu_on_cpu"}
+         "test_cuda.py": "train_gpt2cu_on_cpu", "test_training.py": "train_gpt2cu_on_cpu",
+         "test_recipes.py": "train_gpt2cu_on_cpu"}
 # Pictures: a test does not measure where a legend stands.
 NOT_DRAWN = re.compile(r"scripts/(lib/(pictures/|drawing|canvas|grid_report)|plot|report)|text/\w*_(tables|classes)")
 
