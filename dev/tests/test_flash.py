@@ -552,6 +552,7 @@ MANY = [Case("softmax", BF16, 600, 64, B=1, NH=2), Case("ssmax", BF16, 400, 128,
         Case("sigmoid", BF16, 193, 64, B=129, NH=1)]                  # two ranges of blocks, of 65 and 64 heads
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_sums_in_any_order(flash, flash_with, case):
     """With any_order, dq differs by rounding alone, and nothing else differs."""
@@ -563,6 +564,7 @@ def test_sums_in_any_order(flash, flash_with, case):
     assert all(torch.equal(fixed[name], any_order[name]) for name in ("out", "dk", "dv", "stats"))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_fixed_order_of_sums(flash, flash_with, case):
     """Blocks that start in any order, few at a time or all at once, add to dq in the same order, also if other blocks
