@@ -25,6 +25,7 @@ for name in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, sign
     signal.signal(name, signal.SIG_DFL)
 os.umask(0o022)
 os.environ["LC_ALL"] = "C.UTF-8"
+os.environ.setdefault("PATH", os.defpath)
 os.environ.pop("COLUMNS", None)
 
 # The files that take longest. They come first, so that none of them keeps one process of `pytest -n` busy after the
@@ -70,8 +71,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    names = ("DRAW", "TRAIN_GPT2", "TRAIN_GPT2CU")
-    words = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
+    words = [f"{name}={shlex.quote(os.environ[name])}" for name in draw.VARIABLES
+             if name in os.environ and name != "DRAW_ONE_IN"]
     command = " ".join([*words, ".venv/bin/python -m pytest"])
     reports = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
     for test in dict.fromkeys(report.nodeid for report in reports):

@@ -10,6 +10,7 @@
 
 #include "runtime/file.h"
 #include "runtime/flag_file.h"
+#include "runtime/json.h"
 #include "runtime/number.h"
 #include "runtime/process.h"
 #include "runtime/spelling.h"
@@ -378,9 +379,11 @@ static void set_line(Option *o, const FlagLine *line, const char *where) {
     }
     if (line->count != 1) {
         size_t n = 0;
+        if (o->type == OPT_TEXT) usage_fail("%s%s: expected one text, found a list.", where, o->name);
         list[0] = 0;
         for (size_t i = 0; i < line->count && n < sizeof list; i++, text += strlen(text) + 1)
             n += (size_t)snprintf(list + n, sizeof list - n, "%s%s", i ? "," : "", text);
+        if (n >= sizeof list) usage_fail("%s%s: the list is too long.", where, o->name);
         text = list;
     }
     if (o->type == OPT_SWITCH && !strcmp(text, "true")) text = "1";
@@ -430,11 +433,12 @@ static bool same_value(const Option *o, Value a, Value b);
 // --init-from, those whose default is the loaded model's. Flags that only another program has, such as those of the GPU
 // trainer, are left out.
 static void read_run(Option *table, size_t count, const char *path, const char *text) {
-    cJSON *json = cJSON_Parse(text);
+    Error error;
+    cJSON *json = json_parse(text, strlen(text), (JsonPlace){path, 1, 0}, &error);
+    if (!json) process_fail_early(&error);
     const cJSON *item, *arguments = cJSON_GetObjectItemCaseSensitive(json, "arguments");
     bool loaded = cJSON_IsString(cJSON_GetObjectItemCaseSensitive(arguments, "init-from"));
     Value v;
-    Error error;
     if (!cJSON_IsObject(arguments)) {
         error_set(&error, EXIT_INPUT, "%s: expected lines flag = value, or a run's run.json, found other JSON.", path);
         process_fail_early(&error);

@@ -90,13 +90,10 @@ NEEDS = {"test_flash.py": "build/on_cpu/flash.so", "test_torch.py": "attn_c", "t
 # Pictures: a test does not measure where a legend stands.
 NOT_DRAWN = re.compile(r"scripts/(lib/(pictures/|drawing|canvas|grid_report)|plot|report)|text/\w*_(tables|classes)")
 
-# Without the variables that make tests long (dev/notes/tests.md) or draw their cases, and with builds that take little
-# time.
-LONG = ("FLASH_ALL", "CUDA_ON_CPU_LONG", "MACHINES_LONG", "VOCABULARIES_LONG", "SOAK", "FOREIGN", "CUDA_BUILD",
-        "GPU_REHEARSAL", "LLAMA_CPP", "LM_EVAL", "DRAW", "DRAW_ONE_IN", "WERROR")
+# Without the variables that select cases, and with builds that take little time.
 INSTANCES = ("exp exp_recenter exp_recenter_l1 sigmoid relu2 relu6 softplus softplus_reweight any any_recenter_l1 "
              "any_reweight float float_recenter float_recenter_l1 float_reweight")
-ENVIRONMENT = {**{name: value for name, value in os.environ.items() if name not in LONG},
+ENVIRONMENT = {**{name: value for name, value in os.environ.items() if name not in (*draw.VARIABLES, "WERROR")},
                "OPT": "-O2", "CU_OPT": "-O0", "INSTANCES": INSTANCES, "PYTHONPATH": str(FOLDER)}
 PYTEST = [".venv/bin/python" if (ROOT / ".venv").exists() else sys.executable, "-m", "pytest", "-x", "-q",
           "-p", "last_started"]
@@ -165,6 +162,8 @@ def drawn(beginnings):
 def named(name):
     """The change at an address, or those of kept.txt in a function."""
     file = name.rpartition(":")[0]
+    if file and file not in sources():
+        sys.exit(f"mutate.py: {file}: not a source file of which changes are made")
     found = [change for change in (operators.changes(file, (ROOT / file).read_text()) if file else kept())
              if name in (change.address, change.address.rpartition(".")[0])]
     return found or sys.exit(f"mutate.py: {name}: no such change")
@@ -284,14 +283,21 @@ class Changes:
             self.add(*taken, verdict, test, time.time() - start)
 
 
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help="addresses, functions or, with --draw, beginnings of paths")
-    parser.add_argument("--draw", type=int, metavar="N", help="draw as many generated changes")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N",
+    parser.add_argument("--draw", type=positive, metavar="N", help="draw as many generated changes")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N",
                         help="changes at a time, each in its own copy of the tree")
-    parser.add_argument("--limit", type=int, default=900, metavar="S",
+    parser.add_argument("--limit", type=positive, default=900, metavar="S",
                         help="seconds for one command of the tests (900)")
     options = parser.parse_args()
     if options.draw:
@@ -302,6 +308,9 @@ def main():
         wanted, beginnings, to_draw = list(kept()), [""], DRAWN
     if to_draw:
         print(f"drawn by {draw.commit()}", flush=True)
+        unknown = [name for name in beginnings if not any(file.startswith(name) for file in sources())]
+        if unknown:
+            parser.error(f"{unknown[0]}: no source file's path begins so")
     made = Changes(wanted, drawn(beginnings), to_draw)
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder) / f"tree{i}") for i in range(options.jobs)]

@@ -56,7 +56,7 @@ RULES = [
     (r"make -j\S+ WERROR=1$", "{} --dry-run"),
     (r"make( help| test_gpt2| -j\S+)?$", "{}"),
     (r"\.venv/bin/clang-format -i FILE$", "{} --version"),
-    (r"dev/mutate/mutate\.py( row_slope| --draw 5 run/save\.c)?$", "{} --help"),
+    (r"dev/mutate/mutate\.py( row_slope)?$", "{} --help"),
 ]
 PROGRAM = re.compile(r"(\./|scripts/\w+\.sh|make\b|git |\.venv/bin/|dev/\w+/\w+\.py)")
 
