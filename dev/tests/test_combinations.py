@@ -304,7 +304,7 @@ def check_evaluation(case, data, out, evaluation, monkeypatch):
             assert found["loss"] == pytest.approx(loss, rel=bound)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("number", CASES)
 def test_a_combination(number, programs, tmp_path, monkeypatch):
     case = draw_case(number)

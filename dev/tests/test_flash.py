@@ -592,7 +592,7 @@ def test_the_last_rows_alone(flash):
                 assert torch.equal(last[:, from_row:], whole[:, from_row:]) and last[:, :128].isnan().all()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("order", ("forward", "reverse", "random", "greedy"))
 @pytest.mark.parametrize("copy", ("issue", "wait"))
 def test_any_order_of_threads_and_copies(flash, flash_with, order, copy):

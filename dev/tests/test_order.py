@@ -42,7 +42,7 @@ def mixture(folder, weights):
 WEIGHTS = {"a": 0.62, "b": 0.25, "c": 0.13}     # repeats after 100 sequences, which no step of 24 divides
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind, flags", [
     ("data", []),
     ("data", ["--shuffle", 0]),
