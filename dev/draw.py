@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 
-# What selects cases of tests, or the builds that they run.
+# The environment variables that select cases of tests, or which builds are tested.
 VARIABLES = ("DRAW", "DRAW_ONE_IN", "FLASH_ALL", "CUDA_BUILD", "RACES", "CUDA_ON_CPU_LONG", "FOREIGN",
              "VOCABULARIES_LONG", "LLAMA_CPP", "LM_EVAL", "SOAK", "SOAK_SEED", "MACHINES_LONG", "CONTAINER_LONG",
              "GPU_REHEARSAL", "TRAIN_GPT2", "TRAIN_GPT2CU", "FLASH_SO", "ATTN_C_CUDA_SO")

@@ -379,7 +379,7 @@ static void set_line(Option *o, const FlagLine *line, const char *where) {
     }
     if (line->count != 1) {
         size_t n = 0;
-        if (o->type == OPT_TEXT) usage_fail("%s%s: expected one text, found a list.", where, o->name);
+        if (o->type == OPT_TEXT) usage_fail("%s%s: expected a single value, found a list.", where, o->name);
         list[0] = 0;
         for (size_t i = 0; i < line->count && n < sizeof list; i++, text += strlen(text) + 1)
             n += (size_t)snprintf(list + n, sizeof list - n, "%s%s", i ? "," : "", text);

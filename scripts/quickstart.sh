@@ -11,7 +11,7 @@
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."
-export PATH       # under env -i, bash has one that it does not export
+export PATH       # under env -i, bash sets it without exporting it
 unset "${!PYTHON@}"    # for .venv only, as in setup.sh
 
 steps=${QUICKSTART_STEPS:-500}

@@ -14,7 +14,7 @@
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."
-export PATH       # under env -i, bash has one that it does not export
+export PATH       # under env -i, bash sets it without exporting it
 
 tests=0
 case "${1:-}" in

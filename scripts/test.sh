@@ -14,7 +14,7 @@
 set -uo pipefail
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 CDPATH='' cd "$(dirname "$0")/.."
-export PATH       # under env -i, bash has one that it does not export
+export PATH       # under env -i, bash sets it without exporting it
 export WERROR=1    # for every make, including those that tests start, so that nothing is built twice
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}    # tests share the cores: a waiting thread leaves its core
 PYTEST=(.venv/bin/python -m pytest -q -rs -p no:cacheprovider)

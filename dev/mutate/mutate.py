@@ -163,7 +163,7 @@ def named(name):
     """The change at an address, or those of kept.txt in a function."""
     file = name.rpartition(":")[0]
     if file and file not in sources():
-        sys.exit(f"mutate.py: {file}: not a source file of which changes are made")
+        sys.exit(f"mutate.py: {file}: this file is not one that mutate.py changes")
     found = [change for change in (operators.changes(file, (ROOT / file).read_text()) if file else kept())
              if name in (change.address, change.address.rpartition(".")[0])]
     return found or sys.exit(f"mutate.py: {name}: no such change")
@@ -310,7 +310,7 @@ def main():
         print(f"drawn by {draw.commit()}", flush=True)
         unknown = [name for name in beginnings if not any(file.startswith(name) for file in sources())]
         if unknown:
-            parser.error(f"{unknown[0]}: no source file's path begins so")
+            parser.error(f"{unknown[0]}: no source file has a path that begins with this")
     made = Changes(wanted, drawn(beginnings), to_draw)
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder) / f"tree{i}") for i in range(options.jobs)]

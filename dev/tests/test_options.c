@@ -230,7 +230,7 @@ static void test_config_errors(void) {
     refused_config("out = \"\\x\"", EXIT_INPUT, "line 1: expected one of the escapes");
     refused_config("seq-len = [1 2", EXIT_INPUT, "line 1: expected a comma or ], found the end of the line.");
     refused_config("seq-len = ['1' 2]", EXIT_INPUT, "line 1: expected a comma or ], found 2].");
-    refused_config("out = [\"a\", \"b\"]", EXIT_USAGE, "line 1: out: expected one text, found a list.");
+    refused_config("out = [\"a\", \"b\"]", EXIT_USAGE, "line 1: out: expected a single value, found a list.");
     refused_config("{\"arguments\": {}", EXIT_INPUT, "expected JSON, found the end of the text");
     refused_config("{\"a\": 1}", EXIT_INPUT, "expected lines flag = value, or a run's run.json, found other JSON.");
     refused_config("{\"arguments\": {\"batch\": \"x\"}}", EXIT_USAGE,
