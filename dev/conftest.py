@@ -7,6 +7,7 @@ DRAW_ONE_IN=N draws one in N of all tests.
 
 In the end, the command that repeats it is printed for each failed test.
 """
+import gc
 import os
 import shlex
 import signal
@@ -38,6 +39,13 @@ LONGEST = ["test_cuda", "test_machines", "test_cuda_build", "test_flash", "test_
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "drawn(n, of=None): CI runs n of the cases, drawn by commit")
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """The modules that were imported stay until the end, so the garbage collector need not look at them again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header():

@@ -139,7 +139,8 @@ variant_clang() {
 group_san() { c_tests san sanitized; }
 sanitized() {
     local tests="checkpoint metrics mixture normalizer options random safetensors schedule shards" programs
-    export ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0"
+    export LSAN_OPTIONS="suppressions=$PWD/dev/faults/lsan.supp:print_suppressions=0"
+    [ $all = 0 ] || export ASAN_OPTIONS=fast_unwind_on_malloc=0    # complete stacks, for test_process with Open MPI
     [ $all = 0 ] || tests+=" attention gradients memory process tokenizer vecmath"
     programs=($(printf 'build/san/tests/test_%s ' $tests))
     [ $all = 1 ] || programs=($(dev/draw.py 6 "${programs[@]}"))
@@ -192,7 +193,11 @@ group_cuda() {
 # The names of the reference's cases that end so.
 cases() { sed -nE "s/^case=(\w*$1) .*/\1/p" dev/reference/fixtures/cases.txt; }
 
-group_races() { [ -z "$cuda" ] || python_tests races dev/tests/test_races.py -n $((1 + all)); }
+group_races() {
+    [ -n "$cuda" ] || return 0
+    [ $all = 0 ] || { python_tests races dev/tests/test_races.py -n 2; return; }
+    python_tests races dev/tests/test_races.py -k "$(dev/draw.py 1 test_kernels test_attention test_trainer)"
+}
 
 group_fuzz() {
     local drawn=()
@@ -210,11 +215,11 @@ group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/m
 group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
 # The tests in Python, but those of the races. In the long run, the fused attention and the soak are groups of their own.
-# The third process has work while tests of the others wait. dev/conftest.py orders the files.
+# Two more processes than cores: tests wait, too. dev/conftest.py orders the files.
 group_pytest() {
     local apart=(--ignore=dev/tests/test_races.py)
     [ $all = 0 ] || apart+=(--ignore=dev/tests/test_{flash,soak}.py)
-    python_tests pytest --durations=15 -n 3 --dist loadfile --no-loadscope-reorder dev/tests dev/cuda_on_cpu \
+    python_tests pytest --durations=15 -n 4 --dist loadfile --no-loadscope-reorder dev/tests dev/cuda_on_cpu \
         "${apart[@]}"
 }
 group_flash() { [ $all = 0 ] && [ -z "$wanted" ] || python_tests flash dev/tests/test_flash.py -n 2 --dist worksteal; }

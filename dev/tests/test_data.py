@@ -207,6 +207,7 @@ def killed(monkeypatch, step, function, *arguments):
     return code == 9
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("write, stride", [(write_small, 1), (write_masked, 2)])
 def test_resumes_after_a_kill_at_every_step(tmp_path, often, monkeypatch, write, stride):
     """The next run produces the bytes of an uninterrupted run. A shard with its final name is complete, and so is its

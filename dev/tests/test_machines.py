@@ -151,7 +151,7 @@ def test_timeout_0_waits(data, tmp_path):
 @pytest.mark.drawn(4, of="one machine")
 def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
     """No step ends for several timeouts."""
-    write_shard(tmp_path / "long_val_000000.bin", tokens(2_400_000))
+    write_shard(tmp_path / "long_val_000000.bin", tokens(1_600_000))
     start = time.time()
     train(data, "--steps", 2, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**7, "--val-every", 1,
           "--rank-timeout", 1, "--out", tmp_path / "out", processes=2, timeout=300)

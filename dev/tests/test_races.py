@@ -2,8 +2,10 @@
 (dev/cuda_on_cpu).
 
 Covers each kernel, each instance of attention forward and backward in float32 and bfloat16, and a step of the trainer
-with its streams. CI runs a few cases drawn by commit; RACES=all, which no other run includes, takes an hour.
+with its streams. CI runs a few cases of one of the three tests, drawn by commit; RACES=all, which no other run
+includes, takes an hour.
 """
+import functools
 import os
 import re
 import shutil
@@ -14,7 +16,6 @@ import pytest
 import draw
 from trainer import ROOT, command, environment, make, make_data, metrics
 
-PROGRAMS = ["build/tsan/on_cpu/tests/test_kernels", "build/tsan/test_gpt2cu_on_cpu", "build/tsan/train_gpt2cu_on_cpu"]
 ALL = os.environ.get("RACES") == "all"
 # setarch -R turns off address randomization, which can get in ThreadSanitizer's way. Where a container forbids it, the
 # check usually works anyway.
@@ -46,22 +47,22 @@ CASES = [*(f"{name}_T33_d48" for name in NAMES),
 ATTENTION = ["attention"] if ALL else [f"attention_{case}" for case in CASES]
 
 
-@pytest.fixture(scope="module")
-def programs():
+@functools.cache
+def program(name):
     rows = [f"INSTANCES={' '.join(dict.fromkeys(BUILT))}"] if os.environ.get("DRAW") else []
-    made = make("-j2", "TSAN=1", *rows, *PROGRAMS, capture_output=True, text=True)
+    made = make("-j2", "TSAN=1", *rows, f"build/tsan/{name}", capture_output=True, text=True)
     if made.returncode and "scripts/setup_cuda.sh" in made.stderr:
         pytest.skip("CUDA's headers are missing: scripts/setup_cuda.sh installs them")
     assert made.returncode == 0, made.stdout + made.stderr
-    return [ROOT / name for name in PROGRAMS]
+    return ROOT / "build/tsan" / name
 
 
 def threads(**more):
     return environment(**SETTINGS, **more)
 
 
-def run(program, word):
-    done = subprocess.run([*FIXED, program, word], cwd=ROOT, env=threads(), capture_output=True, text=True,
+def run(name, word):
+    done = subprocess.run([*FIXED, program(name), word], cwd=ROOT, env=threads(), capture_output=True, text=True,
                           timeout=None if ALL else 600)
     assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
     passed = re.search(r"^(\d+) passed, 0 failed$", done.stdout, re.M)
@@ -70,13 +71,13 @@ def run(program, word):
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("word", KERNELS)
-def test_kernels(programs, word):
-    run(programs[0], word)
+def test_kernels(word):
+    run("on_cpu/tests/test_kernels", word)
 
 
 @pytest.mark.parametrize("word", ATTENTION)
-def test_attention(programs, word):
-    run(programs[1], word)
+def test_attention(word):
+    run("test_gpt2cu_on_cpu", word)
 
 
 # Its values come in two parts, which attention/flash90.cuh processes like heads.
@@ -88,15 +89,16 @@ GAU = "layers=1,block=gau,channels=96,vocab=97"
                                               (1, ["--dtype", "bf16", "--model", GAU]),
                                               (2, ["--zero", 0]), (2, ["--zero", 1, "--dtype", "bf16"])),
                          ids=("llama", "gau", "two", "zero"))
-def test_trainer(programs, tmp_path, processes, words):
+def test_trainer(tmp_path, processes, words):
     """A step of two micro-batches, a batch of validation and a checkpoint. Work in streams is as late as possible."""
+    trainer = program("train_gpt2cu_on_cpu")
     make_data(tmp_path)
     out = tmp_path / "run"
     run_command = command(tmp_path, "--model", "layers=1,heads=1,channels=48,ffn=40,vocab=97", "--seq-len", 20,
                           "--batch", 1, "--total-batch-tokens", 40 * processes, "--val-data", f"{tmp_path}/*_val_*.bin",
                           "--val-tokens", 20, "--steps", 1, "--out", out, *words,
-                          program=programs[2], processes=processes)
-    at = run_command.index(str(programs[2]))
+                          program=trainer, processes=processes)
+    at = run_command.index(str(trainer))
     done = subprocess.run([*run_command[:at], *FIXED, *run_command[at:]], capture_output=True, text=True,
                           env=threads(CUDA_ON_CPU_STREAMS="late"), timeout=600)
     assert "ThreadSanitizer" not in done.stderr and done.returncode == 0, done.stdout[-2000:] + done.stderr[:6000]
