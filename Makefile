@@ -241,7 +241,7 @@ $(BUILD)/torch/flags: FORCE
 
 # ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(ON_CPU)
 GPUS       ?= 80 90
-CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O2)
+CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O1)
 CU_PROGRAMS = train_gpt2 eval_gpt2 test_gpt2
 ROWS       := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
 # INSTANCES="exp float" builds only these rows of attention's kernels, which is faster; $(KERNELS)/rows then has the table.
@@ -283,9 +283,10 @@ CXX_FLAGS   = $(CU_FLAGS) -Idev/cuda_on_cpu -isystem $(CUDA)/include -g1 $(CU_OP
 MPI_FLAGS   = $(if $(filter 1,$(MPI)),-DUSE_MPI -DOMPI_SKIP_MPICXX $(MPI_COMPILE))
 compile_NVCC = $(CUDA)/bin/nvcc $(NVCC_FLAGS) -MF $(@:.o=.d) -c -o $@ $<
 EMULATOR_FLAGS = -O2 -fopenmp $(filter-out -fopenmp $(CU_OPT) $(FEW) $(ONLY) $(SANITIZE),$(CXX_FLAGS))
-compile_CXX = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++ -c -o $@ $<
+compile_CXX = $(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -include $(ON_CPU)/gpu.h -x c++ -c -o $@ $<
 
-# cu_rules(folder, suffix of the programs' names, compiler, prerequisites, libraries, those of attn_c_cuda.so)
+# cu_rules(folder, suffix of the programs' names, compiler, prerequisites, libraries, those of attn_c_cuda.so,
+# prerequisites of objects)
 define cu_rules
 $(CU_PROGRAMS:%=$(BIN)/%$(2)): $(BIN)/%$(2): $(1)/%.o $(BUILD)/runtime/cpu.o $(1)/flash.a $(1)/cuda.a $(BUILD)/library.a $(4)
 	@echo '  LD  $$@$$(cannot_cu)'
@@ -311,17 +312,17 @@ $(1)/flash.a $(1)/cuda.a:
 	@rm -f $$@
 	@ar rcs $$@ $$^
 
-$(1)/%.o: %.cu $(1)/flags
+$(1)/%.o: %.cu $(1)/flags $(7)
 	@mkdir -p $$(@D)
 	@echo '  $(3) $$<'
 	@$$(compile_$(3))
 
-$(1)/attention/flash_instance_%.o: attention/flash_instance.cu $(1)/flags
+$(1)/attention/flash_instance_%.o: attention/flash_instance.cu $(1)/flags $(7)
 	@mkdir -p $$(@D)
 	@echo '  $(3) $$< $$*'
 	@$$(compile_$(3)) -DINSTANCE=FLASH_$$*
 
-$(1)/attention/flash90_instance_%.o: attention/flash90_instance.cu $(1)/flags
+$(1)/attention/flash90_instance_%.o: attention/flash90_instance.cu $(1)/flags $(7)
 	@mkdir -p $$(@D)
 	@echo '  $(3) $$< $$*'
 	@$$(compile_$(3)) -DINSTANCE=FLASH_$$*
@@ -329,7 +330,13 @@ endef
 $(eval $(call cu_rules,$(BUILD)/cuda,cu,NVCC,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt -lpthread))
 # -Bsymbolic: otherwise, if PyTorch has loaded the real CUDA runtime, its functions are called, not the emulator's.
 ON_CPU_LIBS = -ldl -Wl$(comma)-Bsymbolic $(if $(RACES),-fsanitize=thread)
-$(eval $(call cu_rules,$(ON_CPU),cu_on_cpu,CXX,$(EMULATOR)/emulator.a,-rdynamic $(ON_CPU_LIBS),-fopenmp $(ON_CPU_LIBS)))
+$(eval $(call cu_rules,$(ON_CPU),cu_on_cpu,CXX,$(EMULATOR)/emulator.a,-rdynamic $(ON_CPU_LIBS),-fopenmp $(ON_CPU_LIBS),$(ON_CPU)/gpu.h.gch))
+
+# The headers that every kernel includes, compiled once: the compiler finds them next to gpu.h.
+$(ON_CPU)/gpu.h.gch: cuda/gpu.cuh $(ON_CPU)/flags
+	@echo '  CXX $<'
+	@echo '#include "$<"' > $(@:.gch=)
+	@$(CXX) $(CXX_FLAGS) $(if $(RACES),-fsanitize=thread) -x c++-header -o $@ $(@:.gch=)
 
 # Never -O0, under which memset() is a call that the race check would see, although the emulator makes it.
 $(EMULATOR)/%.o: %.cpp $(EMULATOR)/flags

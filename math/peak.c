@@ -63,10 +63,10 @@ static double bf16_factor(void) {
 
 double peak_flops(double *best, bool bf16) {
     double start = omp_get_wtime();
-    for (int rounds = 1 << 14; omp_get_wtime() - start < 0.01;) {
+    for (int rounds = 1 << 14; omp_get_wtime() - start < 0.003;) {
         double began = omp_get_wtime(), rate = measure(rounds);
         if (rate > *best) *best = rate;
-        if (omp_get_wtime() - began < 0.004 && rounds < 1 << 28) rounds *= 2;
+        if (omp_get_wtime() - began < 0.001 && rounds < 1 << 28) rounds *= 2;
     }
     return bf16 ? *best * bf16_factor() : *best;
 }

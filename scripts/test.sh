@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, builds with warnings as errors, and tests.
 #
-#   scripts/test.sh                  what CI runs: 14 minutes on two cores of a Zen 4, after downloads
+#   scripts/test.sh                  what CI runs: 10 minutes on two cores of a Zen 4, after downloads
 #   scripts/test.sh --all            all orders and shapes, mutations, and long fuzzing: hours
 #   scripts/test.sh [--all] GROUP... only these groups; `scripts/test.sh --groups` lists them
 #
@@ -115,12 +115,16 @@ group_format() {
 
 group_c() { c_tests c make -j"$jobs" -O -s -k test_c; }
 
-# Builds with a CBLAS, with neither library, and with clang, and tests the model on the small vocabulary.
+# Builds for one normalizer, which a test of pytest compares with the usual build; and with a CBLAS, with neither library,
+# and with clang, for which test_gpt2 tests the model on the small vocabulary.
+make_attn=dev/tests/test_normalizers.py::test_make_attn
 group_variants() {
-    local name chosen="blas loops"
+    local name chosen="attn blas loops"
     ! echo '#include <omp.h>' | clang -fsyntax-only -x c - 2>/dev/null || chosen+=" clang"
     [ $all = 1 ] || chosen=$(dev/draw.py 1 $chosen)
-    for name in $chosen; do c_tests variants variant_"$name"; done
+    for name in $chosen; do
+        if [ "$name" = attn ]; then python_tests variants "$make_attn"; else c_tests variants variant_"$name"; fi
+    done
 }
 variant() {
     local build=build/$1
@@ -148,8 +152,9 @@ sanitized() {
         each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "build/san/test_gpt2 kv_heads=1" "${programs[@]}"
 }
 
-# The trainer's tests, with the programs in build/san.
+# The trainer's tests, with the programs in build/san. CI runs this group or san_cuda.
 group_san_pytest() {
+    [ $all = 1 ] || [ -n "$wanted" ] || [ "$(dev/draw.py 1 san_pytest san_cuda)" = san_pytest ] || return 0
     make -j"$jobs" SAN=1 build/san/{train_gpt2,sample_gpt2,tests/logits} || return
     DRAW_ONE_IN=5 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample,usage}.py -n 2 --dist loadfile \
         -k "not point and not 2_gib and not kill_9 and not eval_gpt2"
@@ -159,6 +164,7 @@ group_san_pytest() {
 group_san_cuda() {
     local name chosen="test_kernels test_matmul train_gpt2"
     [ -n "$cuda" ] || return 0
+    [ $all = 1 ] || [ -n "$wanted" ] || [ "$(dev/draw.py 1 san_pytest san_cuda)" = san_cuda ] || return 0
     [ $all = 1 ] || chosen=$(dev/draw.py 1 $chosen)
     for name in $chosen; do
         case $name in test_*) c_tests san_cuda kernels_sanitized "$name" ;; *) trainer_sanitized ;; esac
@@ -210,14 +216,14 @@ group_fuzz() {
     fi
 }
 
-# Only in the long run, or if they are named: mutations take up to an hour, and the other downloads a cross compiler.
-group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/mutate.py --jobs "$jobs"; }
+# Only in the long run, or if they are named: mutations take most of an hour, and the other downloads a cross compiler.
+group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/mutate.py --jobs "$jobs" --minutes 40; }
 group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
-# The tests in Python, but those of the races. In the long run, the fused attention and the soak are groups of their own.
+# The tests in Python, but those of races and variants. In the long run, the fused attention and the soak are apart, too.
 # Two more processes than cores: tests wait, too. dev/conftest.py orders the files.
 group_pytest() {
-    local apart=(--ignore=dev/tests/test_races.py)
+    local apart=(--ignore=dev/tests/test_races.py --deselect="$make_attn")
     [ $all = 0 ] || apart+=(--ignore=dev/tests/test_{flash,soak}.py)
     python_tests pytest --durations=15 -n 4 --dist loadfile --no-loadscope-reorder dev/tests dev/cuda_on_cpu \
         "${apart[@]}"

@@ -248,22 +248,23 @@ def shown(change):
 class Changes:
     """The changes to make, and what became of them; threads share it. Drawn changes that do not build are replaced."""
 
-    def __init__(self, wanted, drawn, to_draw):
+    def __init__(self, wanted, drawn, to_draw, minutes):
         self.wanted, self.drawn, self.left = iter(wanted), drawn, to_draw
+        self.end = time.time() + 60 * minutes
         self.lock = threading.Lock()
         self.tests, self.holes, self.drawn_holes, self.unbuilt = [], [], [], 0
 
     def take(self):
         """(a change, whether it is drawn), or None."""
         with self.lock:
-            change = next(self.wanted, None)
-            if change:
-                return change, False
-            if self.left == 0:
+            if time.time() > self.end:
                 return None
-            self.left -= 1
-            change = next(self.drawn, None)
-            return change and (change, True)
+            change = next(self.drawn, None) if self.left else None
+            if change:
+                self.left -= 1
+                return change, True
+            change = next(self.wanted, None)
+            return change and (change, False)
 
     def add(self, change, is_drawn, verdict, test, seconds):
         with self.lock:
@@ -297,6 +298,8 @@ def main():
     parser.add_argument("--draw", type=positive, metavar="N", help="draw as many generated changes")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N",
                         help="changes at a time, each in its own copy of the tree")
+    parser.add_argument("--minutes", type=positive, default=10**6, metavar="N",
+                        help="begin no change after so many minutes")
     parser.add_argument("--limit", type=positive, default=900, metavar="S",
                         help="seconds for one command of the tests (900)")
     options = parser.parse_args()
@@ -306,12 +309,13 @@ def main():
         wanted, beginnings, to_draw = [change for name in options.names for change in named(name)], [], 0
     else:
         wanted, beginnings, to_draw = list(kept()), [""], DRAWN
+        Random(draw.commit()).shuffle(wanted)       # --minutes leaves out others each time
     if to_draw:
         print(f"drawn by {draw.commit()}", flush=True)
         unknown = [name for name in beginnings if not any(file.startswith(name) for file in sources())]
         if unknown:
             parser.error(f"{unknown[0]}: no source file has a path that begins with this")
-    made = Changes(wanted, drawn(beginnings), to_draw)
+    made = Changes(wanted, drawn(beginnings), to_draw, options.minutes)
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder) / f"tree{i}") for i in range(options.jobs)]
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -320,6 +324,8 @@ def main():
         verdict, failing = run_tests(trees[0], merged(made.tests), options.limit)
         if failing or verdict != "no test noticed":
             sys.exit(f"with nothing changed: {verdict}")
+    if time.time() > made.end:
+        print(f"not begun within {options.minutes} minutes: {made.left + len(list(made.wanted))}")
     holes = made.holes + made.drawn_holes
     failed = len(made.holes) + (len(made.drawn_holes) if len(made.drawn_holes) > HOLES_ALLOWED * to_draw else 0)
     if holes:

@@ -1,8 +1,8 @@
 """Builds the CUDA sources with nvcc, without a GPU: there must be no warnings, no spilled registers, and no more
 registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`).
 
-By default it builds what the commit draws: the kernels of one program for sm_90; of attention, the instance exp for
-sm_80 or for sm_90, where it has kernels for Hopper, and another instance for the other of the two.
+By default it builds what the commit draws: the kernels of one program for sm_90, and an instance of attention for sm_80
+or sm_90, which is exp every second time.
 CUDA_BUILD=all builds every source and instance for both, in about six minutes on two cores: run it after a change to
 attention's kernels, because one instance may spill where the others do not.
 """
@@ -90,9 +90,8 @@ def log(tmp_path_factory):
     else:
         rows = re.findall(r"^FLASH_INSTANCE\((\w+),", instances, re.M)
         flags[-1] += " -Xcompiler -fsyntax-only"     # nothing is linked, so the host compiler only checks its code
-        names = ["exp", *draw.sample(["ssmax", *(row for row in rows if row != "exp")], 1)]
-        gpus = draw.sample([("80", "90"), ("90", "80")], 1)[0]
-        others = [one_instance(*each) for each in zip(names, gpus)]
+        other, = draw.sample(["ssmax", *(row for row in rows if row != "exp")], 1)
+        others = [one_instance(*draw.sample([(name, gpu) for name in ("exp", other) for gpu in ("80", "90")], 1)[0])]
         sources = [*draw.sample(["train_gpt2.cu", "eval_gpt2.cu"], 1), "attention/flash.cu",
                    *(f"cuda/{path.name}" for path in (ROOT / "cuda").glob("*.cu"))]
         run = make(*flags, "GPUS=90", *(f"{build}/cuda/{name.removesuffix('.cu')}.o" for name in sources))
@@ -117,7 +116,7 @@ def test_no_warnings(log):
 def test_no_spills(log):
     entries = list(compiled(log))
     assert len(entries) > (100 if ALL else 20)
-    assert {architecture for _, _, architecture, _, _ in entries} - {"sm_90a"} == {"sm_80", "sm_90"}
+    assert {architecture for _, _, architecture, _, _ in entries} >= ({"sm_80", "sm_90"} if ALL else {"sm_90"})
     spilled = {(full, architecture): spills
                for name, full, architecture, _, spills in entries if spills and name in kernels()}
     assert not spilled, "bytes of spills"

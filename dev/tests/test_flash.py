@@ -550,7 +550,7 @@ MANY = [Case("softmax", BF16, 600, 64, B=1, NH=2), Case("ssmax", BF16, 400, 128,
         Case("lssar", BF16, 400, 64, B=1, NH=2, NKV=1, documents=True), Case("softmax", BF16, 33, 64, B=9, NH=2),
         Case("ssmax", BF16, 400, 128, 320, B=1, NH=2, NKV=1),         # wide values, in three parts
         Case("softmax-recentered", BF16, 300, 128, 264, B=2, NH=1, documents=True),
-        Case("sigmoid", BF16, 193, 64, B=129, NH=1)]                  # two ranges of blocks, of 65 and 64 heads
+        Case("sigmoid", BF16, 130, 64, B=129, NH=1)]                  # two ranges of blocks, of 65 and 64 heads
 
 
 @pytest.mark.drawn(3)
