@@ -147,7 +147,7 @@ sanitized() {
     [ $all = 0 ] || export ASAN_OPTIONS=fast_unwind_on_malloc=0    # complete stacks, for test_process with Open MPI
     [ $all = 0 ] || tests+=" attention gradients memory process tokenizer vecmath"
     programs=($(printf 'build/san/tests/test_%s ' $tests))
-    [ $all = 1 ] || programs=($(dev/draw.py 6 "${programs[@]}"))
+    [ $all = 1 ] || programs=($(dev/draw.py 4 "${programs[@]}"))
     make -j"$jobs" SAN=1 build/san/test_gpt2 "${programs[@]}" &&
         each "build/san/test_gpt2 v97" "build/san/test_gpt2 matmul" "build/san/test_gpt2 kv_heads=1" "${programs[@]}"
 }

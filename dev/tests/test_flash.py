@@ -512,6 +512,7 @@ def test_an_sm_for_each_block(flash, flash_with, attn, T):
     assert same(whole, by_flash(flash, case, x, scalars))
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_repeats_to_the_last_bit(flash, case):
     case = replace(case, B=2)

@@ -150,13 +150,13 @@ def test_timeout_0_waits(data, tmp_path):
 
 @pytest.mark.drawn(4, of="one machine")
 def test_a_long_validation_does_not_count_as_silence(data, tmp_path):
-    """No step ends for several timeouts."""
-    write_shard(tmp_path / "long_val_000000.bin", tokens(1_600_000))
+    """The step does not end for several timeouts."""
+    write_shard(tmp_path / "long_val_000000.bin", tokens(2_000_000))
     start = time.time()
-    train(data, "--steps", 2, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**7, "--val-every", 1,
+    train(data, "--steps", 1, "--val-data", tmp_path / "long_val_000000.bin", "--val-tokens", 10**7, "--val-every", 1,
           "--rank-timeout", 1, "--out", tmp_path / "out", processes=2, timeout=300)
-    assert [step for step, in metrics(tmp_path / "out", ["step"])] == [1, 2]
-    assert time.time() - start > 3, "the validations were too short to show anything"
+    assert [step for step, in metrics(tmp_path / "out", ["step"])] == [1]
+    assert time.time() - start > 1.5, "the validation was too short to show anything"
 
 
 def overheard(port, count):

@@ -74,6 +74,7 @@ def make_data(folder, train=3000, val=600, shards=1):
 def environment(**more):
     env = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"} | more
     env.pop("OMP_WAIT_POLICY", None)                 # set by scripts/test.sh; programs have a default (runtime/cpu.c)
+    env.setdefault("GOMP_SPINCOUNT", "10000")        # otherwise programs set it, and execute themselves again
     env.setdefault("GRACE", "1")
     env.setdefault("OMPI_MCA_pml", "ob1")            # without a search for network cards, which takes 0.2 s
     if SANITIZED:       # Open MPI's leaks are recognized by complete stacks, which take three times as long
