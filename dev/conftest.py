@@ -2,7 +2,7 @@
 
 @pytest.mark.drawn(N): with DRAW=COMMIT in the environment, as scripts/test.sh sets it, only N of a test's cases run,
 drawn by that commit (dev/draw.py). Without it all of them run, and so does `scripts/test.sh --all`.
-@pytest.mark.drawn(N, of="NAME") draws N from the cases of all tests of the module that have this name in their mark.
+@pytest.mark.drawn(N, of="NAME") draws N from the cases of all tests that have this name in their mark.
 DRAW_ONE_IN=N draws one in N of all tests.
 
 In the end, the command that repeats it is printed for each failed test.
@@ -57,7 +57,7 @@ def draw_of(item):
     mark = item.get_closest_marker("drawn")
     if not mark:
         return item, 1
-    return (item.path, mark.kwargs["of"]) if "of" in mark.kwargs else item.function, mark.args[0]
+    return mark.kwargs.get("of", item.function), mark.args[0]
 
 
 @pytest.hookimpl(trylast=True)

@@ -28,6 +28,7 @@ def cutlass_headers(folder):
     return folder / INCLUDE
 
 
+@pytest.mark.drawn(2, of="long tests")
 def test_descriptors_equal_cutlass(tmp_path):
     program = tmp_path / "cutlass_descriptors"
     include = ["-I", ROOT, "-I", EMULATOR, "-isystem", cutlass_headers(tmp_path), "-isystem", cuda_headers(),

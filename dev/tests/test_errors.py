@@ -129,6 +129,7 @@ def test_a_pipe_in_place_of_samples(data, run):
     os.close(reader)
 
 
+@pytest.mark.drawn(2, of="long tests")
 def test_past_2_gib(tmp_path):
     """Documents past the 2 GiB mark of a sparse shard, after a long run of zeros, train like the same documents
     alone."""

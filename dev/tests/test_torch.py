@@ -432,6 +432,7 @@ def test_compiled(attn_c):
         assert_close(found, expected, 1e-6)
 
 
+@pytest.mark.drawn(2, of="long tests")
 def test_compiled_for_any_shape(attn_c):
     """By Inductor, without an excess of recompilation. Nothing is left for its C++ compiler, which is slow to start."""
     module = attn_c.Normalizer("ssmax-bias", heads=4, seq_len=64)

@@ -449,6 +449,7 @@ def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):
     assert len(expected) == 50 and abs(expected - found).max() < 1e-4 and expected[-1] < expected[0]
 
 
+@pytest.mark.drawn(2, of="long tests")
 # ---- the wheel
 
 def test_wheel(attn_c, tmp_path):
