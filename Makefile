@@ -332,7 +332,8 @@ $(eval $(call cu_rules,$(BUILD)/cuda,cu,NVCC,,$$(GPU_LIBS),$$(CUDART) -ldl -lrt 
 ON_CPU_LIBS = -ldl -Wl$(comma)-Bsymbolic $(if $(RACES),-fsanitize=thread)
 $(eval $(call cu_rules,$(ON_CPU),cu_on_cpu,CXX,$(EMULATOR)/emulator.a,-rdynamic $(ON_CPU_LIBS),-fopenmp $(ON_CPU_LIBS),$(ON_CPU)/gpu.h.gch))
 
-# The headers that every kernel includes, compiled once: the compiler finds them next to gpu.h.
+# Headers that most of these files include, compiled once: the compiler finds the result next to gpu.h. A file that lacks
+# the include fails under nvcc.
 $(ON_CPU)/gpu.h.gch: cuda/gpu.cuh $(ON_CPU)/flags
 	@echo '  CXX $<'
 	@echo '#include "$<"' > $(@:.gch=)

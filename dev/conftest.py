@@ -39,11 +39,11 @@ LONGEST = ["test_cuda", "test_machines", "test_cuda_build", "test_flash", "test_
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "drawn(n, of=None): CI runs n of the cases, drawn by commit")
-    gc.disable()
+    gc.disable()        # while modules are imported
 
 
 def pytest_collection_finish():
-    """The modules that were imported stay until the end, so the garbage collector need not look at them again."""
+    """The garbage collector need not look at the imported modules again: they stay until the end."""
     gc.freeze()
     gc.enable()
 

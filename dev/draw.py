@@ -27,9 +27,11 @@ def commit():
 
 
 def sample(cases, count):
-    """Draws that many of the cases and keeps their order; all of them if there are no more than that."""
+    """Draws that many of the cases and keeps their order; all of them if there are no more than that. Draws from
+    different cases are independent."""
     cases = list(cases)
-    drawn = sorted(random.Random(commit()).sample(range(len(cases)), min(count, len(cases))))
+    chance = random.Random(" ".join([commit(), *map(str, cases)]))
+    drawn = sorted(chance.sample(range(len(cases)), min(count, len(cases))))
     return [cases[i] for i in drawn]
 
 

@@ -115,8 +115,8 @@ group_format() {
 
 group_c() { c_tests c make -j"$jobs" -O -s -k test_c; }
 
-# Builds for one normalizer, which a test of pytest compares with the usual build; and with a CBLAS, with neither library,
-# and with clang, for which test_gpt2 tests the model on the small vocabulary.
+# Builds of other kinds, of which CI draws one: for one normalizer, which test_make_attn compares with the usual build;
+# with a CBLAS; with neither library; with clang. test_gpt2 tests the last three on the small vocabulary.
 make_attn=dev/tests/test_normalizers.py::test_make_attn
 group_variants() {
     local name chosen="attn blas loops"
@@ -154,13 +154,13 @@ sanitized() {
 
 # The trainer's tests, with the programs in build/san. CI runs this group or san_cuda.
 group_san_pytest() {
-    [ $all = 1 ] || [ -n "$wanted" ] || [ "$(dev/draw.py 1 san_pytest san_cuda)" = san_pytest ] || return 0
+    [ $all = 1 ] || [ -n "$wanted" ] || [ -z "$cuda" ] || [ "$(dev/draw.py 1 san_pytest san_cuda)" = san_pytest ] || return 0
     make -j"$jobs" SAN=1 build/san/{train_gpt2,sample_gpt2,tests/logits} || return
     DRAW_ONE_IN=5 TRAIN_GPT2=build/san/train_gpt2 python_tests san_pytest dev/tests/test_{errors,order,resume,sample,usage}.py -n 2 --dist loadfile \
         -k "not point and not 2_gib and not kill_9 and not eval_gpt2"
 }
 
-# The CUDA source on the CPU. Its programs take long to compile, so CI builds one of them.
+# The CUDA source on the CPU. Its programs take long to compile, so CI builds at most one of them.
 group_san_cuda() {
     local name chosen="test_kernels test_matmul train_gpt2"
     [ -n "$cuda" ] || return 0
@@ -220,8 +220,8 @@ group_fuzz() {
 group_mutate() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests mutate dev/mutate/mutate.py --jobs "$jobs" --minutes 40; }
 group_aarch64() { [ $all = 0 ] && [ -z "$wanted" ] || c_tests aarch64 dev/aarch64.sh; }
 
-# The tests in Python, but those of races and variants. In the long run, the fused attention and the soak are apart, too.
-# Two more processes than cores: tests wait, too. dev/conftest.py orders the files.
+# The tests in Python, except those of races and variants. With --all, the fused attention and the soak are groups of their
+# own. There are more processes than cores because many tests wait. dev/conftest.py orders the files.
 group_pytest() {
     local apart=(--ignore=dev/tests/test_races.py --deselect="$make_attn")
     [ $all = 0 ] || apart+=(--ignore=dev/tests/test_{flash,soak}.py)

@@ -309,7 +309,7 @@ def main():
         wanted, beginnings, to_draw = [change for name in options.names for change in named(name)], [], 0
     else:
         wanted, beginnings, to_draw = list(kept()), [""], DRAWN
-        Random(draw.commit()).shuffle(wanted)       # --minutes leaves out others each time
+        Random(draw.commit()).shuffle(wanted)       # so that --minutes leaves out other changes at each commit
     if to_draw:
         print(f"drawn by {draw.commit()}", flush=True)
         unknown = [name for name in beginnings if not any(file.startswith(name) for file in sources())]
@@ -324,8 +324,8 @@ def main():
         verdict, failing = run_tests(trees[0], merged(made.tests), options.limit)
         if failing or verdict != "no test noticed":
             sys.exit(f"with nothing changed: {verdict}")
-    if time.time() > made.end:
-        print(f"not begun within {options.minutes} minutes: {made.left + len(list(made.wanted))}")
+    if time.time() > made.end and (left := made.left + len(list(made.wanted))):
+        print(f"left out: {left} changes, which did not begin within {options.minutes} minutes")
     holes = made.holes + made.drawn_holes
     failed = len(made.holes) + (len(made.drawn_holes) if len(made.drawn_holes) > HOLES_ALLOWED * to_draw else 0)
     if holes:

@@ -1,8 +1,8 @@
 """Builds the CUDA sources with nvcc, without a GPU: there must be no warnings, no spilled registers, and no more
 registers than the budget stated above each kernel (`// registers: at most 64 (name, name)`).
 
-By default it builds what the commit draws: the kernels of one program for sm_90, and an instance of attention for sm_80
-or sm_90, which is exp every second time.
+By default it builds what the commit draws: the kernels of one program for sm_90 and one instance of attention, exp for
+half of the commits, for sm_80 or sm_90.
 CUDA_BUILD=all builds every source and instance for both, in about six minutes on two cores: run it after a change to
 attention's kernels, because one instance may spill where the others do not.
 """

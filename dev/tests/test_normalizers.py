@@ -382,7 +382,7 @@ def test_make_attn(data, tmp_path):
     assert "built only for ssmax" in refused
 
 
-def test_make_attn_of_an_unknown_name(tmp_path):
+def test_an_unknown_name_for_make_attn(tmp_path):
     result = subprocess.run(["make", "ATTN=ssmx", f"BUILD={tmp_path / 'build'}"], cwd=ROOT, capture_output=True,
                             text=True)
     assert result.returncode != 0 and "ATTN=ssmx: no such preset" in result.stderr

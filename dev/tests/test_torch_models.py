@@ -449,9 +449,9 @@ def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):
     assert len(expected) == 50 and abs(expected - found).max() < 1e-4 and expected[-1] < expected[0]
 
 
-@pytest.mark.drawn(2, of="long tests")
 # ---- the wheel
 
+@pytest.mark.drawn(2, of="long tests")
 def test_wheel(attn_c, tmp_path):
     """pip builds it without the trainer's libraries, also where a path has a space, and it works where it is
     installed. For speed, all but one source have been compiled by the fixture attn_c."""

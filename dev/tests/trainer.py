@@ -77,8 +77,9 @@ def environment(**more):
     env.setdefault("GOMP_SPINCOUNT", "10000")        # otherwise programs set it, and execute themselves again
     env.setdefault("GRACE", "1")
     env.setdefault("OMPI_MCA_pml", "ob1")            # without a search for network cards, which takes 0.2 s
-    if SANITIZED:       # Open MPI's leaks are recognized by complete stacks, which take three times as long
-        leaks = "detect_leaks=0" if "DRAW" in os.environ else "fast_unwind_on_malloc=0"
+    # Open MPI's leaks are recognized by complete stacks, with which programs take three times as long.
+    if SANITIZED and "ASAN_OPTIONS" not in env:
+        leaks = "detect_leaks=0" if os.environ.get("DRAW") else "fast_unwind_on_malloc=0"
         env.setdefault("MPIRUN", f"mpirun -x ASAN_OPTIONS={leaks}")
     env.setdefault("LSAN_OPTIONS", f"suppressions={ROOT / 'dev/faults/lsan.supp'}:print_suppressions=0")
     return env
