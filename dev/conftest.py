@@ -31,10 +31,11 @@ os.environ.pop("COLUMNS", None)
 
 # The files that take longest. They come first, so that none of them keeps one process of `pytest -n` busy after the
 # others.
-LONGEST = ["test_cuda", "test_machines", "test_cuda_build", "test_flash", "test_torch_models", "test_combinations",
-           "test_gpu_check", "test_torch", "test_restart", "test_readme", "test_cuda_on_cpu", "test_data",
-           "test_tokenizer", "test_vocabularies", "test_normalizers", "test_eval_cuda", "test_soak", "test_environment",
-           "test_eval", "test_reference", "test_hopper_on_cpu", "test_grid", "test_to_gguf", "test_descriptors"]
+LONGEST = ["test_smollm2", "test_cuda", "test_machines", "test_cuda_build", "test_flash", "test_torch_models",
+           "test_combinations", "test_gpu_check", "test_torch", "test_restart", "test_readme",
+           "test_cuda_on_cpu", "test_data", "test_tokenizer", "test_vocabularies", "test_normalizers",
+           "test_eval_cuda", "test_soak", "test_environment", "test_eval", "test_reference",
+           "test_hopper_on_cpu", "test_grid", "test_to_gguf", "test_descriptors"]
 
 
 def pytest_configure(config):
