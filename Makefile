@@ -159,13 +159,13 @@ $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library
 	@echo '  LD  $@'
 	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LD_LIBS)
 
-# Both in double, next to float_path.o and the library in float32.
+# In double, in place of the library's in float32.
 in_double = $(addprefix $(BUILD)/in_double/,attention/attention_cpu.o attention/rows.o math/tiles.o)
 $(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o $(in_double)
 $(BUILD)/in_double/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo '  CC  $< in double'
-	@$(CC) $(CC_FLAGS) -include dev/tests/in_double.h -c -o $@ $<
+	@$(CC) $(CC_FLAGS) -DREAL=double -c -o $@ $<
 
 $(BUILD)/bench/%: $(BUILD)/dev/bench/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library.a
 	@mkdir -p $(@D)
