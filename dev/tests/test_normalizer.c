@@ -461,26 +461,6 @@ static void test_help(void) {
           "not a request for help");
 }
 
-// A phi that can be negative, but is missing in phi_signed(), would be divided by the sum of f instead of |f|.
-static void test_signs(void) {
-    static const char *const NAMES[] = {
-#define NAME(kind, name, takes, formula) name,
-        PHI_VALUES(NAME)
-#undef NAME
-    };
-    check_group("phi_signed() tells which phi can be negative");
-    for (int phi = 0; phi < (int)COUNT(NAMES); phi++) {
-        check_case();
-        bool negative = false;
-        for (int i = -2000; i <= 2000; i++) {
-            real f, slope;
-            phi_both(phi, (real)i / 100, phi_number(phi, (RowPlace){0}, 0), &f, &slope);
-            negative = negative || f < 0;
-        }
-        CHECK(negative == phi_signed(phi), "%s", NAMES[phi]);
-    }
-}
-
 // ---- lists
 
 static AttentionList parse_list(const char *text, size_t layers) {
@@ -594,6 +574,5 @@ int main(void) {
     test_scalars();
     test_changes();
     test_help();
-    test_signs();
     return check_verdict();
 }
