@@ -1,4 +1,4 @@
-// RoPE's scalings: the text of --rope-scaling, and the table of cos and sin.
+// RoPE's scalings: the text of --rope-scaling.
 //
 // test_rope HS THETA L T SCALING prints the amplitude and the frequencies, then cos and sin at the last position, a
 // line each, for comparison with transformers (dev/tests/test_rope.py).
@@ -110,26 +110,9 @@ static void test_messages(void) {
     }
 }
 
-static void test_table(void) {
-    enum { T = 33, HS = 6, HALF = HS / 2 };
-    RopeAngles a = angles("yarn:4:16", HS, 16);
-    float cosines[T * HALF], sines[T * HALF];
-    double *frequency = rope_frequencies(&a, T), amplitude = 0.1 * log(4) + 1;
-    check_group("the table");
-    rope_table(cosines, sines, T, a);
-    for (int t = 0; t < T; t++)
-        for (int i = 0; i < HALF; i++) {
-            double angle = t * frequency[i];
-            CHECK(fabs(cosines[t * HALF + i] - amplitude * cos(angle)) < 1e-7, "cos at %d, %d", t, i);
-            CHECK(fabs(sines[t * HALF + i] - amplitude * sin(angle)) < 1e-7, "sin at %d, %d", t, i);
-        }
-    free(frequency);
-}
-
 int main(int argc, char **argv) {
     if (argc == 6) return print(argv);
     test_text();
     test_messages();
-    test_table();
     return check_verdict();
 }
