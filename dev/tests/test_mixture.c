@@ -149,7 +149,7 @@ static void test_many_files(void) {
     size_t at = 0;
     for (int i = 0; i < 64; i++) {
         snprintf(name, sizeof name, "many%02d.bin", i);
-        write_source(name, 0);
+        write_source(name, i % 49);
         at += (size_t)snprintf(text + at, sizeof text - at, "%s%%/many*.bin:1", i ? "," : "");
     }
     struct rlimit limit;
@@ -160,12 +160,15 @@ static void test_many_files(void) {
     Mixture *m = mixture_open(in_folder(text), long_windows, &error);
     int32_t tokens[N];
     bool read = m;
+    int wrong = 0;
     for (uint64_t g = 0; read && g < 64 * 64; g++) {
         uint64_t own = g;
         const Source *source = mixture_find(m, &own);
         read = shards_window(source->shards, own, tokens, NULL, &error);
+        for (uint64_t t = 0, at = own * (N - 1); t < N; t++, at++)
+            wrong += (uint64_t)tokens[t] != 1000 * (at / N % 49) + at % N;
     }
-    CHECK(read, "%s", error.text);
+    CHECK(read && wrong == 0 && mixture_check_all(m, &error), "%d tokens wrong, %s", wrong, error.text);
     mixture_close(m);
     setrlimit(RLIMIT_NOFILE, &limit);
 }

@@ -1,6 +1,5 @@
 // shards: windows across shards, the order of data, masks, documents, files over 2 GiB, and every kind of broken file.
 #include <math.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include "data/shards.h"
@@ -299,7 +298,7 @@ static void test_documents(void) {
           "no document: %s", error.text);
 }
 
-// ---- large files, many files
+// ---- large files
 
 // A sparse shard of 1.2e9 + 1 tokens: reads the window that starts at byte 2^31 of the file, the one across it, and the
 // last one.
@@ -331,31 +330,6 @@ static void test_large(void) {
     CHECK(s && shards_window(s, w, tokens, NULL, &error) && tokens[(count - 1 - w * 16)] == 55, "the end");
     shards_close(s);
     unlink(path);
-}
-
-static void test_many(void) {
-    check_group("more shards than files that may be open");
-    char name[64];
-    for (int i = 0; i < 300; i++) {
-        snprintf(name, sizeof name, "many_train_%06d.bin", i);
-        write_shard(name, stream + i, 5);
-    }
-    struct rlimit limit;
-    getrlimit(RLIMIT_NOFILE, &limit);
-    struct rlimit small = {100, limit.rlim_max};
-    setrlimit(RLIMIT_NOFILE, &small);
-    Shards *s = shards_open(at("many_train_*.bin"), config(3, true), &error);
-    int32_t tokens[4];
-    int wrong = 0;
-    CHECK(s && shards_tokens(s) == 1500, "%s", error.text);
-    for (uint64_t g = 0; s && g < 2 * shards_windows(s); g++) {
-        uint64_t w = shards_order(g % 499, 499, 42, g / 499);
-        wrong += !shards_window(s, g, tokens, NULL, &error);
-        for (uint64_t t = 0; t < 4; t++) wrong += tokens[t] != stream[(w * 3 + t) / 5 + (w * 3 + t) % 5];
-    }
-    CHECK(wrong == 0 && shards_check_all(s, &error), "%d wrong, %s", wrong, error.text);
-    shards_close(s);
-    setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 // ---- what is wrong
@@ -507,7 +481,6 @@ int main(void) {
     test_documents();
     test_document_starts();
     test_large();
-    test_many();
     test_refusals();
     test_bad_ids();
     test_cut_in_use();
