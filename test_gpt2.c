@@ -464,5 +464,5 @@ int main(int argc, char **argv) {
         test_colliding_rows();
         test_nan();
     }
-    return cases_end();
+    return check_verdict();
 }

@@ -233,5 +233,5 @@ int main(int argc, char **argv) {
     in_bf16 = true;
     case_mode = ", bfloat16";
     run_cases(IN_BF16, 2, word, true);
-    return cases_end();
+    return check_verdict();
 }

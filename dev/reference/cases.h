@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "dev/reference/hash.h"
+#include "dev/tests/check.h"
 #include "math/adamw.h"
 #include "model/model.h"
 #include "model/safetensors.h"
@@ -24,9 +25,7 @@
 #define ATTENTION_FLOOR(T) ((T) == 1 ? 5e-2 : 1e-2)    // for attention's gradients, of dv's norm
 #endif
 
-static int passed, failed;
-static int failed_before;    // the current case
-static double worst;         // error of the current case
+static double worst;    // error of the current case
 static const char *case_name;
 static const char *case_mode = "";    // printed after the name
 static char case_line[1024];
@@ -34,9 +33,7 @@ static char case_line[1024];
 // Prints what failed. A passing check prints nothing, a passing case one line.
 static void check(const char *what, double error, double bound) {
     if (error > worst) worst = error;
-    if (error <= bound) return;    // not for a NaN
-    printf("  FAILED %s%s: %s: error %.3g, at most %.3g allowed\n", case_name, case_mode, what, error, bound);
-    failed++;
+    CHECK(error <= bound, "%s%s: %s: error %.3g, at most %.3g allowed", case_name, case_mode, what, error, bound);
 }
 
 // Memory of the current case.
@@ -58,12 +55,11 @@ static float *floats(size_t n) {
 
 static void case_done(void) {
     while (taken_count > 0) free(taken[--taken_count]);
-    if (failed == failed_before) {
+    if (!case_failures) {
         int width = 44 - (int)strlen(case_name);
-        passed++;
         printf("ok %s%-*s worst error %.2g\n", case_name, width > 0 ? width : 0, case_mode, worst);
     }
-    failed_before = failed;
+    check_case();
     worst = 0;
 }
 
@@ -458,12 +454,6 @@ static void run_cases(const CaseKind *kinds, size_t count, const char *word, boo
     fclose(file);
     safetensors_close(models);
     safetensors_close(layers);
-}
-
-// The exit status of main().
-static int cases_end(void) {
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed || !passed ? 1 : 0;
 }
 
 #endif
