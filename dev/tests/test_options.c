@@ -1,10 +1,9 @@
-// options: every type, every kind of error, --help, --version, and what a resume may change.
+// options: every type, every kind of error, --help, and what a resume may change.
 #include <cjson/cJSON.h>
 #include <math.h>
 
 #include "dev/tests/check.h"
 #include "runtime/options.h"
-#include "runtime/version.h"
 
 static struct {
     int64_t batch, seed;
@@ -270,16 +269,6 @@ static void test_print_config(void) {
     rmdir(folder);
 }
 
-static void test_version(void) {
-    check_group("--version");
-    char output[8192];
-    CHECK(check_fork(parse, "--nonsense --version", output, sizeof output) == 0, "exit code");
-    CHECK(strcmp(output, "attn.c " ATTN_C_VERSION " (test_options)\n") == 0, "%s", output);
-    CHECK(check_fork(parse, "--help --version", output, sizeof output) == 0, "exit code");
-    CHECK(strstr(output, "attn.c " ATTN_C_VERSION " (test_options)\n\nUsage: ") == output,
-          "the help begins with it: %s", output);
-}
-
 static void test_resume(void) {
     check_group("run.json and --resume");
     Error error = {0};
@@ -350,7 +339,6 @@ int main(void) {
     test_config();
     test_config_errors();
     test_print_config();
-    test_version();
     test_resume();
     return check_verdict();
 }
