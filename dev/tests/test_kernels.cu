@@ -130,23 +130,16 @@ struct Tensor : Array {
     }
 };
 
-static double value_of(float x) {
-    return x;
+template <class X>
+static double value_of(X x) {
+    if constexpr (sizeof(X) == 2) return __bfloat162float(x);
+    else return x;
 }
-static double value_of(double x) {
-    return x;
-}
-static double value_of(bf16 x) {
-    return __bfloat162float(x);
-}
-static void set_value(float *to, double x) {
-    *to = (float)x;
-}
-static void set_value(double *to, double x) {
-    *to = x;
-}
-static void set_value(bf16 *to, double x) {
-    *to = __float2bfloat16_rn((float)x);
+
+template <class X>
+static void set_value(X *to, double x) {
+    if constexpr (sizeof(X) == 2) *to = __float2bfloat16_rn((float)x);
+    else *to = (X)x;
 }
 
 // Sets the tensor's initial values and returns them rounded.
@@ -587,11 +580,13 @@ struct Gains {
 
 // A unit's projection and angles, and what is expected of its passes.
 struct Gau {
-    size_t T, E, HS, N, W, half;
+    size_t T, E, HS, N;
     bool l2;
-    Numbers x, cos_t, sin_t;
-    Numbers qk[2], values, inverse;    // forward
-    Numbers dx;                        // backward
+    Numbers x;
+    size_t W = 2 * E + HS, half = HS / 2;
+    Numbers cos_t = {}, sin_t = {};
+    Numbers qk[2] = {Numbers(N * HS), Numbers(N * HS)}, values = Numbers(N * E), inverse = Numbers(2 * N);    // forward
+    Numbers dx = Numbers(N * W, NAN);    // backward
 };
 
 static void expect_gau_forward(Gau &g, const Gains &gains) {
@@ -657,20 +652,7 @@ static void test_gau(size_t B, size_t T, size_t E, size_t HS, bool l2, bool add 
     Tensor<float> inverses(2 * N), inverses_in(2 * N), cosines(T * half), sines(T * half),
         partials(gau_partials(N, HS));
     Gains gains(HS, "gain"), grads(HS, "grad", add);
-    Gau g = {T,
-             E,
-             HS,
-             N,
-             W,
-             half,
-             l2,
-             fill(uvz, "uvz", 0, 3),
-             {},
-             {},
-             {Numbers(N * HS), Numbers(N * HS)},
-             Numbers(N * E),
-             Numbers(2 * N),
-             Numbers(N * W, NAN)};
+    Gau g = {T, E, HS, N, l2, fill(uvz, "uvz", 0, 3)};
     make_angles(g.cos_t, g.sin_t, T, half);
     g.cos_t = fill(cosines, g.cos_t);
     g.sin_t = fill(sines, g.sin_t);
