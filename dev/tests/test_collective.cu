@@ -388,29 +388,28 @@ static void test_several(void) {
     unsetenv("CUDA_ON_CPU_STREAMS");
 }
 
+// Both words are in the output of a job that fails.
+static void run_failing(const char *processes, const char *what, const char *says, const char *also) {
+    char output[8192];
+    Job job = {processes, what};
+    int code = check_fork(start_job, &job, output, sizeof output);
+    CHECK(code != 0 && !strstr(output, "came through"), "%s: code %d: %s", what, code, output);
+    CHECK(strstr(output, says) && strstr(output, also), "%s: expected \"%s\" and \"%s\": %s", what, says, also, output);
+}
+
 // mpirun would also end the others, but is made to wait longer than they need to notice by themselves.
 static void test_death(void) {
     check_group("a dead rank ends the others");
-    char output[8192];
-    Job job = {"3", "die"};
     setenv("GRACE", "4", 1);
     double start = now();
-    int code = check_fork(start_job, &job, output, sizeof output);
-    double seconds = now() - start;
+    run_failing("3", "die", "rank 1 (pid", "has died");
+    CHECK(now() - start < 30, "%.1f s", now() - start);
     unsetenv("GRACE");
-    CHECK(code != 0 && seconds < 30 && !strstr(output, "came through"), "code %d after %.1f s: %s", code, seconds,
-          output);
-    CHECK(strstr(output, "rank 1 (pid") && strstr(output, "has died"), "no message names the rank: %s", output);
 }
 
 static void test_patience(void) {
     check_group("ranks that wait for each other forever");
-    char output[8192];
-    Job job = {"2", "stuck"};
-    int code = check_fork(start_job, &job, output, sizeof output);
-    CHECK(code != 0 && strstr(output, "rank 0: timed out after 3 s waiting for the other ranks.") &&
-              !strstr(output, "came through"),
-          "code %d: %s", code, output);
+    run_failing("2", "stuck", "rank 0: timed out after 3 s", " waiting for the other ranks.");
     setenv("CUDA_ON_CPU_STREAMS", "late", 1);
     run_job("2", "slow");
     unsetenv("CUDA_ON_CPU_STREAMS");
@@ -423,16 +422,8 @@ static bool on_a_cpu(void) {
 
 static void test_difference(void) {
     check_group("calls that differ between ranks");
-    char output[8192];
-    Job job = {"2", "differ"};
-    int code = check_fork(start_job, &job, output, sizeof output);
-    CHECK(code != 0 && strstr(output, "ncclAllReduce of 999 elements") && !strstr(output, "came through"),
-          "code %d: %s", code, output);
-    job.what = "owners";
-    code = check_fork(start_job, &job, output, sizeof output);
-    CHECK(code != 0 && strstr(output, "ncclReduce of 400 elements") && strstr(output, "root 1") &&
-              !strstr(output, "came through"),
-          "code %d: %s", code, output);
+    run_failing("2", "differ", "ncclAllReduce of 999 elements", "ncclAllReduce of 1000 elements");
+    run_failing("2", "owners", "ncclReduce of 400 elements", "root 1");
 }
 #endif
 
