@@ -247,29 +247,25 @@ static void test_errno(const char *what, int number, const char *remedy) {
     CHECK(refused > 20, "%s: only %ld saves failed", what, refused);
 }
 
+static bool replace(Error *error) {
+    return file_replace_text(in_test("run.json"), "new", error);
+}
+
 static void test_kill_replace(void) {
     check_group("replacing a file: the old text or the new at each point");
     char path[PATH_MAX];
     Error error = {0};
     strcpy(path, in_test("run.json"));
-    for (long n = 1;; n++) {
+    for (long n = 1, done = false; !done; n++) {
         check_case();
         fault_clear();
         CHECK(file_replace_text(path, "the old text", &error), "%s", error.text);
-        pid_t child = fork();
-        int status;
-        if (child == 0) {
-            fault_set(n, true, 0);
-            _exit(file_replace_text(path, "new", &error) ? 0 : 1);
-        }
-        waitpid(child, &status, 0);
+        done = !killed(replace, n, true);
         char *text = file_read(path, 100, NULL, &error);
         CHECK(text && (!strcmp(text, "the old text") || !strcmp(text, "new")), "killed at point %ld: %s", n,
               text ? text : error.text);
-        bool done = WEXITSTATUS(status) == 0;
         if (done) CHECK(n == 5 && text && !strcmp(text, "new"), "points %ld", n - 1);
         free(text);
-        if (done) break;
     }
     for (long n = 1; n <= 3; n++) {
         fault_set(n, false, ENOSPC);
