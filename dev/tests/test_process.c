@@ -155,14 +155,19 @@ static void launch(void *data) {
     exit(100);
 }
 
+static char output[8192];    // of the last job
+
+static void run_job(const char *processes, const char *what, int expected, const char *says) {
+    int code = check_fork(launch, &(Job){processes, what}, output, sizeof output);
+    CHECK(code == expected && strstr(output, says), "%s: expected code %d and \"%s\", found %d: %s", what, expected,
+          says, code, output);
+}
+
 static void test_one(void) {
     check_group("one process, no MPI");
-    char output[8192];
-    int code = check_fork(launch, &(Job){"1", "sums"}, output, sizeof output);
-    CHECK(code == 0 && strstr(output, "1 processes"), "code %d: %s", code, output);
+    run_job("1", "sums", 0, "1 processes");
     setenv("MPIRUN", "no-such-mpirun", 1);
-    code = check_fork(launch, &(Job){"2", "sums"}, output, sizeof output);
-    CHECK(code == EXIT_USAGE && strstr(output, "no-such-mpirun is not installed"), "code %d: %s", code, output);
+    run_job("2", "sums", EXIT_USAGE, "no-such-mpirun is not installed");
     unsetenv("MPIRUN");
 }
 
@@ -223,7 +228,6 @@ static void test_signals(void) {
     // clang-format on
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         check_case();
-        char output[256];
         int code = check_fork(send_signals, (void *)&cases[i].signals, output, sizeof output);
         CHECK(code == cases[i].code && !strcmp(output, cases[i].says), "%s: code %d, \"%s\"", cases[i].what, code,
               output);
@@ -234,44 +238,30 @@ static void test_signals(void) {
 
 static void test_sums(void) {
     check_group("sums, maxima and broadcasts of 2 and 3 ranks");
-    char output[8192];
-    const char *counts[] = {"2", "3"};
-    for (int i = 0; i < 2; i++) {
-        int code = check_fork(launch, &(Job){counts[i], "sums"}, output, sizeof output);
-        CHECK(code == 0 && output[0] == counts[i][0] && strstr(output, "processes, OMP_NUM_THREADS") &&
-                  !strstr(output, "unset"),
-              "code %d: %s", code, output);
-    }
+    run_job("2", "sums", 0, "2 processes, OMP_NUM_THREADS");
+    CHECK(!strstr(output, "unset"), "%s", output);
+    run_job("3", "sums", 0, "3 processes, OMP_NUM_THREADS");
 }
 
 static void test_exit(void) {
     check_group("ranks whose exit hangs are ended");
-    char output[8192];
     double start = now();
-    int code = check_fork(launch, &(Job){"2", "hang"}, output, sizeof output);
-    CHECK(code == EXIT_DIVERGED && now() - start < 30, "exit that hangs: code %d after %.1f s", code, now() - start);
+    run_job("2", "hang", EXIT_DIVERGED, "all ranks failed");
+    CHECK(now() - start < 30, "%.1f s", now() - start);
 }
 
 static void test_progress(void) {
     check_group("a rank that does nothing ends the others, but not one that works or is suspended");
-    char output[8192];
-    int code = check_fork(launch, &(Job){"2", "stuck"}, output, sizeof output);
-    CHECK(code == EXIT_PEER && strstr(output, "no progress of rank 1 on ") &&
-              strstr(output, " (reading data) for 1 s.") && strstr(output, "--progress-timeout") &&
+    run_job("2", "stuck", EXIT_PEER, "no progress of rank 1 on ");
+    CHECK(strstr(output, " (reading data) for 1 s.") && strstr(output, "--progress-timeout") &&
               !strstr(output, "came through"),
-          "code %d: %s", code, output);
-    code = check_fork(launch, &(Job){"2", "late"}, output, sizeof output);
-    CHECK(code == EXIT_PEER && strstr(output, "not all ranks have started within 5 s; this one is in MPI_Init_thread"),
-          "code %d: %s", code, output);
-    code = check_fork(launch, &(Job){"2", "last"}, output, sizeof output);
-    CHECK(code == EXIT_PEER && strstr(output, "not all ranks have ended within 2 s; this one is in MPI_Finalize"),
-          "code %d: %s", code, output);
-    code = check_fork(launch, &(Job){"2", "deadlock"}, output, sizeof output);
-    CHECK(code == EXIT_PEER && strstr(output, "all ranks wait for each other, without progress of rank 0 on ") &&
-              strstr(output, "(in MPI_Barrier, reading data), rank 1 on ") && strstr(output, "(in MPI_Send, reading"),
-          "code %d: %s", code, output);
-    code = check_fork(launch, &(Job){"2", "busy"}, output, sizeof output);
-    CHECK(code == 0 && strstr(output, "rank 0 came through"), "code %d: %s", code, output);
+          "%s", output);
+    run_job("2", "late", EXIT_PEER, "not all ranks have started within 5 s; this one is in MPI_Init_thread");
+    run_job("2", "last", EXIT_PEER, "not all ranks have ended within 2 s; this one is in MPI_Finalize");
+    run_job("2", "deadlock", EXIT_PEER, "all ranks wait for each other, without progress of rank 0 on ");
+    CHECK(strstr(output, "(in MPI_Barrier, reading data), rank 1 on ") && strstr(output, "(in MPI_Send, reading"), "%s",
+          output);
+    run_job("2", "busy", 0, "rank 0 came through");
 }
 
 // Starts two ranks, sends the signals (the first number is the milliseconds between them), and returns the output and
@@ -301,7 +291,6 @@ static void stop_from_outside(void *data) {
 
 static void test_stop(void) {
     check_group("a stop leaves time to save");
-    char output[8192];
     int signals[][4] = {{500, SIGTERM, 0}, {500, SIGINT, 0}, {500, SIGTERM, SIGTERM, 0}, {50, SIGINT, SIGINT, 0}};
     for (int i = 0; i < 4; i++) {
         check_case();
@@ -316,10 +305,9 @@ static void test_stop(void) {
 
 static void test_terminal(void) {
     check_group("plain lines where mpirun's output goes to a file");
-    char output[4096];
     setenv("TERM", "xterm", 1);
-    int code = check_fork(launch, &(Job){"2", "show"}, output, sizeof output);
-    CHECK(code == 0 && strstr(output, "line") && !strchr(output, 27), "code %d: %s", code, output);
+    run_job("2", "show", 0, "line");
+    CHECK(!strchr(output, 27), "%s", output);
 }
 
 #endif
@@ -340,7 +328,6 @@ static void use_subnormal(void *unused) {
 static void test_subnormal(void) {
     check_group("all threads of a program count subnormal numbers as 0");
 #ifdef __SSE__
-    char output[4096];
     int wrong = check_fork(use_subnormal, NULL, output, sizeof output);
     CHECK(wrong == 0, "%d threads do not: %s", wrong, output);
 #endif
