@@ -435,10 +435,10 @@ static void test_hopper(void) {
         printf("-- wrappers of cuda/hopper.cuh: skipped, for compute capability 9.0 only (built for sm_90a)\n");
         return;
     }
-    test_tmas(), arrays_free();
+    test_tmas();
     test_ring();
-    test_stmatrix(), arrays_free();
-    test_wgmmas(), arrays_free();
-    test_named_barriers(), arrays_free();
+    test_stmatrix();
+    test_wgmmas();
+    test_named_barriers();
     test_counters();
 }

@@ -79,19 +79,15 @@ struct Array {
     unsigned char *whole;
     size_t bytes;
     std::vector<unsigned char> start, now;
+    explicit Array(size_t bytes) : bytes(bytes), start(bytes, 0xFF) {    // a NaN in every type
+        CUDA_CHECK(cudaMalloc(&whole, bytes + 2 * GUARD));
+        CUDA_CHECK(cudaMemset(whole, GUARD_BYTE, bytes + 2 * GUARD));
+    }
+    ~Array() {
+        CUDA_CHECK(cudaFree(whole));
+    }
+    Array(const Array &) = delete;
 };
-
-static std::vector<void *> allocated;
-
-static void array_take(Array *a, size_t bytes) {
-    void *p;
-    CUDA_CHECK(cudaMalloc(&p, bytes + 2 * GUARD));
-    allocated.push_back(p);
-    CUDA_CHECK(cudaMemset(p, GUARD_BYTE, bytes + 2 * GUARD));
-    a->whole = (unsigned char *)p;
-    a->bytes = bytes;
-    a->start.assign(bytes, 0xFF);    // a NaN in every type
-}
 
 static void array_reset(Array *a) {
     if (a->bytes) CUDA_CHECK(cudaMemcpy(a->whole + GUARD, a->start.data(), a->bytes, cudaMemcpyHostToDevice));
@@ -107,17 +103,11 @@ static void array_fetch(Array *a) {
     check_true("written outside of an array", whole);
 }
 
-static void arrays_free(void) {
-    for (void *p : allocated) CUDA_CHECK(cudaFree(p));
-    allocated.clear();
-}
-
 // n of X, uninitialized: an output.
 template <class X>
 struct Tensor : Array {
     size_t n;
-    explicit Tensor(size_t n) : n(n) {
-        array_take(this, n * sizeof(X));
+    explicit Tensor(size_t n) : Array(n * sizeof(X)), n(n) {
         array_reset(this);
     }
     X *device() const {
@@ -1445,7 +1435,6 @@ static void test_wrappers(void) {
     test_functions();
     test_pack();
     for (size_t threads : {32, 96, 1024}) test_sums(threads);
-    arrays_free();
     test_hopper();
 }
 
@@ -1682,7 +1671,6 @@ static void test_sigmoids(bool same) {
         }
     }
     check("relative to its bound", worst, 1);
-    arrays_free();
     case_ends();
 }
 
@@ -1693,8 +1681,7 @@ static void test_phis(void) {
     test_phi<bf16, kind, kind>(name, false); \
     test_phi<bf16, kind, kind>(name, true); \
     test_phi<bf16, -1, kind>(name, false); \
-    test_phi<float, -1, kind>(name, false); \
-    arrays_free();
+    test_phi<float, -1, kind>(name, false);
     PHI_VALUES(TEST)
 #undef TEST
 }
@@ -1703,23 +1690,22 @@ static void test_phis(void) {
 
 template <class X>
 static void test_layers(void) {
-    test_rmsnorms<X>(), arrays_free();
-    test_ropes<X>(), arrays_free();
-    test_biases<X>(), arrays_free();
-    test_qk_norms<X>(), arrays_free();
-    test_scores<X>(), arrays_free();
-    test_output_gates<X>(), arrays_free();
-    test_swiglus<X>(), arrays_free();
-    test_gaus<X>(), arrays_free();
-    test_embeddings<X>(), arrays_free();
-    test_classifiers<X>(), arrays_free();
+    test_rmsnorms<X>();
+    test_ropes<X>();
+    test_biases<X>();
+    test_qk_norms<X>();
+    test_scores<X>();
+    test_output_gates<X>();
+    test_swiglus<X>();
+    test_gaus<X>();
+    test_embeddings<X>();
+    test_classifiers<X>();
 }
 
 int main(int argc, char **argv) {
     program_name = "test_kernels";
     if (argc > 1) filter = argv[1];
     test_wrappers();
-    arrays_free();
     test_layers<float>();
     test_layers<bf16>();
     test_embedding_order();
@@ -1727,9 +1713,7 @@ int main(int argc, char **argv) {
     test_phis();
     test_adamws();
     test_muons();
-    arrays_free();
     test_norms();
-    arrays_free();
     test_refusals();
     test_peaks();
     return check_verdict();
