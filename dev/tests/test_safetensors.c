@@ -82,25 +82,21 @@ static void test_round_trip(void) {
 }
 
 static void test_wide(void) {
-    check_group("float64, half floats and integers");
+    check_group("float64 that is too large, and integers");
     struct {
         double f64[2];
         int64_t i64[2];
-        uint16_t f16[4];
-    } data = {{0.1, -1e300}, {-5, 1ll << 52}, {0x3E00, 0x8001, 0, 0xFBFF}};
+    } data = {{0.1, -1e300}, {-5, 1ll << 52}};
     const char *header = "{\"f\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[0,16]},"
-                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]},"
-                         "\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[32,40]}}";
-    size_t two = 2, four = 4;
-    float out[2], halves[4], expected[] = {1.5f, -0x1p-24f, 0, -65504};
+                         "\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[16,32]}}";
+    size_t two = 2;
+    float out[2];
     Error error = {0};
     Safetensors *s = safetensors_open(make_file("wide", header, strlen(header), &data, sizeof data), &error);
     CHECK(s && !safetensors_read(s, "f", 1, &two, out, &error) && strstr(error.text, "element 1 of 2"),
           "1e300 as float32: %s", error.text);
     CHECK(s && !safetensors_read(s, "l", 1, &two, out, &error) && strstr(error.text, "found I64"), "I64 as float32: %s",
           error.text);
-    CHECK(s && safetensors_read(s, "h", 1, &four, halves, &error) && !memcmp(halves, expected, sizeof halves),
-          "F16: %s", error.text);
     safetensors_close(s);
 }
 
