@@ -160,10 +160,6 @@ static bool row_after(Case *c, float *out, size_t h, size_t n, size_t hidden) {
                          c->scratch);
 }
 
-static bool row(Case *c, float *out, size_t h, size_t n) {
-    return row_after(c, out, h, n, 0);
-}
-
 // Frees the case, and reports writes past the end of an array.
 static void case_free(Case *c) {
     for (size_t i = 0; i < c->count; i++) {
@@ -530,7 +526,7 @@ static void check_finite(const char *text, float largest) {
                   scalar_names[x]);
     for (size_t n = 1; n <= T; n += 23) {
         float out[HS];
-        row(&c, out, 0, n);
+        row_after(&c, out, 0, n, 0);
         CHECK(not_finite(out, HS) == 0, "%s at %g: row %zu alone", text, largest, n);
     }
     case_free(&c);
@@ -588,7 +584,7 @@ static void check_power(const char *base, double P) {
     for (size_t i = 0; i < c.values; i++) c.v[i] = 1;
     for (size_t i = 0; i < COUNT(ROWS); i++) {
         float out;
-        CHECK(row(&c, &out, 0, ROWS[i]), "%s: row %zu has no weight", text, ROWS[i]);
+        CHECK(row_after(&c, &out, 0, ROWS[i], 0), "%s: row %zu has no weight", text, ROWS[i]);
         CHECK(fabs(out - 1) < 2e-5, "%s: row %zu sums to %.8g", text, ROWS[i], out);
     }
     for (size_t i = 0; i < LONG; i++) {
@@ -597,7 +593,7 @@ static void check_power(const char *base, double P) {
         c.v[i] = i == 77;
     }    // one key has all the weight: A n = n
     float out;
-    row(&c, &out, 0, LONG);
+    row_after(&c, &out, 0, LONG, 0);
     CHECK(isfinite(out) && out > 0, "%s: one key of %d has %.8g", text, LONG, out);
     case_free(&c);
 }
@@ -652,7 +648,7 @@ static void check_no_weight(const char *text, float q, float k, size_t with_weig
         CHECK(not_zero(c.dq + (b * T + with_weight) * NH * HS, (T - with_weight) * NH * HS) == 0,
               "%s, q = %g: dq of all-zero rows is not 0", text, q);
     float out[HS];
-    CHECK(row(&c, out, 1, T) == false && not_zero(out, HS) == 0, "%s, q = %g: the last row alone", text, q);
+    CHECK(row_after(&c, out, 1, T, 0) == false && not_zero(out, HS) == 0, "%s, q = %g: the last row alone", text, q);
     case_free(&c);
 }
 

@@ -2,7 +2,7 @@
 #include "dev/tests/check.h"
 #include "model/model.h"
 
-static void test_sizes(void) {
+int main(void) {
     static const struct {
         const char *name;
         uint64_t parameters;
@@ -19,9 +19,5 @@ static void test_sizes(void) {
         CHECK(found == SIZES[i].parameters, "%s: %llu parameters, expected %llu", SIZES[i].name,
               (unsigned long long)found, (unsigned long long)SIZES[i].parameters);
     }
-}
-
-int main(void) {
-    test_sizes();
     return check_verdict();
 }
