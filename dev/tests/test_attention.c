@@ -1,4 +1,4 @@
-// Properties that attention on the CPU must have, without a reference: causality, long rows, extreme scores,
+// Properties that attention on the CPU must have, without a reference: causality, rows by hand, extreme scores,
 // all-zero rows, blocks against plain loops, memory, threads. test_gpt2 compares each normalizer, shared heads and
 // documents with the reference, and each row alone with the full pass. With v = identity the output is the weights:
 // out[t, j] = A_tj.
@@ -216,6 +216,91 @@ static void test_figure_1(void) {
         CHECK(n < N || a < 0.002, "Figure 1: softmax stays at %.3g", a);
     }
     free(z);
+}
+
+// ---- rows by hand: head size 1 and q = 1, so that softmax's A is p if k = ln p; the last row's weights are read one
+// by one
+
+// The caller applies qk=l2 before attention.
+static void unit_row(float *out, const float *x, size_t HS, bool l2) {
+    double sum = 0;
+    for (size_t i = 0; i < HS; i++) sum += (double)x[i] * x[i];
+    for (size_t i = 0; i < HS; i++) out[i] = (float)(l2 ? x[i] / sqrt(sum) : x[i]);
+}
+
+static void check_row(const char *text, const float *q, const float *k, size_t HS, size_t n, const double *expected,
+                      double bound) {
+    check_case();
+    Normalizer normalizer = parse(text);
+    float out[8], v[8 * 8] = {0}, scratch[8], unit_q[8], unit_k[8 * 8];
+    bool l2 = normalizer.qk.kind == QK_L2;
+    for (size_t j = 0; j < n; j++) v[j * n + j] = 1;
+    unit_row(unit_q, q, HS, l2);
+    for (size_t j = 0; j < n; j++) unit_row(unit_k + j * HS, k + j * HS, HS, l2);
+    attention_row(out, unit_q, (ConstView){unit_k, HS, HS}, (ConstView){v, n, n}, n, 0, (Scalars){{NULL}},
+                  (AttentionShape){&normalizer, 1, n, 1, 1, HS, n, (int)n, .cached = false}, scratch);
+    for (size_t j = 0; j < n; j++)
+        CHECK(fabs(out[j] - expected[j]) < bound, "%s, n = %zu: A[%zu] is %.8f, not %.8f", text, n, j, out[j],
+              expected[j]);
+}
+
+static void check_probabilities(const char *text, size_t n, const double *p, const double *expected) {
+    float q = 1, k[8];
+    for (size_t j = 0; j < n; j++) k[j] = (float)log(p[j]);
+    check_row(text, &q, k, 1, n, expected, 1e-6);
+}
+
+static void test_by_hand(void) {
+    check_group("rows by hand");
+    // A = p = (.1, .2, .3, .4): A n - 1 = (-.6, -.2, .2, .6)
+    const double p[] = {0.1, 0.2, 0.3, 0.4};
+    check_probabilities("softmax", 4, p, p);
+    check_probabilities("softmax-negated", 4, p, (double[]){-0.1, -0.2, -0.3, -0.4});
+    check_probabilities("softmax-recentered", 4, p, (double[]){-0.15, -0.05, 0.05, 0.15});
+    check_probabilities("softmax-recentered-l1", 4, p, (double[]){-0.375, -0.125, 0.125, 0.375});
+    check_probabilities("softmax+post=reweight:1", 4, p, (double[]){0, 0, 0.25, 0.75});
+    check_probabilities("softmax+post=reweight:2", 4, p, (double[]){0, 0, 0.1, 0.9});
+    // Z = 1 + 1: A n - 1 = (-.8, -.6, -.4, -.2)
+    check_probabilities("softmax1+post=reweight:1", 4, p, (double[]){0, 0, 0, 0});
+    check_probabilities("softmax1", 4, p, (double[]){0.05, 0.1, 0.15, 0.2});
+    check_probabilities("exp", 4, p, p);
+    check_probabilities("exp+norm=n2", 4, p, (double[]){0.1 / 16, 0.2 / 16, 0.3 / 16, 0.4 / 16});
+    check_probabilities("exp+norm=sqrt-half-n", 4, p,
+                        (double[]){0.1 / sqrt(2), 0.2 / sqrt(2), 0.3 / sqrt(2), 0.4 / sqrt(2)});
+    // e^z/(1 + e^z)
+    check_probabilities("sigmoid+offset=none", 4, p, (double[]){0.1 / 1.1, 0.2 / 1.2, 0.3 / 1.3, 0.4 / 1.4});
+    // e^z = p/n.
+    check_probabilities("sigmoid-logn", 4, p, (double[]){0.1 / 4.1, 0.2 / 4.2, 0.3 / 4.3, 0.4 / 4.4});
+    // expm1 of ln .5, 0, ln 2, ln 3: -.5, 0, 1, 2, absolute sum 3.5
+    const double e[] = {0.5, 1, 2, 3}, c = 1 + 0.1 * log(3),
+                 powers = pow(0.1, c) + pow(0.2, c) + pow(0.3, c) + pow(0.4, c);
+    check_probabilities("softpick", 4, e, (double[]){0, 0, 1 / 3.5, 2 / 3.5});
+    check_probabilities("softpick+post=none", 4, e, (double[]){-0.5 / 3.5, 0, 1 / 3.5, 2 / 3.5});
+    check_probabilities("softpick+norm=l1+2", 4, e, (double[]){0, 0, 1 / 5.5, 2 / 5.5});
+    check_probabilities(
+        "softmax+scale=floorlog:2", 4, p,    // 1 + floor(4/2) = 3; of 5: 1 + 0
+        (double[]){pow(0.1, c) / powers, pow(0.2, c) / powers, pow(0.3, c) / powers, pow(0.4, c) / powers});
+    check_probabilities("softmax+scale=floorlog:5", 4, p, p);
+    // The first three rows: recenter does not change them, reweight uses 0 instead of the 1.
+    const double p3[] = {0.2, 0.3, 0.5}, p2[] = {0.25, 0.75}, p1[] = {1};
+    check_probabilities("softmax-recentered", 1, p1, p1);
+    check_probabilities("softmax-recentered-l1", 1, p1, p1);
+    check_probabilities("softmax-recentered", 2, p2, p2);
+    check_probabilities("softmax-recentered-l1", 2, p2, p2);
+    check_probabilities("softmax-recentered", 3, p3, p3);
+    check_probabilities("softmax-recentered-l1", 3, p3, p3);
+    check_probabilities("softmax+post=reweight:2", 1, p1, p1);
+    // .0625, .5625.
+    check_probabilities("softmax+post=reweight:2", 2, p2, (double[]){0.1, 0.9});
+    check_probabilities("softmax+post=reweight:2", 3, p3, (double[]){0.04 / 0.38, 0.09 / 0.38, 0.25 / 0.38});
+    // [LSSA] at n = 4, d = 4: z = ln 4 ln 4 cos, with cosines .96, 1, 0, -1, whatever the lengths.
+    //   f = ln(1 + e^z) = (1.991664, 2.058388, .693147, .136576), sum 4.879775
+    //   A n - 1 = (.632587, .687281, -.431820, -.888048), to the 15th power (.00103945, .00360591, 0, 0)
+    const float q[] = {2, 0, 0, 0}, k[] = {24, 7, 0, 0, 5, 0, 0, 0, 0, 0, 3, 0, -1, 0, 0, 0};
+    check_row("lssa", q, k, 4, 4, (double[]){0.40814674, 0.42182024, 0.14204492, 0.0279881}, 1e-6);
+    check_row("lssar", q, k, 4, 4, (double[]){0.22376097, 0.77623903, 0, 0}, 5e-6);
+    // .632587/(.632587 + .687281)
+    check_row("lssar+post=reweight:1", q, k, 4, 4, (double[]){0.4792805, 0.5207195, 0, 0}, 1e-6);
 }
 
 // ---- independence
@@ -787,6 +872,7 @@ int main(void) {
     // The arrays are small, and two threads that wait for each other on a busy machine are slow.
     omp_set_num_threads(1);
     test_figure_1();
+    test_by_hand();
     test_independence();
     test_extremes();
     check_group("scratch grows with T, not with its square");
