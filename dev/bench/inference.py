@@ -1,7 +1,6 @@
 """Evaluation, decoding and prefill of a 124M model on the CPU, next to transformers and to what the machine allows.
 
-    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill]
-        [--dtypes fp32,bf16]
+    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--dtypes fp32,bf16]
     .venv/bin/python dev/bench/inference.py --cases decoding --model data/smollm2
 
     evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
@@ -18,7 +17,6 @@ torch.matmul().
 import argparse
 import datetime
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -27,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu_step import ROOT, VOCAB, environment, machine, matmul_rate, write_shard
+from cpu_step import ENVIRONMENT, ROOT, THREADS, VOCAB, machine, matmul_rate, write_shard
 
 LONG, PROMPT, NEW = 10240, 8000, 256
 STORED = "bf16 in fp32"
@@ -71,21 +69,11 @@ def transformers_seconds(what, dtype, folder):
         return times[1] - times[0]
 
 
-def child(task):
-    import torch
-    torch.set_num_threads(task["threads"])
-    if task["what"] == "bandwidth":
-        return bandwidth()
-    if task["what"] == "rate":
-        return matmul_rate(task["dtype"], task["threads"])
-    return transformers_seconds(task["what"], task["dtype"], task["folder"])
-
-
 # ---------------------------------------------------------------- one measurement
 
 class Bench:
-    def __init__(self, folder, threads, model):
-        self.folder, self.threads = Path(folder), threads
+    def __init__(self, folder, model):
+        self.folder = Path(folder)
         self.model = Path(model) if model else self.new_model("fp32")
         self.stored = None if model else self.new_model("bf16")
         config = json.loads((self.model / "config.json").read_text())
@@ -109,15 +97,16 @@ class Bench:
 
     def run(self, *words):
         result = subprocess.run(list(map(str, words)), capture_output=True, text=True, errors="replace",
-                                env=environment(self.threads))
+                                env=ENVIRONMENT)
         if result.returncode:
             sys.exit(f"inference.py: {' '.join(map(str, words))[:200]} ended with {result.returncode}:\n"
                      f"{result.stderr[-2000:]}")
         return result
 
-    def torch(self, what, dtype="fp32"):
-        task = {"what": what, "dtype": dtype, "folder": str(self.folder_of(dtype)), "threads": self.threads}
-        return json.loads(self.run(sys.executable, __file__, "--child", json.dumps(task)).stdout.splitlines()[-1])
+    def torch(self, function, *arguments):
+        """What a function above returned in a process of its own."""
+        words = [sys.executable, __file__, "--child", function.__name__, *arguments]
+        return float(self.run(*words).stdout.splitlines()[-1])
 
     def evaluation(self, dtype):
         """Tokens per second."""
@@ -142,15 +131,16 @@ class Bench:
         return self.sample(dtype, PROMPT, 1)[0]
 
     def transformers(self, what, dtype):
-        return (NEW if what == "decoding" else PROMPT) / self.torch(what, dtype)
+        return ((NEW if what == "decoding" else PROMPT)
+                / self.torch(transformers_seconds, what, dtype, self.folder_of(dtype)))
 
     def floor(self, what, dtype):
         """The most tokens per second that the machine allows."""
         if what == "decoding":
             cache = self.layers * 2 * self.keys * 4 * NEW / 2    # float32, on average
-            return self.torch("bandwidth") / ((self.layer_weights + self.head_weights) * BYTES[dtype] + cache)
+            return self.torch(bandwidth) / ((self.layer_weights + self.head_weights) * BYTES[dtype] + cache)
         flop = 2 * self.layer_weights + self.layers * 2 * self.queries * (PROMPT + 1)
-        return 1e9 * self.torch("rate", dtype) / flop
+        return 1e9 * self.torch(matmul_rate, dtype) / flop
 
 
 MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "transformers", "floor"),
@@ -179,34 +169,30 @@ def table(cases, figures):
     lines = ["| case | ours tok/s | compared with | its tok/s | ours/its | floor tok/s | of floor |",
              "|---|---|---|---|---|---|---|"]
     for case in cases:
-        first, second, *floor = MEASUREMENTS[case]
+        first, second = MEASUREMENTS[case][:2]
         for dtype in (dtype for dtype in BYTES if (case, dtype, first) in figures):
             ours, theirs = figures[case, dtype, first], figures[case, dtype, second]
             ratio = statistics.median(a / b for a, b in zip(ours, theirs))
             row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}",
                    {"forward": "training's forward pass"}.get(second, second),
                    f"{statistics.median(theirs):.1f}", f"{ratio:.2f}"]
-            if floor:
-                limit = figures[case, dtype, "floor"]
-                share = statistics.median(a / b for a, b in zip(ours, limit))
-                row += [f"{statistics.median(limit):.1f}", f"{100 * share:.0f}%"]
-            else:
-                row += ["", ""]
+            limit = figures.get((case, dtype, "floor"))
+            row += ([f"{statistics.median(limit):.1f}", f"{statistics.median(a / b for a, b in zip(ours, limit)):.0%}"]
+                    if limit else ["", ""])
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
 def main():
     if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(child(json.loads(sys.argv[2]))))
-        return
+        import torch
+        torch.set_num_threads(THREADS)
+        return print(globals()[sys.argv[2]](*sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--dtypes", default=",".join(BYTES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--model", metavar="DIR", help="a model's folder, for decoding (default: 124M, random weights)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
-                        help="on each side (default: all cores)")
     options = parser.parse_args()
     cases = options.cases.split(",")
     if unknown := set(cases) - set(MEASUREMENTS):
@@ -219,9 +205,9 @@ def main():
     subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
                    check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
-        figures = measure(Bench(folder, options.threads, options.model), cases, wanted, options.rounds)
+        figures = measure(Bench(folder, options.model), cases, wanted, options.rounds)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
-    print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} "
+    print(f"{machine()}; {datetime.date.today().isoformat()}; {THREADS} threads, {options.rounds} "
           f"rounds\n{command}\n")
     print(table(cases, figures))
 
