@@ -19,9 +19,7 @@ Exit codes: 0: done; 1: one of the programs failed; 75: cases are left, because 
 """
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,28 +57,18 @@ def rate(options, case, dtype, result):
     return 1e3 * (options.sequences[dtype] // 4 * options.length) / ms
 
 
-def run(options, words):
-    """As gpu_step.run_within(); a run that fails is {"failed": ...}."""
-    result, endless = gpu_step.run_within("ours", options.end, list(map(str, words)), stdin=subprocess.DEVNULL)
-    if result and result.returncode:
-        print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
-        said = (result.stderr.strip().splitlines() or [""])[0]
-        return None, {"failed": f"exit code {result.returncode}: {said[:160]}"}
-    return result, endless
-
-
 def write_model(options, folder):
-    """Writes the data and a model with random weights; returns {} or {"failed": ...}."""
+    """Writes the data and a model with random weights; returns the problem, if there is one."""
     cpu_step.write_shard(folder / "random_train_000001.bin", max(options.sequences.values()) * options.length + 1, 256)
     byte_text.write_tokenizer(folder)
     options.data, options.model = folder / "*_train_*.bin", folder / "run"
-    return run(options, [options.train, "--train-data", options.data, "--model", options.spec, "--batch", 1,
-                         "--seq-len", 1024, "--steps", 0, "--out", options.model])[1] or {}
+    return gpu_step.run_within("ours", options.budget, options.train, "--train-data", options.data, "--model",
+                               options.spec, "--batch", 1, "--seq-len", 1024, "--steps", 0, "--out", options.model)[1]
 
 
 def measure(options, case, dtype):
-    result, endless = run(options, words_of(options, case, dtype))
-    figures = endless or {"tok_per_s": rate(options, case, dtype, result)}
+    result, problem = gpu_step.run_within("ours", options.budget, *words_of(options, case, dtype))
+    figures = problem or {"tok_per_s": rate(options, case, dtype, result)}
     said = figures.get("failed") or figures.get("left") or f"{figures['tok_per_s']:.0f} tok/s"
     print(f"{case:10} {dtype}: {said}", flush=True)
     return figures
@@ -92,9 +80,9 @@ def part_evaluation(report, options):
     wanted = [(case, dtype) for dtype in SEQUENCES for case in CASES
               if not report.find("evaluation", case=case, dtype=dtype, device=device)]
     with gpu_step.scratch_folder() as name:
-        problem = write_model(options, Path(name)) if wanted else {}
+        problem = write_model(options, Path(name)) if wanted else None
         for case, dtype in wanted:
-            short = options.end - time.monotonic() < (0 if gpu_step.DRY else NEED)
+            short = options.budget.until_stop() < (0 if gpu_step.DRY else NEED)
             figures = problem or ({"left": "no time"} if short else measure(options, case, dtype))
             if "left" in figures:
                 left.append(f"{case} {dtype}")
@@ -130,8 +118,6 @@ def parse():
     suffix = "" if gpu_step.DRY else "cu"
     options.train = os.path.abspath(options.train or ROOT / f"train_gpt2{suffix}")
     options.evaluate = os.path.abspath(options.evaluate or ROOT / f"eval_gpt2{suffix}")
-    # scripts/gpu_check.py ends this program 15 seconds after its budget.
-    options.end = time.monotonic() + options.budget + 8
     options.spec, options.length, options.prompt = "124M,vocab=50257", LENGTH, PROMPT
     options.sequences = options.prompts = SEQUENCES
     if gpu_step.DRY:

@@ -161,18 +161,12 @@ def main_step(folder, program):
 
 
 def main():
-    words = sys.argv[1:]
-    if words[:1] in (["-h"], ["--help"]):
-        return print(__doc__)
-    verb, *rest = words or [""]
-    numbers = all(word.isdecimal() for word in rest[3:])
-    if verb == "run" and len(rest) == 6 and rest[1] in ("bf16", "fp32") and numbers:
-        return main_run(*rest)
-    if verb == "step" and len(rest) == 2:
-        return main_step(*rest)
-    print(f"{__doc__}\ngpu_kernels: expected run or step with the words above, not: "
-          f"{' '.join(words) or 'nothing'}", file=sys.stderr)
-    return 2
+    verb, *words = sys.argv[1:] or [""]
+    if verb == "run" and len(words) == 6:
+        return main_run(*words)
+    if verb == "step" and len(words) == 2:
+        return main_step(*words)
+    sys.exit(__doc__)
 
 
 if __name__ == "__main__":

@@ -440,10 +440,15 @@ def exit_code(report, names):
 
 class Budget:
     def __init__(self, seconds):
-        self.end = time.monotonic() + seconds
+        self.end = time.monotonic() + float(seconds)
 
     def left(self):
+        """Seconds in which cases may be started."""
         return self.end - time.monotonic()
+
+    def until_stop(self):
+        """Seconds in which they may run: scripts/gpu_check.py ends the program 15 seconds after its budget."""
+        return self.left() + 8
 
 
 def parser(doc, parts, budget):
@@ -451,7 +456,7 @@ def parser(doc, parts, budget):
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("report", type=Path)
     found.add_argument("part", choices=parts)
-    found.add_argument("--budget", type=float, default=budget,
+    found.add_argument("--budget", type=Budget, default=str(budget),
                        help="seconds after which no case is started; rerun the part for the rest")
     found.add_argument("--dry-run", action="store_true", help="run a tiny case on the CPU")
     return found
