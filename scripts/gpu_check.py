@@ -316,14 +316,13 @@ class Call:
     # ------------------------------------------------------------ the parts of a call
 
     def run_part(self, part, seconds=None):
-        begun, self.part, self.part_end = self.seconds(), part, self.budget - RESERVE
-        if seconds is not None:
-            self.part_end = min(self.part_end, begun + seconds)
+        begun, self.part = self.seconds(), part
         say(f"== {part.name}")
         if part.name == "pack":
             return part.run(self)
-        if self.fresh or part.name in ("probe", "build"):
-            self.forget(part)
+        if self.fresh or part.name in ("probe", "build"):       # what was built may have been on another machine
+            with self.report() as report:
+                report.parts.pop(part.name, None)
         state = self.read().state(part.name)
         if not self.dry and self.gpus < part.gpus:
             lack = f"not measured: {'no GPU' if self.gpus == 0 else f'fewer than {part.gpus} GPUs'}"
@@ -331,7 +330,14 @@ class Call:
             return self.close(part, begun, lack)
         if state == "done" or state == "failed" and not self.named:
             return say(f"  {state} in an earlier call (FRESH=1 scripts/gpu_check.py {part.name} repeats it)")
-        self.open(part)
+        if {"programs", "mpi"} & set(part.needs.split()):
+            self.build_for(part)
+        self.part, self.part_end = part, self.budget - RESERVE
+        if seconds is not None:
+            self.part_end = min(self.part_end, begun + seconds)
+        with self.report() as report:
+            report.begin(part.name)
+            self.passed = report.passed(part.name)
         if self.dry:
             self.fact("a dry run on the CPU, which measures nothing")
         avoid_wgmma(self)
@@ -344,30 +350,20 @@ class Call:
         self.wait()
         self.close(part, begun, "" if part.name != "probe" or self.has_gpu() else "not measured: no GPU")
 
-    def forget(self, part):
-        with self.report() as report:
-            report.parts.pop(part.name, None)
-
-    def open(self, part):
-        self.part = part
-        with self.report() as report:
-            report.begin(part.name)
-            self.passed = report.passed(part.name)
-
     def close(self, part, begun, status=""):
         took = round(self.seconds() - begun)
         with self.report() as report:
             if status:
                 report.begin(part.name)
-            gpu_report.add_seconds(report, part.name, took)
+            report.part(part.name)["seconds"] += float(took)
             report.end(part.name, status)
         say(f"  {part.name}: {took} s")
 
     def provides(self, part):
-        """Whether what the part needs is there; builds the programs if they are missing."""
+        """Whether what the part needs is there."""
         for need in part.needs.split():
             if need in ("programs", "mpi"):
-                if not self.build_for(part):
+                if not self.has_programs():
                     failed = self.read().state("build") == "failed"
                     self.add("programs", *(("FAILED", "the part build failed") if failed
                                            else ("left", "the build is unfinished")))
@@ -379,21 +375,16 @@ class Call:
                 return False
         return True
 
+    def has_programs(self):
+        return self.dry and self.build == "build" or self.programs.is_built()
+
     def build_for(self, part):
-        """Builds the programs, which a fresh machine lacks. Returns whether they are there."""
-        if self.dry and self.build == "build":
-            return True
-        if not self.programs.is_built():
-            passed, begun = self.passed, self.seconds()
-            say(f"== build (for {part.name})")
-            self.forget(PART["build"])          # what an earlier call built may have been on another machine
-            self.open(PART["build"])
-            gpu_programs.part_build(self)
-            self.close(PART["build"], begun)
-            self.part, self.passed = part, passed
+        """Builds the programs, which a fresh machine lacks."""
+        if not self.has_programs():
+            say(f"{part.name} needs the programs")
+            self.run_part(PART["build"])
         if self.programs.are_packed():
             self.programs.find_cublas()
-        return self.programs.is_built()
 
     def run(self):
         for i, (part, seconds) in enumerate(self.wanted):
@@ -564,7 +555,7 @@ def compare_curves(job):
         shutil.copytree(call.deps / "fp32_on_cpu", base)
     else:
         if not call.dry:
-            job.run("make", f"-j{os.cpu_count()}", "train_gpt2")
+            job.run("make", gpu_programs.jobs(), "train_gpt2")
         train_on_cpu(job, base, call.data)
     for out in others:
         train(job, out, CURVE_STEPS, "--dtype", Path(out).name)
@@ -619,7 +610,7 @@ BF16 = ("--dtype", "bf16", "--zero", 1, "--optimizer", "muon")
 def part_several(call):
     collective = f"{call.tests}/test_collective"
     if call.build != "build":
-        call.check("make test_collective", 30, 200, "make", f"-j{os.cpu_count()}", *call.programs.flags, collective)
+        call.check("make test_collective", 30, 200, "make", gpu_programs.jobs(), *call.programs.flags, collective)
     for ranks in rank_counts(call):
         for word in ("sums", "bf16"):
             call.check(f"sums of {ranks} ranks: {word}", 15, 60, "scripts/launch.sh", ranks, collective, word)
@@ -753,7 +744,7 @@ def part_package(call):
 def test_package(job):
     call = job.call
     if not call.programs.are_packed():
-        job.run("make", "-s", f"-j{os.cpu_count()}", *call.programs.flags, f"TORCH_CUDA={int(not call.dry)}", "attn_c")
+        job.run("make", "-s", gpu_programs.jobs(), *call.programs.flags, f"TORCH_CUDA={int(not call.dry)}", "attn_c")
     job.run(call.python, "dev/bench/torch_gpu.py", "--device", "cpu" if call.dry else "cuda",
             PYTHONPATH=f"{call.build}/python:{os.environ.get('PYTHONPATH', '')}")
 

@@ -422,14 +422,9 @@ def add_facts(report, part, *texts):
     facts += [text for text in texts if text not in facts]
 
 
-def add_seconds(report, part, seconds):
-    report.part(part)["seconds"] = report.part(part).get("seconds", 0) + float(seconds)
-
-
 def exit_code(report, names):
-    """The exit code for the parts with these names (a part that the report lacks is unfinished), or for all parts in
-    the report."""
-    ends = [report.parts.get(name, {}).get("status", "unfinished") for name in names or report.parts] or ["unfinished"]
+    """The exit code for the parts with these names. A part that the report lacks is unfinished."""
+    ends = [report.parts.get(name, {}).get("status", "unfinished") for name in names]
     for code, found in ((FAILED, "failed"), (UNFINISHED, "unfinished"), (NO_GPU, "not measured")):
         if any(end.startswith(found) for end in ends):
             return code
