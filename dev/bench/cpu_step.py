@@ -32,6 +32,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from gpu_report import table_text
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train_gpt2"
 LAYERS, HEADS, CHANNELS, FFN, VOCAB = 12, 12, 768, 2048, 50257
@@ -228,7 +230,7 @@ def table(options, speeds, peaks, rates):
     floor. A figure is the median of the rounds."""
     head = ["case", *[f"{variant} tok/s" for variant in ("ours", *options.variants)],
             *[f"ours/{variant}" for variant in options.variants], "floor tok/s", "of floor", "peak GB"]
-    rows = [head, len(head) * ["---"]]
+    rows = []
     for case in options.cases:
         dtype, B, T = case
         ours, *others = (speeds[case, variant] for variant in ("ours", *options.variants))
@@ -236,17 +238,15 @@ def table(options, speeds, peaks, rates):
         rows.append([f"{dtype} B={B} T={T}", *[f"{statistics.median(speed):.1f}" for speed in (ours, *others)],
                      *[f"{statistics.median(a / b for a, b in zip(ours, other)):.2f}" for other in others],
                      f"{floor:.0f}", f"{statistics.median(ours) / floor:.0%}", f"{peaks[case, 'ours']:.2f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table_text(head, rows)
 
 
 def machine():
     """The processor's name, the vector extensions that matter here, and its cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
-    flags = facts.get("flags", "").split()
-    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return (f"{facts.get('model name', platform.processor()).strip()} (family {facts.get('cpu family', ' ?').strip()}, "
-            f"model {facts.get('model', ' ?').strip()}; {', '.join(units)}), {os.cpu_count()} cores")
+    facts = dict(re.findall(r"^(.*?)\t*: (.*)", Path("/proc/cpuinfo").read_text(), re.M))
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in facts.get("flags", "").split()]
+    return (f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family', '?')}, "
+            f"model {facts.get('model', '?')}; {', '.join(units)}), {os.cpu_count()} cores")
 
 
 def cases_of(text):

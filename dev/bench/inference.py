@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 from cpu_step import ENVIRONMENT, ROOT, THREADS, VOCAB, machine, matmul_rate, write_shard
+from gpu_report import table_text
 
 LONG, PROMPT, NEW = 10240, 8000, 256
 STORED = "bf16 in fp32"
@@ -166,8 +167,7 @@ def measure(bench, cases, wanted, rounds):
 
 
 def table(cases, figures):
-    lines = ["| case | ours tok/s | compared with | its tok/s | ours/its | floor tok/s | of floor |",
-             "|---|---|---|---|---|---|---|"]
+    rows = []
     for case in cases:
         first, second = MEASUREMENTS[case][:2]
         for dtype in (dtype for dtype in BYTES if (case, dtype, first) in figures):
@@ -179,8 +179,8 @@ def table(cases, figures):
             limit = figures.get((case, dtype, "floor"))
             row += ([f"{statistics.median(limit):.1f}", f"{statistics.median(a / b for a, b in zip(ours, limit)):.0%}"]
                     if limit else ["", ""])
-            lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+            rows.append(row)
+    return table_text(["case", "ours tok/s", "compared with", "its tok/s", "ours/its", "floor tok/s", "of floor"], rows)
 
 
 def main():
