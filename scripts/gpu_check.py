@@ -78,6 +78,12 @@ def stop(code, text):
     raise SystemExit(code)
 
 
+def seconds_of(text, form):
+    if not re.fullmatch(r"\d{1,6}", text):
+        stop(USAGE, f"{text}: expected {form}, a whole number of at most six digits")
+    return int(text)
+
+
 # ---------------------------------------------------------------- checks
 
 class Failed(Exception):
@@ -158,9 +164,7 @@ class Call:
         self.out, self.earlier = (Path(setting(name, "build/gpu_check")) for name in ("OUT", "REPORT"))
         self.wanted = [self.parse(word) for word in words] or [(part, None) for part in PARTS if part.name in ALL]
         self.named = bool(words)
-        if not re.fullmatch(r"\d{1,6}", setting("BUDGET", "570")):
-            stop(USAGE, f"BUDGET={setting('BUDGET')}: expected seconds, a whole number of at most six digits")
-        self.budget = int(setting("BUDGET", "570"))
+        self.budget = seconds_of(setting("BUDGET", "570"), "BUDGET=SECONDS")
         self.parts, self.part, self.part_end = PARTS, None, self.budget - RESERVE
         self.threads, self.slots, self.folder = [], threading.Semaphore(AT_ONCE), tempfile.TemporaryDirectory()
         self.deps = Path(setting("DEPS", "build/deps")).absolute()
@@ -180,9 +184,7 @@ class Call:
         name, _, seconds = word.partition("=")
         if name not in PART:
             stop(USAGE, f"{name}: no such part. The parts are: {' '.join(PART)}")
-        if "=" in word and not re.fullmatch(r"\d{1,6}", seconds):
-            stop(USAGE, f"{word}: expected PART=SECONDS")
-        return PART[name], int(seconds) if seconds else None
+        return PART[name], seconds_of(seconds, "PART=SECONDS") if "=" in word else None
 
     def prepare(self):
         """Finds out what this machine has, and opens the report of an earlier call."""
@@ -320,7 +322,7 @@ class Call:
         say(f"== {part.name}")
         if part.name == "pack":
             return part.run(self)
-        if self.fresh or part.name in ("probe", "build"):       # what was built may have been on another machine
+        if self.fresh or part.name in ("probe", "build"):       # an earlier call may have been on another machine
             with self.report() as report:
                 report.parts.pop(part.name, None)
         state = self.read().state(part.name)
@@ -355,7 +357,7 @@ class Call:
         with self.report() as report:
             if status:
                 report.begin(part.name)
-            report.part(part.name)["seconds"] += float(took)
+            report.part(part.name)["seconds"] += took
             report.end(part.name, status)
         say(f"  {part.name}: {took} s")
 

@@ -262,15 +262,11 @@ class Ours:
 
 # ---------------------------------------------------------------- PyTorch
 
-def rows(case, device_):
-    """n (T,1), and the mask of visible keys (T,T)."""
-    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=device_)[:, None].clamp(max=case.keys)
-    return n, torch.ones(case.T, case.T, dtype=torch.bool, device=device_).tril().triu(1 - case.keys)
-
-
 def formula(q, k, v, case, scalars):
     """The reference's formula, with matmuls in the inputs' type and rows in float32, or in float64 if they are."""
-    normalizer, (n, visible), group = case.normalizer, rows(case, q.device), case.NH // case.NKV
+    normalizer, group = case.normalizer, case.NH // case.NKV
+    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None].clamp(max=case.keys)
+    visible = torch.ones(case.T, case.T, dtype=torch.bool, device=q.device).tril().triu(1 - case.keys)
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
@@ -770,13 +766,10 @@ def part_others(report, options, flash):
     parallel, then timed one by one. Returns the cases that were left."""
     left_out = []
 
-    def lacks(name, T):
-        return lacking(report, "others", name, T, way_names(name))
+    def lacks(name, T, *ways):
+        return lacking(report, "others", name, T, ways or way_names(name))
 
-    def lacks_ours(name, T):
-        return lacking(report, "others", name, T, ["ours"])
-
-    missing = [(name, T) for T in options.lengths for name in ATTN if lacks_ours(name, T) or lacks(name, T)]
+    missing = [(name, T) for T in options.lengths for name in ATTN if lacks(name, T, "ours") or lacks(name, T)]
     while missing:
         T = missing[0][1]
         size = len(missing) if DRY else workers(T)
@@ -793,7 +786,7 @@ def part_others(report, options, flash):
             if options.budget.left() < 15 or len(ways) < len(lacks(name, T)):
                 left_out.append(f"{name} at T = {T}")
                 continue
-            ways = lacks_ours(name, T) + ways
+            ways = lacks(name, T, "ours") + ways
             if not ways:                                      # its last method has just failed to compile
                 continue
             torch._dynamo.reset()

@@ -1,8 +1,8 @@
 """Evaluation of a 124M model on a GPU: tokens per second, next to the trainer's forward pass.
 
     python3 dev/bench/gpu_eval.py REPORT evaluation [--budget 120]
-    python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run
-        a tiny model on the CPU with ./eval_gpt2, to show that everything runs
+    python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run --train ./train_gpt2 --evaluate ./eval_gpt2
+        a tiny model on the CPU, to show that everything runs
 
 REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again. The weights
 are random, and a sequence is a batch of its own.
@@ -98,9 +98,8 @@ def table(report, options, left):
     found = {(r["case"], r["dtype"]): r for r in records}
     rows = []
     for dtype in SEQUENCES:
-        forward = found.get(("forward", dtype))
         for case, T in (("forward", options.length), ("evaluation", options.length), ("prefill", options.prompt)):
-            r = found.get((case, dtype))
+            r, forward = found.get((case, dtype)), found.get(("forward", dtype))
             known = r and forward and "tok_per_s" in r and "tok_per_s" in forward
             rows.append([dtype, case, T, gpu_step.figure(r, "tok_per_s", 0),
                          f"{r['tok_per_s'] / forward['tok_per_s']:.2f}" if known else ""])
@@ -111,13 +110,10 @@ def table(report, options, left):
 
 def parse():
     parser = gpu_report.parser(__doc__, ("evaluation",), 120)
-    parser.add_argument("--train", default="", help="the trainer; default: ./train_gpt2cu")
-    parser.add_argument("--evaluate", default="", help="the evaluator; default: ./eval_gpt2cu")
+    parser.add_argument("--train", type=os.path.abspath, default=ROOT / "train_gpt2cu", help="the trainer")
+    parser.add_argument("--evaluate", type=os.path.abspath, default=ROOT / "eval_gpt2cu", help="the evaluator")
     options = parser.parse_args()
     gpu_step.DRY = options.dry_run
-    suffix = "" if gpu_step.DRY else "cu"
-    options.train = os.path.abspath(options.train or ROOT / f"train_gpt2{suffix}")
-    options.evaluate = os.path.abspath(options.evaluate or ROOT / f"eval_gpt2{suffix}")
     options.spec, options.length, options.prompt = "124M,vocab=50257", LENGTH, PROMPT
     options.sequences = options.prompts = SEQUENCES
     if gpu_step.DRY:

@@ -7,8 +7,8 @@
         the same for 162M, without the phases
     python3 dev/bench/gpu_step.py REPORT memory [--budget 300]
         124M, 16,384 tokens per batch, T = 1k to 16k: a step's memory
-    python3 dev/bench/gpu_step.py REPORT step --dry-run
-        a tiny model on the CPU with ./train_gpt2, to show that everything runs
+    python3 dev/bench/gpu_step.py REPORT step --dry-run --ours ./train_gpt2
+        a tiny model on the CPU, to show that everything runs
 
 REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again: rerun a part
 to measure those that it had no time for. Each case runs in a process of its own, one at a time. Both sides do the whole
@@ -46,10 +46,10 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/bench"))
 import cpu_step
 import gpu_report
+
+ROOT = cpu_step.ROOT
 
 # Llama()'s arguments. tiny: of a dry run.
 SIZES = {"layers": cpu_step.LAYERS, "heads": cpu_step.HEADS, "channels": cpu_step.CHANNELS, "ffn": cpu_step.FFN,
@@ -264,10 +264,6 @@ def measure(options, model, B, T, variant, steps):
     return result
 
 
-def free_gb():
-    return 4.0 if DRY else memory_gb("memory.total")
-
-
 def parameters(model):
     """The number of parameters; a tied embedding counts once."""
     s = MODELS[model]
@@ -283,7 +279,8 @@ def largest_batch(at_16, model, variant):
     fixed = bytes_each * parameters(model) / 1e9
     if variant == "ours":
         fixed += 2 * at_16["B"] * at_16["T"] * cpu_step.PADDED_VOCAB / 1e9
-    a_sequence, memory = (at_16["peak_gb"] - fixed) / at_16["B"], free_gb()
+    a_sequence = (at_16["peak_gb"] - fixed) / at_16["B"]
+    memory = 4.0 if DRY else memory_gb("memory.total")
     return (16 if a_sequence <= 0 or memory is None
             else max(16, int(0.97 * (memory - MARGIN_GB - fixed) / a_sequence) // 8 * 8))
 
@@ -363,7 +360,6 @@ def part_memory(report, options):
                 continue
             result = {key: value for key, value in found.items() if key not in ("batch", *keys)}
             report.record("memory", keys, **{**result, "B": B})
-            tables_memory(report, left_out)
             report.save()
     tables_memory(report, left_out)
     return left_out
@@ -467,13 +463,12 @@ def tables_memory(report, left_out):
 
 def parse():
     parser = gpu_report.parser(__doc__, ("step", "memory", "larger"), 500)
-    parser.add_argument("--ours", default="", help="the trainer; default: ./train_gpt2cu")
+    parser.add_argument("--ours", default=ROOT / "train_gpt2cu", help="the trainer; default: ./train_gpt2cu")
     options = parser.parse_args()
     global DRY, UNCOUNTED
     DRY = options.dry_run
     UNCOUNTED, options.steps = (2, 2) if DRY else (UNCOUNTED, STEPS)
     options.model = "tiny" if DRY else "162M" if options.part == "larger" else "124M"
-    options.ours = options.ours or str(ROOT / ("train_gpt2" if DRY else "train_gpt2cu"))
     options.batch, options.length, options.tokens = (2, 32, 64) if DRY else (16, 1024, TOKENS)
     options.lengths = (16, 32) if DRY else LENGTHS
     options.failed = []
