@@ -18,7 +18,7 @@ Without PART: all of these but pack and several, in this order. Repeat the call 
     PROGRAMS=DIR  where the programs are built or unpacked (build/gpu_programs)
     GPUS=N        compute capability without its dot (this GPU's, or 90)
     DATA=DIR      shards to train on (data/shakespeare; without it, this project's own text)
-    DEVICE=cpu    a dry run: the emulated programs, or TRAIN=PROGRAM, and PyTorch on the CPU, with tiny shapes
+    DEVICE=cpu    a dry run: the emulated programs, and PyTorch on the CPU, with tiny shapes
 
 Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage,
 or OUT cannot be written; 75 time ran out: call again; 77 no GPU: nothing was measured.
@@ -174,8 +174,7 @@ class Call:
         self.bin = "." if self.build == "build" else self.build
         if self.build == "build" and any(part.name == "build" for part, _ in self.wanted):
             stop(USAGE, "build: make builds in the folder build; set PROGRAMS to another one")
-        self.train = setting("TRAIN", f"{self.bin}/train_gpt2{self.suffix}")
-        self.evaluate = f"{self.bin}/eval_gpt2{self.suffix}"
+        self.train, self.evaluate = (f"{self.bin}/{name}_gpt2{self.suffix}" for name in ("train", "eval"))
         self.tests, self.flash = f"{self.build}/{self.where}/tests", f"{self.build}/{self.where}/flash.so"
 
     @staticmethod
@@ -578,27 +577,21 @@ def part_determinism(call):
     call.beside("bf16, --deterministic 0, and its matmul algorithms in two runs", 15, 90, free_runs)
 
 
-def only_on_gpus(call, *flags):
-    """Flags that the CPU trainer, which a dry run may use, does not have; it is always deterministic."""
-    help_text = subprocess.run([call.train, "--help"], capture_output=True, text=True).stdout
-    return flags if "--deterministic" in help_text else ()
-
-
 def same_runs(job, *flags):
-    flags = [*flags, "--shuffle", *only_on_gpus(job.call, "--deterministic", 1)]
+    flags = [*flags, "--shuffle", "--deterministic", 1]
     a, b, c, d = (f"{job.folder}/{name}" for name in "abcd")
     for out in (a, b):
         train(job, out, 30, *flags)
     train(job, c, 30, *flags, "--steps", steps_of(job.call, 30) // 2)
     train(job, c, 30, *flags, "--resume")
-    train(job, d, 30, *flags, *only_on_gpus(job.call, "--graphs", 0))
+    train(job, d, 30, *flags, "--graphs", 0)
     job.expect([job.compare(gpu_report.same, a, other) for other in (b, c, d)])
 
 
 def free_runs(job):
-    stored = only_on_gpus(job.call, "--matmuls", f"{job.folder}/matmuls")
+    stored = ("--matmuls", f"{job.folder}/matmuls")
     free, *runs = (f"{job.folder}/{name}" for name in ("free", "stored", "again"))
-    train(job, free, 30, "--dtype", "bf16", *only_on_gpus(job.call, "--deterministic", 0), *stored)
+    train(job, free, 30, "--dtype", "bf16", "--deterministic", 0, *stored)
     for out in runs:
         train(job, out, 30, "--dtype", "bf16", *stored)
     job.expect([job.compare(gpu_report.same, *runs)])

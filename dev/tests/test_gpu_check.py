@@ -388,14 +388,15 @@ def test_sanitizer_findings_are_reported(tmp_path):
 
 @pytest.fixture
 def dry(tmp_path):
-    """f(parts, code, settings): a call with the CPU trainer."""
-    def run(*parts, code=0, **settings):
-        settings = {"OUT": str(tmp_path / "out"), "REPORT": "none", "DEPS": str(tmp_path / "deps"), "DEVICE": "cpu",
-                    "TRAIN": str(trainer.TRAIN), **settings}
-        done = subprocess.run([sys.executable, ROOT / "scripts/gpu_check.py", *parts], capture_output=True, text=True,
-                              timeout=600, env=trainer.environment(**settings))
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+    """f(parts): a call with the emulated programs."""
+    if not (EMULATED.exists() and EVALUATOR.exists()):
+        pytest.skip("make train_gpt2cu_on_cpu eval_gpt2cu_on_cpu")
+
+    def run(*parts):
+        settings = {"OUT": str(tmp_path / "out"), "REPORT": "none", "DEPS": str(tmp_path / "deps"), "DEVICE": "cpu"}
+        done = subprocess.run([ROOT / "scripts/gpu_check.py", *parts], capture_output=True, text=True, timeout=600,
+                              env=trainer.environment(**settings))
+        assert done.returncode == 0, done.stdout + done.stderr
     return run
 
 
@@ -406,24 +407,26 @@ def test_runs_on_the_cpu(tmp_path, dry):
     assert {part["status"] for part in parts.values()} == {"done"}
     assert [len(part["checks"]) for part in parts.values()] == [4, 1, 1] and len(parts["train"]["curves"]["bf16"]) == 4
     assert_well_formed((tmp_path / "out/report.md").read_text())
-    dry("train", code=1, TRAIN="/bin/false", FRESH="1")
-    assert [check["verdict"] for check in parts_of(tmp_path / "out")["train"]["checks"]] == ["FAILED (1)"]
+
+
+def test_a_run_that_fails(call, monkeypatch):
+    monkeypatch.setattr(gpu_check, "recipe", lambda call: "--no-such-flag")
+    call([gpu_check.PART["train"]], "train", code=1, DEVICE="cpu")
+    assert list(verdicts_of(call.out, "train").values()) == ["FAILED (2)"]
 
 
 @pytest.mark.skipif(os.environ.get("GPU_REHEARSAL") != "1" or not shutil.which("mpirun"),
                     reason="GPU_REHEARSAL=1: minutes")
 def test_several_ranks(tmp_path, dry):
-    dry("several", TRAIN=str(EMULATED))
+    dry("several")
     checks = parts_of(tmp_path / "out")["several"]["checks"]
     assert {check["verdict"] for check in checks} == {"ok"} and len(checks) > 10
     assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
 
 
 @pytest.mark.drawn(1, of="whole calls")
-@pytest.mark.skipif(not (EMULATED.exists() and EVALUATOR.exists()),
-                    reason="make train_gpt2cu_on_cpu eval_gpt2cu_on_cpu")
 def test_evaluation_part(tmp_path, dry):
-    dry("evaluation", TRAIN=str(EMULATED))
+    dry("evaluation")
     part = parts_of(tmp_path / "out")["evaluation"]
     assert verdicts_of(tmp_path / "out", "evaluation") == {"the same results as eval_gpt2": "ok", "evaluation": "ok"}
     assert re.match(r"[1-9]\d* passed", part["checks"][0]["detail"]) and len(part["records"]) == 6
