@@ -105,7 +105,8 @@ class Job:
         print(text, file=self.file, flush=True)
 
     def run(self, *words, **environment):
-        """Runs a command; raises Failed unless its exit code is 0."""
+        """Runs a command and returns what it prints; raises Failed unless its exit code is 0."""
+        before = os.fstat(self.file.fileno()).st_size
         words = ["timeout", "-k", KILL_AFTER, f"{max(0.1, self.seconds - self.took()):.1f}", *words]
         process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=self.file,
                                    stderr=self.file, env={**os.environ, **environment})
@@ -117,24 +118,19 @@ class Job:
         self.timed_out = code == 124 or code == 137 and self.took() >= self.seconds
         if code:
             raise Failed(code)
-
-    def output(self, *words):
-        """Runs a command and returns what it prints."""
-        before = os.fstat(self.file.fileno()).st_size
-        self.run(*words)
         return os.pread(self.file.fileno(), 1 << 24, before).decode(errors="replace")
 
-    def compare(self, compare, *words):
-        """Prints what a comparison of runs found, and returns whether they agree."""
-        try:
-            fine, detail = compare(*words)
-        except OSError as error:
-            fine, detail = False, f"a run is missing: {error.filename}"
-        self.say(detail)
-        return fine
-
-    def expect(self, good):
-        if not all(good):
+    def compare(self, compare, *calls):
+        """Prints what compare(*words) finds for the words of each call; raises Failed unless all runs agree."""
+        agree = []
+        for words in calls:
+            try:
+                fine, detail = compare(*words)
+            except OSError as error:
+                fine, detail = False, f"a run is missing: {error.filename}"
+            self.say(detail)
+            agree.append(fine)
+        if not all(agree):
             raise Failed(FAILED)
 
     def finish(self, work, words):
@@ -244,8 +240,10 @@ class Call:
         """The report, to change it: read again each time, because the programs that measure also write it."""
         with self.lock:
             report = self.read()
-            yield report
-            report.save()
+            try:
+                yield report
+            finally:            # a comparison that fails has added its table
+                report.save()
 
     # ------------------------------------------------------------ in a part
 
@@ -565,7 +563,7 @@ def compare_curves(job):
     except Failed:
         job.say("no picture")
     with call.report() as report:
-        job.expect([job.compare(gpu_report.curves, report, "train", [base, *others])])
+        job.compare(gpu_report.curves, (report, "train", [base, *others]))
 
 
 def part_determinism(call):
@@ -585,7 +583,7 @@ def same_runs(job, *flags):
     train(job, c, 30, *flags, "--steps", steps_of(job.call, 30) // 2)
     train(job, c, 30, *flags, "--resume")
     train(job, d, 30, *flags, "--graphs", 0)
-    job.expect([job.compare(gpu_report.same, a, other) for other in (b, c, d)])
+    job.compare(gpu_report.same, (a, b), (a, c), (a, d))
 
 
 def free_runs(job):
@@ -594,7 +592,7 @@ def free_runs(job):
     train(job, free, 30, "--dtype", "bf16", "--deterministic", 0, *stored)
     for out in runs:
         train(job, out, 30, "--dtype", "bf16", *stored)
-    job.expect([job.compare(gpu_report.same, *runs)])
+    job.compare(gpu_report.same, runs)
 
 
 # ---------------------------------------------------------------- several GPUs
@@ -633,14 +631,14 @@ def several_beside_one(job, ranks, bound, *flags):
     one, many = f"{job.folder}/one", f"{job.folder}/many"
     train_several(job, 1, one, 10, *flags, "--batch", 8)
     train_several(job, ranks, many, 10, *flags, "--batch", 8 // ranks)
-    job.expect([job.compare(gpu_report.close, bound, one, many)])
+    job.compare(gpu_report.close, (bound, one, many))
 
 
 def several_twice(job, ranks):
     one, other = f"{job.folder}/one", f"{job.folder}/other"
     for out in (one, other):
         train_several(job, ranks, out, 10, *BF16, "--zero", 0)
-    job.expect([job.compare(gpu_report.same, one, other)])
+    job.compare(gpu_report.same, (one, other))
 
 
 def kill_a_rank(job, ranks):
@@ -665,7 +663,8 @@ def kill_a_rank(job, ranks):
     steps = max(int(path.name[5:]) for path in out.glob("ckpt/step-*")) + 2
     job.run(*words, "--resume", "--steps", steps)
     job.say(f"{ranks} ranks ended {took:.1f} s after rank 1 was killed, with exit code {code}, and resumed")
-    job.expect([victims, code not in (0, 75)])
+    if not victims or code in (0, UNFINISHED):
+        raise Failed(FAILED)
 
 
 def processes_of_rank(program, rank):
@@ -692,12 +691,12 @@ def scale(job, model):
         shape = recipe(job.call).split() if job.call.dry else ["--model", model, "--seq-len", 1024, *SCALED[model]]
         words = [*program, "--train-data", f"{job.call.data}/*_train_*.bin", *shape, "--dtype", "bf16",
                  "--val-every", 0]
-        said = job.output(*words, "--steps", steps_of(job.call, 30))
+        said = job.run(*words, "--steps", steps_of(job.call, 30))
         found = re.findall(r"([\d.]+) ?([kM]?) tok/s", said)
         speeds = [float(number) * {"": 1, "k": 1e3, "M": 1e6}[unit] for number, unit in found[len(found) // 2:]]
         speed = sorted(speeds)[len(speeds) // 2]
         one = one or speed
-        profile = job.output(*words, "--profile", "--steps", steps_of(job.call, 12))
+        profile = job.run(*words, "--profile", "--steps", steps_of(job.call, 12))
         waits = re.search(r"gradient all-reduce +([\d.]+)", profile)
         line = (f"{model} on {ranks} GPU{'s'[:ranks > 1]}: {speed:,.0f} tokens/s, {speed / one / ranks:.1%} of {ranks} "
                 f"times one, {waits[1] if waits else 0} ms per step in collectives")

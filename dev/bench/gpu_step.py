@@ -216,9 +216,9 @@ def watch_memory(found):
         thread.join()
 
 
-def our_command(options, model, B, T, steps, data, variant="ours"):
+def our_command(program, model, B, T, steps, data, variant="ours"):
     shape = ",".join(f"{key}={int(value)}" for key, value in MODELS[model].items()) if model == "tiny" else model
-    return [options.ours, "--train-data", f"{data}/*_train_*.bin", "--model", shape, "--attn", "softmax",
+    return [program, "--train-data", f"{data}/*_train_*.bin", "--model", shape, "--attn", "softmax",
             "--dtype", "bf16", "--batch", B, "--seq-len", T, "--steps", steps, "--val-every", 0, "--ckpt-every", 0,
             *FLAGS[variant]]
 
@@ -236,7 +236,7 @@ def run_ours(options, model, B, T, steps, profile=False, variant="ours"):
     with scratch_folder() as name:
         data, out, used = Path(name), Path(name) / "run", {}
         cpu_step.write_shard(data / "random_train_000001.bin", 2 * B * T + 1, tokens_of(model))
-        words = (our_command(options, model, B, T, UNCOUNTED + steps, data, variant)
+        words = (our_command(options.ours, model, B, T, UNCOUNTED + steps, data, variant)
                  + (["--profile"] if profile else ["--out", out]))
         # Asking nvidia-smi slows the device down.
         with watch_memory(used) if options.part == "memory" else contextlib.nullcontext():

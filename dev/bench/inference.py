@@ -148,15 +148,11 @@ MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "t
                 "prefill": ("ours", "transformers", "floor")}
 
 
-def dtypes(bench, case, wanted):
-    return [dtype for dtype in wanted if dtype != STORED or (case == "decoding" and bench.stored)]
-
-
 def measure(bench, cases, wanted, rounds):
     """figures[case, dtype, side]: a list, one number for each round."""
     figures = {}
-    jobs = [(case, dtype, side) for case in cases for dtype in dtypes(bench, case, wanted)
-            for side in MEASUREMENTS[case]]
+    jobs = [(case, dtype, side) for case in cases for dtype in wanted for side in MEASUREMENTS[case]
+            if dtype != STORED or (case == "decoding" and bench.stored)]
     for number in range(rounds):
         for case, dtype, side in jobs if number % 2 == 0 else jobs[::-1]:
             method = getattr(bench, side)
