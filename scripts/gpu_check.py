@@ -38,6 +38,7 @@ import textwrap
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -162,7 +163,7 @@ class Call:
         self.named = bool(words)
         self.budget = seconds_of(setting("BUDGET", "570"), "BUDGET=SECONDS")
         self.parts, self.part, self.part_end = PARTS, None, self.budget - RESERVE
-        self.threads, self.slots, self.folder = [], threading.Semaphore(AT_ONCE), tempfile.TemporaryDirectory()
+        self.checks, self.pool, self.folder = [], ThreadPoolExecutor(AT_ONCE), tempfile.TemporaryDirectory()
         self.deps = Path(setting("DEPS", "build/deps")).absolute()
         self.where, self.suffix = ("on_cpu", "cu_on_cpu") if self.dry else ("cuda", "cu")
         # A dry run uses the programs that `make` has built, unless PROGRAMS names other ones.
@@ -260,28 +261,22 @@ class Call:
         their verdicts takes a few seconds."""
         if self.dry:            # its shapes are tiny, but its machine may be slow
             need, limit = need // 6, 3600
-        if name in self.passed:
-            return say(f"  {name}: passed in an earlier call")
-        self.slots.acquire()
-        if self.left() < need + margin:
-            self.slots.release()
-            return self.add(name, "left", f"needs {need + margin} s, but only {self.left()} s are left")
-        job = Job(self, min(self.left() - margin, limit))
 
-        def follow():
-            try:
-                self.conclude(job, name, limit, informational, work, words)
-            finally:
-                self.slots.release()
+        def attempt():
+            if name in self.passed:
+                say(f"  {name}: passed in an earlier call")
+            elif self.left() < need + margin:
+                self.add(name, "left", f"needs {need + margin} s, but only {self.left()} s are left")
+            else:
+                self.attempt(Job(self, min(self.left() - margin, limit)), name, limit, informational, work, words)
 
-        self.threads.append(threading.Thread(target=follow))
-        self.threads[-1].start()
+        self.checks.append(self.pool.submit(attempt))
 
     def wait(self):
-        while self.threads:
-            self.threads.pop().join()
+        while self.checks:
+            self.checks.pop(0).result()
 
-    def conclude(self, job, name, limit, informational, work, words):
+    def attempt(self, job, name, limit, informational, work, words):
         code, text = job.finish(work, words)
         took, lines = round(job.took()), [line for line in text.splitlines() if line.strip()]
         detail = lines[-1] if lines else ""
@@ -343,6 +338,7 @@ class Call:
         try:
             if self.provides(part):
                 part.run(self)
+            self.wait()
         except Exception:               # the other parts go on
             traceback.print_exc()
             self.add(part.name, "FAILED", traceback.format_exc().splitlines()[-1])
@@ -846,6 +842,7 @@ def main(words):
         call.prepare()
         return call.run()
     finally:
+        call.pool.shutdown(wait=False, cancel_futures=True)
         for process in list(call.running):
             process.terminate()
 
