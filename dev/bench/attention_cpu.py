@@ -30,6 +30,7 @@ import sys
 import time
 from pathlib import Path
 
+from cpu_step import some_of
 from gpu_report import table_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,13 +282,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="1024")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=",".join(VARIANTS),
+                        help="comma-separated; default: all")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.1, help="seconds of each variant in a round")
     parser.add_argument("--level", help="v3, v4 or bf16: attn_c's library for these processors; default: the best")
     parser.add_argument("--overhead", action="store_true")
     options = parser.parse_args()
-    options.variants = options.variants.split(",")
     os.chdir(ROOT)
     subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
@@ -295,8 +296,8 @@ def main():
         return print_overhead()
     from attn_c import PRESETS
     names = options.attn.split(",") if options.attn else PRESETS
-    if unknown := {*names, *options.variants} - {*PRESETS, *VARIANTS}:
-        parser.error(f"--attn or --variants: unknown: {', '.join(sorted(unknown))}")
+    if unknown := set(names) - set(PRESETS):
+        parser.error(f"--attn: unknown: {', '.join(sorted(unknown))}")
     lengths = [int(T) for T in options.lengths.split(",")]
     found = measure(names, lengths, options)
     rows = [row(name, T, found[name, T], found.get(("softmax", T), {})) for T in lengths for name in names]

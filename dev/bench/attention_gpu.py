@@ -11,9 +11,7 @@
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
         tiny shapes on the CPU, no compiler, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again: rerun a part
-to measure those that it had no time for. Causal, 16,384 tokens per batch; except in `shapes`, bf16 and 12 heads of 64.
-PyTorch's methods:
+Causal, 16,384 tokens per batch; except in `shapes`, bf16 and 12 heads of 64. PyTorch's methods:
 
     sdpa-flash, sdpa-cudnn, sdpa-efficient
                              scaled_dot_product_attention with that backend (softmax)
@@ -33,8 +31,6 @@ is never timed.
 
 After an error of CUDA, such as an illegal memory access, a process can no longer use the GPU. The method in which it
 occurred is recorded as failed, and the program starts anew with the time that is left.
-
-Exit codes: 0: done; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import ctypes
 import math

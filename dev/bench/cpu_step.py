@@ -257,17 +257,24 @@ def cases_of(text):
     return [(case[1], int(case[2]), int(case[3])) for case in found]
 
 
+def some_of(names):
+    """For argparse: turns comma-separated names into a list."""
+    def words(text):
+        if unknown := set(text.split(",")) - set(names):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        return text.split(",")
+    return words
+
+
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=cases_of, default=CASES,
                         help="dtype:BxT, comma-separated (default: %(default)s)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, from %(default)s")
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=",".join(VARIANTS),
+                        help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3,
                         help="number of times each process runs (default: %(default)s)")
     options = parser.parse_args()
-    options.variants = options.variants.split(",")
-    if unknown := set(options.variants) - set(VARIANTS):
-        parser.error(f"--variants: no such variant: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     if not os.access(TRAIN, os.X_OK):
         parser.error(f"{TRAIN} is missing: build it with make")
     return options

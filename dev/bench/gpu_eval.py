@@ -4,8 +4,7 @@
     python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run --train ./train_gpt2 --evaluate ./eval_gpt2
         a tiny model on the CPU, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again. The weights
-are random, and a sequence is a batch of its own.
+The weights are random, and a sequence is a batch of its own.
 
     forward      the trainer's validation at T = 10,240: its forward pass and loss, timed by --profile on the device
     evaluation   eval_gpt2cu --task loss at the same T, by the tokens per second that it prints
@@ -14,8 +13,6 @@ are random, and a sequence is a batch of its own.
 Evaluation and prefill are timed from the first batch on, so they include the work of first launches, in which the
 device waits for the host; prefill also includes a prompt's scores, from which the host computes the weights on the
 needle.
-
-Exit codes: 0: done; 1: one of the programs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import os
 import re

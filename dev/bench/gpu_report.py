@@ -447,7 +447,8 @@ class Budget:
 def parser(doc, parts, budget):
     """Of the command line; a program adds its own flags."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("report", type=Path)
+    found.add_argument("report", type=Path, help="the folder of scripts/gpu_check.py's report. Cases that are already "
+                       "in it are not measured again")
     found.add_argument("part", choices=parts)
     found.add_argument("--budget", type=Budget, default=str(budget),
                        help="seconds after which no case is started; rerun the part for the rest")
@@ -461,8 +462,9 @@ def not_measured(left):
 
 
 def run(program, options, needs, measure, failures, what="failed"):
-    """Measures a part and returns the program's exit code. needs: the files that it runs. measure(report, options)
-    returns what was left, failures(report) the names of the cases that failed."""
+    """Measures a part and returns the program's exit code: 0 done; 1 one of our cases failed or is wrong; 75 cases are
+    left, because time ran out; 77 no GPU. needs: the files that it runs. measure(report, options) returns what was
+    left, failures(report) the names of the cases that failed."""
     if not options.dry_run and device() == "CPU":
         print(f"{program}: no GPU: not measured", file=sys.stderr)
         return NO_GPU

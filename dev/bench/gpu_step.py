@@ -10,9 +10,8 @@
     python3 dev/bench/gpu_step.py REPORT step --dry-run --ours ./train_gpt2
         a tiny model on the CPU, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again: rerun a part
-to measure those that it had no time for. Each case runs in a process of its own, one at a time. Both sides do the whole
-step: forward, backward, gradient clipping, AdamW, and a new batch each time.
+Each case runs in a process of its own, one at a time. Both sides do the whole step: forward, backward, gradient
+clipping, AdamW, and a new batch each time.
 
     ours       ./train_gpt2cu --dtype bf16 with its usual flags (float32 master weights and moments)
     autocast   torch.compile, scaled_dot_product_attention, bf16 autocast over float32 weights, AdamW(fused=True): the
@@ -30,8 +29,6 @@ LIMIT seconds has failed; a case that the end of the budget cuts off is left for
 
 The model is that of dev/bench/cpu_step.py, written as a skilled user would: one matmul for q, k and v, one for gate and
 up, and a vocabulary padded to 50,304.
-
-Exit codes: 0: done; 1: one of our runs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import contextlib
 import json

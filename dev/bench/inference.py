@@ -25,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu_step import ENVIRONMENT, ROOT, THREADS, VOCAB, machine, matmul_rate, write_shard
+from cpu_step import ENVIRONMENT, ROOT, THREADS, VOCAB, machine, matmul_rate, some_of, write_shard
 from gpu_report import table_text
 
 LONG, PROMPT, NEW = 10240, 8000, 256
@@ -148,12 +148,12 @@ MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "t
                 "prefill": ("ours", "transformers", "floor")}
 
 
-def measure(bench, cases, wanted, rounds):
+def measure(bench, options):
     """figures[case, dtype, side]: a list, one number for each round."""
     figures = {}
-    jobs = [(case, dtype, side) for case in cases for dtype in wanted for side in MEASUREMENTS[case]
+    jobs = [(case, dtype, side) for case in options.cases for dtype in options.dtypes for side in MEASUREMENTS[case]
             if dtype != STORED or (case == "decoding" and bench.stored)]
-    for number in range(rounds):
+    for number in range(options.rounds):
         for case, dtype, side in jobs if number % 2 == 0 else jobs[::-1]:
             method = getattr(bench, side)
             figure = method(dtype) if case == "evaluation" else method(case, dtype)
@@ -185,27 +185,22 @@ def main():
         torch.set_num_threads(THREADS)
         return print(globals()[sys.argv[2]](*sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--dtypes", default=",".join(BYTES), help="comma-separated (default: %(default)s)")
+    for flag, names in (("--cases", MEASUREMENTS), ("--dtypes", BYTES)):
+        parser.add_argument(flag, type=some_of(names), default=",".join(names),
+                            help="comma-separated (default: %(default)s)")
     parser.add_argument("--model", metavar="DIR", help="a model's folder, for decoding (default: 124M, random weights)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     options = parser.parse_args()
-    cases = options.cases.split(",")
-    if unknown := set(cases) - set(MEASUREMENTS):
-        parser.error(f"--cases: no such case: {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
-    wanted = options.dtypes.split(",")
-    if unknown := set(wanted) - set(BYTES):
-        parser.error(f"--dtypes: no such type: {', '.join(sorted(unknown))}; there are {', '.join(BYTES)}")
-    if options.model and cases != ["decoding"]:
+    if options.model and options.cases != ["decoding"]:
         parser.error("--model: only with --cases decoding")
     subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
                    check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
-        figures = measure(Bench(folder, options.model), cases, wanted, options.rounds)
+        figures = measure(Bench(folder, options.model), options)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
     print(f"{machine()}; {datetime.date.today().isoformat()}; {THREADS} threads, {options.rounds} "
           f"rounds\n{command}\n")
-    print(table(cases, figures))
+    print(table(options.cases, figures))
 
 
 if __name__ == "__main__":
