@@ -3,7 +3,7 @@
     .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--dtypes fp32,bf16]
     .venv/bin/python dev/bench/inference.py --cases decoding --model data/smollm2
 
-    evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
+    evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's validation at the same T
     decoding     256 tokens after a prompt of one, one text: sample_gpt2 next to transformers' generate(), both with
                  their key-value caches. "bf16 in fp32": both compute in float32, from a folder in bfloat16
     prefill      a prompt of 8,000 tokens: sample_gpt2 next to transformers
@@ -116,8 +116,12 @@ class Bench:
             "--dtype", dtype).stderr)[1])
 
     def forward(self, dtype):
-        seconds = self.run(ROOT / "build/bench/forward", self.model, dtype, LONG, 3).stdout.split()
-        return LONG / statistics.median(map(float, seconds[1:]))
+        """The trainer's validation: its forward pass and loss, in the memory that training uses."""
+        data, windows = self.folder / "random_train_*.bin", 2
+        said = self.run(ROOT / "train_gpt2", "--train-data", data, "--val-data", data, "--model", "124M", "--batch", 1,
+                        "--seq-len", LONG, "--dtype", dtype, "--steps", 1, "--lr", 0, "--warmup", 0, "--val-every", 1,
+                        "--val-tokens", windows * LONG, "--sample-every", 0, "--profile").stdout
+        return 1e3 * windows * LONG / float(re.search(r"^validation, samples, checkpoints +([\d.]+) ", said, re.M)[1])
 
     def sample(self, dtype, prompt, new_tokens):
         """Tokens per second of reading a prompt of so many tokens, and of the text."""
@@ -193,8 +197,7 @@ def main():
     options = parser.parse_args()
     if options.model and options.cases != ["decoding"]:
         parser.error("--model: only with --cases decoding")
-    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
-                   check=True)
+    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2"], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
         figures = measure(Bench(folder, options.model), options)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
