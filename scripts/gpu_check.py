@@ -18,7 +18,7 @@ Without PART: all of these but pack and several, in this order. Repeat the call 
     PROGRAMS=DIR  where the programs are built or unpacked (build/gpu_programs)
     GPUS=N        compute capability without its dot (this GPU's, or 90)
     DATA=DIR      shards to train on (data/shakespeare; without it, this project's own text)
-    DEVICE=cpu    a dry run: the emulated programs, or TRAIN=PROGRAM, and PyTorch on the CPU, with tiny shapes
+    DEVICE=cpu    a dry run: the emulated programs, and PyTorch on the CPU, with tiny shapes
 
 Exit codes: 0 everything is done and passed; 1 something failed, and the report says what; 2 wrong usage,
 or OUT cannot be written; 75 time ran out: call again; 77 no GPU: nothing was measured.
@@ -38,6 +38,7 @@ import textwrap
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -78,6 +79,12 @@ def stop(code, text):
     raise SystemExit(code)
 
 
+def seconds_of(text, form):
+    if not re.fullmatch(r"\d{1,6}", text):
+        stop(USAGE, f"{text}: expected {form}, a whole number of at most six digits")
+    return int(text)
+
+
 # ---------------------------------------------------------------- checks
 
 class Failed(Exception):
@@ -99,7 +106,8 @@ class Job:
         print(text, file=self.file, flush=True)
 
     def run(self, *words, **environment):
-        """Runs a command; raises Failed unless its exit code is 0."""
+        """Runs a command and returns what it prints; raises Failed unless its exit code is 0."""
+        before = os.fstat(self.file.fileno()).st_size
         words = ["timeout", "-k", KILL_AFTER, f"{max(0.1, self.seconds - self.took()):.1f}", *words]
         process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=self.file,
                                    stderr=self.file, env={**os.environ, **environment})
@@ -111,24 +119,19 @@ class Job:
         self.timed_out = code == 124 or code == 137 and self.took() >= self.seconds
         if code:
             raise Failed(code)
-
-    def output(self, *words):
-        """Runs a command and returns what it prints."""
-        before = os.fstat(self.file.fileno()).st_size
-        self.run(*words)
         return os.pread(self.file.fileno(), 1 << 24, before).decode(errors="replace")
 
-    def compare(self, compare, *words):
-        """Prints what a comparison of runs found, and returns whether they agree."""
-        try:
-            fine, detail = compare(*words)
-        except OSError as error:
-            fine, detail = False, f"a run is missing: {error.filename}"
-        self.say(detail)
-        return fine
-
-    def expect(self, good):
-        if not all(good):
+    def compare(self, compare, *calls):
+        """Prints what compare(*words) finds for the words of each call; raises Failed unless all runs agree."""
+        agree = []
+        for words in calls:
+            try:
+                fine, detail = compare(*words)
+            except OSError as error:
+                fine, detail = False, f"a run is missing: {error.filename}"
+            self.say(detail)
+            agree.append(fine)
+        if not all(agree):
             raise Failed(FAILED)
 
     def finish(self, work, words):
@@ -158,11 +161,9 @@ class Call:
         self.out, self.earlier = (Path(setting(name, "build/gpu_check")) for name in ("OUT", "REPORT"))
         self.wanted = [self.parse(word) for word in words] or [(part, None) for part in PARTS if part.name in ALL]
         self.named = bool(words)
-        if not re.fullmatch(r"\d{1,6}", setting("BUDGET", "570")):
-            stop(USAGE, f"BUDGET={setting('BUDGET')}: expected seconds, a whole number of at most six digits")
-        self.budget = int(setting("BUDGET", "570"))
+        self.budget = seconds_of(setting("BUDGET", "570"), "BUDGET=SECONDS")
         self.parts, self.part, self.part_end = PARTS, None, self.budget - RESERVE
-        self.threads, self.slots, self.folder = [], threading.Semaphore(AT_ONCE), tempfile.TemporaryDirectory()
+        self.checks, self.pool, self.folder = [], ThreadPoolExecutor(AT_ONCE), tempfile.TemporaryDirectory()
         self.deps = Path(setting("DEPS", "build/deps")).absolute()
         self.where, self.suffix = ("on_cpu", "cu_on_cpu") if self.dry else ("cuda", "cu")
         # A dry run uses the programs that `make` has built, unless PROGRAMS names other ones.
@@ -170,8 +171,7 @@ class Call:
         self.bin = "." if self.build == "build" else self.build
         if self.build == "build" and any(part.name == "build" for part, _ in self.wanted):
             stop(USAGE, "build: make builds in the folder build; set PROGRAMS to another one")
-        self.train = setting("TRAIN", f"{self.bin}/train_gpt2{self.suffix}")
-        self.evaluate = f"{self.bin}/eval_gpt2{self.suffix}"
+        self.train, self.evaluate = (f"{self.bin}/{name}_gpt2{self.suffix}" for name in ("train", "eval"))
         self.tests, self.flash = f"{self.build}/{self.where}/tests", f"{self.build}/{self.where}/flash.so"
 
     @staticmethod
@@ -180,9 +180,7 @@ class Call:
         name, _, seconds = word.partition("=")
         if name not in PART:
             stop(USAGE, f"{name}: no such part. The parts are: {' '.join(PART)}")
-        if "=" in word and not re.fullmatch(r"\d{1,6}", seconds):
-            stop(USAGE, f"{word}: expected PART=SECONDS")
-        return PART[name], int(seconds) if seconds else None
+        return PART[name], seconds_of(seconds, "PART=SECONDS") if "=" in word else None
 
     def prepare(self):
         """Finds out what this machine has, and opens the report of an earlier call."""
@@ -243,8 +241,10 @@ class Call:
         """The report, to change it: read again each time, because the programs that measure also write it."""
         with self.lock:
             report = self.read()
-            yield report
-            report.save()
+            try:
+                yield report
+            finally:            # a comparison that fails has added its table
+                report.save()
 
     # ------------------------------------------------------------ in a part
 
@@ -261,28 +261,22 @@ class Call:
         their verdicts takes a few seconds."""
         if self.dry:            # its shapes are tiny, but its machine may be slow
             need, limit = need // 6, 3600
-        if name in self.passed:
-            return say(f"  {name}: passed in an earlier call")
-        self.slots.acquire()
-        if self.left() < need + margin:
-            self.slots.release()
-            return self.add(name, "left", f"needs {need + margin} s, but only {self.left()} s are left")
-        job = Job(self, min(self.left() - margin, limit))
 
-        def follow():
-            try:
-                self.conclude(job, name, limit, informational, work, words)
-            finally:
-                self.slots.release()
+        def attempt():
+            if name in self.passed:
+                say(f"  {name}: passed in an earlier call")
+            elif self.left() < need + margin:
+                self.add(name, "left", f"needs {need + margin} s, but only {self.left()} s are left")
+            else:
+                self.attempt(Job(self, min(self.left() - margin, limit)), name, limit, informational, work, words)
 
-        self.threads.append(threading.Thread(target=follow))
-        self.threads[-1].start()
+        self.checks.append(self.pool.submit(attempt))
 
     def wait(self):
-        while self.threads:
-            self.threads.pop().join()
+        while self.checks:
+            self.checks.pop(0).result()
 
-    def conclude(self, job, name, limit, informational, work, words):
+    def attempt(self, job, name, limit, informational, work, words):
         code, text = job.finish(work, words)
         took, lines = round(job.took()), [line for line in text.splitlines() if line.strip()]
         detail = lines[-1] if lines else ""
@@ -316,14 +310,13 @@ class Call:
     # ------------------------------------------------------------ the parts of a call
 
     def run_part(self, part, seconds=None):
-        begun, self.part, self.part_end = self.seconds(), part, self.budget - RESERVE
-        if seconds is not None:
-            self.part_end = min(self.part_end, begun + seconds)
+        begun, self.part = self.seconds(), part
         say(f"== {part.name}")
         if part.name == "pack":
             return part.run(self)
-        if self.fresh or part.name in ("probe", "build"):
-            self.forget(part)
+        if self.fresh or part.name in ("probe", "build"):       # an earlier call may have been on another machine
+            with self.report() as report:
+                report.parts.pop(part.name, None)
         state = self.read().state(part.name)
         if not self.dry and self.gpus < part.gpus:
             lack = f"not measured: {'no GPU' if self.gpus == 0 else f'fewer than {part.gpus} GPUs'}"
@@ -331,43 +324,41 @@ class Call:
             return self.close(part, begun, lack)
         if state == "done" or state == "failed" and not self.named:
             return say(f"  {state} in an earlier call (FRESH=1 scripts/gpu_check.py {part.name} repeats it)")
-        self.open(part)
+        if {"programs", "mpi"} & set(part.needs.split()):
+            self.build_for(part)
+        self.part, self.part_end = part, self.budget - RESERVE
+        if seconds is not None:
+            self.part_end = min(self.part_end, begun + seconds)
+        with self.report() as report:
+            report.begin(part.name)
+            self.passed = report.passed(part.name)
         if self.dry:
             self.fact("a dry run on the CPU, which measures nothing")
         avoid_wgmma(self)
         try:
             if self.provides(part):
                 part.run(self)
+            self.wait()
         except Exception:               # the other parts go on
             traceback.print_exc()
             self.add(part.name, "FAILED", traceback.format_exc().splitlines()[-1])
         self.wait()
         self.close(part, begun, "" if part.name != "probe" or self.has_gpu() else "not measured: no GPU")
 
-    def forget(self, part):
-        with self.report() as report:
-            report.parts.pop(part.name, None)
-
-    def open(self, part):
-        self.part = part
-        with self.report() as report:
-            report.begin(part.name)
-            self.passed = report.passed(part.name)
-
     def close(self, part, begun, status=""):
         took = round(self.seconds() - begun)
         with self.report() as report:
             if status:
                 report.begin(part.name)
-            gpu_report.add_seconds(report, part.name, took)
+            report.part(part.name)["seconds"] += took
             report.end(part.name, status)
         say(f"  {part.name}: {took} s")
 
     def provides(self, part):
-        """Whether what the part needs is there; builds the programs if they are missing."""
+        """Whether what the part needs is there."""
         for need in part.needs.split():
             if need in ("programs", "mpi"):
-                if not self.build_for(part):
+                if not self.has_programs():
                     failed = self.read().state("build") == "failed"
                     self.add("programs", *(("FAILED", "the part build failed") if failed
                                            else ("left", "the build is unfinished")))
@@ -379,21 +370,16 @@ class Call:
                 return False
         return True
 
+    def has_programs(self):
+        return self.dry and self.build == "build" or self.programs.is_built()
+
     def build_for(self, part):
-        """Builds the programs, which a fresh machine lacks. Returns whether they are there."""
-        if self.dry and self.build == "build":
-            return True
-        if not self.programs.is_built():
-            passed, begun = self.passed, self.seconds()
-            say(f"== build (for {part.name})")
-            self.forget(PART["build"])          # what an earlier call built may have been on another machine
-            self.open(PART["build"])
-            gpu_programs.part_build(self)
-            self.close(PART["build"], begun)
-            self.part, self.passed = part, passed
+        """Builds the programs, which a fresh machine lacks."""
+        if not self.has_programs():
+            say(f"{part.name} needs the programs")
+            self.run_part(PART["build"])
         if self.programs.are_packed():
             self.programs.find_cublas()
-        return self.programs.is_built()
 
     def run(self):
         for i, (part, seconds) in enumerate(self.wanted):
@@ -564,7 +550,7 @@ def compare_curves(job):
         shutil.copytree(call.deps / "fp32_on_cpu", base)
     else:
         if not call.dry:
-            job.run("make", f"-j{os.cpu_count()}", "train_gpt2")
+            job.run("make", gpu_programs.jobs(), "train_gpt2")
         train_on_cpu(job, base, call.data)
     for out in others:
         train(job, out, CURVE_STEPS, "--dtype", Path(out).name)
@@ -573,7 +559,7 @@ def compare_curves(job):
     except Failed:
         job.say("no picture")
     with call.report() as report:
-        job.expect([job.compare(gpu_report.curves, report, "train", [base, *others])])
+        job.compare(gpu_report.curves, (report, "train", [base, *others]))
 
 
 def part_determinism(call):
@@ -585,30 +571,24 @@ def part_determinism(call):
     call.beside("bf16, --deterministic 0, and its matmul algorithms in two runs", 15, 90, free_runs)
 
 
-def only_on_gpus(call, *flags):
-    """Flags that the CPU trainer, which a dry run may use, does not have; it is always deterministic."""
-    help_text = subprocess.run([call.train, "--help"], capture_output=True, text=True).stdout
-    return flags if "--deterministic" in help_text else ()
-
-
 def same_runs(job, *flags):
-    flags = [*flags, "--shuffle", *only_on_gpus(job.call, "--deterministic", 1)]
+    flags = [*flags, "--shuffle", "--deterministic", 1]
     a, b, c, d = (f"{job.folder}/{name}" for name in "abcd")
     for out in (a, b):
         train(job, out, 30, *flags)
     train(job, c, 30, *flags, "--steps", steps_of(job.call, 30) // 2)
     train(job, c, 30, *flags, "--resume")
-    train(job, d, 30, *flags, *only_on_gpus(job.call, "--graphs", 0))
-    job.expect([job.compare(gpu_report.same, a, other) for other in (b, c, d)])
+    train(job, d, 30, *flags, "--graphs", 0)
+    job.compare(gpu_report.same, (a, b), (a, c), (a, d))
 
 
 def free_runs(job):
-    stored = only_on_gpus(job.call, "--matmuls", f"{job.folder}/matmuls")
+    stored = ("--matmuls", f"{job.folder}/matmuls")
     free, *runs = (f"{job.folder}/{name}" for name in ("free", "stored", "again"))
-    train(job, free, 30, "--dtype", "bf16", *only_on_gpus(job.call, "--deterministic", 0), *stored)
+    train(job, free, 30, "--dtype", "bf16", "--deterministic", 0, *stored)
     for out in runs:
         train(job, out, 30, "--dtype", "bf16", *stored)
-    job.expect([job.compare(gpu_report.same, *runs)])
+    job.compare(gpu_report.same, runs)
 
 
 # ---------------------------------------------------------------- several GPUs
@@ -619,7 +599,7 @@ BF16 = ("--dtype", "bf16", "--zero", 1, "--optimizer", "muon")
 def part_several(call):
     collective = f"{call.tests}/test_collective"
     if call.build != "build":
-        call.check("make test_collective", 30, 200, "make", f"-j{os.cpu_count()}", *call.programs.flags, collective)
+        call.check("make test_collective", 30, 200, "make", gpu_programs.jobs(), *call.programs.flags, collective)
     for ranks in rank_counts(call):
         for word in ("sums", "bf16"):
             call.check(f"sums of {ranks} ranks: {word}", 15, 60, "scripts/launch.sh", ranks, collective, word)
@@ -647,14 +627,14 @@ def several_beside_one(job, ranks, bound, *flags):
     one, many = f"{job.folder}/one", f"{job.folder}/many"
     train_several(job, 1, one, 10, *flags, "--batch", 8)
     train_several(job, ranks, many, 10, *flags, "--batch", 8 // ranks)
-    job.expect([job.compare(gpu_report.close, bound, one, many)])
+    job.compare(gpu_report.close, (bound, one, many))
 
 
 def several_twice(job, ranks):
     one, other = f"{job.folder}/one", f"{job.folder}/other"
     for out in (one, other):
         train_several(job, ranks, out, 10, *BF16, "--zero", 0)
-    job.expect([job.compare(gpu_report.same, one, other)])
+    job.compare(gpu_report.same, (one, other))
 
 
 def kill_a_rank(job, ranks):
@@ -679,7 +659,8 @@ def kill_a_rank(job, ranks):
     steps = max(int(path.name[5:]) for path in out.glob("ckpt/step-*")) + 2
     job.run(*words, "--resume", "--steps", steps)
     job.say(f"{ranks} ranks ended {took:.1f} s after rank 1 was killed, with exit code {code}, and resumed")
-    job.expect([victims, code not in (0, 75)])
+    if not victims or code in (0, UNFINISHED):
+        raise Failed(FAILED)
 
 
 def processes_of_rank(program, rank):
@@ -706,12 +687,12 @@ def scale(job, model):
         shape = recipe(job.call).split() if job.call.dry else ["--model", model, "--seq-len", 1024, *SCALED[model]]
         words = [*program, "--train-data", f"{job.call.data}/*_train_*.bin", *shape, "--dtype", "bf16",
                  "--val-every", 0]
-        said = job.output(*words, "--steps", steps_of(job.call, 30))
+        said = job.run(*words, "--steps", steps_of(job.call, 30))
         found = re.findall(r"([\d.]+) ?([kM]?) tok/s", said)
         speeds = [float(number) * {"": 1, "k": 1e3, "M": 1e6}[unit] for number, unit in found[len(found) // 2:]]
         speed = sorted(speeds)[len(speeds) // 2]
         one = one or speed
-        profile = job.output(*words, "--profile", "--steps", steps_of(job.call, 12))
+        profile = job.run(*words, "--profile", "--steps", steps_of(job.call, 12))
         waits = re.search(r"gradient all-reduce +([\d.]+)", profile)
         line = (f"{model} on {ranks} GPU{'s'[:ranks > 1]}: {speed:,.0f} tokens/s, {speed / one / ranks:.1%} of {ranks} "
                 f"times one, {waits[1] if waits else 0} ms per step in collectives")
@@ -753,7 +734,7 @@ def part_package(call):
 def test_package(job):
     call = job.call
     if not call.programs.are_packed():
-        job.run("make", "-s", f"-j{os.cpu_count()}", *call.programs.flags, f"TORCH_CUDA={int(not call.dry)}", "attn_c")
+        job.run("make", "-s", gpu_programs.jobs(), *call.programs.flags, f"TORCH_CUDA={int(not call.dry)}", "attn_c")
     job.run(call.python, "dev/bench/torch_gpu.py", "--device", "cpu" if call.dry else "cuda",
             PYTHONPATH=f"{call.build}/python:{os.environ.get('PYTHONPATH', '')}")
 
@@ -861,6 +842,7 @@ def main(words):
         call.prepare()
         return call.run()
     finally:
+        call.pool.shutdown(wait=False, cancel_futures=True)
         for process in list(call.running):
             process.terminate()
 

@@ -1,25 +1,18 @@
 // Times attention of one normalizer, for dev/bench/attention_cpu.py.
 //
-//   build/bench/attention_cpu NAME T B NH HS SECONDS [bf16]
+//   build/bench/attention_cpu NAME T B NH HS SECONDS
 //
 // Prints the medians of the forward and of the backward pass in ms.
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
 #include <omp.h>
 
 #include "attention/attention_cpu.h"
 #include "math/random.h"
+#include "runtime/clock.h"
 #include "runtime/error.h"
 #include "runtime/subnormal.h"
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static float *normals(size_t n, uint64_t place) {
     float *x = aligned_alloc(64, (n * sizeof *x + 63) / 64 * 64);
@@ -53,12 +46,11 @@ int main(int argc, char **argv) {
     char message[1024];
     program_name = "attention_cpu";
     flush_subnormals();
-    if (argc != 7 && argc != 8) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS [bf16].");
+    if (argc != 7) fail(EXIT_USAGE, "expected NAME T B NH HS SECONDS.");
     if (!normalizer_parse(&normalizer, argv[1], message, sizeof message)) fail(EXIT_USAGE, "%s: %s.", argv[1], message);
     size_t T = strtoul(argv[2], NULL, 10), B = strtoul(argv[3], NULL, 10), NH = strtoul(argv[4], NULL, 10),
            HS = strtoul(argv[5], NULL, 10);
     double seconds = atof(argv[6]), start = now();
-    bool bf16 = argc == 8 && !strcmp(argv[7], "bf16");
     AttentionShape shape = {&normalizer, B, T, NH, NH, HS, HS, (int)T, .window = 0};
     size_t rows = B * NH * T, n = rows * HS, runs = 0, least = seconds > 0 ? 3 : 1;
     float *dout = normals(n, 3);
@@ -82,7 +74,7 @@ int main(int argc, char **argv) {
     AttentionInput in = {.q = {qkv, row, HS},
                          .k = {qkv + NH * HS, row, HS},
                          .v = {qkv + 2 * NH * HS, row, HS},
-                         .tiles = tiles_available(bf16)};
+                         .tiles = tiles_available(false)};
     AttentionInputGrads d = {{dqkv, row, HS}, {dqkv + NH * HS, row, HS}, {dqkv + 2 * NH * HS, row, HS}};
     if (!scratch) fail(EXIT_RESOURCE, "out of memory.");
     for (start = now(); runs < MOST && (runs < least || now() - start < seconds); runs++) {

@@ -22,12 +22,16 @@ function by ctypes, beside a PyTorch operator that computes nothing.
 import argparse
 import importlib
 import json
+import operator
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from cpu_step import some_of
+from gpu_report import table_text
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "build/python"), str(ROOT / "dev/reference")]
@@ -48,8 +52,7 @@ def c_function(name, T, seconds):
 
 
 def timed(forward, wanted, dout):
-    """A function that runs forward and backward once and returns the milliseconds of both; forward alone without
-    `dout`."""
+    """A function that runs forward, and with `dout` backward, once, and returns the milliseconds of both."""
     import torch
 
     def step():
@@ -147,17 +150,18 @@ def repeated(step, seconds):
 
 
 def alternate(name, T, variants, rounds, seconds, level):
-    """[{variant: (forward, backward)} of each round]"""
+    """{variant: [(forward, backward) of each round]}, without variants that cannot compute this normalizer."""
     in_python = [variant for variant in variants if variant != "C"]
     if in_python:
         use(level)
     steps = {variant: started(variant, name, T) for variant in in_python}
-    found = []
+    found = {variant: [] for variant in variants if variant == "C" or steps[variant]}
     for _ in range(rounds):
-        found.append({variant: step and repeated(step, seconds) for variant, step in steps.items()})
+        for variant in filter(steps.get, in_python):
+            found[variant].append(repeated(steps[variant], seconds))
         if "C" in variants:
             time.sleep(0.02)        # until PyTorch's threads no longer wait actively
-            found[-1]["C"] = c_function(name, T, seconds)
+            found["C"].append(c_function(name, T, seconds))
     return found
 
 
@@ -170,45 +174,33 @@ def measure(names, lengths, options):
             words = [sys.executable, __file__, "--child", json.dumps(task)]
             result = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             found[name, T] = json.loads(result.stdout)
-            print(f"T={T} {name:22} " + "  ".join(
-                f"{variant} {median(found[name, T], total(variant)):.2f} ms" for variant in options.variants
-                if found[name, T][0][variant]), file=sys.stderr, flush=True)
+            print(f"T={T} {name:22} " + "  ".join(f"{variant} {median(times):.2f} ms"
+                                                  for variant, times in found[name, T].items()),
+                  file=sys.stderr, flush=True)
     return found
 
 
 # ---------------------------------------------------------------- the table
 
-def median(rounds, value):
-    values = [value(here) for here in rounds if value(here) is not None]
-    return statistics.median(values) if values else None
+def median(times, of=sum):
+    """Of both passes, or what else `of` takes; None if there are no rounds."""
+    return statistics.median(map(of, times)) if times else None
 
 
-def total(variant, of=sum):
-    """Of a round: both passes of a variant, or what else `of` takes; None where it was not measured."""
-    return lambda here: of(here[variant]) if here.get(variant) else None
+def over(times, others):
+    """The median of the rounds' ratios."""
+    return statistics.median(sum(a) / sum(b) for a, b in zip(times, others)) if times and others else None
 
 
-def row(name, T, rounds, softmax):
-    """softmax: its rounds at this length, or none."""
-    def over(a, b):
-        return median(rounds, lambda here: total(a)(here) / total(b)(here) if here.get(a) and here.get(b) else None)
-
-    of_softmax = [sum(here["C"]) / sum(base["C"]) for here, base in zip(rounds, softmax) if "C" in here]
-    return {"name": name, "T": T, "C forward": median(rounds, total("C", lambda ms: ms[0])),
-            "C backward": median(rounds, total("C", lambda ms: ms[1])),
-            **{variant: median(rounds, total(variant)) for variant in ("C", "attn_c", "PyTorch")},
-            "PyTorch/C": over("PyTorch", "C"), "C/attn_c": over("C", "attn_c"),
-            "PyTorch/attn_c": over("PyTorch", "attn_c"),
-            "C/softmax's C": statistics.median(of_softmax) if of_softmax else None,
-            "attn_c forward": median(rounds, total("attn_c", lambda ms: ms[0])),
-            "Flex forward": median(rounds, total("Flex"))}
-
-
-def print_table(rows):
-    print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for r in rows:
-        print("| " + " | ".join(f"{x:.2f}" if isinstance(x, float) else str("" if x is None else x)
-                                for x in r.values()) + " |")
+def row(name, T, times, softmax):
+    """times: {variant: rounds}. softmax: those at this length, or {}."""
+    C, attn_c, pytorch, flex = (times.get(variant, []) for variant in VARIANTS)
+    forward, backward = operator.itemgetter(0), operator.itemgetter(1)
+    return {"name": name, "T": T, "C forward": median(C, forward), "C backward": median(C, backward), "C": median(C),
+            "attn_c": median(attn_c), "PyTorch": median(pytorch), "PyTorch/C": over(pytorch, C),
+            "C/attn_c": over(C, attn_c), "PyTorch/attn_c": over(pytorch, attn_c),
+            "C/softmax's C": over(C, softmax.get("C")), "attn_c forward": median(attn_c, forward),
+            "Flex forward": median(flex, forward)}
 
 
 # ---------------------------------------------------------------- what a call costs
@@ -290,13 +282,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="1024")
     parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=",".join(VARIANTS),
+                        help="comma-separated; default: all")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.1, help="seconds of each variant in a round")
     parser.add_argument("--level", help="v3, v4 or bf16: attn_c's library for these processors; default: the best")
     parser.add_argument("--overhead", action="store_true")
     options = parser.parse_args()
-    options.variants = options.variants.split(",")
     os.chdir(ROOT)
     subprocess.run(["make", "-s", "attn_c", "build/bench/attention_cpu"], check=True, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()       # build/python is new in a fresh clone
@@ -304,11 +296,13 @@ def main():
         return print_overhead()
     from attn_c import PRESETS
     names = options.attn.split(",") if options.attn else PRESETS
-    if unknown := {*names, *options.variants} - {*PRESETS, *VARIANTS}:
-        parser.error(f"--attn or --variants: unknown: {', '.join(sorted(unknown))}")
+    if unknown := set(names) - set(PRESETS):
+        parser.error(f"--attn: unknown: {', '.join(sorted(unknown))}")
     lengths = [int(T) for T in options.lengths.split(",")]
     found = measure(names, lengths, options)
-    print_table([row(name, T, found[name, T], found.get(("softmax", T), [])) for T in lengths for name in names])
+    rows = [row(name, T, found[name, T], found.get(("softmax", T), {})) for T in lengths for name in names]
+    print("\n" + table_text(rows[0], [[f"{x:.2f}" if isinstance(x, float) else "" if x is None else x
+                                       for x in r.values()] for r in rows]))
 
 
 if __name__ == "__main__":

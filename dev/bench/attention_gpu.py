@@ -11,9 +11,7 @@
     python3 dev/bench/attention_gpu.py REPORT others --dry-run
         tiny shapes on the CPU, no compiler, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again: rerun a part
-to measure those that it had no time for. Causal, 16,384 tokens per batch; except in `shapes`, bf16 and 12 heads of 64.
-PyTorch's methods:
+Causal, 16,384 tokens per batch; except in `shapes`, bf16 and 12 heads of 64. PyTorch's methods:
 
     sdpa-flash, sdpa-cudnn, sdpa-efficient
                              scaled_dot_product_attention with that backend (softmax)
@@ -33,8 +31,6 @@ is never timed.
 
 After an error of CUDA, such as an illegal memory access, a process can no longer use the GPU. The method in which it
 occurred is recorded as failed, and the program starts anew with the time that is left.
-
-Exit codes: 0: done; 1: one of ours is wrong or failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import ctypes
 import math
@@ -65,6 +61,7 @@ SWEEP, LENGTHS = (4096, 1024, 2048, 8192, 16384), (4096, 1024)        # those th
 FIRST = ("softmax", "lssar", "ssmax", "softmax-recentered-l1", "gelu-l1", "sigmoid", "softpick", "softmax-sink",
          "softplus-l1", "relu2-n", "softmax-recentered", "mish-l1", "lssa", "softmax1", "ssmax-bias", "ssmax-pn",
          "identity-l1", "exp")
+ATTN = [*FIRST, *(name for name in reference.PRESETS if name not in FIRST)]
 
 
 @dataclass(frozen=True)
@@ -172,13 +169,10 @@ class Flash:
     def copy(self, x):
         return self.tensor(x.shape, x.dtype).copy_(x)
 
-    def scratch(self, name, dtype, shape):
-        """Bytes."""
-        return self.library.flash_on_device_scratch(name.encode(), is_bf16(dtype), ctypes.byref(shape))
-
-    def stats(self, name, dtype, shape):
-        """The number of floats that a forward pass keeps for the backward pass."""
-        return self.library.flash_on_device_stats(name.encode(), is_bf16(dtype), ctypes.byref(shape))
+    def size(self, what, name, dtype, shape):
+        """Of "scratch", in bytes; of "stats", in floats that a forward pass keeps for the backward pass."""
+        function = getattr(self.library, f"flash_on_device_{what}")
+        return function(name.encode(), is_bf16(dtype), ctypes.byref(shape))
 
     def run(self, name, dtype, shape, arrays, all_zero_rows, scratch, backward):
         stream = 0 if DRY else torch.cuda.current_stream().cuda_stream
@@ -211,7 +205,7 @@ class Ours:
             self.first = flash.copy(first.to(device()))
             self.shape.first, self.shape.window = self.first.data_ptr(), case.keys
         self.select()
-        self.scratch = flash.tensor((flash.scratch(case.text, layout.dtype, self.shape),), torch.uint8)
+        self.scratch = flash.tensor((flash.size("scratch", case.text, layout.dtype, self.shape),), torch.uint8)
         self.rows = flash.tensor((1,), torch.int64)
         self.scalars = {key: flash.copy(x) for key, x in case.scalars.items()}
         self.sets = [self.take(joined, dout) for joined, dout in zip(case.joined, case.douts)]
@@ -223,7 +217,7 @@ class Ours:
         """(tensors, their addresses) for a set."""
         new, dtype = self.flash.tensor, self.case.layout.dtype
         x = {"joined": joined, "dout": dout, "out": new(dout.shape, dtype), "djoined": new(joined.shape, dtype),
-             "stats": new((self.flash.stats(self.case.text, dtype, self.shape),), torch.float32),
+             "stats": new((self.flash.size("stats", self.case.text, dtype, self.shape),), torch.float32),
              **{"d" + key: new(value.shape, torch.float32) for key, value in self.scalars.items()}}
         if DRY:
             x.update(joined=self.flash.copy(joined), dout=self.flash.copy(dout))
@@ -264,15 +258,11 @@ class Ours:
 
 # ---------------------------------------------------------------- PyTorch
 
-def rows(case, device_):
-    """n (T,1), and the mask of visible keys (T,T)."""
-    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=device_)[:, None].clamp(max=case.keys)
-    return n, torch.ones(case.T, case.T, dtype=torch.bool, device=device_).tril().triu(1 - case.keys)
-
-
 def formula(q, k, v, case, scalars):
     """The reference's formula, with matmuls in the inputs' type and rows in float32, or in float64 if they are."""
-    normalizer, (n, visible), group = case.normalizer, rows(case, q.device), case.NH // case.NKV
+    normalizer, group = case.normalizer, case.NH // case.NKV
+    n = torch.arange(1, case.T + 1, dtype=torch.float32, device=q.device)[:, None].clamp(max=case.keys)
+    visible = torch.ones(case.T, case.T, dtype=torch.bool, device=q.device).tril().triu(1 - case.keys)
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
@@ -575,8 +565,8 @@ class Watch:
     continues with the rest. If CUDA or flash.so fails, it is recorded as failed, and the program starts anew. The
     case's other methods, whose rounds are not complete, are then measured again."""
 
-    def __init__(self, report, part, name, T, way="ours", budget=None, flash=None, **keys):
-        self.report, self.part, self.T, self.budget, self.flash, self.keys = report, part, T, budget, flash, keys
+    def __init__(self, report, options, flash, name, T, way="ours", **keys):
+        self.report, self.options, self.flash, self.T, self.keys = report, options, flash, T, keys
         self.at(name, way)
         self.seconds = LIMIT * (10 if DRY else 1)
         self.timer = threading.Timer(self.seconds, self.give_up)
@@ -586,8 +576,7 @@ class Watch:
         self.name, self.way = name, way
 
     def record(self, text):
-        keep(self.report, self.part, self.name, self.T, {self.way: {"failed": text}}, **self.keys)
-        print(f"attention_gpu: {self.name} T={self.T} {self.way}: {text}", flush=True)
+        keep(self.report, self.options.part, self.name, self.T, {self.way: {"failed": text}}, **self.keys)
 
     def give_up(self):
         self.record(f"timed out after {self.seconds:g} s")
@@ -596,18 +585,16 @@ class Watch:
     def failed(self, text):
         self.timer.cancel()
         self.record(text)
-        start_anew(self.budget.left())
+        start_anew(self.options.budget.left())
 
     def __enter__(self):
-        if self.flash:
-            self.flash.failed = self.failed
+        self.flash.failed = self.failed
         self.timer.start()
         return self
 
     def __exit__(self, kind, error, trace):
         self.timer.cancel()
-        if self.flash:
-            self.flash.failed = None
+        self.flash.failed = None
         if error is not None and ends_context(error):
             traceback.print_exception(kind, error, trace)
             self.failed(first_line(error))
@@ -657,64 +644,49 @@ def add_rates(record, case):
         record[f"{key}_tflops"] = 2 * scores * columns / statistics.median(record[f"{key}_ms"]) / 1e9
 
 
-def say(name, T, found):
-    for way, record in found.items():
-        if "failed" in record:
-            print(f"T={T:6} {name:24} {way:11} {record['failed']}", flush=True)
-        else:
-            print(f"T={T:6} {name:24} {way:11} forward {statistics.median(record['forward_ms']):8.3f} "
-                  f"ms, both {statistics.median(record['both_ms']):8.3f} ms, "
-                  f"error {record['error']:.1e}{' WRONG' if record['wrong'] else ''}", flush=True)
-
-
 # ---------------------------------------------------------------- the parts
 
 def keep(report, part, name, T, found, **keys):
     """keys: what else identifies the case"""
     for way, record in found.items():
+        said = (record.get("failed") or f"forward {statistics.median(record['forward_ms']):8.3f} ms, both "
+                f"{statistics.median(record['both_ms']):8.3f} ms, error {record['error']:.1e}"
+                f"{' WRONG' if record['wrong'] else ''}")
+        print(f"T={T:6} {name:24} {way:11} {said}", *keys.values(), flush=True)
         report.record(part, {"attn": name, "T": T, "way": way, **keys}, device=device(), **record)
     report.save()
 
 
-def has(report, part, **keys):
-    """True for failed cases as well, so that a method that does not exist here is tried only once."""
-    return bool(report.find(part, **keys, device=device()))
+def lacking(report, part, name, T, ways, **keys):
+    """The methods to measure. Those that failed are not tried again: a method may not exist here."""
+    return [way for way in ways if not report.find(part, attn=name, T=T, way=way, **keys, device=device())]
 
 
-def has_failed(report, part, **keys):
-    return any("failed" in r for r in report.find(part, **keys, device=device()))
+def time_case(report, options, flash, name, T, ways, rounds=ROUNDS, beside=None, **keys):
+    with Watch(report, options, flash, name, T, ways[0], **keys) as watch:
+        found = measure(name, T, ways, flash, rounds, options.seconds, watch, beside,
+                        LAYOUTS.get(keys.get("layout"), Layout()))
+    keep(report, options.part, name, T, found, **keys)
 
 
 def part_attention(report, options, flash):
     """Times softmax against SDPA at each T, then each normalizer of ours against our softmax. Returns the cases that
     were left."""
-    budget, left_out = gpu_report.Budget(options.budget), []
-    for T in options.sweep:
-        ways = [way for way in (*OURS, "sdpa-flash", "sdpa-cudnn")
-                if not has(report, "attention", attn="softmax", T=T, way=way)]
-        if not ways:
-            continue
-        if budget.left() < 10:
-            left_out.append(f"softmax at T = {T}")
-            continue
-        with Watch(report, "attention", "softmax", T, ways[0], budget, flash) as watch:
-            found = measure("softmax", T, ways, flash, ROUNDS + 1, options.seconds, watch)
-        say("softmax", T, found)
-        keep(report, "attention", "softmax", T, found)
-    for T in options.lengths:
-        wanted = [name for name in options.attn
-                  if name != "softmax" and not has(report, "attention", attn=name, T=T, way="ours")]
-        beside = None
-        for name in wanted:
-            if budget.left() < 10:
-                left_out.append(f"{name} at T = {T}")
-                continue
-            with Watch(report, "attention", "softmax", T, "ours", budget, flash) as watch:
-                if beside is None and not has_failed(report, "attention", attn="softmax", T=T, way="ours"):
-                    beside = timed_softmax(T, flash)
-                found = measure(name, T, ["ours"], flash, ROUNDS, options.seconds, watch, beside)
-            say(name, T, found)
-            keep(report, "attention", name, T, found)
+    left_out, beside = [], {}
+    cases = [("softmax", T, (*OURS, "sdpa-flash", "sdpa-cudnn")) for T in options.sweep]
+    cases += [(name, T, ("ours",)) for T in options.lengths for name in ATTN if name != "softmax"]
+    for name, T, ways in cases:
+        ways = lacking(report, "attention", name, T, ways)
+        if ways and options.budget.left() < 10:
+            left_out.append(f"{name} at T = {T}")
+        elif ways and name == "softmax":
+            time_case(report, options, flash, name, T, ways, ROUNDS + 1)
+        elif ways:
+            softmax = report.find("attention", attn="softmax", T=T, way="ours", device=device())
+            if T not in beside and not any("failed" in r for r in softmax):
+                with Watch(report, options, flash, "softmax", T):
+                    beside = {T: timed_softmax(T, flash)}
+            time_case(report, options, flash, name, T, ways, beside=beside.get(T))
     tables_attention(report, left_out)
     return left_out
 
@@ -722,24 +694,16 @@ def part_attention(report, options, flash):
 def part_shapes(report, options, flash):
     """Times SHAPES_ATTN in each layout; softmax beside SDPA, where it has a backend for it. Then WINDOW. Returns the
     cases that were left."""
-    budget, left_out, T = gpu_report.Budget(options.budget), [], options.lengths[0]
+    left_out, T = [], options.lengths[0]
     cases = [(layout_name, name, T, sdpa_ways(layout) if name == "softmax" else [])
              for layout_name, layout in LAYOUTS.items() for name in SHAPES_ATTN]
     cases.append(("12 heads of 64", WINDOW, T if DRY else WINDOW_T, ["flex"]))
     for layout_name, name, T, others in cases:
-        ways = [way for way in ("ours", *others)
-                if not has(report, "shapes", attn=name, T=T, way=way, layout=layout_name)]
-        if not ways:
-            continue
-        if budget.left() < 10:
+        ways = lacking(report, "shapes", name, T, ("ours", *others), layout=layout_name)
+        if ways and options.budget.left() < 10:
             left_out.append(f"{name}, {layout_name}")
-            continue
-        with Watch(report, "shapes", name, T, ways[0], budget, flash, layout=layout_name) as watch:
-            found = measure(name, T, ways, flash, ROUNDS, options.seconds, watch,
-                            layout=LAYOUTS.get(layout_name, Layout()))
-        print(f"{layout_name}:")
-        say(name, T, found)
-        keep(report, "shapes", name, T, found, layout=layout_name)
+        elif ways:
+            time_case(report, options, flash, name, T, ways, layout=layout_name)
     table_shapes(report, left_out)
     return left_out
 
@@ -767,16 +731,15 @@ def workers(T):
     return int(max(1, min((os.cpu_count() or 1) - 2, memory / (4 + A_PROCESS_GB * T / 4096))))
 
 
-def warm(options, cases, budget):
+def warm(options, cases):
     """Compiles the cases into the compiler's cache on disk, in processes of their own, several at a time. Returns those
     that ended in time, and those that did not end within LIMIT seconds."""
     def one(case):
         name, T, way = case
-        seconds = min(LIMIT, budget.left())
+        seconds = min(LIMIT, options.budget.left())
         if seconds < 30:
             return None
-        words = [sys.executable, __file__, str(options.report), "warm", "--attn", name, "--lengths", str(T),
-                 "--way", way]
+        words = [sys.executable, __file__, "warm", name, str(T), way]
         try:
             one_thread = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1")
             result = subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=one_thread)
@@ -794,26 +757,15 @@ def warm(options, cases, budget):
         return {case for case in pool.map(one, cases) if case}, endless
 
 
-def part_warm(options):
-    (name,), (T,) = options.attn, options.lengths
-    torch_ = Torch(Case(name, T, 1), options.way)
-    torch_.both(0)
-    synchronize()
-
-
 def part_others(report, options, flash):
     """Times each normalizer against PyTorch's methods, several normalizers at a time: their methods are compiled in
     parallel, then timed one by one. Returns the cases that were left."""
-    budget, left_out = gpu_report.Budget(options.budget), []
+    left_out = []
 
-    def lacks(name, T):
-        """The methods of PyTorch to measure; those that failed are not tried again."""
-        return [way for way in way_names(name) if not has(report, "others", attn=name, T=T, way=way)]
+    def lacks(name, T, *ways):
+        return lacking(report, "others", name, T, ways or way_names(name))
 
-    def lacks_ours(name, T):
-        return [] if has(report, "others", attn=name, T=T, way="ours") else ["ours"]
-
-    missing = [(name, T) for T in options.lengths for name in options.attn if lacks_ours(name, T) or lacks(name, T)]
+    missing = [(name, T) for T in options.lengths for name in ATTN if lacks(name, T, "ours") or lacks(name, T)]
     while missing:
         T = missing[0][1]
         size = len(missing) if DRY else workers(T)
@@ -821,25 +773,22 @@ def part_others(report, options, flash):
         missing = missing[len(some):]
         to_compile = [(name, T, way) for name, T in some for way in lacks(name, T) if not way.startswith("sdpa-")]
         ready, endless = set(to_compile) if DRY else set(), set()
-        if not DRY and to_compile and budget.left() > 60:
-            ready, endless = warm(options, to_compile, budget)
+        if not DRY and to_compile and options.budget.left() > 60:
+            ready, endless = warm(options, to_compile)
         for name, T, way in endless:
             keep(report, "others", name, T, {way: {"failed": f"not compiled within {LIMIT} s"}})
         for name, T in some:
             ways = [way for way in lacks(name, T) if way.startswith("sdpa-") or (name, T, way) in ready]
-            if budget.left() < 15 or len(ways) < len(lacks(name, T)):
+            if options.budget.left() < 15 or len(ways) < len(lacks(name, T)):
                 left_out.append(f"{name} at T = {T}")
                 continue
-            ways = lacks_ours(name, T) + ways
+            ways = lacks(name, T, "ours") + ways
             if not ways:                                      # its last method has just failed to compile
                 continue
             torch._dynamo.reset()
             if not DRY:
                 torch.cuda.empty_cache()
-            with Watch(report, "others", name, T, ways[0], budget, flash) as watch:
-                found = measure(name, T, ways, flash, ROUNDS, options.seconds, watch)
-            say(name, T, found)
-            keep(report, "others", name, T, found)
+            time_case(report, options, flash, name, T, ways)
     tables_others(report, left_out)
     return left_out
 
@@ -864,46 +813,39 @@ def notes_of(left_out, heads="12 heads of 64, bf16, "):
             *gpu_report.not_measured(left_out)]
 
 
+def over(theirs, ours, key="both_ms"):
+    """Their time over ours, if both were measured."""
+    return cell(gpu_report.ratio(theirs, ours, key)) if theirs and ours and key in theirs and key in ours else ""
+
+
 def tables_attention(report, left_out):
-    records = report.part("attention")["records"]
-    find = lambda **keys: next((r for r in records if all(r.get(k) == v for k, v in keys.items())), None)
-    lengths = sorted({r["T"] for r in records})
-    table = []
-    for T in lengths:
-        ours, flash, cudnn = (find(attn="softmax", T=T, way=way) for way in ("ours", "sdpa-flash", "sdpa-cudnn"))
-        if ours is None:
-            continue
-        row = [T, *(ms(r, key) for key in ("forward_ms", "both_ms") for r in (ours, flash, cudnn))]
-        for key in ("forward_ms", "both_ms"):
-            both = flash and not ours.get("failed") and not flash.get("failed")
-            row.append(cell(gpu_report.ratio(flash, ours, key)) if both else "")
-        row.append(cell(ours.get("both_tflops"), 0))
-        table.append(row + [cell(r.get("peak_gb")) if r else "" for r in (ours, flash)])
+    table, of_ours, rates, passes = [], [], [], ("forward_ms", "both_ms")
+    for T in sorted({r["T"] for r in report.find("attention", attn="softmax", way="ours")}):
+        ways = {r["way"]: r for r in report.find("attention", attn="softmax", T=T)}
+        ours, flash, cudnn = (ways.get(way) for way in ("ours", "sdpa-flash", "sdpa-cudnn"))
+        table.append([T, *(ms(r, key) for key in passes for r in (ours, flash, cudnn)),
+                      *(over(flash, ours, key) for key in passes), cell(ours.get("both_tflops"), 0),
+                      *(cell(r.get("peak_gb")) if r else "" for r in (ours, flash))])
+        of_ours.append([T, *(ms(ways.get(way), key) for way in OURS for key in passes)])
+        rates.append([T, *(cell(ways.get(way, {}).get(key), 0)
+                           for way in OURS for key in ("forward_tflops", "both_tflops"))])
     report.table("attention", "softmax, ms",
                  ["T", "ours forward", "SDPA flash", "SDPA cuDNN", "ours both", "SDPA flash", "SDPA cuDNN",
                   "flash/ours forward", "flash/ours both", "ours TFLOP/s both", "peak GB ours", "peak GB flash"], table,
                  notes_of(left_out) + ["TFLOP/s: as usual, 3.5 times the forward pass's matmuls over the causal half"])
     head = ["T", *(f"{what} {key}" for what in ("default", "any order", "mma.sync") for key in ("forward", "both"))]
-    table = [[T, *(ms(find(attn="softmax", T=T, way=way), key) for way in OURS for key in ("forward_ms", "both_ms"))]
-             for T in lengths if find(attn="softmax", T=T, way="ours")]
-    report.table("attention", "softmax, our kernels, ms", head, table,
+    report.table("attention", "softmax, our kernels, ms", head, of_ours,
                  ["any order: --deterministic 0. mma.sync: the kernels for compute capability 8.0 (FLASH90=0)"])
-    table = [[T, *(cell(find(attn="softmax", T=T, way=way).get(f"{key}_tflops"), 0)
-                   for way in OURS for key in ("forward", "both"))]
-             for T in lengths if all(find(attn="softmax", T=T, way=way) for way in OURS)]
-    report.table("attention", "softmax, our kernels, TFLOP/s", head, table)
-    names = list(dict.fromkeys(r["attn"] for r in records if r["attn"] != "softmax"))
-    table = []
-    for name in names:
-        row = [f"`{name}`"]
-        for T in sorted({r["T"] for r in records if r["attn"] != "softmax"}):
-            ours = find(attn=name, T=T, way="ours")
-            of_softmax = cell(statistics.median(ours["of_softmax"])) if ours and "of_softmax" in ours else ""
-            row += [ms(ours, "forward_ms"), ms(ours, "both_ms"), of_softmax]
-        table.append(row)
-    head = [f"T = {T} {what}" for T in sorted({r["T"] for r in records if r["attn"] != "softmax"})
-            for what in ("forward", "both", "of softmax")]
-    report.table("attention", "Ours by normalizer, ms", ["normalizer", *head], table, notes_of(left_out))
+    report.table("attention", "softmax, our kernels, TFLOP/s", head, rates)
+    others = [r for r in report.find("attention") if r["attn"] != "softmax"]
+    lengths, by_name = sorted({r["T"] for r in others}), {}
+    for r in others:
+        of_softmax = cell(statistics.median(r["of_softmax"])) if "of_softmax" in r else ""
+        by_name.setdefault(r["attn"], {})[r["T"]] = [*(ms(r, key) for key in passes), of_softmax]
+    report.table("attention", "Ours by normalizer, ms",
+                 ["normalizer", *(f"T = {T} {what}" for T in lengths for what in ("forward", "both", "of softmax"))],
+                 [[f"`{name}`", *(text for T in lengths for text in by_T.get(T, [""] * 3))]
+                  for name, by_T in by_name.items()], notes_of(left_out))
 
 
 def table_shapes(report, left_out):
@@ -932,11 +874,10 @@ def tables_others(report, left_out):
             by_way = {r["way"]: r for r in records if r["attn"] == name and r["T"] == T}
             ours = by_way.get("ours")
             good = [r for way, r in by_way.items() if way != "ours" and not r.get("failed") and not r.get("wrong")]
-            usable = ours and not ours.get("failed") and good
             fastest = min(good, key=lambda r: statistics.median(r["both_ms"])) if good else None
             table.append([f"`{name}`", ms(ours, "both_ms"),
                           *(ms(by_way.get(way), "both_ms") for way in gpu_report.PYTORCH),
-                          cell(gpu_report.ratio(fastest, ours)) if usable else "", fastest["way"] if fastest else "",
+                          over(fastest, ours), fastest["way"] if fastest else "",
                           cell(ours.get("peak_gb")) if ours else "",
                           cell(by_way["compile"].get("peak_gb")) if "compile" in by_way else ""])
         report.table("others", f"Forward and backward at T = {T}, ms",
@@ -947,11 +888,8 @@ def tables_others(report, left_out):
 # ---------------------------------------------------------------- the command line
 
 def parse():
-    # warm: used by `others`
-    parser = gpu_report.parser(__doc__, ("attention", "shapes", "others", "warm"), 500)
-    parser.add_argument("--attn", default="", help="comma-separated presets; default: all")
+    parser = gpu_report.parser(__doc__, ("attention", "shapes", "others"), 500)
     parser.add_argument("--lengths", default="", help="default: 4096,1024")
-    parser.add_argument("--way", help="of the part warm")
     parser.add_argument("--seconds", type=float, default=0.15, help="seconds per measurement")
     parser.add_argument("--library", help="default: scripts/gpu_check.py's")
     options = parser.parse_args()
@@ -960,20 +898,20 @@ def parse():
     options.lengths = ([int(x) for x in options.lengths.split(",")] if options.lengths
                        else [17, 33] if DRY else list(LENGTHS))
     options.sweep = (17, 33) if DRY else SWEEP
-    options.attn = (options.attn.split(",") if options.attn
-                    else [*FIRST, *(name for name in reference.PRESETS if name not in FIRST)])
     built = "build/on_cpu/flash.so" if DRY else "build/gpu_programs/cuda/flash.so"
     options.library = options.library or str(ROOT / built)
     return options
 
 
 def main():
+    if sys.argv[1:2] == ["warm"]:
+        name, T, way = sys.argv[2:]
+        Torch(Case(name, int(T), 1), way).both(0)
+        return synchronize()
     options = parse()
     if not DRY and not torch.cuda.is_available():
         print("attention_gpu: PyTorch finds no GPU: not measured", file=sys.stderr)
         return gpu_report.NO_GPU
-    if options.part == "warm":
-        return part_warm(options)
 
     def measure(report, options):
         parts = {"attention": part_attention, "shapes": part_shapes, "others": part_others}

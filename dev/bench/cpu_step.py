@@ -1,12 +1,12 @@
 """Our 124M training step on the CPU compared with the same model in PyTorch.
 
-    .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--steps 4] [--cases fp32:4x64,bf16:4x256]
+    .venv/bin/python dev/bench/cpu_step.py [--rounds 3] [--cases fp32:4x64,bf16:4x256] [--variants eager,compile]
 
 Every round runs every variant of every case once, each in a process of its own, never two at a time, and every second
 round in the opposite order, so that a machine that speeds up or slows down affects all of them alike. A figure is the
 median over a round's steps and then over the rounds; a ratio is the median of the rounds' own ratios. The first steps
-of a process (allocation, compilation) are not counted. Both sides train: forward, backward, gradient clipping and
-AdamW.
+of a process (allocation, compilation) are not counted. Both sides train, with as many threads as there are cores:
+forward, backward, gradient clipping and AdamW.
 
     ours      ./train_gpt2 with its usual flags; a step's time is `ms` of metrics.jsonl
     eager     PyTorch, float32 or bf16 autocast, AdamW(fused=True)
@@ -29,7 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
+
+from gpu_report import table_text
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train_gpt2"
@@ -37,8 +40,10 @@ LAYERS, HEADS, CHANNELS, FFN, VOCAB = 12, 12, 768, 2048, 50257
 PADDED_VOCAB = 50304
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP, THETA = 6e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 10000.0
 CASES = "fp32:4x64,fp32:4x256,fp32:1x1024,bf16:4x256"
-VARIANTS = ("ours", "eager", "compile")
-UNCOUNTED_STEPS = 2   # the first compiles and allocates; the second may still touch new memory
+VARIANTS = ("eager", "compile")         # besides ours
+UNCOUNTED_STEPS, STEPS = 2, 4   # the first compiles and allocates; the second may still touch new memory
+THREADS = len(os.sched_getaffinity(0))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
 
 
 # ---------------------------------------------------------------- the same model in PyTorch (runs in a child process)
@@ -109,15 +114,14 @@ def optimizer_of(model):
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
-def torch_steps(variant, dtype, B, T, steps, threads):
+def torch_steps(variant, dtype, B, T):
     """Trains; returns the milliseconds of each counted step."""
     import torch
-    torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = torch_model()(T)
     optimizer = optimizer_of(model)
     forward = torch.compile(model) if variant == "compile" else model
-    tokens = torch.randint(0, VOCAB, (UNCOUNTED_STEPS + steps, B, T + 1))
+    tokens = torch.randint(0, VOCAB, (UNCOUNTED_STEPS + STEPS, B, T + 1))
     ms = []
     for batch in tokens:
         start = time.perf_counter()
@@ -134,10 +138,9 @@ def torch_steps(variant, dtype, B, T, steps, threads):
     return ms[UNCOUNTED_STEPS:]
 
 
-def matmul_rate(dtype, threads):
+def matmul_rate(dtype):
     """The best GFLOP/s of torch.matmul, over this model's matmuls with 1,024 rows and a large square one."""
     import torch
-    torch.set_num_threads(threads)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     best = 0.0
     for rows, inner, columns in ((1024, CHANNELS, 3 * CHANNELS), (1024, CHANNELS, 2 * FFN), (1024, FFN, CHANNELS),
@@ -150,31 +153,26 @@ def matmul_rate(dtype, threads):
     return best
 
 
-def child(task):
-    if task["what"] == "rate":
-        result = matmul_rate(task["dtype"], task["threads"])
-    else:
-        result = torch_steps(task["what"], task["dtype"], task["B"], task["T"], task["steps"], task["threads"])
-    print(json.dumps(result))
-
-
 # ---------------------------------------------------------------- running one process and measuring it
 
-def environment(threads):
-    return dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
-
-
-def run_torch(what, dtype, B, T, options):
-    """One PyTorch process: what its child() printed, and its peak memory in GB."""
-    task = {"what": what, "dtype": dtype, "B": B, "T": T, "steps": options.steps, "threads": options.threads}
-    process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(task)], stdout=subprocess.PIPE,
-                               env=environment(options.threads), text=True)
-    output = process.stdout.read()
+def run(folder, *words):
+    """What a process printed, and its peak memory in GB."""
+    log = folder / "log"
+    with open(log, "w") as file:
+        process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=file,
+                                   stderr=subprocess.STDOUT, env=ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise SystemExit(f"cpu_step: PyTorch {what} {dtype} ended with exit code {process.returncode}")
-    return json.loads(output.splitlines()[-1]), usage.ru_maxrss * 1024 / 1e9
+        raise SystemExit(f"cpu_step: {' '.join(map(str, words))} ended with exit code {process.returncode}:\n"
+                         f"{log.read_text()[-2000:]}")
+    return log.read_text(), usage.ru_maxrss * 1024 / 1e9
+
+
+def run_torch(folder, *task):
+    """What matmul_rate() or torch_steps() returned in a process of its own, and its peak memory in GB."""
+    output, peak_gb = run(folder, sys.executable, __file__, "--child", json.dumps(task))
+    return json.loads(output.splitlines()[-1]), peak_gb
 
 
 def write_shard(path, count, vocab=VOCAB):
@@ -185,25 +183,16 @@ def write_shard(path, count, vocab=VOCAB):
     path.write_bytes(struct.pack("<256i", 20240520, 1, count, *([0] * 253)) + struct.pack(f"<{count}H", *tokens))
 
 
-def run_ours(dtype, B, T, options, folder):
+def run_ours(folder, dtype, B, T):
     """One run of our trainer: milliseconds of each counted step, and its peak memory in GB."""
     out = folder / "run"
-    command = [TRAIN, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
-               "--model", "124M", "--attn", "softmax", "--dtype", dtype, "--batch", B, "--seq-len", T,
-               "--steps", UNCOUNTED_STEPS + options.steps, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0,
-               "--out", out]
-    log = folder / "ours.log"
-    with open(log, "w") as file:
-        process = subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=file,
-                                   stderr=subprocess.STDOUT, env=environment(options.threads))
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise SystemExit(f"cpu_step: {TRAIN} ended with exit code {process.returncode}:\n"
-                         f"{log.read_text()[-2000:]}")
+    _, peak_gb = run(folder, TRAIN, "--train-data", f"{folder}/*_train_*.bin", "--val-data", f"{folder}/*_val_*.bin",
+                     "--model", "124M", "--attn", "softmax", "--dtype", dtype, "--batch", B, "--seq-len", T,
+                     "--steps", UNCOUNTED_STEPS + STEPS, "--val-every", 0, "--sample-every", 0, "--ckpt-every", 0,
+                     "--out", out)
     ms = [json.loads(line)["ms"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(out)
-    return ms[UNCOUNTED_STEPS:], usage.ru_maxrss * 1024 / 1e9
+    return ms[UNCOUNTED_STEPS:], peak_gb
 
 
 # ---------------------------------------------------------------- rounds and the table
@@ -215,68 +204,49 @@ def flop_per_token(T):
     return 6 * weights + LAYERS * 6 * CHANNELS * (T + 1)
 
 
-def measure(cases, options, folder):
-    """Runs all rounds; returns one record per process, and the best matmul rate of each dtype in GFLOP/s."""
-    records, rates = [], {}
+def measure(options, folder):
+    """{(case, variant): its tokens per second in each round}, with ours its peak memory in GB, and the best matmul rate
+    of each dtype in GFLOP/s."""
+    speeds, peaks, rates = {}, {}, {}
     for number in range(options.rounds):
-        for dtype in sorted({dtype for dtype, _, _ in cases}):
-            rate, _ = run_torch("rate", dtype, 0, 0, options)
+        for dtype in sorted({dtype for dtype, _, _ in options.cases}):
+            rate, _ = run_torch(folder, "rate", dtype)
             rates[dtype] = max(rate, rates.get(dtype, 0.0))
             print(f"round {number + 1}: torch.matmul {dtype} {rate:.0f} GFLOP/s", file=sys.stderr, flush=True)
-        jobs = [(case, variant) for case in cases for variant in options.variants]
-        for (dtype, B, T), variant in jobs if number % 2 == 0 else jobs[::-1]:
-            if variant == "ours":
-                ms, memory = run_ours(dtype, B, T, options, folder)
-            else:
-                ms, memory = run_torch(variant, dtype, B, T, options)
+        jobs = [(case, variant) for case in options.cases for variant in ("ours", *options.variants)]
+        for case, variant in jobs if number % 2 == 0 else jobs[::-1]:
+            dtype, B, T = case
+            ms, peak_gb = run_ours(folder, *case) if variant == "ours" else run_torch(folder, variant, *case)
             step = statistics.median(ms)
-            records.append({"case": (dtype, B, T), "variant": variant, "tok_per_s": 1e3 * B * T / step,
-                            "peak_gb": memory})
+            speeds.setdefault((case, variant), []).append(1e3 * B * T / step)
+            peaks[case, variant] = max(peak_gb, peaks.get((case, variant), 0.0))
             print(f"round {number + 1}: {dtype} B={B} T={T} {variant:8} {step:8.0f} ms {1e3 * B * T / step:7.1f} tok/s "
-                  f"{memory:5.2f} GB", file=sys.stderr, flush=True)
-    return records, rates
+                  f"{peak_gb:5.2f} GB", file=sys.stderr, flush=True)
+    return speeds, peaks, rates
 
 
-def cell(values, digits, suffix=""):
-    """The median of the rounds."""
-    return f"{statistics.median(values):.{digits}f}{suffix}"
-
-
-def table(cases, options, records, rates):
-    """A Markdown table: tokens per second of every variant, ours over each of the others, and the first variant's share
-    of the floor."""
-    others = [variant for variant in options.variants if variant != "ours"]
-    ours = "ours" in options.variants
-
-    def rounds(case, variant, key):
-        return [r[key] for r in records if (r["case"], r["variant"]) == (case, variant)]
-
-    head = ["case", *[f"{variant} tok/s" for variant in options.variants]]
-    head += [f"ours/{variant}" for variant in others] if ours else []
-    head += ["floor tok/s", f"{options.variants[0]} of floor"]
-    head += ["peak GB"] if ours else []
-    rows = [head, len(head) * ["---"]]
-    for case in cases:
+def table(options, speeds, peaks, rates):
+    """A Markdown table: tokens per second of every variant, ours over each of the others, and our share of the
+    floor. A figure is the median of the rounds."""
+    head = ["case", *[f"{variant} tok/s" for variant in ("ours", *options.variants)],
+            *[f"ours/{variant}" for variant in options.variants], "floor tok/s", "of floor", "peak GB"]
+    rows = []
+    for case in options.cases:
         dtype, B, T = case
+        ours, *others = (speeds[case, variant] for variant in ("ours", *options.variants))
         floor = 1e9 * rates[dtype] / flop_per_token(T)
-        speed = {variant: rounds(case, variant, "tok_per_s") for variant in options.variants}
-        row = [f"{dtype} B={B} T={T}", *[cell(speed[variant], 1) for variant in options.variants]]
-        if ours:
-            row += [cell([a / b for a, b in zip(speed["ours"], speed[other])], 2) for other in others]
-        row += [f"{floor:.0f}", cell([100 * rate / floor for rate in speed[options.variants[0]]], 0, "%")]
-        row += [f"{max(rounds(case, 'ours', 'peak_gb')):.2f}"] if ours else []
-        rows.append(row)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([f"{dtype} B={B} T={T}", *[f"{statistics.median(speed):.1f}" for speed in (ours, *others)],
+                     *[f"{statistics.median(a / b for a, b in zip(ours, other)):.2f}" for other in others],
+                     f"{floor:.0f}", f"{statistics.median(ours) / floor:.0%}", f"{peaks[case, 'ours']:.2f}"])
+    return table_text(head, rows)
 
 
 def machine():
     """The processor's name, the vector extensions that matter here, and its cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    facts = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
-    flags = facts.get("flags", "").split()
-    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return (f"{facts.get('model name', platform.processor()).strip()} (family {facts.get('cpu family', ' ?').strip()}, "
-            f"model {facts.get('model', ' ?').strip()}; {', '.join(units)}), {os.cpu_count()} cores")
+    facts = dict(re.findall(r"^(.*?)\t*: (.*)", Path("/proc/cpuinfo").read_text(), re.M))
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in facts.get("flags", "").split()]
+    return (f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family', '?')}, "
+            f"model {facts.get('model', '?')}; {', '.join(units)}), {os.cpu_count()} cores")
 
 
 def cases_of(text):
@@ -287,47 +257,47 @@ def cases_of(text):
     return [(case[1], int(case[2]), int(case[3])) for case in found]
 
 
+def some_of(names):
+    """For argparse: turns comma-separated names into a list."""
+    def words(text):
+        if unknown := set(text.split(",")) - set(names):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        return text.split(",")
+    return words
+
+
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=cases_of, default=CASES,
                         help="dtype:BxT, comma-separated (default: %(default)s)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, from %(default)s")
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=",".join(VARIANTS),
+                        help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3,
                         help="number of times each process runs (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps per process (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
-                        help="threads on each side (default: all cores)")
     options = parser.parse_args()
-    options.variants = options.variants.split(",")
-    if unknown := set(options.variants) - set(VARIANTS):
-        parser.error(f"--variants: no such variant: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
-    if min(options.rounds, options.steps, options.threads) < 1:
-        parser.error("--rounds, --steps and --threads must be at least 1")
-    if "ours" in options.variants and not os.access(TRAIN, os.X_OK):
-        parser.error(f"{TRAIN} is missing: build it with make, or leave `ours` out of --variants")
-    return parser, options
+    if not os.access(TRAIN, os.X_OK):
+        parser.error(f"{TRAIN} is missing: build it with make")
+    return options
 
 
 def main():
     if sys.argv[1:2] == ["--child"]:
-        return child(json.loads(sys.argv[2]))
-    parser, options = parse()
-    cases = options.cases
-    version = subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True,
-                             text=True)
-    if version.returncode != 0:
-        parser.error("PyTorch is missing: run scripts/setup.sh --test and use .venv/bin/python")
+        import torch
+        torch.set_num_threads(THREADS)
+        what, *case = json.loads(sys.argv[2])
+        return print(json.dumps(matmul_rate(*case) if what == "rate" else torch_steps(what, *case)))
+    options = parse()
     with tempfile.TemporaryDirectory(prefix="cpu_step_") as name:
         folder = Path(name)
-        tokens = (UNCOUNTED_STEPS + options.steps + 1) * max(B * T for _, B, T in cases) + 1
+        tokens = (UNCOUNTED_STEPS + STEPS + 1) * max(B * T for _, B, T in options.cases) + 1
         write_shard(folder / "random_train_000001.bin", tokens)
         write_shard(folder / "random_val_000000.bin", tokens)
-        records, rates = measure(cases, options, folder)
+        speeds, peaks, rates = measure(options, folder)
     command = " ".join(["dev/bench/cpu_step.py", *sys.argv[1:]])
-    print(f"{machine()}; {datetime.date.today().isoformat()}; torch {version.stdout.strip()}; {options.threads} "
-          f"threads, {options.rounds} rounds of {options.steps} steps\n{command}")
+    print(f"{machine()}; {datetime.date.today().isoformat()}; torch {version('torch')}; {THREADS} threads, "
+          f"{options.rounds} rounds of {STEPS} steps\n{command}")
     print("torch.matmul: " + ", ".join(f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in rates.items()) + "\n")
-    print(table(cases, options, records, rates))
+    print(table(options, speeds, peaks, rates))
 
 
 if __name__ == "__main__":

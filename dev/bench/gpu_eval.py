@@ -1,11 +1,10 @@
 """Evaluation of a 124M model on a GPU: tokens per second, next to the trainer's forward pass.
 
     python3 dev/bench/gpu_eval.py REPORT evaluation [--budget 120]
-    python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run
-        a tiny model on the CPU with ./eval_gpt2, to show that everything runs
+    python3 dev/bench/gpu_eval.py REPORT evaluation --dry-run --train ./train_gpt2 --evaluate ./eval_gpt2
+        a tiny model on the CPU, to show that everything runs
 
-REPORT is the folder of scripts/gpu_check.py's report. Cases that are already in it are not measured again. The weights
-are random, and a sequence is a batch of its own.
+The weights are random, and a sequence is a batch of its own.
 
     forward      the trainer's validation at T = 10,240: its forward pass and loss, timed by --profile on the device
     evaluation   eval_gpt2cu --task loss at the same T, by the tokens per second that it prints
@@ -14,14 +13,10 @@ are random, and a sequence is a batch of its own.
 Evaluation and prefill are timed from the first batch on, so they include the work of first launches, in which the
 device waits for the host; prefill also includes a prompt's scores, from which the host computes the weights on the
 needle.
-
-Exit codes: 0: done; 1: one of the programs failed; 75: cases are left, because time ran out; 77: no GPU.
 """
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,28 +54,18 @@ def rate(options, case, dtype, result):
     return 1e3 * (options.sequences[dtype] // 4 * options.length) / ms
 
 
-def run(options, words):
-    """As gpu_step.run_within(); a run that fails is {"failed": ...}."""
-    result, endless = gpu_step.run_within("ours", options.end, list(map(str, words)), stdin=subprocess.DEVNULL)
-    if result and result.returncode:
-        print(result.stdout[-2000:] + result.stderr[-2000:], file=sys.stderr)
-        said = (result.stderr.strip().splitlines() or [""])[0]
-        return None, {"failed": f"exit code {result.returncode}: {said[:160]}"}
-    return result, endless
-
-
 def write_model(options, folder):
-    """Writes the data and a model with random weights; returns {} or {"failed": ...}."""
+    """Writes the data and a model with random weights; returns the problem, if there is one."""
     cpu_step.write_shard(folder / "random_train_000001.bin", max(options.sequences.values()) * options.length + 1, 256)
     byte_text.write_tokenizer(folder)
     options.data, options.model = folder / "*_train_*.bin", folder / "run"
-    return run(options, [options.train, "--train-data", options.data, "--model", options.spec, "--batch", 1,
-                         "--seq-len", 1024, "--steps", 0, "--out", options.model])[1] or {}
+    return gpu_step.run_within("ours", options.budget, options.train, "--train-data", options.data, "--model",
+                               options.spec, "--batch", 1, "--seq-len", 1024, "--steps", 0, "--out", options.model)[1]
 
 
 def measure(options, case, dtype):
-    result, endless = run(options, words_of(options, case, dtype))
-    figures = endless or {"tok_per_s": rate(options, case, dtype, result)}
+    result, problem = gpu_step.run_within("ours", options.budget, *words_of(options, case, dtype))
+    figures = problem or {"tok_per_s": rate(options, case, dtype, result)}
     said = figures.get("failed") or figures.get("left") or f"{figures['tok_per_s']:.0f} tok/s"
     print(f"{case:10} {dtype}: {said}", flush=True)
     return figures
@@ -92,9 +77,9 @@ def part_evaluation(report, options):
     wanted = [(case, dtype) for dtype in SEQUENCES for case in CASES
               if not report.find("evaluation", case=case, dtype=dtype, device=device)]
     with gpu_step.scratch_folder() as name:
-        problem = write_model(options, Path(name)) if wanted else {}
+        problem = write_model(options, Path(name)) if wanted else None
         for case, dtype in wanted:
-            short = options.end - time.monotonic() < (0 if gpu_step.DRY else NEED)
+            short = options.budget.until_stop() < (0 if gpu_step.DRY else NEED)
             figures = problem or ({"left": "no time"} if short else measure(options, case, dtype))
             if "left" in figures:
                 left.append(f"{case} {dtype}")
@@ -110,9 +95,8 @@ def table(report, options, left):
     found = {(r["case"], r["dtype"]): r for r in records}
     rows = []
     for dtype in SEQUENCES:
-        forward = found.get(("forward", dtype))
         for case, T in (("forward", options.length), ("evaluation", options.length), ("prefill", options.prompt)):
-            r = found.get((case, dtype))
+            r, forward = found.get((case, dtype)), found.get(("forward", dtype))
             known = r and forward and "tok_per_s" in r and "tok_per_s" in forward
             rows.append([dtype, case, T, gpu_step.figure(r, "tok_per_s", 0),
                          f"{r['tok_per_s'] / forward['tok_per_s']:.2f}" if known else ""])
@@ -123,15 +107,10 @@ def table(report, options, left):
 
 def parse():
     parser = gpu_report.parser(__doc__, ("evaluation",), 120)
-    parser.add_argument("--train", default="", help="the trainer; default: ./train_gpt2cu")
-    parser.add_argument("--evaluate", default="", help="the evaluator; default: ./eval_gpt2cu")
+    parser.add_argument("--train", type=os.path.abspath, default=ROOT / "train_gpt2cu", help="the trainer")
+    parser.add_argument("--evaluate", type=os.path.abspath, default=ROOT / "eval_gpt2cu", help="the evaluator")
     options = parser.parse_args()
     gpu_step.DRY = options.dry_run
-    suffix = "" if gpu_step.DRY else "cu"
-    options.train = os.path.abspath(options.train or ROOT / f"train_gpt2{suffix}")
-    options.evaluate = os.path.abspath(options.evaluate or ROOT / f"eval_gpt2{suffix}")
-    # scripts/gpu_check.py ends this program 15 seconds after its budget.
-    options.end = time.monotonic() + options.budget + 8
     options.spec, options.length, options.prompt = "124M,vocab=50257", LENGTH, PROMPT
     options.sequences = options.prompts = SEQUENCES
     if gpu_step.DRY:

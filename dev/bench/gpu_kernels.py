@@ -12,7 +12,6 @@ import ctypes
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import numpy
@@ -75,10 +74,6 @@ def main_run(library, dtype, attn, *sizes):
 
 # ---------------------------------------------------------------- ncu
 
-class NotPermitted(Exception):
-    pass
-
-
 def observe(metrics, command, *flags):
     """The output of ncu, which observes the kernels that a command launches."""
     words = ["ncu", "--csv", "--clock-control", "none", "--metrics", ",".join(metrics), *flags, *map(str, command)]
@@ -96,7 +91,8 @@ def parse_launches(text):
     if head is None:
         said = "ERR_NVGPUCTRPERM", "==ERROR==", "No kernels were profiled"
         reason = next((line for line in lines if any(word in line for word in said)), "ncu printed no table")
-        raise NotPermitted(reason.strip())
+        print(f"the counters cannot be read: {reason.strip()}")
+        sys.exit(gpu_report.NO_GPU)
     found = {}
     for row in csv.DictReader(lines[head:]):
         if row.get("Metric Value"):
@@ -145,34 +141,23 @@ def main_step(folder, program):
         tokens = 2 * STEP_BATCH * STEP_LENGTH + 1
         cpu_step.write_shard(Path(data) / "random_train_000001.bin", tokens)
         # --profile: without CUDA graphs, and without a checkpoint at the end.
-        command = gpu_step.our_command(Namespace(ours=program), STEP_MODEL, STEP_BATCH, STEP_LENGTH, 2, data)
+        command = gpu_step.our_command(program, STEP_MODEL, STEP_BATCH, STEP_LENGTH, 2, data)
         # Of the first step, only the end is needed; observing the rest would take seconds.
         text = observe(STEP_METRICS, [*command, "--profile"], "--cache-control", "none", "--launch-skip", "100")
-    try:
-        found = parse_step(text)
-    except NotPermitted as error:
-        print(f"the counters cannot be read: {error}")
-        return gpu_report.NO_GPU
+    found = parse_step(text)
     step_table(report, found)
     report.save()
     launches, seconds, read, written = (sum(column) for column in zip(*found.values()))
     print(f"{launches} launches, {1e3 * seconds:.2f} ms, {(read + written) / 1e9:.1f} GB")
-    return 0
 
 
 def main():
-    words = sys.argv[1:]
-    if words[:1] in (["-h"], ["--help"]):
-        return print(__doc__)
-    verb, *rest = words or [""]
-    numbers = all(word.isdecimal() for word in rest[3:])
-    if verb == "run" and len(rest) == 6 and rest[1] in ("bf16", "fp32") and numbers:
-        return main_run(*rest)
-    if verb == "step" and len(rest) == 2:
-        return main_step(*rest)
-    print(f"{__doc__}\ngpu_kernels: expected run or step with the words above, not: "
-          f"{' '.join(words) or 'nothing'}", file=sys.stderr)
-    return 2
+    verb, *words = sys.argv[1:] or [""]
+    if verb == "run" and len(words) == 6:
+        return main_run(*words)
+    if verb == "step" and len(words) == 2:
+        return main_step(*words)
+    sys.exit(__doc__)
 
 
 if __name__ == "__main__":

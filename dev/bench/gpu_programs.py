@@ -53,6 +53,10 @@ def compiles(header):
     return succeeds("gcc", "-fsyntax-only", "-x", "c", "-include", header, "/dev/null")
 
 
+def noted(path):
+    return path.read_text() if path.exists() else ""
+
+
 def jobs():
     return f"-j{os.cpu_count()}"
 
@@ -75,9 +79,8 @@ class Programs:
     def flags(self):
         """make's flags for what the Makefile does not find by itself: headers and libcudart_static.a from pack, and the
         cuBLASLt library that came with PyTorch or that the system has."""
-        call = self.call
+        call, cudart = self.call, self.cudart()
         flags = [f"GPUS={call.architecture}", f"BUILD={call.build}", f"BIN={call.bin}"]
-        cudart = self.cudart()
         if cudart.startswith(f"{call.deps}/"):
             flags.append(f"CUDART={cudart}")
         if self.cublas != make_variable("CUBLAS"):
@@ -123,33 +126,28 @@ class Programs:
         names += [f"{call.where}/tests/test_kernels", f"{call.where}/tests/test_matmul", f"{call.where}/flash.so"]
         return [folder / name for name in names]
 
-    def sources(self):
-        return f"{gpu_report.version('build')}\n{' '.join(self.flags)}\n"
-
-    def packed_sources(self):
-        return f"{gpu_report.version('build')}\n{' '.join(self.portable)}\n"
+    @staticmethod
+    def sources(flags):
+        """What the file "sources" beside programs has that were built with these flags from the sources as they are."""
+        return f"{gpu_report.version('build')}\n{' '.join(flags)}\n"
 
     def products(self):
         return hashlib.sha256(b"".join(path.read_bytes() for path in self.paths(self.build))).hexdigest()
 
-    def noted(self, name, folder=None):
-        path = (folder or self.build) / name
-        return path.read_text() if path.exists() else ""
-
     def has_same_sources(self):
-        return self.noted("sources") == self.sources()
+        return noted(self.build / "sources") == self.sources(self.flags)
 
     def are_packed(self):
         """Whether the programs in `build` are pack's."""
-        return self.use_pack and self.noted("sources") == self.packed_sources()
+        return self.use_pack and noted(self.build / "sources") == self.sources(self.portable)
 
     def has_pack(self):
         """Whether pack has built the programs from these sources for this GPU."""
-        return self.use_pack and self.noted("sources", self.packed) == self.packed_sources()
+        return self.use_pack and noted(self.packed / "sources") == self.sources(self.portable)
 
     def is_built(self):
         return (all(path.exists() for path in self.paths(self.build)) and (self.has_same_sources() or self.are_packed())
-                and self.noted("products") == self.products())
+                and noted(self.build / "products") == self.products())
 
     def make(self, job):
         job.run("make", jobs(), *self.flags, *self.paths(self.build))
@@ -195,7 +193,7 @@ def part_build(call):
             return
         shutil.rmtree(build, ignore_errors=True)
     build.mkdir(parents=True, exist_ok=True)
-    (build / "sources").write_text(programs.sources())
+    (build / "sources").write_text(programs.sources(programs.flags))
     call.fact(f"{os.cpu_count()} cores; cuBLASLt {programs.cublas}")
     call.check(f"make, sm_{call.architecture}", 20, 3600, programs.make)
 
@@ -362,13 +360,13 @@ def pack_programs(call):
                      "scripts/setup_cuda.sh installs it")
     shutil.rmtree(programs.packed, ignore_errors=True)
     programs.packed.mkdir(parents=True)
-    sources = programs.packed_sources()
+    sources = programs.sources(programs.portable)
     words = ["make", jobs(), *programs.portable, f"BUILD={folder}", f"BIN={folder}", f"TORCH_CUDA={1 - call.dry}"]
     done = subprocess.run([*words, "attn_c", *programs.paths(folder)], capture_output=True, text=True)
     if done.returncode:
         raise Lacked("the programs cannot be built here, so the GPU machine must do it:\n"
                      + "\n".join((done.stdout + done.stderr).splitlines()[-25:]))
-    if programs.packed_sources() != sources:
+    if programs.sources(programs.portable) != sources:
         raise Lacked("the programs' sources changed while they were built")
     # Most of each CUDA program is the same kernels. A dictionary that is longer than a program makes the archive of all
     # hardly larger than that of one.

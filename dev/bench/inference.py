@@ -1,10 +1,9 @@
 """Evaluation, decoding and prefill of a 124M model on the CPU, next to transformers and to what the machine allows.
 
-    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill]
-        [--dtypes fp32,bf16]
+    .venv/bin/python dev/bench/inference.py [--rounds 3] [--cases evaluation,decoding,prefill] [--dtypes fp32,bf16]
     .venv/bin/python dev/bench/inference.py --cases decoding --model data/smollm2
 
-    evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's forward pass at the same T
+    evaluation   eval_gpt2 --task loss at T = 10,240, next to the trainer's validation at the same T
     decoding     256 tokens after a prompt of one, one text: sample_gpt2 next to transformers' generate(), both with
                  their key-value caches. "bf16 in fp32": both compute in float32, from a folder in bfloat16
     prefill      a prompt of 8,000 tokens: sample_gpt2 next to transformers
@@ -18,7 +17,6 @@ torch.matmul().
 import argparse
 import datetime
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -27,7 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu_step import ROOT, VOCAB, environment, machine, matmul_rate, write_shard
+from cpu_step import ENVIRONMENT, ROOT, THREADS, VOCAB, machine, matmul_rate, some_of, write_shard
+from gpu_report import table_text
 
 LONG, PROMPT, NEW = 10240, 8000, 256
 STORED = "bf16 in fp32"
@@ -71,21 +70,11 @@ def transformers_seconds(what, dtype, folder):
         return times[1] - times[0]
 
 
-def child(task):
-    import torch
-    torch.set_num_threads(task["threads"])
-    if task["what"] == "bandwidth":
-        return bandwidth()
-    if task["what"] == "rate":
-        return matmul_rate(task["dtype"], task["threads"])
-    return transformers_seconds(task["what"], task["dtype"], task["folder"])
-
-
 # ---------------------------------------------------------------- one measurement
 
 class Bench:
-    def __init__(self, folder, threads, model):
-        self.folder, self.threads = Path(folder), threads
+    def __init__(self, folder, model):
+        self.folder = Path(folder)
         self.model = Path(model) if model else self.new_model("fp32")
         self.stored = None if model else self.new_model("bf16")
         config = json.loads((self.model / "config.json").read_text())
@@ -109,15 +98,16 @@ class Bench:
 
     def run(self, *words):
         result = subprocess.run(list(map(str, words)), capture_output=True, text=True, errors="replace",
-                                env=environment(self.threads))
+                                env=ENVIRONMENT)
         if result.returncode:
             sys.exit(f"inference.py: {' '.join(map(str, words))[:200]} ended with {result.returncode}:\n"
                      f"{result.stderr[-2000:]}")
         return result
 
-    def torch(self, what, dtype="fp32"):
-        task = {"what": what, "dtype": dtype, "folder": str(self.folder_of(dtype)), "threads": self.threads}
-        return json.loads(self.run(sys.executable, __file__, "--child", json.dumps(task)).stdout.splitlines()[-1])
+    def torch(self, function, *arguments):
+        """What a function above returned in a process of its own."""
+        words = [sys.executable, __file__, "--child", function.__name__, *arguments]
+        return float(self.run(*words).stdout.splitlines()[-1])
 
     def evaluation(self, dtype):
         """Tokens per second."""
@@ -126,8 +116,12 @@ class Bench:
             "--dtype", dtype).stderr)[1])
 
     def forward(self, dtype):
-        seconds = self.run(ROOT / "build/bench/forward", self.model, dtype, LONG, 3).stdout.split()
-        return LONG / statistics.median(map(float, seconds[1:]))
+        """The trainer's validation: its forward pass and loss, in the memory that training uses."""
+        data, windows = self.folder / "random_train_*.bin", 2
+        said = self.run(ROOT / "train_gpt2", "--train-data", data, "--val-data", data, "--model", "124M", "--batch", 1,
+                        "--seq-len", LONG, "--dtype", dtype, "--steps", 1, "--lr", 0, "--warmup", 0, "--val-every", 1,
+                        "--val-tokens", windows * LONG, "--sample-every", 0, "--profile").stdout
+        return 1e3 * windows * LONG / float(re.search(r"^validation, samples, checkpoints +([\d.]+) ", said, re.M)[1])
 
     def sample(self, dtype, prompt, new_tokens):
         """Tokens per second of reading a prompt of so many tokens, and of the text."""
@@ -142,31 +136,28 @@ class Bench:
         return self.sample(dtype, PROMPT, 1)[0]
 
     def transformers(self, what, dtype):
-        return (NEW if what == "decoding" else PROMPT) / self.torch(what, dtype)
+        return ((NEW if what == "decoding" else PROMPT)
+                / self.torch(transformers_seconds, what, dtype, self.folder_of(dtype)))
 
     def floor(self, what, dtype):
         """The most tokens per second that the machine allows."""
         if what == "decoding":
             cache = self.layers * 2 * self.keys * 4 * NEW / 2    # float32, on average
-            return self.torch("bandwidth") / ((self.layer_weights + self.head_weights) * BYTES[dtype] + cache)
+            return self.torch(bandwidth) / ((self.layer_weights + self.head_weights) * BYTES[dtype] + cache)
         flop = 2 * self.layer_weights + self.layers * 2 * self.queries * (PROMPT + 1)
-        return 1e9 * self.torch("rate", dtype) / flop
+        return 1e9 * self.torch(matmul_rate, dtype) / flop
 
 
 MEASUREMENTS = {"evaluation": ("evaluation", "forward"), "decoding": ("ours", "transformers", "floor"),
                 "prefill": ("ours", "transformers", "floor")}
 
 
-def dtypes(bench, case, wanted):
-    return [dtype for dtype in wanted if dtype != STORED or (case == "decoding" and bench.stored)]
-
-
-def measure(bench, cases, wanted, rounds):
+def measure(bench, options):
     """figures[case, dtype, side]: a list, one number for each round."""
     figures = {}
-    jobs = [(case, dtype, side) for case in cases for dtype in dtypes(bench, case, wanted)
-            for side in MEASUREMENTS[case]]
-    for number in range(rounds):
+    jobs = [(case, dtype, side) for case in options.cases for dtype in options.dtypes for side in MEASUREMENTS[case]
+            if dtype != STORED or (case == "decoding" and bench.stored)]
+    for number in range(options.rounds):
         for case, dtype, side in jobs if number % 2 == 0 else jobs[::-1]:
             method = getattr(bench, side)
             figure = method(dtype) if case == "evaluation" else method(case, dtype)
@@ -176,54 +167,43 @@ def measure(bench, cases, wanted, rounds):
 
 
 def table(cases, figures):
-    lines = ["| case | ours tok/s | compared with | its tok/s | ours/its | floor tok/s | of floor |",
-             "|---|---|---|---|---|---|---|"]
+    rows = []
     for case in cases:
-        first, second, *floor = MEASUREMENTS[case]
+        first, second = MEASUREMENTS[case][:2]
         for dtype in (dtype for dtype in BYTES if (case, dtype, first) in figures):
             ours, theirs = figures[case, dtype, first], figures[case, dtype, second]
             ratio = statistics.median(a / b for a, b in zip(ours, theirs))
             row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}",
                    {"forward": "training's forward pass"}.get(second, second),
                    f"{statistics.median(theirs):.1f}", f"{ratio:.2f}"]
-            if floor:
-                limit = figures[case, dtype, "floor"]
-                share = statistics.median(a / b for a, b in zip(ours, limit))
-                row += [f"{statistics.median(limit):.1f}", f"{100 * share:.0f}%"]
-            else:
-                row += ["", ""]
-            lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+            limit = figures.get((case, dtype, "floor"))
+            row += ([f"{statistics.median(limit):.1f}", f"{statistics.median(a / b for a, b in zip(ours, limit)):.0%}"]
+                    if limit else ["", ""])
+            rows.append(row)
+    return table_text(["case", "ours tok/s", "compared with", "its tok/s", "ours/its", "floor tok/s", "of floor"], rows)
 
 
 def main():
     if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(child(json.loads(sys.argv[2]))))
-        return
+        import torch
+        torch.set_num_threads(THREADS)
+        return print(globals()[sys.argv[2]](*sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=",".join(MEASUREMENTS), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--dtypes", default=",".join(BYTES), help="comma-separated (default: %(default)s)")
+    for flag, names in (("--cases", MEASUREMENTS), ("--dtypes", BYTES)):
+        parser.add_argument(flag, type=some_of(names), default=",".join(names),
+                            help="comma-separated (default: %(default)s)")
     parser.add_argument("--model", metavar="DIR", help="a model's folder, for decoding (default: 124M, random weights)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
-                        help="on each side (default: all cores)")
     options = parser.parse_args()
-    cases = options.cases.split(",")
-    if unknown := set(cases) - set(MEASUREMENTS):
-        parser.error(f"--cases: no such case: {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
-    wanted = options.dtypes.split(",")
-    if unknown := set(wanted) - set(BYTES):
-        parser.error(f"--dtypes: no such type: {', '.join(sorted(unknown))}; there are {', '.join(BYTES)}")
-    if options.model and cases != ["decoding"]:
+    if options.model and options.cases != ["decoding"]:
         parser.error("--model: only with --cases decoding")
-    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2", "build/bench/forward"], cwd=ROOT,
-                   check=True)
+    subprocess.run(["make", "-s", "train_gpt2", "eval_gpt2", "sample_gpt2"], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory(prefix="inference_") as folder:
-        figures = measure(Bench(folder, options.threads, options.model), cases, wanted, options.rounds)
+        figures = measure(Bench(folder, options.model), options)
     command = " ".join(["dev/bench/inference.py", *sys.argv[1:]])
-    print(f"{machine()}; {datetime.date.today().isoformat()}; {options.threads} threads, {options.rounds} "
+    print(f"{machine()}; {datetime.date.today().isoformat()}; {THREADS} threads, {options.rounds} "
           f"rounds\n{command}\n")
-    print(table(cases, figures))
+    print(table(options.cases, figures))
 
 
 if __name__ == "__main__":

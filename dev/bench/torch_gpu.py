@@ -1,6 +1,6 @@
 """attn_c's attention on a GPU through PyTorch: its results beside the CPU's, and its speed beside PyTorch's.
 
-    make attn_c && PYTHONPATH=build/python python dev/bench/torch_gpu.py [--device cuda] [--seconds 0.3]
+    make attn_c && PYTHONPATH=build/python python dev/bench/torch_gpu.py [--device cuda]
 
 Every preset, in float32 and bfloat16, forward and backward, with grouped heads, padding and fewer queries than keys,
 must equal the CPU's float32 numbers. Then milliseconds of forward and backward of softmax, ssmax and lssar in bfloat16
@@ -62,22 +62,21 @@ def check(device):
     return worst, wrong
 
 
-def milliseconds(step, device, seconds):
-    """The median of at least five steps."""
-    times, end = [], time.perf_counter() + seconds
+def milliseconds(step, device):
+    """The median of 0.3 s, and of at least five steps."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times, end = [], time.perf_counter() + 0.3
     step()
     while len(times) < 5 or time.perf_counter() < end:
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times)
 
 
-def speed(device, seconds):
+def speed(device):
     tokens, lengths = (16384, (1024, 4096)) if device == "cuda" else (128, (64,))
     for T in lengths:
         q, k, v, dout = (torch.randn(tokens // T, 12, T, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
@@ -86,17 +85,16 @@ def speed(device, seconds):
         ways["scaled_dot_product_attention"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
         for name, way in ways.items():
             step = lambda: torch.autograd.grad(way(*inputs), inputs, dout)
-            print(f"T = {T}: {name} {milliseconds(step, device, seconds):.3f} ms")
+            print(f"T = {T}: {name} {milliseconds(step, device):.3f} ms")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=0.3, help="per measurement")
     options = parser.parse_args()
     worst, wrong = check(options.device)
     print(f"{len(attn_c.PRESETS)} normalizers: the worst error is {worst:.2g} of a tensor's norm, {wrong} are wrong")
-    speed(options.device, options.seconds)
+    speed(options.device)
     sys.exit(wrong > 0)
 
 

@@ -158,14 +158,13 @@ LAUNCHES = [("squares_kernel", traffic(900, 9, 9)), ("adamw_kernel", traffic(900
 def run_step(folder, monkeypatch, text):
     commands = []
     monkeypatch.setattr(gpu_kernels, "observe", lambda *words: commands.append(words) or text)
-    code = gpu_kernels.main_step(folder, "./train_gpt2cu")
+    gpu_kernels.main_step(folder, "./train_gpt2cu")
     assert [words[1][0] for words in commands] == ["./train_gpt2cu"] and "--profile" in commands[0][1]
-    return code
 
 
 def test_a_step_by_kernel(tmp_path, monkeypatch):
     """Exactly one step, from one launch of AdamW to the next; the largest row first; cuBLASLt's kernels in one row."""
-    assert run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES)) == 0
+    run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES))
     table, = parts_of(tmp_path)["counters"]["tables"].values()
     assert table["head"] == ["kernel", "launches", "ms per step", "GB read", "GB written", "TB/s"]
     assert table["rows"] == [["`adamw_kernel`", "1", "1.000", "2.50", "1.50", "4.00"],
@@ -176,7 +175,8 @@ def test_a_step_by_kernel(tmp_path, monkeypatch):
 
 
 def test_a_step_that_ncu_cannot_observe(tmp_path, monkeypatch):
-    assert run_step(tmp_path, monkeypatch, NO_PERMISSION) == gpu_report.NO_GPU
+    with pytest.raises(SystemExit, match=str(gpu_report.NO_GPU)):
+        run_step(tmp_path, monkeypatch, NO_PERMISSION)
     with pytest.raises(SystemExit, match="ncu saw 3 launches, 1 of them of adamw_kernel"):
         run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES[:3]))
     with pytest.raises(SystemExit, match="the program failed under ncu"):
@@ -198,9 +198,9 @@ def test_step_and_memory(tmp_path, monkeypatch):
     ceilings = {"bytes": 1e12, "flops": 1e14, "undoes_rope": True}
     times = {"ms": [2.0], "peak_gb": 0.1, "reserved_gb": 0.2}
     monkeypatch.setattr(gpu_step, "run_torch",
-                        lambda **task: dict(ceilings if task["variant"] == "ceilings" else times))
+                        lambda budget, **task: dict(ceilings if task["variant"] == "ceilings" else times))
     for part in ("step", "memory"):
-        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(tmp_path), part, "--dry-run", "--steps", "2",
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(tmp_path), part, "--dry-run",
                                           "--ours", str(trainer.TRAIN)])
         assert gpu_step.main() == 0
     parts = parts_of(tmp_path)
@@ -216,14 +216,12 @@ def test_step_and_memory(tmp_path, monkeypatch):
 
 def test_a_step_that_hangs_has_failed(tmp_path, monkeypatch):
     """If ours hangs, the part fails and names it; a case that the end of the call cuts off is left."""
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 100\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr(gpu_step, "run_torch", lambda **task: {"failed": "not here"})
+    slow = trainer.script_of(tmp_path / "slow", "exec sleep 100")
+    monkeypatch.setattr(gpu_step, "run_torch", lambda budget, **task: {"failed": "not here"})
     monkeypatch.setattr(gpu_step, "LIMIT", {"ours": 0.02})
 
     def call(folder, *flags):
-        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), "step", "--dry-run", "--ours", str(slow), *flags])
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", str(folder), "step", "--dry-run", "--ours", slow, *flags])
         code = gpu_step.main()
         return code, [r.get("failed") for r in parts_of(folder)["step"]["records"] if r["variant"] == "ours"]
 

@@ -97,6 +97,20 @@ def test_verdicts_of_checks(call):
     assert all(word in summary for word in ("failed", "FAILED: ", "bad", "left: unfinished", "info: elsewhere"))
 
 
+def test_runs_that_differ(call):
+    """All comparisons are shown, and the report keeps what the check has added."""
+    def compare(job):
+        assert job.run("echo", "said") == "said\n"
+        with job.call.report() as report:
+            report.table("tests", "losses", ["run"], [["a"]])
+            job.compare(lambda word: (word != "b", f"{word} is compared"), ("a",), ("b",), ("c",))
+
+    call([Part("tests", 1, 1, "", lambda call: call.check("curves", 1, 9, compare), "")], "tests", code=1)
+    part = parts_of(call.out)["tests"]
+    assert [check["verdict"] for check in part["checks"]] == ["FAILED (1)"] and list(part["tables"]) == ["losses"]
+    assert "said\na is compared\nb is compared\nc is compared\n" in (call.out / "log").read_text()
+
+
 def test_a_part_resumes(call, tmp_path):
     """What passed is not repeated; what failed is if its part is named; FRESH=1 repeats all."""
     log, flag = tmp_path / "runs", tmp_path / "flag"
@@ -224,13 +238,13 @@ def test_the_groups_of_tests():
 # ---- programs: a machine with a make that builds nothing
 
 # The programs that it "builds" record their arguments. One group of kernels crashes, and one that is not needed fails.
-PROGRAM = """#!/bin/sh
+PROGRAM = """
 echo "$0 $*" >>"{log}"
 [ "$1" != --help ] || exit ${{HELP_CODE:-0}}
 case $1 in rope) kill -SEGV $$ ;; unaligned) echo "note: refused"; exit 6 ;; esac
 echo "3 passed, 0 failed"
 """
-MAKE = """#!/bin/sh
+MAKE = """
 case "$*" in *lacking*|*--version*) exit 0 ;; *show-it*CUDA*|*show-it*CUBLAS*) echo "{cuda}"; exit 0 ;; esac
 echo made >>"{log}"
 for word in "$@"; do
@@ -243,33 +257,27 @@ done
 """
 
 
-def fake_programs(folder, **texts):
-    """A PATH with these shell scripts before the system's own programs. Its Python has no PyTorch, in most cases."""
-    folder.mkdir()
-    for name, text in texts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
-    return f"{folder}:{sys.base_prefix}/bin:/usr/bin:/bin"
-
-
 class Machine:
     """A copy of what scripts/gpu_check.py needs, without .git, on a machine with a fake GPU."""
 
     def __init__(self, folder, **programs):
         self.root, self.log, self.out, self.cuda = (folder / name for name in ("tree", "log", "out", "cuda"))
         tests = (f"dev/tests/{name}" for name in ("test_kernels.cu", "hopper_wrappers.cuh", "test_matmul.cu"))
-        for name in ("Makefile", "scripts/gpu_check.py", "scripts/lib/files.py", "attention/flash.cuh", *tests,
-                     *(f"dev/bench/gpu_{name}.py" for name in ("report", "programs", "kernels"))):
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, self.root / name)
+        copied = ("Makefile", "scripts/gpu_check.py", "scripts/lib/files.py", "attention/flash.cuh", *tests,
+                  *(f"dev/bench/gpu_{name}.py" for name in ("report", "programs", "kernels")))
+        self.root.mkdir()
+        subprocess.run(["cp", "--parents", "-t", self.root, *copied], cwd=ROOT, check=True)
         for name in ("include/cublasLt.h", "lib/libcudart_static.a", "lib/libcublasLt.so"):
             (self.cuda / name).parent.mkdir(parents=True, exist_ok=True)
             (self.cuda / name).touch()
-        (folder / "program").write_text(PROGRAM.format(log=self.log))
-        make = MAKE.format(cuda=self.cuda, log=self.log, program=folder / "program")
+        program = trainer.script_of(folder / "program", PROGRAM.format(log=self.log))
+        make = MAKE.format(cuda=self.cuda, log=self.log, program=program)
         fakes = {"nvidia-smi": "echo 'GPU 0, stand-in, 1 MiB'", "nvcc": "exit 1", "make": make, **programs}
-        self.path = fake_programs(folder / "bin", **fakes)
-        shutil.copytree(folder / "bin", self.cuda / "bin")
+        (self.cuda / "bin").mkdir()
+        for name, text in fakes.items():
+            trainer.script_of(self.cuda / "bin" / name, text)
+        # In most cases, the system's Python has no PyTorch.
+        self.path = f"{self.cuda}/bin:{sys.base_prefix}/bin:/usr/bin:/bin"
 
     def call(self, *parts, code=0, **settings):
         settings = {"OUT": str(self.out), "REPORT": "none", "PATH": self.path, **settings}
@@ -277,6 +285,11 @@ class Machine:
                               env=trainer.environment(**settings))
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
+
+    def pack(self):
+        """The programs; what else pack collects needs a network."""
+        self.edit("dev/bench/gpu_programs.py", "in PACKED.items():", 'in (("programs", pack_programs),):')
+        self.call("pack")
 
     def edit(self, name, old, new):
         """Changes this machine's copy of a file."""
@@ -307,14 +320,13 @@ def test_built_by_contents_not_by_times(tmp_path):
     assert "resuming an unfinished build" in machine.call("build")
     assert machine.calls("made") == 4 and (program.parent / "an.o").exists()
     shutil.rmtree(program.parent)                        # another machine, with this one's report
-    assert "== build (for counters)" in machine.call("counters") and machine.calls("made") == 5
+    assert "counters needs the programs" in machine.call("counters") and machine.calls("made") == 5
 
 
 def packed(folder):
-    """A machine with the programs that pack has built there; what else pack collects needs a network."""
+    """A machine with the programs that pack has built there."""
     machine = Machine(folder)
-    machine.edit("dev/bench/gpu_programs.py", "in PACKED.items():", 'in (("programs", pack_programs),):')
-    machine.call("pack")
+    machine.pack()
     shutil.rmtree(machine.root / "build/packed")
     assert machine.calls("made") == 1
     return machine
@@ -355,8 +367,7 @@ def test_the_probe_finds_what_is_missing(tmp_path):
     assert "cublasLt.h: FAILED, 0 s: cublasLt.h is missing: scripts/gpu_check.py pack provides it" in said
     assert "The other parts were not started" in said
     assert list(parts_of(machine.out)) == ["probe"] and machine.calls("made") == 0
-    machine.edit("dev/bench/gpu_programs.py", "in PACKED.items():", 'in (("programs", pack_programs),):')
-    machine.call("pack")
+    machine.pack()
     said = machine.call("probe")
     assert "programs: pack's" in said and "cublasLt.h: missing" in said
 
@@ -394,14 +405,15 @@ def test_sanitizer_findings_are_reported(tmp_path):
 
 @pytest.fixture
 def dry(tmp_path):
-    """f(parts, code, settings): a call with the CPU trainer."""
-    def run(*parts, code=0, **settings):
-        settings = {"OUT": str(tmp_path / "out"), "REPORT": "none", "DEPS": str(tmp_path / "deps"), "DEVICE": "cpu",
-                    "TRAIN": str(trainer.TRAIN), **settings}
-        done = subprocess.run([sys.executable, ROOT / "scripts/gpu_check.py", *parts], capture_output=True, text=True,
-                              timeout=600, env=trainer.environment(**settings))
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+    """f(parts): a call with the emulated programs."""
+    if not (EMULATED.exists() and EVALUATOR.exists()):
+        pytest.skip("make train_gpt2cu_on_cpu eval_gpt2cu_on_cpu")
+
+    def run(*parts):
+        settings = {"OUT": str(tmp_path / "out"), "REPORT": "none", "DEPS": str(tmp_path / "deps"), "DEVICE": "cpu"}
+        done = subprocess.run([ROOT / "scripts/gpu_check.py", *parts], capture_output=True, text=True, timeout=600,
+                              env=trainer.environment(**settings))
+        assert done.returncode == 0, done.stdout + done.stderr
     return run
 
 
@@ -412,24 +424,20 @@ def test_runs_on_the_cpu(tmp_path, dry):
     assert {part["status"] for part in parts.values()} == {"done"}
     assert [len(part["checks"]) for part in parts.values()] == [4, 1, 1] and len(parts["train"]["curves"]["bf16"]) == 4
     assert_well_formed((tmp_path / "out/report.md").read_text())
-    dry("train", code=1, TRAIN="/bin/false", FRESH="1")
-    assert [check["verdict"] for check in parts_of(tmp_path / "out")["train"]["checks"]] == ["FAILED (1)"]
 
 
 @pytest.mark.skipif(os.environ.get("GPU_REHEARSAL") != "1" or not shutil.which("mpirun"),
                     reason="GPU_REHEARSAL=1: minutes")
 def test_several_ranks(tmp_path, dry):
-    dry("several", TRAIN=str(EMULATED))
+    dry("several")
     checks = parts_of(tmp_path / "out")["several"]["checks"]
     assert {check["verdict"] for check in checks} == {"ok"} and len(checks) > 10
     assert [check["detail"] for check in checks[:2]] == ["2 processes are right"] * 2
 
 
 @pytest.mark.drawn(1, of="whole calls")
-@pytest.mark.skipif(not (EMULATED.exists() and EVALUATOR.exists()),
-                    reason="make train_gpt2cu_on_cpu eval_gpt2cu_on_cpu")
 def test_evaluation_part(tmp_path, dry):
-    dry("evaluation", TRAIN=str(EMULATED))
+    dry("evaluation")
     part = parts_of(tmp_path / "out")["evaluation"]
     assert verdicts_of(tmp_path / "out", "evaluation") == {"the same results as eval_gpt2": "ok", "evaluation": "ok"}
     assert re.match(r"[1-9]\d* passed", part["checks"][0]["detail"]) and len(part["records"]) == 6
@@ -454,13 +462,12 @@ def test_rehearsal(tmp_path):
     Prints the seconds of each part."""
     root, out, carried = tmp_path / "tree", tmp_path / "out", tmp_path / "tree/build/gpu_check"
     budget = int(os.environ.get("GPU_REHEARSAL_BUDGET", 570))
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in names.strip("\0").split("\0"):
-        if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, root / name)
-            os.utime(root / name, (1e9, 1e9))
+    names = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
+                           check=True).stdout
+    root.mkdir()
+    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", root], cwd=ROOT, input=names, check=True)
+    for path in root.rglob("*"):
+        os.utime(path, (1e9, 1e9))
     for name in (".venv", ".cuda"):
         if (ROOT / name).exists():
             (root / name).symlink_to((ROOT / name).resolve())
@@ -526,23 +533,14 @@ def test_the_bounds_of_curves(tmp_path, dtype, losses, fine):
 
 # ---- what a part depends on
 
-def prerequisites():
-    """The files of the tree from which the objects of the CUDA programs were compiled; if none are built here, those of
-    the trainer."""
-    patterns = ("on_cpu/**/*.d", "*.d", "attention/*.d", "model/*.d", "run/*.d", "math/*.d", "text/*.d", "data/*.d",
-                "runtime/*.d")
-    compiled = [path for pattern in patterns for path in (ROOT / "build").glob(pattern)]
-    text = "\n".join(path.read_text() for path in compiled)
-    if not list(ROOT.glob("build/on_cpu/*.d")):
-        words = [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-MM", "-MG", "-I.", "-Idev/cuda_on_cpu"]
-        words += ["-x", "c++", "train_gpt2.cu"]
-        text += subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    names = {word.removesuffix(":") for word in text.replace("\\\n", " ").split()}
-    return {ROOT / name for name in names if not name.startswith(("/", "build/")) and (ROOT / name).is_file()}
-
-
 def test_the_version_covers_every_source():
-    wanted, covered = prerequisites(), set(gpu_report.sources("build"))
+    """Every file from which the programs are compiled."""
+    words = [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-MM", "-MG", "-I.", "-Idev/cuda_on_cpu", "-x", "c++"]
+    words += [path.relative_to(ROOT) for folder in (".", "attention", "cuda", "dev/tests")
+              for path in (ROOT / folder).glob("*.cu")]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {word for word in text.replace("\\\n", " ").split() if not word.endswith(":")}
+    wanted, covered = {ROOT / name for name in names if (ROOT / name).is_file()}, set(gpu_report.sources("build"))
     assert {"attention", "cuda"} <= {path.parent.name for path in wanted} and len(wanted) > 30
     assert {str(path.relative_to(ROOT)) for path in wanted - covered} == set()
     for name, parts in (("dev/tests/flash_so.cu", ("attention", "shapes", "others", "tests", "sanitizer")),
@@ -558,8 +556,12 @@ def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch)
         (tmp_path / name).write_text("one")
     monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
 
-    def states():
-        return [gpu_report.Report(tmp_path / "out").state(part) for part in ("attention", "train")]
+    def found():
+        """Of both parts the state, and the figures that train begins with."""
+        report = gpu_report.Report(tmp_path / "out")
+        states = [report.state(part) for part in ("attention", "train")]
+        report.begin("train")
+        return [*states, *(r["both_ms"] for r in report.part("train")["records"])]
 
     report = gpu_report.Report(tmp_path / "out")
     for part in ("attention", "train"):
@@ -568,23 +570,14 @@ def test_records_of_other_sources_or_devices_do_not_count(tmp_path, monkeypatch)
         report.record(part, {"attn": "ssmax"}, both_ms=[2.0])        # replaces the earlier one
         report.end(part)
     report.save()
-    assert states() == ["done", "done"]
-    (tmp_path / "doc/gpu.md").write_text("two")
-    assert states() == ["done", "done"]
-    (tmp_path / "dev/bench/attention_gpu.py").write_text("two")
-    assert states() == ["new", "done"]
-    (tmp_path / "attention/flash.cuh").write_text("two")
-    assert states() == ["new", "new"]
-    again = gpu_report.Report(tmp_path / "out")
-    again.begin("train")
-    assert again.part("train")["records"] == []
-    (tmp_path / "attention/flash.cuh").write_text("one")
-    assert states()[1] == "done"
-    again = gpu_report.Report(tmp_path / "out")
-    again.begin("train")
-    assert [r["both_ms"] for r in again.part("train")["records"]] == [[2.0]]
+    for name, text, expected in (("doc/gpu.md", "two", ["done", "done", [2.0]]),
+                                 ("dev/bench/attention_gpu.py", "two", ["new", "done", [2.0]]),
+                                 ("attention/flash.cuh", "two", ["new", "new"]),
+                                 ("attention/flash.cuh", "one", ["new", "done", [2.0]])):
+        (tmp_path / name).write_text(text)
+        assert found() == expected, (name, text)
     monkeypatch.setenv("GPU_CHECK_DEVICE", "another GPU")
-    assert states()[1] == "new"
+    assert found() == ["new", "new"]
 
 
 def test_a_truncated_report(tmp_path, capsys):
