@@ -56,8 +56,7 @@ def limit(kind, soft, hard=None):
 
 
 def test_file_size_limit(data, tmp_path):
-    """A `ulimit -f` too small for a checkpoint acts like a full disk: training continues, no partial file stays, and
-    the last save fails."""
+    """It acts like a full disk: training continues, no partial file stays, and the last save fails."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = ["--steps", 8, "--ckpt-every", 2]
     train(data, *flags, "--out", whole)
@@ -185,8 +184,7 @@ def shown(words, threads, **env):
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "train_gpt2cu", "train_gpt2cu_on_cpu"])
 def test_threads_that_wait_spin_briefly(program):
-    """runtime/cpu.c is in each program, and what the user asks for counts. OpenMP reports its settings at each
-    start."""
+    """In each program, unless the user asks for something else. OpenMP reports its settings at each start."""
     if not (TRAIN.parent / program).exists():
         pytest.skip(f"{TRAIN.parent / program} is not built")
     flags = ["env", "-u", "GOMP_SPINCOUNT", TRAIN.parent / program, "--version"]
@@ -289,8 +287,7 @@ def test_clang_builds_without_warnings(tmp_path):
 
 
 def test_cdpath(tmp_path):
-    """If CDPATH is set, cd prefers a folder there to one in the current folder. Runs the line of each script that
-    changes to the repository's root."""
+    """With CDPATH, cd prefers a folder there to one here. Runs each script's line that changes to the root."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     (ours / "scripts").mkdir(parents=True)
     (other / "scripts").mkdir(parents=True)
@@ -303,8 +300,7 @@ def test_cdpath(tmp_path):
 
 
 def copied_setup(folder, programs=()):
-    """setup.sh in a folder of its own, with these programs (name: text) before those of PATH. Returns a function that
-    runs it."""
+    """A function that runs a copy of setup.sh in this folder, with these programs (name: text) first in PATH."""
     (folder / "scripts").mkdir()
     (folder / "bin").mkdir()
     shutil.copy(ROOT / "scripts/setup.sh", folder / "scripts")
@@ -327,8 +323,7 @@ def test_setup_says_what_it_installs_and_why(tmp_path):
 
 
 def test_setup_despite_settings_of_python_and_pip(tmp_path):
-    """The virtual environment gets its packages whatever the user's settings say: it has no folder of the user, and
-    what lies elsewhere is not in it."""
+    """The virtual environment gets its packages whatever the user's settings say, even those that lie elsewhere."""
     def write(folder, version):
         (folder / f"thing-{version}.dist-info").mkdir(parents=True)
         (folder / "thing.py").write_text(f"version = {version}\n")

@@ -25,6 +25,13 @@ L = 128
 
 
 DATA = partial(write_text, count=25000)
+SHORT = ["--seq-lens", 16, "--max-tokens", 16]
+
+
+@pytest.fixture(scope="module")
+def model(model_of):
+    """The folder of a model under softmax."""
+    return model_of("grouped", "softmax")[0]
 
 
 # ---------------------------------------------------------------- the learned scalars
@@ -37,8 +44,7 @@ NAMES = ("attn_scale", "attn_bias", "attn_sink")
                                          ("gau", "ssmax-pn+norm=l1+sink"), ("grouped", "ssmax,ssmax-pn+window=9"),
                                          ("grouped", "softmax,ssmax")])
 def test_scores_are_the_checkpoints(shape, attn, model_of, tmp_path):
-    """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's own fit, over the n that the
-    layers with p_n have."""
+    """Each layer's scalars, and the line a1 ln n + a2 that they make: s p_n + b with p_n's fit over the n it is for."""
     folder, _, config = model_of(shape, attn)
     tensors = load_file(folder / "model.safetensors")
     block = "gau" if shape == "gau" else "self_attn"
@@ -128,36 +134,33 @@ def test_the_table_of_all_losses(model_of, data, tmp_path):
         assert "loss by length" not in evaluate(task, folders[0], data, tmp_path, *flags)[0]
 
 
-def test_each_model_has_a_name_of_its_own(model_of, data, tmp_path):
-    folder = model_of("grouped", "softmax")[0]
-    shutil.copytree(folder, tmp_path / "a" / "same")
-    shutil.copytree(folder, tmp_path / "b" / "same")
-    shutil.copytree(folder, tmp_path / "c" / "with,comma")
-    flags = ["--seq-lens", 16, "--max-tokens", 100]
-    label = lambda models: names(evaluate("loss", models, data, tmp_path / "out", *flags)[1])
+def test_each_model_has_a_name_of_its_own(model, data, tmp_path):
+    shutil.copytree(model, tmp_path / "a" / "same")
+    shutil.copytree(model, tmp_path / "b" / "same")
+    shutil.copytree(model, tmp_path / "c" / "with,comma")
+    label = lambda models: names(evaluate("loss", models, data, tmp_path / "out", *SHORT)[1])
     assert label(f"{tmp_path}/a/same/,{tmp_path}/b/same/") == ["a/same", "b/same"]
-    assert label(f"{folder},{folder},{folder}") == [folder.name, str(folder), f"{folder} (model 3)"]
+    assert label(f"{model},{model},{model}") == [model.name, str(model), f"{model} (model 3)"]
     assert label(f"{tmp_path}/c/with,comma") == ["with,comma"]
-    assert label(f",{folder},") == [folder.name]
+    assert label(f",{model},") == [model.name]
 
 
-def test_a_missing_model_is_named_before_any_work(model_of, data, tmp_path):
-    folder = model_of("grouped", "softmax")[0]
+def test_a_missing_model_is_named_before_any_work(model, data, tmp_path):
     words = ["--task", "loss", "--data", f"{data}/*_val_*.bin", "--out", tmp_path / "out"]
-    output, errors = run(BIN / "eval_gpt2", "--model", f"{folder},{tmp_path}/nowhere", *words, code=3)
+    output, errors = run(BIN / "eval_gpt2", "--model", f"{model},{tmp_path}/nowhere", *words, code=3)
     assert output == "" and f"{tmp_path}/nowhere" in errors and not (tmp_path / "out").exists()
     for models in (",", ""):
         assert "--model is empty" in run(BIN / "eval_gpt2", "--model", models, *words, code=2)[1]
-    assert "more than 64" in run(BIN / "eval_gpt2", "--model", ",".join(65 * [str(folder)]), *words, code=2)[1]
+    assert "more than 64" in run(BIN / "eval_gpt2", "--model", ",".join(65 * [str(model)]), *words, code=2)[1]
 
 
 @pytest.fixture(scope="module")
-def bad_models(model_of, tmp_path_factory):
+def bad_models(model, tmp_path_factory):
     """A folder of models with something wrong, or that are under some flags."""
-    folder, root = model_of("grouped", "softmax")[0], tmp_path_factory.mktemp("bad")
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    root = tmp_path_factory.mktemp("bad")
+    config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     for name in ("bare", "plain", "scalar", "nan", "small"):
-        shutil.copytree(folder, root / name)
+        shutil.copytree(model, root / name)
     for path in (root / "bare").glob("tokenizer*"):
         path.unlink()
     write_tokenizer(root / "plain", {"<|endoftext|>": END_OF_TEXT})
@@ -195,11 +198,10 @@ def test_every_model_is_checked_before_the_first_is_evaluated(name, bad_models, 
     assert output == "" and part in errors and not (tmp_path / "out").exists()
 
 
-def test_another_tokenizer_beside_the_shards(model_of, data, tmp_path):
-    """Only a warning: the file may not be the one with which the shards were written. The tokens are compared, not the
-    bytes."""
-    folder, shard = model_of("grouped", "softmax")[0], shutil.copy(data / "d_val_000000.bin", tmp_path)
-    words = ["--model", folder, "--max-tokens", 100, "--data"]
+def test_another_tokenizer_beside_the_shards(model, data, tmp_path):
+    """Only a warning: the shards may have been written with another file. The tokens are compared, not the bytes."""
+    shard = shutil.copy(data / "d_val_000000.bin", tmp_path)
+    words = ["--model", model, "--max-tokens", 100, "--data"]
     errors = lambda path: run(BIN / "eval_gpt2", *words, path)[1]
     assert not any("warning" in errors(path) for path in (data / "d_val_000000.bin", shard))
     write_tokenizer(tmp_path)
@@ -207,29 +209,28 @@ def test_another_tokenizer_beside_the_shards(model_of, data, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {"truncation": {}}, indent=1))
     assert "warning" not in errors(shard)
     exchange_tokens(tmp_path)
-    assert f"warning: {tmp_path}/tokenizer.json differs from {folder}/tokenizer.json" in errors(shard)
+    assert f"warning: {tmp_path}/tokenizer.json differs from {model}/tokenizer.json" in errors(shard)
 
 
 # ---------------------------------------------------------------- what is in the folder
 
-def test_files_of_the_eval_json_before_this_one_are_removed(model_of, data, prompt, tmp_path):
+def test_files_of_the_eval_json_before_this_one_are_removed(model, data, prompt, tmp_path):
     """Only those that it lists and this one does not have."""
-    folder = model_of("grouped", "softmax")[0]
     mine = ["lengths.png", "map-1.npy", "map-12.npy", "prompts.jsonl", "attention.html", "notes.png", "inner.png"]
     for name in mine:
         (tmp_path / name).write_text("mine")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/inner.png").write_text("mine")
-    run(*attention_words(folder, tmp_path, prompt))                 # there was no eval.json
+    run(*attention_words(model, tmp_path, prompt))                 # there was no eval.json
     assert contents(tmp_path).keys() == {*mine, "sub", "eval.json", "map-0.npy"}
     result = json.loads((tmp_path / "eval.json").read_text())
     assert result["files"] == ["map-0.npy"]
     listed = ["map-0.npy", "map-1.npy", "attention.html", "lengths.png", "gone.png", "sub/inner.png", "sub", 5]
     (tmp_path / "eval.json").write_text(json.dumps(result | {"files": listed}))
-    run(*attention_words(folder, tmp_path, prompt))
+    run(*attention_words(model, tmp_path, prompt))
     assert contents(tmp_path).keys() == {*mine, "sub", "eval.json", "map-0.npy"} - {*listed[1:4]}
     assert (tmp_path / "sub/inner.png").exists()
-    needle = ["--task", "needle", "--model", folder, "--data", f"{data}/*_val_*.bin", "--seq-lens", 100, "--samples", 1,
+    needle = ["--task", "needle", "--model", model, "--data", f"{data}/*_val_*.bin", "--seq-lens", 100, "--samples", 1,
               "--picture", 0, "--out", tmp_path]
     run(BIN / "eval_gpt2", *needle, "--save-prompts")
     assert json.loads((tmp_path / "eval.json").read_text())["files"] == ["prompts.jsonl"]
@@ -242,7 +243,7 @@ def test_files_of_the_eval_json_before_this_one_are_removed(model_of, data, prom
         assert contents(tmp_path).keys() == {"map-12.npy", "notes.png", "inner.png", "sub", "eval.json"}
 
 
-def test_files_that_the_call_reads_are_never_removed(model_of, data, prompt, tmp_path):
+def test_files_that_the_call_reads_are_never_removed(model, data, prompt, tmp_path):
     """Even if the eval.json before this one lists them: its prompts are now the questions, or the prompts, or data."""
     question = json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}).encode()
     shard = (data / "d_val_000000.bin").read_bytes()
@@ -257,63 +258,59 @@ def test_files_that_the_call_reads_are_never_removed(model_of, data, prompt, tmp
         for name in names:
             (tmp_path / name).write_bytes(text)
         (tmp_path / "eval.json").write_text(json.dumps({"files": sorted(names)}))
-        run(BIN / "eval_gpt2", "--task", task, "--model", model_of("grouped", "softmax")[0], flag, path,
-            *(["--max-tokens", 1] if task == "loss" else []), "--picture", 0, "--out", tmp_path)
+        run(BIN / "eval_gpt2", "--task", task, "--model", model, flag, path, "--picture", 0, "--out", tmp_path,
+            *(["--max-tokens", 1] if task == "loss" else []))
         assert contents(tmp_path).keys() & names == kept, path
 
 
-def test_a_folder_has_one_evaluation_at_a_time(model_of, data, tmp_path):
+def test_a_folder_has_one_evaluation_at_a_time(model, data, tmp_path):
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    words = ["--seq-lens", 16, "--max-tokens", 16]
-    errors = evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, *words, code=7)
+    errors = evaluate("loss", model, data, tmp_path, *SHORT, code=7)
     assert "another evaluation is writing to this folder" in errors and "--out" in errors
     assert not list(tmp_path.iterdir())
     os.close(folder)
-    evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, *words)
+    evaluate("loss", model, data, tmp_path, *SHORT)
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_noticed_first(model_of, data, tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_noticed_first(model, data, tmp_path):
     (tmp_path / "eval.json").mkdir()
-    words = ["--task", "loss", "--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin",
-             "--seq-lens", 16, "--max-tokens", 16, "--picture", 0]
+    words = ["--task", "loss", "--model", model, "--data", f"{data}/*_val_*.bin", *SHORT, "--picture", 0]
     for out, said in ((tmp_path, "or none yet, found a folder"), ("/proc/self", "eval.json.tmp")):
         output, errors = run(BIN / "eval_gpt2", *words, "--out", out, code=4)
         assert not output and said in errors, (output, errors)
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_results_are_not_written_through_a_link(model_of, data, tmp_path, link):
+def test_results_are_not_written_through_a_link(model, data, tmp_path, link):
     victim, out = tmp_path / "victim", tmp_path / "out"
     victim.write_text("precious")
     out.mkdir()
     for name in ("eval.json", "eval.json.tmp", "map-1.npy.tmp"):
         link(victim, out / name)
-    words = ["--seq-lens", 16, "--max-tokens", 16]
-    evaluate("loss", model_of("grouped", "softmax")[0], data, out, *words)
+    evaluate("loss", model, data, out, *SHORT)
     assert victim.read_text() == "precious" and [path.name for path in out.iterdir()] == ["eval.json"]
     assert not (out / "eval.json").is_symlink()
     if os.getuid() == 0:
         os.chown(out, 65534, 65534)
         out.chmod(0o777)
-        errors = evaluate("loss", model_of("grouped", "softmax")[0], data, out, *words, code=4)
+        errors = evaluate("loss", model, data, out, *SHORT, code=4)
         assert f"{out}: this folder belongs to another user" in errors
-        evaluate("loss", model_of("grouped", "softmax")[0], data, out, *words, "--foreign-folder", 1)
+        evaluate("loss", model, data, out, *SHORT, "--foreign-folder", 1)
 
 
-def test_what_a_killed_evaluation_left_is_removed(model_of, data, tmp_path):
+def test_what_a_killed_evaluation_left_is_removed(model, data, tmp_path):
     mine = {"mine.tmp", "map.npy.tmp", "eval.json.tmp2"}
     for name in {*mine, "map-7.npy.tmp", "prompts.jsonl.tmp", "eval.json.tmp"}:
         (tmp_path / name).write_text("left")
-    evaluate("loss", model_of("grouped", "softmax")[0], data, tmp_path, "--seq-lens", 16, "--max-tokens", 16)
+    evaluate("loss", model, data, tmp_path, *SHORT)
     assert {path.name for path in tmp_path.iterdir()} == {*mine, "eval.json"}
 
 
-def test_columns_of_names_that_are_not_ascii(model_of, data, tmp_path):
-    folders = [shutil.copytree(model_of("grouped", "softmax")[0], tmp_path / name) for name in ("naïve", "plain")]
-    output, _ = evaluate("loss", f"{folders[0]},{folders[1]}", data, tmp_path / "out", "--seq-lens", 16,
-                         "--max-tokens", 16)
+def test_columns_of_names_that_are_not_ascii(model, data, tmp_path):
+    folders = [shutil.copytree(model, tmp_path / name) for name in ("naïve", "plain")]
+    output, _ = evaluate("loss", f"{folders[0]},{folders[1]}", data, tmp_path / "out", *SHORT)
     first, second = output[output.index("\nloss by length\n"):].splitlines()[3:]
     assert first.index("softmax") == second.index("softmax") and len(first) == len(second)
 
@@ -343,8 +340,7 @@ def peak(task, model, data, folder, T):
                           ("needle", "QK norms", [2048, 8192]), ("choice", "QK norms", [2048, 8192]),
                           ("attention", "QK norms", [1024, 5120])])
 def test_memory_is_linear_in_the_length(task, shape, lengths, model_of, data, tmp_path):
-    """One T x T array of float32 would add 4 times this bound. Between the lengths a sequence begins as a shorter one
-    does."""
+    """One T x T array of float32 would add 4 times this bound. Sequences of both lengths begin alike."""
     model, *_ = model_of(shape, "softmax")
     (bytes_short, short), (bytes_long, long) = (peak(task, model, data, tmp_path, T) for T in lengths)
     assert bytes_long - bytes_short < lengths[1] ** 2 - lengths[0] ** 2, (bytes_short, bytes_long)
@@ -368,14 +364,13 @@ TOTAL = {"loss": 24992 + 24992, "positions": 8000, "needle": 6200, "attention": 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("task", PROGRESS)
-def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
+def test_progress_is_shown_on_a_terminal_alone(task, model, data, tmp_path):
     """A bar, the tokens of the whole call, and the time left, on a line that is deleted at the end."""
-    flags, folder = PROGRESS[task], model_of("grouped", "softmax")[0]
+    source = f"{data}/*_val_*.bin"
     if task == "choice":
-        question = {"query": "a" * 2990, "choices": ["b", "c"], "gold": 0}
-        (tmp_path / "q.jsonl").write_text(10 * (json.dumps(question) + "\n"))
-    words = ["--task", task, "--model", f"{folder},{folder}", "--attn", "ssmax",
-             "--data", tmp_path / "q.jsonl" if task == "choice" else f"{data}/*_val_*.bin", *flags]
+        source = tmp_path / "q.jsonl"
+        source.write_text(10 * (json.dumps({"query": "a" * 2990, "choices": ["b", "c"], "gold": 0}) + "\n"))
+    words = ["--task", task, "--model", f"{model},{model}", "--attn", "ssmax", "--data", source, *PROGRESS[task]]
     terminal, side = os.openpty()
     child = subprocess.Popen(list(map(str, [BIN / "eval_gpt2", *words])), stdout=subprocess.PIPE, stderr=side,
                              env=environment())
@@ -395,9 +390,9 @@ def test_progress_is_shown_on_a_terminal_alone(task, model_of, data, tmp_path):
     assert again == output and " left" not in errors
 
 
-def test_ctrl_c_ends_the_bars_line(model_of, data):
-    words = [BIN / "eval_gpt2", "--model", model_of("grouped", "softmax")[0], "--data", f"{data}/*_val_*.bin",
-             "--task", "positions", "--seq-lens", 24_000, "--max-tokens", 1]
+def test_ctrl_c_ends_the_bars_line(model, data):
+    words = [BIN / "eval_gpt2", "--model", model, "--data", f"{data}/*_val_*.bin", "--task", "positions",
+             "--seq-lens", 24_000, "--max-tokens", 1]
     terminal, side = os.openpty()
     child = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=side, env=environment())
     os.close(side)
@@ -451,9 +446,9 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model_of, prompt, data, tmp_path):
+def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model, model_of, prompt, data, tmp_path):
     """Its unfinished files have other names, and the next run replaces them."""
-    folders = [model_of("grouped", "softmax")[0], model_of("gau", "ssmax")[0]]
+    folders = [model, model_of("gau", "ssmax")[0]]
     out = tmp_path / "out"
     subprocess.run(attention_words(folders[0], out, prompt), check=True, stdout=subprocess.DEVNULL, env=environment())
     before = contents(out)
@@ -476,11 +471,10 @@ def test_a_run_that_is_stopped_leaves_the_results_before_it(end, model_of, promp
                          [("attention", 100_000, "map-0.npy", []),
                           ("needle", 3_000, "prompts.jsonl", ["--seq-lens", 200, "--samples", 5, "--save-prompts"]),
                           ("positions", 20_000, "eval.json", ["--seq-lens", 4000, "--max-tokens", 1])])
-def test_a_full_disk_leaves_the_results_before_it(task, size, name, flags, model_of, prompt, data, tmp_path):
+def test_a_full_disk_leaves_the_results_before_it(task, size, name, flags, model, prompt, data, tmp_path):
     (tmp_path / "eval.json").write_text("earlier")
     source = ["--prompt-file", prompt] if task == "attention" else ["--data", f"{data}/*_val_*.bin"]
-    words = [BIN / "eval_gpt2", "--task", task, "--model", model_of("grouped", "softmax")[0], *source, *flags,
-             "--picture", 0, "--out", tmp_path]
+    words = [BIN / "eval_gpt2", "--task", task, "--model", model, *source, *flags, "--picture", 0, "--out", tmp_path]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment(),
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
     assert done.returncode == 4 and str(tmp_path / name) in done.stderr and "File too large" in done.stderr, done.stderr
@@ -488,9 +482,9 @@ def test_a_full_disk_leaves_the_results_before_it(task, size, name, flags, model
             and (tmp_path / "eval.json").read_text() == "earlier")
 
 
-def test_files_that_cannot_be_written_are_named(model_of, prompt, data, tmp_path):
+def test_files_that_cannot_be_written_are_named(model, prompt, data, tmp_path):
     """A folder with the name of a map's file; a file with the name of the folder."""
-    words = attention_words(model_of("grouped", "softmax")[0], tmp_path / "out", prompt)
+    words = attention_words(model, tmp_path / "out", prompt)
     (tmp_path / "out/map-0.npy.tmp").mkdir(parents=True)
     errors = run(words[0], *words[1:], code=4)[1]
     assert f"{tmp_path}/out/map-0.npy.tmp" in errors and "Is a directory" in errors

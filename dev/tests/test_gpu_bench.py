@@ -64,8 +64,7 @@ BY_FLEX = [name for name in (*reference.PRESETS, "relu-l1+norm=l1+1", "relu2-l1+
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", BY_FLEX)
 def test_flex_attention_by_logarithms_of_phi(name):
-    """In float64 against the reference: the output of flex_attention, and the gradients of a dense softmax with the
-    same score modification."""
+    """In float64 against the reference: flex_attention's output, and a dense softmax's gradients with its score_mod."""
     case = attention_gpu.Case(name, 21, 1)
     q, k, v, dout = (x.double() for x in case.heads(0))
     inputs = 4 * q, k, v                                        # so that relu6 reaches 6
@@ -106,7 +105,7 @@ def test_methods_in_each_layout(name, layout):
             assert not attention_gpu.distance(spoilt, judge.expected) <= judge.allowed
 
 
-# ---- ncu
+# ---- a step by kernel
 
 # ncu's output around its table, and the beginning of each of its rows.
 BEFORE_TABLE = '''==WARNING== Note: Running with unmodified GPU clocks.
@@ -121,22 +120,13 @@ train_gpt2cu: a warning, which took
 '''
 
 
-def ncu_row(number, kernel, metric, unit, value):
-    return (f'"{number}","71","train_gpt2cu","void {kernel}<64, 0>(FlashCall<__nv_bfloat16>, float)","(132, 1, 1)",'
-            f'"Command line profiler metrics","{metric}","{unit}","{value:,}"\n')
-
-
 def ncu_text(*launches):
     """The output of `ncu --csv` for (kernel, {metric: (value, unit)})."""
-    return BEFORE_TABLE + "".join(ncu_row(i, kernel, metric, unit, value) for i, (kernel, values) in enumerate(launches)
-                                  for metric, (value, unit) in values.items()) + AFTER_TABLE
+    rows = [f'"{i}","71","train_gpt2cu","void {kernel}<64, 0>(FlashCall<__nv_bfloat16>, float)","(132, 1, 1)",'
+            f'"Command line profiler metrics","{metric}","{unit}","{value:,}"\n'
+            for i, (kernel, values) in enumerate(launches) for metric, (value, unit) in values.items()]
+    return BEFORE_TABLE + "".join(rows) + AFTER_TABLE
 
-
-NO_PERMISSION = ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance "
-                 "Counters")
-
-
-# ---- a step by kernel
 
 def traffic(us, read, written):
     return {"gpu__time_duration.sum": (1000 * us, "ns"), "dram__bytes_read.sum": (read, "byte"),
@@ -175,8 +165,9 @@ def test_a_step_by_kernel(tmp_path, monkeypatch):
 
 
 def test_a_step_that_ncu_cannot_observe(tmp_path, monkeypatch):
+    refused = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
     with pytest.raises(SystemExit, match=str(gpu_report.NO_GPU)):
-        run_step(tmp_path, monkeypatch, NO_PERMISSION)
+        run_step(tmp_path, monkeypatch, refused)
     with pytest.raises(SystemExit, match="ncu saw 3 launches, 1 of them of adamw_kernel"):
         run_step(tmp_path, monkeypatch, ncu_text(*LAUNCHES[:3]))
     with pytest.raises(SystemExit, match="the program failed under ncu"):

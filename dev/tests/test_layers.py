@@ -99,8 +99,7 @@ def test_a_window_of_one_name_changes_the_loss(data, tmp_path):
 
 
 def test_reports(data, tmp_path):
-    """A learned scalar of some layers only: in the metrics it is null for the others, which plots skip; maps and
-    statistics of attention only count visible keys."""
+    """A scalar that only some layers have is null for the others, and plots skip it; maps count visible keys only."""
     folder, _ = tiny.train(data, tmp_path / "out", "--attn", "softmax,ssmax+window=2", "--val-every", 2, steps=2)
     last = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[-1])
     assert last["attn_scale"][0] == [None] * 3 and all(last["attn_scale"][1])

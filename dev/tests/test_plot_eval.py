@@ -76,21 +76,20 @@ def head(x, bins):
             "weight_by_distance": [1 / (bins - 1)] * (bins - 1) + [0]}
 
 
-def attention_rows(T=16, prompts=3, layers=LAYERS, heads=HEADS, attn="softmax", spearman=True):
+def attention_rows(T=16, prompts=3, layers=LAYERS, heads=HEADS, spearman=True):
     rows = []
     for prompt in range(prompts):
         for end in False, True:
             x = prompt + 10 * end
-            rows.append({"model": "a", "attn": attn, "prompt": prompt, "leading_end_of_text": end, "tokens": T,
+            rows.append({"model": "a", "attn": "softmax", "prompt": prompt, "leading_end_of_text": end, "tokens": T,
                          "loss": 3.0 + x, "perplexity": 20.0 + x,
                          "layers": [{"residual_kurtosis": 3.0 + l + x, "residual_largest": 7.0 + l + x,
                                      "heads": [head(1 + l * heads + h + x, T.bit_length()) for h in range(heads)]}
                                     for l in range(layers)]})
-    rows[0] |= {"map": f"map-{attn}.npy", "map_cell": 1}
+    rows[0] |= {"map": "map-softmax.npy", "map_cell": 1}
     if spearman:
-        rows += [{"model": "a", "attn": attn, "leading_end_of_text": end, "prompts": prompts,
-                  "spearman_sum_perplexity": r}
-                 for end, r in ((False, -0.5), (True, None))]
+        rows += [{"model": "a", "attn": "softmax", "leading_end_of_text": end, "prompts": prompts,
+                  "spearman_sum_perplexity": r} for end, r in ((False, -0.5), (True, None))]
     return rows
 
 
@@ -597,8 +596,6 @@ def test_the_attention_page(tmp_path):
             top = data["tops"][layer][h]
             assert (np.array_equal(codes, attention.encode(weights, False)[0])
                     and top == pytest.approx(weights.max(), rel=1e-5))
-            large = weights > 1.1 * top / 10**attention.DECADES
-            assert decode(codes, top, False)[large] == pytest.approx(weights[large], rel=0.05)
     assert data["mean"]["residual_kurtosis"] == [4, 5] and data["weight_by_distance"][0][0] == [0.25] * 4
 
 
@@ -611,13 +608,13 @@ def test_large_maps_are_averaged_in_the_page(tmp_path, monkeypatch):
     assert data["tops"][1][1] == pytest.approx(averaged(weights, 3).max(), rel=1e-5)
 
 
-def make_run(folder, attn="softmax", steps=30, **flags):
+def make_run(folder, attn="softmax", **flags):
     """A run that switches to ssmax."""
     def change(line):
         scalars = {"attn_scale": [[0.1, 0, 0.2], [0.3, 0.2, 0.4]]} if "val_loss" in line else {}
         return scalars | {"grad_norm": 0.5 + 1 / line["step"]}
     arguments = {"model": "15M", "attn": attn, "steps": 40, "grad-clip": 1.0, "lr": 6e-4, "out": str(folder)} | flags
-    return calls.make_run(folder, steps, change=change, known={
+    return calls.make_run(folder, 30, change=change, known={
         "arguments": arguments, "version": "0.2.0", "commit": "abc1234", "ranks": 1,
         "data": {"train": {"files": 1, "tokens": 1000}},
         "lineage": [{"step": 0, "event": "start", "attn": attn},
@@ -712,8 +709,7 @@ def grid_eval(run, name, task, rows, attn, **flags):
 
 
 def test_a_report_of_a_grids_runs(tmp_path, undrawn):
-    """Rows have the names that a person would give, a switched run's says so. Other folders and files among them are
-    left out."""
+    """Rows have the names that a person would give. Other folders and files among the runs are left out."""
     runs = [grid_run(tmp_path, "softmax", 1, "a"), grid_run(tmp_path, "ssmax", 2, "b"),
             grid_run(tmp_path, "softmax", 1, "c", "ssmax"), grid_run(tmp_path, "lssa", 1, "d"),
             grid_run(tmp_path, "lssa", 1, "e", lr=1e-3)]

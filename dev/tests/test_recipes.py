@@ -42,8 +42,7 @@ def data(tmp_path_factory):
 
 
 def run(script, *flags, code=0, program=TRAIN, **variables):
-    """Runs a script from another folder and returns its output. Only the given environment variables are set, not the
-    caller's."""
+    """Runs a script from another folder, without the caller's settings of recipes, and returns its output."""
     env = {name: value for name, value in environment().items()
            if name not in ("DATA", "HOSTFILE", "LAUNCH", "MODEL", "OUT", "STEP")}
     env |= {name: str(value) for name, value in {"PROGRAM": program, "GPUS": 1, **variables}.items()}
@@ -105,8 +104,7 @@ def test_shell():
 @needs_cuda_train
 @pytest.mark.parametrize("script", RECIPES)
 def test_plan(data, script):
-    """What the comment says: the shape, the steps, and the gigabytes for its own batch and for a smaller one: a GPU
-    with slightly more is enough, one with slightly less is not."""
+    """The shape, steps and memory that the comment promises: slightly more memory is enough, slightly less is not."""
     parameters, tied, attn = RECIPES[script]
     text = comment(script)
     steps, step_tokens = number(r"([\d,]+) steps of", text), number(r"steps of ([\d,]+) tokens", text)
@@ -158,8 +156,7 @@ def test_no_program(data):
     ("bf16", "channels=128,block=gau", 128, 106), ("fp32", "channels=128,heads=1,ffn=16", 128, 138),
     ("fp32", "channels=64,heads=1,ffn=16", 64, None)])
 def test_shared_memory_of_a_block(tmp_path, dtype, model, heads, needed):
-    """If a block has 99 KB, heads of 128 are rejected before memory is allocated; with as much as the message says,
-    they train."""
+    """With 99 KB per block, heads of 128 are rejected before any allocation; with what the message asks, they train."""
     make_data(tmp_path)
     flags = [CUDA_TRAIN, "--train-data", tmp_path / "d_train_*.bin", "--model", f"layers=1,vocab=97,{model}",
              "--dtype", dtype, "--batch", 1, "--seq-len", 8, "--steps", 1, "--out", tmp_path / "out"]
@@ -246,8 +243,7 @@ SMALL_SFT = ["--seq-len", 64, "--batch", 4, "--total-batch-tokens", 8 * 64]
 
 
 def test_squad_sft(base):
-    """Ten epochs at a learning rate for a small model: the loss of the answers falls, and a restart finds the run
-    done."""
+    """In ten epochs at a learning rate for a small model, the answers' loss falls. A restart finds the run done."""
     text = run("squad_sft.sh", *SMALL_SFT, "--lr", 0.02, "--attn", "ssmax", **base)
     says(text, "validation loss", "attn_scale, 0.")
     out, arguments = base["OUT"], json.loads((base["OUT"] / "run.json").read_text())["arguments"]
@@ -318,7 +314,7 @@ def test_slurm(launcher, tmp_path):
     assert text.index("#SBATCH") < text.index("set -euo")         # sbatch stops reading at the first command
     assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "8"
     assert asked["signal"] == "B:USR1@300"                        # SIGUSR1 makes the trainer save and end: test_signal
-    run([SCRIPTS / "run_multi_node.sbatch", SCRIPTS / "run_124M_fineweb.sh"], "--batch", 16, "--dry-run",
+    run("run_multi_node.sbatch", SCRIPTS / "run_124M_fineweb.sh", "--batch", 16, "--dry-run",
         SLURM_CPUS_PER_TASK=6, DATA="/d", OUT="/o", **launcher)
     threads, own, program = called(tmp_path)
     assert (own == ["srun", "--mpi=pmix", "--cpus-per-task=6", "--cpu-bind=none", "--kill-on-bad-exit=1"]
@@ -357,8 +353,7 @@ def test_hostfile(launcher, tmp_path):
     hosts = hostfile(tmp_path, "# two machines\nnode-a slots=8\n\nnode-b  slots=8 max_slots=8\n")
     variables = {**launcher, "HOSTFILE": hosts, "NCCL_SOCKET_IFNAME": "eth7", "UCX_TLS": "tcp", "OMP_NUM_THREADS": 3,
                  "FORWARD": "MY_SETTING OTHER", "MY_SETTING": "a", "NCCL_TOKEN": "secret", "CUDA_TOKEN": "secret"}
-    run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh"], "--steps", 7, DATA="/d",
-        **variables)
+    run("run_multi_node_mpi.sh", SCRIPTS / "run_162M_slimpajama_ssmax.sh", "--steps", 7, DATA="/d", **variables)
     _, own, program = called(tmp_path)
     assert own[:5] == ["mpirun", "-np", "16", "--map-by", "slot:OVERSUBSCRIBE"]
     assert own[own.index("--hostfile") + 1] == str(hosts)
@@ -368,7 +363,7 @@ def test_hostfile(launcher, tmp_path):
     assert program[:2] == ["--train-data", "/d/*_train_*.bin"] and program[-2:] == ["--steps", "7"]
     whole, batch = sequences(program)
     assert whole % (batch * 16) == 0
-    run([SCRIPTS / "run_multi_node_mpi.sh", TRAIN], "--steps", 7, **variables)
+    run("run_multi_node_mpi.sh", TRAIN, "--steps", 7, **variables)
     assert called(tmp_path)[1][:3] == own[:3] and called(tmp_path)[2] == ["--steps", "7"]
 
 
@@ -378,11 +373,10 @@ def test_hostfile(launcher, tmp_path):
     ("node-a slots=6\nnode-b slots=2\n", 8, 6, None),
 ])
 def test_shares_of_the_cores(launcher, tmp_path, text, ranks, here, where):
-    """A name in several lines is one machine; without slots, equal shares. A rank's threads are those of the machine
-    with the most ranks."""
+    """A name in several lines is one machine; without slots, shares are equal. Threads suit the fullest machine."""
     hosts = hostfile(tmp_path, text)
     script_of(tmp_path / "bin/nproc", "echo 24")
-    run([SCRIPTS / "launch.sh", ranks, TRAIN], **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})
+    run("launch.sh", ranks, TRAIN, **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})
     _, own, _ = called(tmp_path)
     assert f"OMP_NUM_THREADS={24 // here}" in own
     assert own[own.index("--host" if where else "--hostfile") + 1] == (where or str(hosts))
@@ -392,39 +386,38 @@ def test_machines_that_cannot_be_reached(launcher, tmp_path):
     """They are named, and nothing is started."""
     hosts = hostfile(tmp_path, "localhost\nnode-a\nnode-b\nnode-c\n")
     script_of(tmp_path / "bin/ssh", "shift 4\n[ $1 = node-b ] || { echo No route to $1 >&2; exit 255; }")
-    said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
+    said = run("launch.sh", 4, TRAIN, code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
     says(said, "cannot reach these machines", "node-a: No route to node-a\n", "node-c: No route to node-c\n")
     assert "node-b" not in said and "localhost" not in said and not (tmp_path / "called").exists()
     hosts.write_text("node-a slots=4\n")
-    says(run([SCRIPTS / "launch.sh", 4, TRAIN], code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""}),
+    says(run("launch.sh", 4, TRAIN, code=6, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""}),
          "node-a: No route to node-a\n")
 
 
 def test_a_hostfile_with_an_option_of_ssh(launcher, tmp_path):
     hosts = hostfile(tmp_path, f"-oProxyCommand=touch${{IFS}}{tmp_path}/ran slots=4\n")
-    said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
+    said = run("launch.sh", 4, TRAIN, code=USAGE, **{**launcher, "HOSTFILE": hosts, "SLURM_JOB_ID": ""})
     assert 'begins with "-"' in said and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("slots", ["slots=0", "slots=-2", "slots=4x", "slots=", "slots", "slots=1000000"])
 def test_slots_that_are_no_numbers(launcher, tmp_path, slots):
     hosts = hostfile(tmp_path, f"node-a slots=4\nnode-b {slots} # of 8\nnode-c slots=4 max_slots=0\n")
-    said = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts})
+    said = run("launch.sh", 4, TRAIN, code=USAGE, **{**launcher, "HOSTFILE": hosts})
     says(said, f"node-b {slots} # of 8: expected slots=K, a number from 1 to 99999.")
 
 
 def test_a_hostfile_from_windows(launcher, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"node-a slots=4\t# caf\xc3\xa9\r\n")
-    text = run([SCRIPTS / "launch.sh", 4, TRAIN], code=USAGE, **{**launcher, "HOSTFILE": hosts})
+    text = run("launch.sh", 4, TRAIN, code=USAGE, **{**launcher, "HOSTFILE": hosts})
     subprocess.run(["sed", "-i", text.split("sed -i '")[1].split("'")[0], hosts], check=True)
-    run([SCRIPTS / "launch.sh", 4, TRAIN], **{**launcher, "HOSTFILE": hosts})
+    run("launch.sh", 4, TRAIN, **{**launcher, "HOSTFILE": hosts})
 
 
 @pytest.mark.parametrize("text", ["node-a slots = 8\nnode-b slots=4\n", "node-a slots=8\nnode-b\n", "# none\n"])
 def test_bad_hostfile(tmp_path, text):
-    text = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], code=USAGE,
-               HOSTFILE=hostfile(tmp_path, text))
+    text = run("run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh", code=USAGE, HOSTFILE=hostfile(tmp_path, text))
     says(text, tmp_path / "hosts", "the same number of GPUs on each machine")
 
 
@@ -443,13 +436,13 @@ def test_nothing_outlives_mpirun_when_a_machine_vanishes(tmp_path):
                                    ["run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"]])
 def test_missing_arguments_are_named(words):
     expected = "expected a readable file" if words[1:] else "expected a recipe"
-    says(run([SCRIPTS / words[0], *words[1:]], code=USAGE), words[0], expected)
+    says(run(*words, code=USAGE), words[0], expected)
 
 
 @needs_mpirun
 def test_hostfile_with_mpirun_itself(data, tmp_path):
     """Uses mpirun itself, on this machine alone."""
     hosts = hostfile(tmp_path, "localhost slots=2\n")
-    plan = run([SCRIPTS / "run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh"], *SMALL,
+    plan = run("run_multi_node_mpi.sh", SCRIPTS / "run_124M_fineweb.sh", *SMALL,
                "--dry-run", HOSTFILE=hosts, DATA=data)
     says(plan, "16 tokens: 2 ranks x 1 micro-batch of 1 x 8", "nothing was written")
