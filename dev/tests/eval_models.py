@@ -53,13 +53,19 @@ def write_model(folder, data, shape, attn, L):
     return tensors, config
 
 
-def overflowing(folder, out):
-    """A copy whose weights are finite, but whose activations are not."""
+def with_weights(folder, out, change):
+    """A copy of a model, of which change(tensors) has changed the dictionary of weights."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
-    large = {name: np.float32(1e25) * tensor for name, tensor in tensors.items() if re.search("(gate|up)_proj", name)}
-    save_file(tensors | large, out / "model.safetensors", metadata={"format": "pt"})
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def overflowing(folder, out):
+    """A copy whose weights are finite, but whose activations are not."""
+    return with_weights(folder, out, lambda tensors: tensors.update(
+        {name: np.float32(1e25) * tensor for name, tensor in tensors.items() if re.search("(gate|up)_proj", name)}))
 
 
 def write_chain(folder, text, end):

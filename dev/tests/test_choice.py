@@ -10,23 +10,20 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
-from eval_models import evaluate, overflowing, reference
+from eval_models import evaluate, reference, with_weights
 from tiny import BIN, ROOT, environment, lm_eval_python, peak_memory, run, write_data
 from trainer import xxh3_128
 
-os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 from transformers import AutoTokenizer
 
-L = 64
+DATA, L = write_data, 64
 
 
 def hellaswag(label, ctx_a, ctx_b, endings, gold):
@@ -55,24 +52,10 @@ PLAIN = [{"query": query, "choices": choices, "gold": gold} for query, choices, 
     ("the cat\u00a0\u3000", ["went", "over and over"], 0), ("the cat", ["", "went"], 1))]
 
 
-DATA = write_data
-
-
 def write_questions(path, questions):
     path.write_text("".join(json.dumps(question, ensure_ascii=i % 2 == 0) + "\n"
                             for i, question in enumerate(questions)))
     return path
-
-
-def log_likelihoods(tokenizer, tensors, config, question):
-    """By the reference, of a question with a query."""
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    found, context = [], len(encode(question["query"]))
-    for ending in question["choices"]:
-        ids = torch.tensor(encode(f"{question['query']} {ending}"))
-        logits = torch.log_softmax(reference.forward(tensors, ids[None, :-1], config)[0], -1)
-        found.append(logits.gather(-1, ids[1:, None])[context - 1:].sum().item())
-    return found
 
 
 @pytest.mark.parametrize("shape, attn, scaling", [("llama", "softmax", "ntk"), ("gau", "relu2-T", "none")])
@@ -83,10 +66,14 @@ def test_the_length_of_each_sequence(shape, attn, scaling, model_of, tmp_path):
                  for query in ("the cat and the dog" + 12 * " went over the house and said", "the cat")]
     path = write_questions(tmp_path / "q.jsonl", questions)
     _, result = evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", 900, "--rope-scaling", scaling)
-    tokenizer, config = AutoTokenizer.from_pretrained(folder), reference.replace(config, rope_scaling=scaling)
+    encode, config = AutoTokenizer.from_pretrained(folder).encode, reference.replace(config, rope_scaling=scaling)
     for found, question in zip(result["results"][0]["log_likelihoods"], questions, strict=True):
-        expected = log_likelihoods(tokenizer, tensors, config, question)
-        assert np.abs(np.subtract(found, expected)).max() <= 1e-5 * np.abs(expected).max()
+        context = len(encode(question["query"]))
+        for log_likelihood, ending in zip(found, question["choices"], strict=True):
+            ids = torch.tensor(encode(f"{question['query']} {ending}"))
+            logits = torch.log_softmax(reference.forward(tensors, ids[None, :-1], config)[0], -1)
+            expected = logits.gather(-1, ids[1:, None])[context - 1:].sum().item()
+            assert log_likelihood == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_first_of_equal_endings_wins(model_of, tmp_path):
@@ -110,41 +97,32 @@ def test_acc_norm_counts_characters_not_bytes(model_of, tmp_path):
     assert result([endings[i], endings[j]])["acc_norm"] == 1
 
 
-def test_activations_that_are_not_finite(model_of, tmp_path):
-    """No ending wins."""
-    folder = overflowing(model_of("llama", "softmax")[0], tmp_path / "model")
-    words = ["--task", "choice", "--model", folder, "--data", write_questions(tmp_path / "q.jsonl", PLAIN)]
-    output, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
-    [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
-    assert "model under softmax: its activations are not finite in 4 of 4 questions" in errors
-    assert [row[key] for key in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr")] == 4 * [None]
-    assert output.splitlines()[-1].split() == ["4", "nan", "nan", "n/a"]
-
-
 @pytest.mark.parametrize("at", [0, 1])
 def test_activations_that_are_not_finite_in_one_ending(at, model_of, tmp_path):
-    """One token fills channel 0 of the residual stream, by which the MLP multiplies with a huge weight."""
+    """No ending wins. One token fills channel 0 of the residual stream, which the MLP multiplies by a huge weight."""
     folder = model_of("llama", "softmax")[0]
     endings, encode = ["went on", "said on"], AutoTokenizer.from_pretrained(folder).encode
     [token] = set(encode("the cat said")) - set(encode("the cat went on"))
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if re.search("(o|down)_proj", name):
-            tensor[0] = 0
-        elif re.search("(gate|up)_proj", name):
-            tensor[:, 0] = 1e25
-    embedding = tensors["model.embed_tokens.weight"]
-    embedding[:, 0] = 0
-    embedding[token] = np.eye(1, embedding.shape[1])
-    shutil.copytree(folder, tmp_path / "model")
-    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+
+    def change(tensors):
+        for name, tensor in tensors.items():
+            if re.search("(o|down)_proj", name):
+                tensor[0] = 0
+            elif re.search("(gate|up)_proj", name):
+                tensor[:, 0] = 1e25
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[:, 0] = 0
+        embedding[token] = np.eye(1, embedding.shape[1])
+
+    folder = with_weights(folder, tmp_path / "model", change)
     question = {"query": "the cat", "choices": endings if at else endings[::-1], "gold": 0}
-    words = ["--task", "choice", "--model", tmp_path / "model", "--data",
-             write_questions(tmp_path / "q.jsonl", [question])]
-    _, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
+    words = ["--task", "choice", "--model", folder, "--data", write_questions(tmp_path / "q.jsonl", 2 * [question])]
+    output, errors = run(BIN / "eval_gpt2", *words, "--picture", 0, "--out", tmp_path / "out")
     [row] = json.loads((tmp_path / "out/eval.json").read_text())["results"]
     assert [value is None for value in row["log_likelihoods"][0]] == [at == 0, at == 1]
-    assert "its activations are not finite in 1 of 1 questions" in errors and row["acc"] is None
+    assert "model under softmax: its activations are not finite in 2 of 2 questions" in errors
+    assert [row[key] for key in KEYS] == 4 * [None]
+    assert output.splitlines()[-1].split() == ["2", "nan", "nan", "n/a"]
 
 
 def test_ctx_alone_is_used_as_it_is(model_of, tmp_path):
@@ -168,16 +146,6 @@ def test_the_questions_of_the_documentation(model_of, tmp_path):
     assert result["results"][0]["questions"] == 2
 
 
-def test_seq_lens_is_the_longest_sequence(model_of, tmp_path):
-    """It replaces L, beyond which the context loses its start."""
-    folder, tensors, config = model_of("llama", "softmax")
-    path = write_questions(tmp_path / "q.jsonl", CLEANED[-1:])
-    results = [evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", T)[1]["results"][0]
-               for T in (0, L, 63, 300)]
-    lls = [row["log_likelihoods"] for row in results]
-    assert lls[0] == lls[1] != lls[2] and lls[3] != lls[0]
-
-
 def test_pn_suffices_for_long_questions(model_of, tmp_path):
     """They lose their start, so that L inputs remain, for which a model has all its p_n."""
     folder, *_ = model_of("llama", "ssmax-pn")
@@ -186,16 +154,6 @@ def test_pn_suffices_for_long_questions(model_of, tmp_path):
                     tmp_path / "out")
     assert "lengths of up to" not in output
     assert "asks for" in evaluate("choice", folder, None, tmp_path, "--data", path, "--seq-lens", L + 1, code=2)
-
-
-def test_another_normalizer_and_several_models(model_of, tmp_path):
-    folders = [model_of("llama", "softmax")[0], model_of("gau", "relu2-T")[0]]
-    path = write_questions(tmp_path / "q.jsonl", PLAIN)
-    _, result = evaluate("choice", f"{folders[0]},{folders[1]}", None, tmp_path, "--data", path, "--attn", "softmax1")
-    assert ([(row["model"], row["attn"]) for row in result["results"]]
-            == [(folders[0].name, "softmax"), (folders[0].name, "softmax1"),
-                (folders[1].name, "relu2-T"), (folders[1].name, "softmax1")])
-    assert len({json.dumps(row["log_likelihoods"]) for row in result["results"]}) == 4
 
 
 GOOD = {"query": "a", "choices": ["b", "c"], "gold": 0}
@@ -236,15 +194,15 @@ def test_a_wrong_file_is_named(name, model_of, tmp_path):
 
 def test_a_byte_order_mark_and_the_files_hash(model_of, tmp_path):
     """models[].data has the hash that `xxhsum -H2` prints."""
-    found = []
-    for text in (f"\ufeff{json.dumps(GOOD)}\n\n{json.dumps(GOOD)}\n", f"{json.dumps(GOOD)}\n{json.dumps(GOOD)}"):
+    found, question = [], json.dumps(GOOD | {"query": "the cat went"})
+    for text in (f"\ufeff{question}\n\n{question}\n", f"{question}\n{question}"):
         (tmp_path / "q.jsonl").write_text(text)
         _, result = evaluate("choice", f"{model_of('llama', 'softmax')[0]},{model_of('gau', 'softmax1')[0]}", None,
                              tmp_path, "--data", tmp_path / "q.jsonl", "--attn", "ssmax")
         digest = xxh3_128(text.encode())
         assert [m["data"] for m in result["models"]] == 2 * [{"files": 1, "questions": 2, "xxh3_128": digest}]
         found.append(result["results"])
-    assert found[0] == found[1]
+    assert found[0] == found[1] and len({json.dumps(row["log_likelihoods"]) for row in found[0]}) == 4
 
 
 def test_memory_does_not_grow_with_the_file(model_of, tmp_path):
@@ -284,12 +242,6 @@ def test_a_file_that_changes_is_named(left, model_of, tmp_path):
     errors = job.communicate(timeout=120)[1]
     assert job.returncode == 3 and f"{path}: the file changed during the evaluation" in errors, errors
     assert not (tmp_path / "out/eval.json").exists()
-
-
-def test_missing_files_are_named(model_of, tmp_path):
-    folder = model_of("llama", "softmax")[0]
-    assert "JSONL" in evaluate("choice", folder, None, tmp_path, code=2)
-    assert "/nowhere" in evaluate("choice", folder, None, tmp_path, "--data", "/nowhere", code=3)
 
 
 # ---------------------------------------------------------------- lm_eval

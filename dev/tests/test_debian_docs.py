@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from test_data import contents, documents_of, read_shard, script
+from trainer import script_of
 import debian_docs
 import dictd
 import markup
@@ -215,7 +216,7 @@ def in_base64(number):
     return base64.b64encode(number.to_bytes(6, "big")).decode().lstrip("A") or "A"
 
 
-def write_dictionary(folder, texts, words=None):
+def write_dictionary(folder, texts):
     """A .dict.dz and its index, with two headwords for each entry."""
     folder.mkdir(parents=True)
     rows, offset = [], 0
@@ -287,6 +288,11 @@ def debs(tmp_path_factory):
     return folder / "debs"
 
 
+def collect(debs, package, out, *flags, **how):
+    """What the script prints for one package."""
+    return script("debian_docs", "--debs", debs, "--packages", package, "--out", out, *flags, **how)
+
+
 @needs_dpkg
 def test_packages(debs, tmp_path):
     """All documents, in order, each paragraph once; the hash of a document decides whether it is for validation."""
@@ -308,9 +314,7 @@ def test_packages(debs, tmp_path):
 def test_vocabulary_of_its_own(debs, tmp_path, monkeypatch):
     import tokenizers
     monkeypatch.setattr(vocabulary, "DATA", tmp_path)
-    words = ["--debs", debs, "--packages", "dict-gcide", "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0,
-             "--out", tmp_path / "out"]
-    text = script("debian_docs", *words)
+    text = collect(debs, "dict-gcide", tmp_path / "out", "--tokenizer", "own", "--vocab", 300, "--val-fraction", 0)
     assert ("training a vocabulary of 300 ids on all documents" in text
             and "dict-gcide_1.0_all.deb: 1 file, 1 document, " in text)
     tokens = read_shard(tmp_path / "out/debian_docs_train_000001.bin")
@@ -322,19 +326,16 @@ def test_vocabulary_of_its_own(debs, tmp_path, monkeypatch):
 @needs_dpkg
 def test_wrong_packages(debs, tmp_path):
     """A package that is missing, that is none, and without prose."""
-    assert "expected python3-doc's .deb file" in script("debian_docs", "--debs", debs, "--packages", "python3-doc",
-                                                        "--out", tmp_path / "a", code=3)
-    assert f"{tmp_path / 'no'}: not a folder" in script("debian_docs", "--debs", tmp_path / "no", "--packages",
-                                                        "perl-doc", "--out", tmp_path / "a", code=3)
+    out = tmp_path / "out"
+    assert "expected python3-doc's .deb file" in collect(debs, "python3-doc", out, code=3)
+    assert f"{tmp_path / 'no'}: not a folder" in collect(tmp_path / "no", "perl-doc", out, code=3)
     (tmp_path / "debs").mkdir()
     (tmp_path / "debs/perl-doc_1.0_all.deb").write_bytes(b"not a package")
-    assert "dpkg-deb -x" in script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc",
-                                   "--out", tmp_path / "a", code=3)
+    assert "dpkg-deb -x" in collect(tmp_path / "debs", "perl-doc", out, code=3)
     build(tmp_path, "perl-doc", {"usr/share/perl/5.36/pod/perl.pod": b"=head1 NAME\n\nToo short.\n"})
-    text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc", "--out", tmp_path / "a", code=3)
+    text = collect(tmp_path / "debs", "perl-doc", out, code=3)
     assert "perl-doc_1.0_all.deb: found no prose in files that match" in text
-    text = script("debian_docs", "--debs", debs, "--packages", "perl-doc", "--out", tmp_path / "b", code=3,
-                  env=dict(os.environ, PATH=str(tmp_path)))
+    text = collect(debs, "perl-doc", out, code=3, env={"PATH": str(tmp_path)})
     assert "apt-get and dpkg-deb, so run it on Debian" in text
 
 
@@ -346,8 +347,7 @@ def test_links_are_not_followed(tmp_path):
     folder = "usr/share/perl/5.36/pod"
     build(tmp_path, "perl-doc", {f"{folder}/perl.pod": pod, f"{folder}/link.pod": "perl.pod",
                                  f"{folder}/other.pod": f"{tmp_path}/other.pod", "usr/share/perl/5": "5.36"})
-    text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", "perl-doc", "--val-fraction", 0,
-                  "--out", tmp_path / "out")
+    text = collect(tmp_path / "debs", "perl-doc", tmp_path / "out", "--val-fraction", 0)
     assert "perl-doc_1.0_all.deb: 1 file, 1 document, " in text and " 0 paragraphs had occurred" in text
 
 
@@ -364,8 +364,7 @@ def test_a_damaged_package_is_named(debs, tmp_path, how, said):
     name, path = (("dict-gcide", "usr/share/dictd/gcide.dict.dz") if how == "no index" else
                   ("linux-doc-6.1", "usr/share/doc/linux-doc-6.1/Documentation/a.rst.gz"))
     build(tmp_path, name, {path: DAMAGED[how](gzip.compress(page(0).encode()))})
-    text = script("debian_docs", "--debs", tmp_path / "debs", "--packages", name.removesuffix("-6.1"),
-                  "--out", tmp_path / "out", code=3)
+    text = collect(tmp_path / "debs", name.removesuffix("-6.1"), tmp_path / "out", code=3)
     assert f"{tmp_path}/debs/{name}_1.0_all.deb: {path}: {said}" in text
     assert "Remove it and download it again, or leave " in text
 
@@ -377,7 +376,7 @@ def test_newest_version(tmp_path):
     assert debian_docs.find(tmp_path, "perl-doc") is None
 
 
-APT = """#!/bin/sh
+APT = """
 echo "$0 $*" >> {folder}/called
 case "$*" in
     "depends linux-doc") [ "$LC_ALL" = C ] && depends=Depends || depends="Hängt ab von"
@@ -394,8 +393,7 @@ def test_download(tmp_path, monkeypatch):
     user's language is."""
     (tmp_path / "bin").mkdir()
     for name in ("apt-get", "apt-cache"):
-        (tmp_path / "bin" / name).write_text(APT.format(folder=tmp_path))
-        (tmp_path / "bin" / name).chmod(0o755)
+        script_of(tmp_path / "bin" / name, APT.format(folder=tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setattr(shards, "DATA", tmp_path)
     for name, package in (("linux-doc", "linux-doc-6.1"), ("perl-doc", "perl-doc")):

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 import time
 from functools import partial
 
@@ -12,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from eval_models import SHAPES
+import eval_models
+from eval_models import SHAPES, reference, with_weights
 from tiny import BIN, run
-from trainer import MODEL, ROOT, VOCAB, checkpoint, make_data, metrics, saving_and_pruning, train, write_shard
+from trainer import MODEL, VOCAB, checkpoint, make_data, metrics, saving_and_pruning, train, write_shard
 
-sys.path.insert(0, str(ROOT / "dev" / "reference"))
-import model as reference
-from safetensors.numpy import save_file
-
-torch.set_num_threads(1)
+DATA = partial(make_data, val=1000)
 L = 8
 BLOCKS = ("llama", "gau")
 ENTROPY = L / math.lgamma(L + 1)        # where s starts: 1/mean(ln n)
@@ -29,9 +25,6 @@ ENTROPY = L / math.lgamma(L + 1)        # where s starts: 1/mean(ln n)
 def model_flag(block, tied=1):
     keys = SHAPES[block] | dict(vocab=VOCAB, tied=tied)
     return ",".join(f"{key}={value}" for key, value in keys.items())
-
-
-DATA = partial(make_data, val=1000)
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +43,12 @@ def checkpoints(data, tmp_path_factory):
 
 
 def evaluate(folder, data, out, *flags, code=0):
-    """Stdout, and eval.json with the keys of its only model. The flags may repeat --data and others, and then take
-    precedence."""
-    words = ["--model", folder, "--data", f"{data}/*_val_*.bin", "--picture", 0, "--out", out, *flags]
-    output, errors = run(BIN / "eval_gpt2", *words, code=code)
+    """As eval_models.evaluate(); eval.json with the keys of its only model."""
+    found = eval_models.evaluate("loss", folder, data, out, *flags, code=code)
     if code:
-        return output, errors
-    result = json.loads((out / "eval.json").read_text())
-    [model] = result.pop("models")
-    return output, {**model, **result}
+        return found
+    [model] = found[1].pop("models")
+    return found[0], model | found[1]
 
 
 def losses(result, attn=None):
@@ -142,15 +132,11 @@ def softmax(model_of):
     return {block: model_of(block, "softmax") for block in BLOCKS}
 
 
-def windows(data, T):
-    stream = torch.from_numpy(np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024).astype(np.int64))
-    count = (len(stream) - 1) // T
-    return stream[:count * T].view(count, T), stream[1:count * T + 1].view(count, T)
-
-
 def reference_losses(tensors, config, data, T):
     """The mean loss at each position (T)."""
-    inputs, targets = windows(data, T)
+    stream = torch.from_numpy(np.fromfile(data / "d_val_000000.bin", "<u2", offset=1024).astype(np.int64))
+    count = (len(stream) - 1) // T
+    inputs, targets = (stream[start:start + count * T].view(count, T) for start in (0, 1))
     logits = reference.forward(tensors, inputs, config).transpose(1, 2)
     return torch.nn.functional.cross_entropy(logits, targets, reduction="none").mean(0).numpy()
 
@@ -265,7 +251,7 @@ def test_pn_beyond_its_length_follows_the_fit(block, model_of, data, tmp_path):
     """There is no learned p_n beyond L: such lengths are rejected, unless the fit replaces p_n for all n and all
     lengths."""
     folder, tensors, config = model_of(block, "ssmax-pn")
-    errors = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{L + 1}", code=2)[1]
+    errors = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{L + 1}", code=2)
     assert f"up to L = {L}" in errors and f"asks for {L + 1}" in errors and "--pn-extrapolate log" in errors
     output, result = evaluate(folder, data, tmp_path, "--seq-lens", f"{L},{4 * L}", "--pn-extrapolate", "log")
     p, ln = tensors["model.attn_pn"].numpy(), np.log(np.arange(1, 4 * L + 1))
@@ -289,7 +275,7 @@ def test_pn_extrapolate_without_pn_has_no_effect(softmax, data):
 def test_pn_after_a_change_of_normalizer(softmax, model_of, data, tmp_path):
     """p_n starts at 1; a constant has a fit but no R^2. If the checkpoint has p_n, both normalizers use its fit."""
     folder, tensors, config = softmax["llama"]
-    assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)[1]
+    assert "ssmax-pn" in evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L, code=2)
     output, result = evaluate(folder, data, tmp_path, "--attn", "ssmax-pn", "--seq-lens", 2 * L,
                               "--pn-extrapolate", "log")
     assert result["pn_fit"] == {"a1": 0, "a2": 1, "r2": None} and "undefined" in output
@@ -320,7 +306,7 @@ def test_theta(block, d, softmax, data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("scaling", ["linear:2.5", "ntk", "llama3:4:0.5:4:64", "yarn:4:64"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_rope_scalings(block, scaling, softmax, data, tmp_path):
-    """Losses under --rope-scaling, and under the same scaling of the checkpoint, equal the reference's."""
+    """Losses under --rope-scaling equal the reference's."""
     folder, tensors, config = softmax[block]
     lengths = ["--seq-lens", f"{L // 2},{4 * L}"]
     plain = losses(evaluate(folder, data, tmp_path, *lengths)[1])
@@ -328,16 +314,17 @@ def test_rope_scalings(block, scaling, softmax, data, tmp_path):
     for T, loss, other in zip((L // 2, 4 * L), losses(result), plain):
         near(loss, reference_losses(tensors, reference.replace(config, rope_scaling=scaling), data, T).mean())
         assert (loss == other) == (scaling == "ntk" and T < L)
-    own = shutil.copytree(folder, tmp_path / "own")
-    said = json.loads((own / "config.json").read_text())
-    name, *numbers = scaling.split(":")
-    keys = {"linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"],
-            "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
-    parameters = ({"rope_type": "dynamic", "factor": 1} if name == "ntk"
-                  else {"rope_type": name, **dict(zip(keys.get(name, []), map(float, numbers)))})
-    (own / "config.json").write_text(json.dumps(said | {"rope_parameters": parameters | {"rope_theta": 10000}}))
-    assert losses(evaluate(own, data, tmp_path, *lengths)[1]) == losses(result)
-    assert losses(evaluate(own, data, tmp_path, *lengths, "--rope-scaling", "none")[1]) == plain
+
+
+def test_the_checkpoints_rope_scaling(softmax, data, tmp_path):
+    """It is that of the flag, which may replace it."""
+    plain = softmax["llama"][0]
+    own = shutil.copytree(plain, tmp_path / "own")
+    scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000}}
+    (own / "config.json").write_text(json.dumps(json.loads((own / "config.json").read_text()) | scaled))
+    found = [losses(evaluate(folder, data, tmp_path, *flags)[1]) for folder, flags in (
+        (own, []), (plain, ["--rope-scaling", "linear:2.5"]), (plain, []), (own, ["--rope-scaling", "none"]))]
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 # ---------------------------------------------------------------- what is printed and written
@@ -367,11 +354,8 @@ def test_all_zero_rows_are_reported(softmax, data, tmp_path):
 
 
 def test_nonfinite_losses_are_reported(model_of, data, tmp_path):
-    folder, tensors, _ = model_of("llama", "softmax")
-    folder = shutil.copytree(folder, tmp_path / "large")
-    save_file({name: (30 if "q_proj" in name or "k_proj" in name else 1) * tensor.float().numpy()
-               for name, tensor in tensors.items()},
-              folder / "model.safetensors")
+    folder = with_weights(model_of("llama", "softmax")[0], tmp_path / "large", lambda tensors: tensors.update(
+        {name: 30 * tensor for name, tensor in tensors.items() if "q_proj" in name or "k_proj" in name}))
     output, result = evaluate(folder, data, tmp_path, "--attn", "exp")
     assert isinstance(losses(result)[0], float) and losses(result)[1] is None
     assert " nan" in output and "-nan" not in output

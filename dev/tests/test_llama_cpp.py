@@ -22,6 +22,7 @@ from test_tokenizer import AWKWARD, code, shakespeare
 from tiny import VOCAB
 from tokenizers import Tokenizer
 
+DATA = tiny.write_data
 VERSION, PYTHON = "0.3.36", os.environ.get("LLAMA_CPP", "")
 # llama.cpp computes in float32, as we do, but in another order, and it multiplies RoPE's angles up from the first. It
 # differs by up to 5e-6 of the largest logit; a wrong divisor or a permuted head, by more than 0.1.
@@ -51,15 +52,10 @@ print(json.dumps([greedy, [model.tokenize(text.encode(), add_bos=False, special=
 def installed():
     if not PYTHON:
         pytest.skip(f"LLAMA_CPP=PYTHON runs it, with llama-cpp-python {VERSION}")
-    found = ""
-    if shutil.which(PYTHON):
-        found = subprocess.run([PYTHON, "-c", "import llama_cpp; print(llama_cpp.__version__)"], capture_output=True,
-                               text=True).stdout
-    if found.strip() != VERSION:
+    words = [PYTHON, "-c", "import llama_cpp; print(llama_cpp.__version__)"]
+    found = subprocess.run(words, capture_output=True, text=True).stdout.strip() if shutil.which(PYTHON) else None
+    if found != VERSION:
         pytest.skip(f"{PYTHON} has no llama-cpp-python {VERSION} (dev/notes/tests.md says how to install it)")
-
-
-DATA = tiny.write_data
 
 
 def ask(path, ids, count=0, texts=()):

@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from byte_text import END_OF_TEXT, IM_END, text_of, write_text, write_tokenizer
-from eval_models import evaluate, overflowing, reference, write_chain
+from byte_text import END_OF_TEXT, IM_END, text_of, write_text
+from eval_models import evaluate, overflowing, reference, with_weights, write_chain
 from tiny import BIN, run
 from trainer import ROOT
 
-from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-L = 600
-
-
-DATA = write_text
+DATA, L = write_text, 600
 
 
 def needles(folder, data, out, *flags):
@@ -55,25 +51,20 @@ def tokens_to_compute(prompts):
 
 # ---------------------------------------------------------------- transformers and the reference
 
-def answer_of_transformers(model, prompt):
-    """Greedy, without end-of-text, as many tokens as our answer."""
-    ids = torch.tensor([prompt["tokens"]])
-    count = len(prompt["answer"])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                           min_new_tokens=count,
-                           eos_token_id=None, pad_token_id=END_OF_TEXT, suppress_tokens=[END_OF_TEXT])
-    return found[0, ids.shape[1]:].tolist()
-
-
 @pytest.mark.parametrize("shape, attn", [("grouped", "softmax"), ("grouped", "ssmax-bias"), ("QK norms", "lssa"),
                                          ("gau", "softmax1")])
 def test_answers_equal_transformers_greedy_decoding(shape, attn, model_of, data, tmp_path):
+    """Without end-of-text."""
     folder = model_of(shape, attn)[0]
     _, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", "150", "--depths", "20,80", "--samples", 3,
                                 "--max-new-tokens", 8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
     for prompt, trial in zip(prompts, row["trials"]):
-        assert prompt["answer"] == answer_of_transformers(model, prompt)
+        ids, count = torch.tensor([prompt["tokens"]]), len(prompt["answer"])
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                                min_new_tokens=count, eos_token_id=None, pad_token_id=END_OF_TEXT,
+                                suppress_tokens=[END_OF_TEXT])
+        assert prompt["answer"] == theirs[0, ids.shape[1]:].tolist()
         assert END_OF_TEXT not in prompt["answer"] and (prompt["model"], prompt["attn"]) == (row["model"], attn)
         shown = "".join(chr(i) if i == 10 or 32 <= i < 127 else "?" for i in prompt["answer"] if i < 256)
         if max(prompt["answer"]) < 256:
@@ -84,15 +75,14 @@ def test_answers_equal_transformers_greedy_decoding(shape, attn, model_of, data,
 def write_biased(model, out, factors, **keys):
     """A copy of the model whose output projection's rows are multiplied by the factors of their tokens. The keys go to
     its config.json."""
-    out.mkdir()
-    biased = {name: tensor.float().numpy() for name, tensor in model[1].items()}
-    biased["lm_head.weight"] = biased["model.embed_tokens.weight"].copy()
-    for token, factor in factors.items():
-        biased["lm_head.weight"][token] *= factor
-    config = json.loads((model[0] / "config.json").read_text()) | {"tie_word_embeddings": False} | keys
+    def untie(tensors):
+        head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        for token, factor in factors.items():
+            head[token] *= factor
+
+    with_weights(model[0], out, untie)
+    config = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False} | keys
     (out / "config.json").write_text(json.dumps(config))
-    write_tokenizer(out)
-    save_file(biased, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
@@ -141,10 +131,8 @@ def scores_of_reference(tensors, config, prompt):
     return rows[..., first:end].sum(-1).numpy(), rows.abs().max().item()
 
 
-def row_lengths(attn):
-    """The normalizer that computes, in one pass, what the cache does, where T is each row's own length so far."""
-    return {"relu2-T": "relu2-n", "relu2-T+norm=T2": "relu2-n+norm=n2",
-            "sigmoid+offset=-logT": "sigmoid-logn"}.get(attn, attn)
+# The normalizers that compute, in one pass, what the cache does, where T is each row's own length so far.
+IN_ONE_PASS = {"relu2-T": "relu2-n", "relu2-T+norm=T2": "relu2-n+norm=n2", "sigmoid+offset=-logT": "sigmoid-logn"}
 
 
 @pytest.mark.drawn(6)
@@ -158,7 +146,7 @@ def test_needle_scores_equal_the_references(shape, attn, model_of, data, tmp_pat
     folder, tensors, config = model_of(shape, attn)
     output, [row], prompts = needles(folder, data, tmp_path, "--seq-lens", 1100 if shape == "QK norms" else 330,
                                      "--depths", "15,60", "--samples", 2)
-    config = reference.replace(config, attn=row_lengths(attn))
+    config = reference.replace(config, attn=IN_ONE_PASS.get(attn, attn))
     mean = 0
     for prompt, trial in zip(prompts, row["trials"], strict=True):
         expected, largest = scores_of_reference(tensors, config, prompt)

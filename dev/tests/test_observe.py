@@ -7,20 +7,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from byte_text import END_OF_TEXT, write_text
-from eval_models import evaluate, overflowing, reference
+from eval_models import evaluate, overflowing, reference, with_weights
 from tiny import BIN, run
 from trainer import write_shard
 
-
-L = 64
+DATA, L = write_text, 64
 PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab",
            "It is a truth universally acknowledged"]
-
-
-DATA = write_text
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +23,6 @@ def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     path.write_text("\n".join(PROMPTS) + "\n")
     return path
-
-
-def ids_of(text, leading):
-    return [END_OF_TEXT] * leading + list(text.encode())
 
 
 def log2(n):
@@ -113,7 +104,8 @@ def test_statistics_equal_the_references(shape, attn, model_of, prompts, tmp_pat
     assert ([(row["prompt"], row["leading_end_of_text"]) for row in rows]
             == [(i, b) for i in range(len(PROMPTS)) for b in (False, True)])
     for row in rows:
-        trace = compare(row, tensors, config, ids_of(PROMPTS[row["prompt"]], row["leading_end_of_text"]))
+        ids = [END_OF_TEXT] * row["leading_end_of_text"] + list(PROMPTS[row["prompt"]].encode())
+        trace = compare(row, tensors, config, ids)
         assert ("map" in row) == (row is rows[0])
         if row is rows[0]:
             near(np.load(tmp_path / row["map"]), torch.stack(trace.weights)[:, 0].numpy(), rounding(config))
@@ -281,10 +273,8 @@ def test_ranges_end_with_the_longest_prompt(model_of, tmp_path):
 
 def test_equal_perplexities_have_no_correlation(model_of, tmp_path):
     """All logits are 0, so the perplexities are equal, but the sums are not."""
-    folder = shutil.copytree(model_of("grouped", "softmax1")[0], tmp_path / "flat")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] *= 0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = with_weights(model_of("grouped", "softmax1")[0], tmp_path / "flat",
+                          lambda tensors: tensors["lm_head.weight"].fill(0))
     (tmp_path / "prompts").write_text("abcd\nefgh\nijkl\n")
     output, result = evaluate("attention", folder, None, tmp_path, "--prompt-file", tmp_path / "prompts")
     assert output.count("undefined (all perplexities are equal)") == 2

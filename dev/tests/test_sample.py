@@ -10,11 +10,11 @@ import tty
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
-from safetensors.torch import save_file as save_torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
 
 import byte_text
-from eval_models import write_chain
+from eval_models import with_weights, write_chain
 from tiny import (BIN, END_OF_TEXT, SHAPE, T, VOCAB, environment, ids_of, logits, run, sample, train,
                   write_data)
 import trainer
@@ -23,10 +23,12 @@ from trainer import checkpoint, saving_and_pruning
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Run folders: "text" has a tokenizer; "ids" has none, and its model uses ssmax."""
+    """Run folders: "text" has a tokenizer; "ids" has none, and its model uses ssmax; nor has "untied"."""
     folder = tmp_path_factory.mktemp("runs")
+    plain = write_data(folder / "plain", tokenizer=False)
     train(write_data(folder / "data"), folder / "text", steps=60)
-    train(write_data(folder / "plain", tokenizer=False), folder / "ids", "--attn", "ssmax", steps=60)
+    train(plain, folder / "ids", "--attn", "ssmax", steps=60)
+    train(plain, folder / "untied", "--model", f"{SHAPE},tied=0", steps=60)
     return folder
 
 
@@ -91,43 +93,29 @@ def test_lines_of_a_prompt_file(runs, tmp_path):
     assert [line.split(",")[:2] for line in lines[1::2]][:2] == [["5", "7"], ["9", "2"]] and lines[5].startswith("11")
 
 
-def test_a_run_a_checkpoint_or_a_bare_model(runs, tmp_path):
-    checkpoint = runs / "text/ckpt/step-00000060"
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        shutil.copy(checkpoint / name, bare)
-    assert sample(runs / "text")[0] == sample(checkpoint)[0] == sample(bare)[0]
-
-
-def test_bf16_rounds_the_weights_of_matmuls(tmp_path):
+def test_bf16_rounds_the_weights_of_matmuls(runs, tmp_path):
     """As long as one token at a time is decoded, nothing else is rounded."""
-    untied, rounded, flags = tmp_path / "untied", tmp_path / "rounded", ["--num-samples", 64, "--temperature", 1.2]
-    train(write_data(tmp_path / "data", tokenizer=False), untied, "--model", f"{SHAPE},tied=0", steps=60)
-    shutil.copytree(untied / "ckpt/step-00000060", rounded)
-    weights = load_file(rounded / "model.safetensors")
-    for name, w in weights.items():
-        if w.ndim == 2 and "embed_tokens" not in name:
-            weights[name] = torch.from_numpy(w).bfloat16().float().numpy()
-    save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
+    flags, untied = ["--num-samples", 64, "--temperature", 1.2], checkpoint(runs / "untied", 60)
+    rounded = with_weights(untied, tmp_path / "rounded", lambda tensors: tensors.update(
+        {name: torch.from_numpy(w).bfloat16().float().numpy() for name, w in tensors.items()
+         if w.ndim == 2 and "embed_tokens" not in name}))
     wanted, _ = sample(rounded, *flags)
     assert sample(untied, *flags, "--dtype", "bf16")[0] == wanted != sample(untied, *flags)[0]
 
 
-def test_matrices_that_are_stored_in_bf16(tmp_path):
+def test_matrices_that_are_stored_in_bf16(runs, tmp_path):
     """In float32, decoding reads them as they are stored, and computes the same. If one is float32, none is rounded."""
     flags = ["--num-samples", 64, "--temperature", 1.2, "--prompt", "5,9,2"]
-    train(write_data(tmp_path / "data", tokenizer=False), tmp_path / "run", "--model", f"{SHAPE},tied=0", steps=60)
-    weights = load_file(tmp_path / "run/ckpt/step-00000060/model.safetensors")
+    untied = checkpoint(runs / "untied", 60)
+    weights = load_file(untied / "model.safetensors")
     exact, texts = {name: torch.from_numpy(w).bfloat16() if w.ndim == 2 else w for name, w in weights.items()}, {}
     for name, changed in {
             "stored": exact, "widened": {n: w.float() if w.ndim == 2 else w for n, w in exact.items()},
             "mixed": {**exact, "lm_head.weight": weights["lm_head.weight"]},
             "mixed, widened": {n: w if n == "lm_head.weight" or w.ndim < 2 else exact[n].float()
                                for n, w in weights.items()}}.items():
-        folder = shutil.copytree(tmp_path / "run/ckpt/step-00000060", tmp_path / name)
-        save_torch({n: torch.as_tensor(w) for n, w in changed.items()}, folder / "model.safetensors",
-                   metadata={"format": "pt"})
+        folder = shutil.copytree(untied, tmp_path / name)
+        save_file({n: torch.as_tensor(w) for n, w in changed.items()}, folder / "model.safetensors", {"format": "pt"})
         texts[name] = sample(folder, *flags)[0]
     assert texts["stored"] == texts["widened"] != texts["mixed"] == texts["mixed, widened"]
 
@@ -146,8 +134,7 @@ def test_a_run_without_checkpoints(runs, tmp_path):
     """Its only checkpoint has been removed, so there is nothing to load."""
     out = shutil.copytree(runs / "text", tmp_path / "run")
     shutil.rmtree(out / "ckpt/step-00000060")
-    result = subprocess.run([BIN / "sample_gpt2", "--model", out], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 3 and "found neither" in result.stderr
+    assert "found neither" in run(BIN / "sample_gpt2", "--model", out, code=3)[1]
 
 
 # ---------------------------------------------------------------- sampling
@@ -157,11 +144,9 @@ def test_a_run_without_checkpoints(runs, tmp_path):
                                          ("naïve café " * 20, "naïve café " * 20)], ids=repr)
 def test_a_prompt_from_stdin(runs, given, same):
     """The prompt is all of stdin, without one newline at its end."""
-    words = [BIN / "sample_gpt2", "--model", runs / "text", "--max-new-tokens", "5", "--prompt"]
-    how = dict(capture_output=True, env=environment(), check=True)
-    texts = [subprocess.run([*words, prompt], input=text.encode(), **how).stdout
-             for prompt, text in (("-", given), (same, ""))]
-    assert texts[0] == texts[1] and texts[0].startswith(same.encode())
+    words = ["--model", runs / "text", "--max-new-tokens", 5, "--prompt"]
+    found, expected = (run(BIN / "sample_gpt2", *words, prompt, said=given)[0] for prompt in ("-", same))
+    assert found == expected and found.startswith(same)
 
 
 def test_prompts_from_a_pipe(runs):
@@ -178,20 +163,14 @@ def test_prompts_from_a_pipe(runs):
 
 def test_a_byte_order_mark_is_no_text(runs, tmp_path):
     """Some programs begin a text file with it. Elsewhere, it is a character."""
-    mark, flags = "\ufeff", [str(word) for word in (BIN / "sample_gpt2", "--model", runs / "text", "--temperature", 0,
-                                                    "--max-new-tokens", 5)]
-
-    def printed(*words, said=""):
-        return subprocess.run([*flags, *map(str, words)], input=said.encode(), capture_output=True, env=environment(),
-                              check=True).stdout.decode()
-
-    talk, texts = ["--interactive", "--chat", "raw", "--context", 30], []
+    flags, mark, texts = ["--model", runs / "text", "--temperature", 0, "--max-new-tokens", 5], "\ufeff", []
     for start in ("", mark):
         (tmp_path / "prompts").write_text(f"{start}the cat\n{mark}on\n")
         (tmp_path / "config").write_text(start + 'prompt = "the cat"\n')
-        found = [printed("--prompt-file", tmp_path / "prompts"), printed("--config", tmp_path / "config"),
-                 printed("--prompt", "-", said=f"{start}the cat{mark}\n"),
-                 printed(*talk, said=f"{start}the cat\n{mark}on\n")]
+        found = [run(BIN / "sample_gpt2", *flags, *words, said=said)[0] for words, said in (
+            (["--prompt-file", tmp_path / "prompts"], ""), (["--config", tmp_path / "config"], ""),
+            (["--prompt", "-"], f"{start}the cat{mark}\n"),
+            (["--interactive", "--chat", "raw", "--context", 30], f"{start}the cat\n{mark}on\n"))]
         assert found[0].count(mark) == 1
         texts.append(found)
     assert texts[0] == texts[1]
@@ -288,6 +267,7 @@ def chain(tmp_path_factory):
 
 
 CHAIN = ["--temperature", 0, "--max-new-tokens", 40]
+RAW = ["--interactive", "--chat", "raw", "--context"]
 
 
 def on_a_terminal(words, said, end="\n"):
@@ -338,18 +318,14 @@ def test_stop(chain, stops, end, tmp_path):
     assert told == "x\x1b\n"
     told, _ = run(BIN / "sample_gpt2", "--config", tmp_path / "flags.toml", "--stop", "]")      # the command line wins
     assert told == "x\x1b\n"
-    answers = subprocess.run([BIN / "sample_gpt2", "--model", chain, *map(str, CHAIN), *flags, "--interactive",
-                              "--chat", "raw", "--context", "60"], input=b"x\n", capture_output=True,
-                             env=environment()).stdout
-    assert answers == whole[1:]
+    answers, _ = run(BIN / "sample_gpt2", "--model", chain, *CHAIN, *flags, *RAW, 60, said="x\n")
+    assert answers.encode() == whole[1:]
 
 
 def test_after_a_stop_a_conversation_has_what_was_printed(chain):
     """The second line continues what was printed, not the tokens of the stop."""
-    answers = subprocess.run([BIN / "sample_gpt2", "--model", chain, *map(str, CHAIN), "--stop", "52", "--interactive",
-                              "--chat", "raw", "--context", "100"], input=b"x\n5\n", capture_output=True,
-                             env=environment()).stdout
-    assert answers == b"\x1b]\n" + HOSTILE[HOSTILE.index(b"2;"):] + b"\n"
+    answers, _ = run(BIN / "sample_gpt2", "--model", chain, *CHAIN, "--stop", 52, *RAW, 100, said="x\n5\n")
+    assert answers.encode() == b"\x1b]\n" + HOSTILE[HOSTILE.index(b"2;"):] + b"\n"
 
 
 # ---------------------------------------------------------------- stderr
@@ -360,21 +336,17 @@ def test_after_a_stop_a_conversation_has_what_was_printed(chain):
 def test_logits_that_are_not_finite(runs, flags, interactive):
     """No token is made up."""
     flags = [] if interactive and "--num-samples" in flags else flags
-    words = ["--interactive", "--chat", "raw", "--context", 30] if interactive else ["--prompt", "the cat"]
-    result = subprocess.run([str(word) for word in (BIN / "sample_gpt2", "--model", runs / "text", "--attn",
-                                                    "exp+scale=const:1e4", "--max-new-tokens", 9, *words, *flags)],
-                            input=b"the cat\n", capture_output=True, env=environment())
-    assert result.returncode == 5 and b"exp+scale=const:1e4" in result.stderr and b"not finite" in result.stderr
-    assert result.stdout.splitlines()[-1] == (b"" if interactive else b"the cat")
+    words = [*RAW, 30] if interactive else ["--prompt", "the cat"]
+    output, errors = run(BIN / "sample_gpt2", "--model", runs / "text", "--attn", "exp+scale=const:1e4",
+                         "--max-new-tokens", 9, *words, *flags, said="the cat\n", code=5)
+    assert "exp+scale=const:1e4" in errors and "not finite" in errors
+    assert output.splitlines()[-1] == ("" if interactive else "the cat")
 
 
 def test_activations_whose_squares_overflow(chain, tmp_path):
     """RMSNorm makes zeros of them, so that all logits are equal."""
-    folder = tmp_path / "model"
-    shutil.copytree(trainer.checkpoint(chain, 0), folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"] *= np.float32(1e25)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = with_weights(checkpoint(chain, 0), tmp_path / "model", lambda tensors: tensors.update(
+        {"model.embed_tokens.weight": np.float32(1e25) * tensors["model.embed_tokens.weight"]}))
     output, errors = run(BIN / "sample_gpt2", "--model", folder, "--prompt", "x", *CHAIN, code=5)
     assert output == "x\n" and "all equal" in errors
 
@@ -388,12 +360,6 @@ def test_messages_do_not_act_on_a_terminal(runs, tmp_path):
     assert r"\x1b]52;c;eA==\x07 \u009b2J \u202e\u2066\u061c \x7f\x0d ok" + "\t" in errors
     result = subprocess.run([BIN / "sample_gpt2", b"--model=\x9b\xff"], capture_output=True)
     assert rb"\x9b\xff" in result.stderr and b"\x9b" not in result.stderr
-
-
-def test_stdout_has_only_the_text(runs):
-    output, errors = run(BIN / "sample_gpt2", "--model", runs / "text", "--prompt", "the cat", "--max-new-tokens", 5)
-    assert output.startswith("the cat") and output.count("\n") == 1
-    assert errors.count("\n") == 1 and "tokens/s" in errors
 
 
 def test_another_normalizer(runs):
@@ -413,7 +379,7 @@ def test_another_normalizer(runs):
 
 def test_beyond_the_training_length_it_warns_once(runs):
     _, errors = sample(runs / "ids", "--prompt", ",".join("5" * (T - 3)), "--max-new-tokens", 3)
-    assert "warning" not in errors
+    assert errors.count("\n") == 1 and "tokens/s" in errors
     _, errors = sample(runs / "ids", "--prompt", ",".join("5" * (T + 1)), "--max-new-tokens", 3, "--num-samples", 3)
     assert errors.count("warning") == 1 and f"the length of {T} with" in errors
 
@@ -431,7 +397,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(runs, tmp_path):
     (tmp_path / "prompts").write_text("the cat\nthe <pad>\n")
     _, errors = run(BIN / "sample_gpt2", "--model", tmp_path / "model", "--prompt-file", tmp_path / "prompts", code=3)
     assert 'line 2: the token "<pad>"' in errors
-    words = [str(word) for word in (BIN / "sample_gpt2", "--model", tmp_path / "model", "--interactive", "--chat",
-                                    "raw", "--context", 30, "--max-new-tokens", 5)]
-    talk = subprocess.run(words, input=b"the <pad>\nthe cat\n", capture_output=True, env=environment(), check=True)
-    assert b'"<pad>"' in talk.stderr and talk.stdout.count(b"\n") >= 1
+    answers, errors = run(BIN / "sample_gpt2", "--model", tmp_path / "model", *RAW, 30, "--max-new-tokens", 5,
+                          said="the <pad>\nthe cat\n")
+    assert '"<pad>"' in errors and answers.count("\n") >= 1

@@ -123,20 +123,15 @@ def test_what_does_not_fit_is_dropped(tmp_path, tokenizer):
 
 
 def test_validation(tmp_path, tokenizer):
-    """Files of their own, or a part of the paragraphs with all their questions."""
+    """A part of the paragraphs, with all their questions."""
     write(tmp_path / "in.json", "1.1",
           *((f"Paragraph {i}.", question("Which?", str(i)), question("Really?", "Paragraph")) for i in range(30)))
-    write(tmp_path / "dev.json", "1.1", ("Another.", question("Which?", "Another", "one")))
-    words = ["--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out"]
-    script("squad", *words, tmp_path / "a", "--val-json", tmp_path / "dev.json")
-    assert [answer for _, answer in examples_of(tmp_path / "a", tokenizer, "val")] == [" Another"]
-    assert len(examples_of(tmp_path / "a", tokenizer)) == 60
-    script("squad", *words, tmp_path / "b", "--val-fraction", 0.3)
-    contexts = {split: [text.split("\n")[0] for text, _ in examples_of(tmp_path / "b", tokenizer, split)]
+    script("squad", "--json", tmp_path / "in.json", "--tokenizer", tokenizer, "--out", tmp_path / "out",
+           "--val-fraction", 0.3)
+    contexts = {split: [text.split("\n")[0] for text, _ in examples_of(tmp_path / "out", tokenizer, split)]
                 for split in ("train", "val")}
     assert not set(contexts["train"]) & set(contexts["val"]) and len(contexts["train"] + contexts["val"]) == 60
     assert 6 <= len(contexts["val"]) <= 30 and all(contexts["val"].count(context) == 2 for context in contexts["val"])
-    assert "made with val = " in script("squad", *words, tmp_path / "a", code=2)
 
 
 @pytest.mark.parametrize("words, remedy", [
@@ -152,10 +147,12 @@ def test_flags_that_exclude_each_other(tmp_path, tokenizer, words, remedy):
 def test_all_files_of_a_repeated_flag_count(tmp_path, tokenizer):
     for name in "abcd":
         write(tmp_path / f"{name}.json", "1.1", (f"It is {name}.", question("Who?", name)))
-    script("squad", "--json", tmp_path / "a.json", "--json", tmp_path / "b.json", "--val-json", tmp_path / "c.json",
-           "--val-json", tmp_path / "d.json", "--tokenizer", tokenizer, "--out", tmp_path / "out")
+    words = ["--json", tmp_path / "a.json", "--json", tmp_path / "b.json", "--val-json", tmp_path / "c.json",
+             "--tokenizer", tokenizer, "--out", tmp_path / "out"]
+    script("squad", *words, "--val-json", tmp_path / "d.json")
     assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer)] == [" a", " b"]
     assert [answer for _, answer in examples_of(tmp_path / "out", tokenizer, "val")] == [" c", " d"]
+    assert "made with val = " in script("squad", *words, code=2)
 
 
 @pytest.mark.parametrize("content, message", [
@@ -222,7 +219,5 @@ def test_the_loss_counts_answers_and_their_ends(tmp_path, tokenizer):
 
 
 def test_template():
-    """doc/data.md states it on one line, and the needles of eval_gpt2 --chat squad repeat it."""
-    doc, needle = ((sources.DATA.parent / path).read_text() for path in ("doc/data.md", "eval/needle.c"))
-    assert squad.prompt("CONTEXT", "QUESTION").replace("\n", "\\n") in doc
-    assert f'"{squad.prompt("", "What is the special magic %s number?")}"'.replace("\n", "\\n") in needle
+    """doc/data.md states it on one line."""
+    assert squad.prompt("CONTEXT", "QUESTION").replace("\n", "\\n") in (trainer.ROOT / "doc/data.md").read_text()

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 
+import gguf
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ from eval_models import write_model
 from safetensors.torch import load_file, save_file
 from test_chat import SMOLLM2
 from tiny import ROOT, sentences
+from trainer import script_of
 
+DATA = byte_text.write_text
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=259, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=258)
 IDS = torch.tensor([[256, 1, 77, 200, 13, 97, 97, 258, 3]])
@@ -34,13 +37,14 @@ def convert(folder, out, *flags, code=0):
     return result.stdout, result.stderr
 
 
+def metadata(path):
+    return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+
+
 def logits(folder, **how):
     from transformers import AutoModelForCausalLM
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)(IDS).logits
-
-
-DATA = byte_text.write_text
 
 
 def llama_of_ours(data, folder):
@@ -90,12 +94,11 @@ EPS = {"llama": 2e-5, "mistral": 3e-5, "qwen2": 1e-6, "qwen3": 4e-6}
 @pytest.mark.parametrize("family", EPS)
 def test_the_metadata_of_the_shape(family, data, tmp_path):
     """All of it: transformers takes for granted what it does not read."""
-    import gguf
     head_dim, name = (8 if family == "qwen2" else 16), {"mistral": "llama"}.get(family, family)
     more = SHAPE | {"head_dim": head_dim, "rms_norm_eps": EPS[family]}
     folder = of_transformers(family, **more)(data, tmp_path / "model")
     convert(folder, tmp_path / "out.gguf")
-    fields = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "out.gguf").fields.items()}
+    fields = metadata(tmp_path / "out.gguf")
     assert fields["general.architecture"] == name
     assert {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")} == \
         pytest.approx({"context_length": 64, "embedding_length": 32, "block_count": 3, "feed_forward_length": 48,
@@ -121,14 +124,12 @@ QWEN_WINDOW = dict(use_sliding_window=True, head_dim=8)
                                       "attention_normalizer": {"name": "softmax+window=16,softmax"}})])
 def test_a_window_shorter_than_the_training_length(family, arch, more, data, tmp_path):
     """It is written as the message says, as a model of the window's length."""
-    import gguf
     folder = of_transformers(family, sliding_window=16, **more)(data, tmp_path / "model")
     _, errors = convert(folder, tmp_path / "out.gguf", code=3)
     assert f"window of 16, and llama.cpp has none in a {family}" in errors
     assert "up to 16 tokens, write it with --ignore-config-key sliding_window." in errors
     convert(folder, tmp_path / "out.gguf", "--ignore-config-key", "sliding_window")
-    length = gguf.GGUFReader(tmp_path / "out.gguf").fields[f"{arch}.context_length"]
-    assert length.contents() == 16
+    assert metadata(tmp_path / "out.gguf")[f"{arch}.context_length"] == 16
 
 
 @pytest.mark.parametrize("family, length", [("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)])
@@ -143,8 +144,7 @@ def test_the_length_that_a_config_leaves_out(family, length):
     ("echo train_gpt2: unknown flag >&2; exit 2", "2).\n  unknown flag"), ("kill -SEGV $$", "-11).\n  It printed no")])
 def test_a_check_that_did_not_end(tmp_path, monkeypatch, words, message):
     """The model is written if the checker says that it is right, or that it is too large for this machine."""
-    (tmp_path / "train_gpt2").write_text(f"#!/bin/sh\n{words}\n")
-    (tmp_path / "train_gpt2").chmod(0o755)
+    script_of(tmp_path / "train_gpt2", words)
     monkeypatch.setattr(to_gguf, "ROOT", tmp_path)
     if not message:
         return to_gguf.check_by_trainer(tmp_path, "")
@@ -154,10 +154,8 @@ def test_a_check_that_did_not_end(tmp_path, monkeypatch, words, message):
 
 def rope_metadata(path):
     """What the file says about RoPE's scaling, and the divisors of its frequencies."""
-    import gguf
-    reader = gguf.GGUFReader(path)
-    found = {key.split(".scaling.")[1]: field.contents() for key, field in reader.fields.items() if ".scaling." in key}
-    return found, [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
+    found = {key.split(".scaling.")[1]: value for key, value in metadata(path).items() if ".scaling." in key}
+    return found, [tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "rope_freqs.weight"]
 
 
 # The scaling, and what is written of it. transformers reads none of it, but takes it from a config that it is given.
@@ -220,7 +218,6 @@ def with_tokenizer(name, data, folder):
                                        ("mistral", None), ("mistral-never", None)])
 def test_the_tokenizer(name, pre, data, tmp_path):
     """Its metadata, one by one: llama.cpp knows more kinds of splitting than transformers reads from a GGUF."""
-    import gguf
     folder = with_tokenizer(name, data, tmp_path / "model")
     whole, config = (json.loads((folder / file).read_text()) for file in ("tokenizer.json", "config.json"))
     size = config["vocab_size"]
@@ -259,15 +256,13 @@ def test_the_tokenizer(name, pre, data, tmp_path):
 
 def test_ids_that_are_no_tokens(data, tmp_path):
     """They count as missing, as they do in the trainer. Folders of the first Llama have a pad_token_id of -1."""
-    import gguf
     folder = with_tokenizer("own", data, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     wrong = {"pad_token_id": -1, "bos_token_id": config["vocab_size"], "eos_token_id": []}
     (folder / "config.json").write_text(json.dumps(config | wrong))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "a"}))
     convert(folder, tmp_path / "out.gguf")
-    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
-    ids = {key: field.contents() for key, field in fields.items() if key.endswith("_token_id")}
+    ids = {key: value for key, value in metadata(tmp_path / "out.gguf").items() if key.endswith("_token_id")}
     whole = json.loads((folder / "tokenizer.json").read_text())
     assert ids == {"tokenizer.ggml.bos_token_id": whole["model"]["vocab"]["a"]}
 
@@ -389,7 +384,6 @@ def test_out_is_not_a_file(data, tmp_path):
 
 def test_a_template_that_starts_with_bos(data, tmp_path):
     """tokenizer.json's post_processor says whether texts start with bos, whatever tokenizer_config.json says."""
-    import gguf
     folder = with_tokenizer("own", data, tmp_path / "model")
     whole = json.loads((folder / "tokenizer.json").read_text())
     single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -399,5 +393,4 @@ def test_a_template_that_starts_with_bos(data, tmp_path):
         (folder / "tokenizer.json").write_text(json.dumps(whole | {"post_processor": processor}))
         (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": not adds}))
         convert(folder, tmp_path / "out.gguf")
-        reader = gguf.GGUFReader(tmp_path / "out.gguf")
-        assert reader.fields["tokenizer.ggml.add_bos_token"].contents() is adds
+        assert metadata(tmp_path / "out.gguf")["tokenizer.ggml.add_bos_token"] is adds

@@ -6,13 +6,13 @@ import random
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from trainer import ROOT
+
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "dev")]
 import nfc_tables
 import shakespeare
@@ -38,8 +38,6 @@ def library(tmp_path_factory):
                     "-o", path, *sources, "-lcjson", "-lxxhash"], check=True)
     c = ctypes.CDLL(str(path))
     c.tokenizer_open.restype = ctypes.c_void_p
-    c.tokenizer_encode.restype = ctypes.c_size_t
-    c.tokenizer_encode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
     c.tokenizer_encode_at.restype = ctypes.c_size_t
     c.tokenizer_encode_at.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p,
                                       ctypes.c_size_t]
@@ -60,8 +58,7 @@ class CTokenizer:
         assert self.handle, error.text
 
     def encode(self, data):
-        ids = np.empty(3 * len(data) + 1, np.int32)
-        return ids[:self.c.tokenizer_encode(self.handle, data, len(data), ids.ctypes.data, len(ids))]
+        return self.encode_at(AT_START, data)
 
     def encode_at(self, place, data):
         ids = np.empty(3 * len(data) + 1, np.int32)
@@ -155,14 +152,8 @@ def test_equals_tiktoken(gpt2, tiktoken_gpt2, texts):
     assert sum(len(text.encode()) for text in texts.values()) > 10_000_000
     for name, text in texts.items():
         data = text.encode()
-        start = time.perf_counter()
         found = gpt2.encode(data)
-        middle = time.perf_counter()
-        expected = tiktoken_gpt2.encode_to_numpy(text, disallowed_special=())
-        end = time.perf_counter()
-        ours, theirs = len(data) / 1e6 / (middle - start), len(data) / 1e6 / (end - middle)
-        print(f"{name}: {len(data):,} bytes, C {ours:.1f} MB/s, tiktoken {theirs:.1f} MB/s")
-        assert same(found, expected, data), name
+        assert same(found, tiktoken_gpt2.encode_to_numpy(text, disallowed_special=()), data), name
         assert gpt2.decode(found) == data, name
 
 
@@ -210,23 +201,7 @@ def test_runs_that_are_too_long_for_tiktoken(gpt2, tiktoken_gpt2, run):
     assert same(vocabulary.load_gpt2().encode_batch(["a", text])[1], gpt2.encode(text.encode()), text)
 
 
-# ---- a vocabulary of our own
-
-def test_equals_tokenizers(library, texts, tmp_path):
-    """Compares C with the `tokenizers` library, for a vocabulary like the one that data/tinystories.py trains."""
-    path = tmp_path / "tokenizer.json"
-    vocabulary.train([texts["plays"], texts["hostile"][:200_000]], 8000, path)
-    expected, found = vocabulary.load(path), CTokenizer(library, tmp_path)
-    assert found.c.tokenizer_vocab(found.handle) == expected.vocab == 8000
-    assert found.c.tokenizer_end_of_text(found.handle) == expected.end_of_text == 7999
-    for name, text in texts.items():
-        for piece in (text[:300_000], text[-300_000:]):
-            ids = found.encode(piece.encode())
-            assert same(ids, expected.encode_batch([piece])[0], piece), name
-            assert found.decode(ids) == piece.encode(), name
-
-
-# ---- digits as words, as in SmolLM2
+# ---- vocabularies trained here
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>", "«a b»"]
 AWKWARD = ["", "0", "00", "3.14159", "1,000,000", "a1b2c3", " 1", "  1", "   1 ", "1 ", "1  ", "\n\n7\n\n", "\t1\t2",
@@ -241,25 +216,28 @@ MORE = ["", " ", "  ", "▁", " ▁the", "the", " the", "1234567 12 1", "it's IT
         "<|im_start|>user<|im_end|>", "<0x41><unk>"]
 
 
-@pytest.fixture(scope="module", params=["every byte", "some bytes"])
-def digit_words(request, library, texts, tmp_path_factory):
-    """A vocabulary like SmolLM2's, in C and in the library: special tokens first, digits alone, and perhaps no token
-    for some bytes."""
+@pytest.fixture(scope="module", params=["own", "digits", "digits, some bytes"])
+def trained(request, library, texts, tmp_path_factory):
+    """A vocabulary in C and in the library: as data/tinystories.py trains it; or like SmolLM2's, with special tokens
+    first, digits as words, and perhaps no token for some bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    path = tmp_path_factory.mktemp("trained") / "tokenizer.json"
+    if request.param == "own":
+        vocabulary.train([texts["plays"], texts["hostile"][:200_000]], 8000, path)
+        return CTokenizer(library, path), vocabulary.load(path)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
                                                        pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if request.param == "every byte" else []
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if request.param == "digits" else []
     trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=SPECIAL, initial_alphabet=alphabet,
                                   show_progress=False)
     tokenizer.train_from_iterator([texts["plays"][:300_000], texts["hostile"][:100_000]], trainer)
-    path = tmp_path_factory.mktemp("digits") / "tokenizer.json"
     tokenizer.save(str(path))
     return CTokenizer(library, path), vocabulary.load(path)
 
 
-def test_digit_words_equal_tokenizers(digit_words, texts):
-    found, expected = digit_words
+def test_equals_tokenizers(trained, texts):
+    found, expected = trained
     rng = random.Random(7)
     pieces = AWKWARD + [text[start:start + 40_000] for text in texts.values()
                         for start in (0, len(text) // 3, len(text) - 40_000)]

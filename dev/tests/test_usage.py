@@ -96,6 +96,14 @@ ROWS = [        # of exit code 2, unless it is given
     ("sample", ["--stop", ""], ["--stop"]),
     ("sample ids", ["--stop", "x"], 3, ["--stop", "tokenizer.json"]),
     ("sample", ["--model", "{huge}"], 4, ["memory", "--max-new-tokens"]),
+    ("sample", ["--interactive", "--prompt", "a"], ["--interactive reads from stdin: omit --prompt"]),
+    ("sample", ["--interactive", "--num-samples", 2], ["--interactive reads from stdin", "--num-samples"]),
+    ("sample", ["--chat", "chatml"], ["--chat, --system and --context need --interactive"]),
+    ("sample", ["--interactive", "--chat", "alpaca"], ["--chat alpaca", "chatml"]),
+    ("sample", ["--interactive", "--chat", "llama3"], ["<|begin_of_text|>", "--chat raw"]),
+    ("sample", ["--interactive", "--chat", "raw", "--context", 200], ["--context 200", "256"]),
+    ("sample", ["--interactive", "--chat", "raw", "--max-new-tokens", L], [f"{L}", "--context"]),
+    ("sample", ["--interactive", "--chat", "raw", "--system", "x"], ["--system"]),
 
     ("eval_gpt2 alone", [], ["--model is missing"]),
     ("eval_gpt2 alone", ["--model", "{model}"], ["--data is missing"]),
@@ -187,6 +195,8 @@ ROWS = [        # of exit code 2, unless it is given
       for flag, which in {"--data": " without --prompt-file", "--seq-lens": " without --prompt-file",
                           "--rope-theta": ""}.items()),
     ("choice", ["--seq-lens", "8,9"], ["--seq-lens: --task choice expects one length"]),
+    ("choice", ["--data", "/nowhere"], 3, ["/nowhere"]),
+    ("eval_gpt2 alone", ["--task", "choice", "--model", "{model}"], ["--data is missing", "JSONL"]),
 ]
 
 

@@ -45,11 +45,12 @@ def make_path(path):
     return inside if "/" in inside or path == BUILD else f"./{inside}"
 
 
-def run(path, *words, code=0, threads=1):
+def run(path, *words, code=0, threads=1, said=None):
     """Runs a program, which is built if it is missing, and returns its stdout and stderr. The exit code must be
-    `code`."""
+    `code`. said: what it reads from stdin"""
     build(Path(path))
-    result = subprocess.run([str(path), *map(str, words)], capture_output=True, env=environment(threads))
+    result = subprocess.run([str(path), *map(str, words)], capture_output=True, env=environment(threads),
+                            input=None if said is None else said.encode())
     assert result.returncode == code, (words, result.returncode, result.stderr.decode())
     return result.stdout.decode(), result.stderr.decode()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
-ROOT = Path(__file__).resolve().parents[2]
+from trainer import ROOT
+
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "scripts")]
 import get_smollm2
 import vocabulary
@@ -85,37 +86,17 @@ def qwen():
 
 # ---- SentencePiece's files: Mistral, and Llama 2, TinyLlama and Zephyr likewise
 
-def fields(data):
-    """(number, value) of each field of a Protocol Buffers message; nested messages and texts are bytes."""
-    at = 0
-
-    def varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte, at = data[at], at + 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(data):
-        key = varint()
-        size = {0: 0, 1: 8, 2: None, 5: 4}[key & 7]
-        if size == 0:
-            yield key >> 3, varint()
-            continue
-        size = varint() if size is None else size
-        yield key >> 3, data[at:at + size]
-        at += size
-
-
 def pieces():
-    """(text, score, kind) of each piece of Mistral's model."""
-    for number, value in fields(original("mistral")):
-        if number == 1:
-            piece = dict(fields(value))
-            yield piece[1].decode(), struct.unpack("<f", piece[2])[0], piece.get(3, 1)
+    """(text, score, kind) of each piece of Mistral's model: a file in Protocol Buffers' format that begins with the
+    pieces, each a tag, a size, and that many bytes: a tag, the text's size and the text, a tag and the score, and,
+    unless the piece is a normal one, a tag and the kind."""
+    data, start, piece = original("mistral"), 0, 0x0A
+    while data[start] == piece:
+        end = start + 2 + data[start + 1]
+        score = start + 5 + data[start + 3]
+        kind = data[end - 1] if end > score + 4 else NORMAL
+        yield data[start + 4:score - 1].decode(), struct.unpack_from("<f", data, score)[0], kind
+        start = end
 
 
 def metaspace(scheme):
