@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER / "reference")]
+sys.path.append(str(FOLDER.parent / "attention"))      # last, because it has a folder named torch
 import draw
-
 
 # What the programs that tests start inherit. In a shell's background job SIGINT is ignored, and under nohup SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +27,7 @@ for name in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, sign
     signal.signal(name, signal.SIG_DFL)
 os.umask(0o022)
 os.environ["LC_ALL"] = "C.UTF-8"
+os.environ["HF_HUB_OFFLINE"] = "1"      # no test contacts a hub
 os.environ.setdefault("PATH", os.defpath)
 os.environ.pop("COLUMNS", None)
 

@@ -11,7 +11,6 @@ import json
 import math
 import random
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,12 +18,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+import model as reference
 from test_huggingface import load
 from tiny import BIN, run
-from trainer import ROOT, assert_same_run, checkpoint, cuda_program, metrics, steps, train, write_shard
-
-sys.path.insert(0, str(ROOT / "dev/reference"))
-import model as reference
+from trainer import assert_same_run, checkpoint, cuda_program, metrics, steps, train, write_shard
 
 torch.set_num_threads(1)
 CASES = range(80)

@@ -4,29 +4,21 @@ import subprocess
 
 import pytest
 
+from tiny import run
 from trainer import MODEL, TRAIN, assert_same_run, command, environment, metrics, train
 
 FLAGS = ["--model", MODEL, "--attn", "ssmax", "--seq-len", "8,16", "--batch", 4, "--lr", 0.003, "--warmup", 2,
          "--schedule", "cosine", "--shuffle", 0, "--doc-mask"]
 
 
-def printed(program, *flags):
-    """What --print-config prints."""
-    return subprocess.run([program, *map(str, flags), "--print-config"], capture_output=True, text=True, check=True,
-                          env=environment()).stdout
-
-
-def run(*flags):
-    subprocess.run([TRAIN, *map(str, flags)], env=environment(), cwd="/", check=True)
-
-
 def test_a_printed_file_repeats_the_run(data, tmp_path):
     train(data, *FLAGS, "--steps", 6, "--out", tmp_path / "a", model=False)
     path = tmp_path / "run.flags"
-    path.write_text(printed(TRAIN, "--train-data", f"{data}/*_train_*.bin", *FLAGS, "--steps", 6))
-    run("--config", path, "--out", tmp_path / "b")
+    path.write_text(run(TRAIN, "--train-data", f"{data}/*_train_*.bin", *FLAGS, "--steps", 6, "--print-config")[0])
+    run(TRAIN, "--config", path, "--out", tmp_path / "b")
     assert_same_run(tmp_path / "a", tmp_path / "b", 6)
-    run("--steps", 2, "--out", tmp_path / "c", "--config", path)     # the command line wins, wherever the file stands
+    # the command line wins, wherever the file stands
+    run(TRAIN, "--steps", 2, "--out", tmp_path / "c", "--config", path)
     assert len(metrics(tmp_path / "c")) == 2
 
 
@@ -36,9 +28,9 @@ def test_every_flag_is_in_the_file():
         program = TRAIN.parent / name
         if not program.exists():
             pytest.skip(f"{program} is not built")
-        text = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-        flags = set(re.findall(r"^  --([a-z0-9-]+) ", text, re.M)) - {"config", "print-config"}
-        lines = re.findall("^(# )?([a-z0-9-]+) = (.*)", printed(program, "--seed", 7, "--model", 'x"\\'), re.M)
+        flags = set(re.findall(r"^  --([a-z0-9-]+) ", run(program, "--help")[0], re.M)) - {"config", "print-config"}
+        text, _ = run(program, "--seed", 7, "--model", 'x"\\', "--print-config")
+        lines = re.findall("^(# )?([a-z0-9-]+) = (.*)", text, re.M)
         given = {(flag, value) for comment, flag, value in lines if not comment}
         assert given == {("seed", "7"), ("model", r'"x\"\\"')}
         assert {flag for _, flag, _ in lines} == flags

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from jobs import wait_for
-from trainer import (ROOT, TRAIN, assert_held, assert_same_run, checkpoint, command, environment, losses,
-                     metrics, read_header, steps, tokens, train, write_shard)
+from jobs import finish, start, wait_for, wait_for_line
+from trainer import (ROOT, TRAIN, assert_held, assert_same_checkpoint, assert_same_run, checkpoint, command,
+                     edit_tensors, environment, losses, metrics, read_header, script_of, steps, tokens, train,
+                     write_shard)
 
 MODEL = "layers=2,heads=1,channels=48,ffn=40,vocab=97"
 GAU = "layers=1,block=gau,channels=32,vocab=97"
@@ -39,9 +40,8 @@ BIAS = MODEL + ",heads=4,kv_heads=2,head_dim=16,bias=qkv,gate=channel"
 
 def test_ranks_of_both_trainers(cuda, data, tmp_path):
     """They would wait for each other forever."""
-    program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\n[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {cuda} "$@"\nexec {TRAIN} "$@"\n')
-    program.chmod(0o755)
+    program = script_of(tmp_path / "program",
+                        f'[ $OMPI_COMM_WORLD_RANK = 0 ] && exec {cuda} "$@"\nexec {TRAIN} "$@"')
     text = train(data, *SMALL, "--steps", 1, processes=2, code=2, program=program)
     assert "rank 1: the program is train_gpt2, but on rank 0 it is train_gpt2cu." in text
 
@@ -86,8 +86,7 @@ def test_lr_scale(cuda, data, tmp_path, optimizer):
 
 
 def test_validation_samples_and_scalars(cuda, data, tmp_path):
-    """What a run writes besides training losses: validation losses, statistics of the learned scalars, and samples,
-    drawn from the same logits."""
+    """Validation losses, statistics of the learned scalars, and samples, drawn from the same logits."""
     flags = [*SMALL, "--attn", "ssmax-bias", "--steps", 4, "--val-data", data / "d_val_000000.bin", "--val-every", 2,
              "--val-tokens", 200, "--sample-every", 4, "--total-batch-tokens", 80]
     for run, program in {"cpu": None, "cuda": cuda}.items():
@@ -376,13 +375,6 @@ def test_a_resume_keeps_what_determines_the_numbers(cuda, data, tmp_path):
     assert arguments["zero"] is True and arguments["recompute"] is True
 
 
-def test_measured_matmuls_in_graphs(cuda, data, tmp_path):
-    """Matmuls are measured before the capture, during which nothing may wait."""
-    text = train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 60, "--deterministic", 0, "--steps", 4,
-                 "--attn-switch", "2:ssmax", "--out", tmp_path / "out", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
-    assert launches(text)[0][1] == 2 * (1 + 3) and np.isfinite(losses(tmp_path / "out")).all()
-
-
 # ---- stored matmul algorithms
 
 
@@ -459,11 +451,11 @@ def test_stored_matmuls_are_not_those_of_samples(cuda, data, tmp_path, measured)
 
 def test_stored_matmuls_of_two_ranks(cuda, data, tmp_path):
     """Only rank 0 reads and writes the file, and its algorithms become those of all ranks."""
-    file, wrapper = tmp_path / "matmuls", tmp_path / "wrapper"
+    file = tmp_path / "matmuls"
     flags = [*SMALL, "--batch", 1, "--matmuls", file, "--steps", 2]
-    wrapper.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exec {cuda} "$@" --matmuls {tmp_path}/none\n'
-                       f'exec {cuda} "$@"\n')
-    wrapper.chmod(0o755)
+    wrapper = script_of(tmp_path / "wrapper",
+                        f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exec {cuda} "$@" --matmuls {tmp_path}/none\n'
+                        f'exec {cuda} "$@"')
     train(data, *flags, "--deterministic", 0, program=wrapper, processes=2)
     assert not (tmp_path / "none").exists()
     store(file, [with_algorithm(entry, 3) for entry in stored(file)])
@@ -521,13 +513,10 @@ def test_stored_matmuls_behind_a_link(cuda, data, tmp_path):
 def test_stored_matmuls_survive_a_kill(cuda, data, tmp_path):
     file = tmp_path / "matmuls"
     flags = [*SMALL, "--matmuls", file]
-    job = subprocess.Popen(command(data, *flags, "--deterministic", 0, "--steps", 10**6, program=cuda),
-                           env=environment(), stdout=subprocess.DEVNULL)
-    start = time.time()
-    while not file.exists() and job.poll() is None and time.time() - start < 60:
-        time.sleep(0.05)
+    job = start(command(data, *flags, "--deterministic", 0, "--steps", 10**6, program=cuda))
+    wait_for(lambda: file.exists() or job.poll() is not None, file)
     job.kill()
-    assert job.wait() == -signal.SIGKILL
+    finish(job, -signal.SIGKILL)
     count = len(stored(file))
     said = train(data, *flags, "--steps", 3, program=cuda)
     assert count > 10 and f"; {count} of {count} stored algorithms" in said
@@ -572,39 +561,17 @@ def test_stored_matmuls_that_cannot_be_written(cuda, data, tmp_path, measured):
     assert file.read_text() == text and not Path(f"{file}.tmp").exists()
 
 
-REPORTS = ["--val-every", 4, "--val-tokens", 100, "--sample-every", 5, "--ckpt-every", 3, "--attn-switch", "7:ssmax"]
-
-
-def test_what_follows_a_step_does_not_depend_on_when_it_is_read(cuda, data, tmp_path):
-    """With a validation after every step, the host reads each step at once."""
-    flags = [*SMALL, "--batch", 1, "--steps", 10, "--keep", 0, *REPORTS, "--val-data", data / "d_val_000000.bin"]
-    late, at_once = tmp_path / "late", tmp_path / "at_once"
-    train(data, *flags, "--out", late, program=cuda, env={"CUDA_ON_CPU_STREAMS": "late"})
-    train(data, *flags, "--val-every", 1, "--out", at_once, program=cuda)
-    assert steps(late) == steps(at_once) == [3, 6, 9, 10]
-    for step in steps(late):
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            assert (checkpoint(late, step) / name).read_bytes() == (checkpoint(at_once, step) / name).read_bytes()
-    keys = ["step", "tokens", "loss", "lr", "grad_norm"]
-    assert metrics(late, keys) == metrics(at_once, keys)
-    assert [step for step, loss in metrics(late, ["step", "val_loss"]) if loss is not None] == [4, 8]
-    validations = metrics(at_once, ["val_loss"])
-    assert [loss for loss, in metrics(late, ["val_loss"]) if loss] == [validations[3][0], validations[7][0]]
-    assert (late / "samples.txt").read_text() == (at_once / "samples.txt").read_text()
-
-
 def overflowing(data, tmp_path):
     """A folder with weights under which, with phi=exp without a sum, the score of token 90 with itself overflows."""
-    first, weights = tmp_path / "first", tmp_path / "weights"
-    train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", first)
-    weights.mkdir()
-    shutil.copy(checkpoint(first, 1) / "config.json", weights)
-    tensors = load_file(checkpoint(first, 1) / "model.safetensors")
-    tensors["model.embed_tokens.weight"][:, 0] = 0
-    tensors["model.embed_tokens.weight"][90] = np.eye(1, 48)
-    for name in "qk":
-        tensors[f"model.layers.0.self_attn.{name}_proj.weight"][0] = 100 * np.eye(1, 48)
-    save_file(tensors, weights / "model.safetensors")
+    def change(tensors):
+        tensors["model.embed_tokens.weight"][:, 0] = 0
+        tensors["model.embed_tokens.weight"][90] = np.eye(1, 48)
+        for name in "qk":
+            tensors[f"model.layers.0.self_attn.{name}_proj.weight"][0] = 100 * np.eye(1, 48)
+    train(data, *SMALL, "--attn", "exp", "--model", MODEL + ",tied=0", "--steps", 1, "--out", tmp_path / "first")
+    weights = checkpoint(tmp_path / "first", 1)
+    edit_tensors(weights / "model.safetensors", change)
+    (weights / "manifest.json").unlink()
     return weights
 
 
@@ -632,16 +599,12 @@ def test_a_stop_while_a_step_is_outstanding(cuda, data, tmp_path, batches):
     """The stop comes at any time during a long run; the run resumes to the same bits."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     flags = [*SMALL, "--batch", 1, "--total-batch-tokens", 20 * batches]
-    process = subprocess.Popen(command(data, *flags, "--steps", 99999, "--out", out, program=cuda),
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "step     4/" in line:
-            process.terminate()
-    assert process.wait() == 75, "".join(lines)
+    process = start(command(data, *flags, "--steps", 99999, "--out", out, program=cuda))
+    wait_for_line(process, "step     4/")
+    process.terminate()
+    text = finish(process, 75)
     done = steps(out)[-1]
-    assert f"stopped by a signal at step {done}; resume with --resume" in "".join(lines)
+    assert f"stopped by a signal at step {done}; resume with --resume" in text
     assert [step for step, in metrics(out, ["step"])] == list(range(1, done + 1))
     train(data, *flags, "--steps", done + 3, "--out", out, "--resume", program=cuda)
     train(data, *flags, "--steps", done + 3, "--out", whole, program=cuda)
@@ -660,19 +623,15 @@ def test_a_stop_while_a_switch_is_measured(cuda, data, tmp_path):
     write_shard(val, tokens(1000))
     flags = [*SMALL, "--attn", "ssmax", "--lr", 0.02, "--warmup", 0]
     train(data, *flags, "--steps", 2, "--out", tmp_path / "before", program=cuda)
-    process = subprocess.Popen(command(data, *flags, "--steps", 99999, "--attn-switch", "2:ssmax-fixed", "--val-data",
-                                       val, "--val-every", 0, "--ckpt-every", 0, "--out", tmp_path / "stopped",
-                                       program=cuda),
-                               stdout=subprocess.PIPE, text=True, env=environment())
-    lines, val_size = [], 2 * 1000
-    for line in process.stdout:
-        lines.append(line)
-        if re.match(" *step +2/", line):
-            begin = bytes_read(process.pid)
-            while process.poll() is None and bytes_read(process.pid) < begin + 1.3 * val_size:
-                time.sleep(0.0005)
-            process.terminate()
-    assert process.wait() == 75 and steps(tmp_path / "stopped") == [2], "".join(lines)
+    process = start(command(data, *flags, "--steps", 99999, "--attn-switch", "2:ssmax-fixed", "--val-data", val,
+                            "--val-every", 0, "--ckpt-every", 0, "--out", tmp_path / "stopped", program=cuda))
+    wait_for_line(process, "step     2/")
+    begin, val_size = bytes_read(process.pid), 2 * 1000
+    while process.poll() is None and bytes_read(process.pid) < begin + 1.3 * val_size:
+        time.sleep(0.0005)
+    process.terminate()
+    finish(process, 75)
+    assert steps(tmp_path / "stopped") == [2]
     before, after = (tensors(tmp_path / out, 2, "attn_scale") for out in ("before", "stopped"))
     assert (before == after).all() and (before != 1).all()
 
@@ -853,9 +812,7 @@ def test_zero_in_bf16_shares_master_weights(cuda, data, tmp_path, optimizer):
                          program=cuda, processes=3)
         kept.append(re.search(r"parameters  +(.*)", text).group(1))
     assert kept == ["515 kB", "395 kB"]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = ((checkpoint(tmp_path / str(zero), 3) / name).read_bytes() for zero in (0, 1))
-        assert one == other, name
+    assert_same_checkpoint(tmp_path / "0", tmp_path / "1", 3)
 
 
 @pytest.mark.drawn(1)
@@ -877,13 +834,11 @@ def test_ranks_that_drift_apart(cuda, data, tmp_path, flip, flags):
 def test_a_slow_rank_is_named(request, data, tmp_path, trainer, flags):
     """Most of the time, rank 1 is stopped. Its passes take most of the step's time, however many there are."""
     program = request.getfixturevalue("cuda") if trainer == "cuda" else TRAIN
-    wrapper = tmp_path / "wrapper"
-    wrapper.write_text(f"""#!/bin/bash
+    wrapper = script_of(tmp_path / "wrapper", f"""
         [ "$OMPI_COMM_WORLD_RANK" = 1 ] || exec {program} "$@"
         {program} "$@" & pid=$!
         while kill -STOP $pid && sleep 0.06 && kill -CONT $pid && sleep 0.02; do :; done 2>/dev/null
-        wait $pid""")
-    wrapper.chmod(0o755)
+        wait $pid""", "bash")
     out = tmp_path / "out"
     text = train(data, *flags, "--steps", 5, "--profile", "--out", out, program=wrapper, processes=2)
     named = [row for row in metrics(out, ["slowest_rank", "slowest_ms", "mean_ms", "ms"]) if row[0] == 1]
@@ -896,9 +851,8 @@ def test_a_slow_rank_is_named(request, data, tmp_path, trainer, flags):
 @pytest.mark.parametrize("visible, code", [("$OMPI_COMM_WORLD_RANK", 0), ("3", 2)])
 def test_ranks_that_see_one_gpu(cuda, data, tmp_path, visible, code):
     """As with Slurm's --gpus-per-task. Two ranks must not have the same one."""
-    wrapper = tmp_path / "wrapper"
-    wrapper.write_text(f'#!/bin/sh\nCUDA_ON_CPU_DEVICES=1 CUDA_ON_CPU_FIRST_DEVICE={visible} exec {cuda} "$@"\n')
-    wrapper.chmod(0o755)
+    wrapper = script_of(tmp_path / "wrapper",
+                        f'CUDA_ON_CPU_DEVICES=1 CUDA_ON_CPU_FIRST_DEVICE={visible} exec {cuda} "$@"')
     text = train(data, *SMALL, "--steps", 1, "--batch", 1, program=wrapper, processes=2, code=code)
     assert text.count("ranks 0 and 1 have the same GPU") == (code == 2)
 
@@ -1034,23 +988,20 @@ def test_a_step_lasts_until_its_update_is_done(cuda, data, tmp_path):
 
 def test_host_threads(cuda, data):
     """--threads overrides OMP_NUM_THREADS; OpenMP reports each thread when it starts."""
-    result = subprocess.run(command(data, "--steps", 1, "--threads", 3, program=cuda), capture_output=True, text=True,
-                            cwd="/", check=True,
-                            env=environment(OMP_DISPLAY_AFFINITY="TRUE", OMP_AFFINITY_FORMAT="thread %n of %N"))
-    assert set(re.findall(r"thread (\d+) of 3", result.stdout + result.stderr)) == {"0", "1", "2"}
+    said = train(data, "--steps", 1, "--threads", 3, program=cuda,
+                 env={"OMP_DISPLAY_AFFINITY": "TRUE", "OMP_AFFINITY_FORMAT": "thread %n of %N"})
+    assert set(re.findall(r"thread (\d+) of 3", said)) == {"0", "1", "2"}
 
 
 def test_no_thread_runs_a_handler(cuda, data):
     """As in the CPU's trainer: dev/tests/test_signals.py."""
-    process = subprocess.Popen(command(data, *SMALL, "--steps", 10 ** 6, program=cuda), stdout=subprocess.PIPE,
-                               text=True, cwd="/", env=environment() | {"OMP_NUM_THREADS": "2"})
+    process = start(command(data, *SMALL, "--steps", 10 ** 6, program=cuda), env=environment(OMP_NUM_THREADS="2"))
     try:
-        assert any("| loss " in line for line in process.stdout)
+        wait_for_line(process, "| loss ")
         assert_held(cuda, data)
     finally:
         process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 75
+        finish(process, 75)
 
 
 @pytest.mark.parametrize("batch, gigabytes, logits", [(512, 80, "3.30 GB"), (512, 40, "1.65 GB"), (512, 20, "1.11 GB"),

@@ -11,13 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev"))
 import draw
+from trainer import ROOT
 
 ALL = os.environ.get("CUDA_BUILD") == "all"
 SOURCES = [path for folder in ("cuda", "attention")

@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import byte_text
 from jobs import start, wait_for_line
-from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, environment, make_data, metrics, says,
-                     script_of, sign, steps, tokens, train, write_shard)
+from trainer import (MODEL, SANITIZED, TRAIN, VOCAB, checkpoint, command, edit_config, edit_tensors, environment,
+                     make_data, metrics, says, script_of, sign, steps, tokens, train, write_shard)
 
 USAGE, INPUT, RESOURCE, DIVERGED, PEER, BUSY = 2, 3, 4, 5, 6, 7
 
@@ -160,26 +159,8 @@ def init_from(data, model, code=INPUT, steps=1):
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def edit_tensors(path, change):
-    tensors = {name: tensor.copy() for name, tensor in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, path)
-
-
-def test_an_intact_model_loads(data, model):
-    init_from(data, model, code=0)
-
-
-def spoil(tensors, value):
-    tensors[UP][3, 5] = value
-
-
 def with_config(**changes):
-    """Changes config.json; None removes a key."""
-    def change(model):
-        path = model / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return change
+    return lambda model: edit_config(model, **changes)
 
 
 def with_tensors(change):
@@ -193,7 +174,7 @@ def with_text(text):
 SCALE = "model.layers.0.self_attn.attn_scale"
 WRONG_MODELS = [
     (with_tensors(lambda t: t.pop(SCALE)), [f"expected a tensor {SCALE}", "none of that name", "config.json"]),
-    (with_tensors(lambda t: spoil(t, float("nan"))),
+    (with_tensors(lambda t: t[UP].put(53, float("nan"))),
      ["model.safetensors", UP, "expected finite values", "element 53 of 384", "offset ", "earlier checkpoint"]),
     *((with_text(text), ["config.json", "expected"]) for text in (b"", b"\xff\xfe", b"[]")),
     (with_text(b"{\"a\": 1, \"a\": 2}"), ["config.json", "twice"]),

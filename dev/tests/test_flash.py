@@ -5,31 +5,25 @@ build/on_cpu/flash.so, on a GPU by build/cuda/flash.so.
     FLASH_ALL=1 pytest dev/tests/test_flash.py    every normalizer at every length and head size
     FLASH_SO=FILE                                 uses this library instead of make's
 
-bf16 runs with the kernels for compute capability 9.0 (flash90.cuh) and with those for 8.0.
-
-Errors are measured head by head. float32: outputs within 1e-5 and gradients within 1e-4 of their norm. bf16: at most
-twice the error of the reference's own formula in PyTorch's bf16, plus 1e-6 of the norm. Both are compared with float64
-on the same rounded inputs."""
+bf16 runs with the kernels for compute capability 9.0 (flash90.cuh) and with those for 8.0. dev/notes/tests.md has the
+bounds."""
 
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import draw
+import fixtures
+import model as reference
 from flash_types import Shape, arrays_for, scalar_names
-from trainer import make
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/reference"))
-import fixtures     # noqa: E402
-import model as reference       # noqa: E402
+from trainer import ROOT, make
 
 ALL = os.environ.get("FLASH_ALL") == "1"
 ON_GPU = torch.cuda.is_available() or (shutil.which("nvidia-smi") is not None and "FLASH_SO" not in os.environ)
@@ -40,7 +34,8 @@ ON_GPU = torch.cuda.is_available() or (shutil.which("nvidia-smi") is not None an
 SETTINGS = {"PROCESSORS": "2"}
 
 
-def library_file():
+@pytest.fixture(scope="session")
+def flash_file():
     if "FLASH_SO" in os.environ:
         return Path(os.environ["FLASH_SO"])
     file = "build/cuda/flash.so" if ON_GPU else "build/on_cpu/flash.so"
@@ -48,39 +43,24 @@ def library_file():
     return ROOT / file
 
 
-@pytest.fixture(scope="session")
-def flash_file():
-    return library_file()
-
-
-def load(file, folder, **settings):
-    """A copy of the library in `folder`: it reads the emulator's settings when it is loaded."""
-    os.environ.update({f"CUDA_ON_CPU_{name}": value for name, value in settings.items()})
-    copy = shutil.copy(file, folder / ("flash_" + "_".join(settings.values()) + ".so"))
-    try:
-        return ctypes.CDLL(copy)
-    finally:
-        for name in settings:
-            del os.environ[f"CUDA_ON_CPU_{name}"]
-
-
 @dataclass
 class Libraries:
-    """The library, as loaded for each compute capability."""
+    """The library, as loaded for each compute capability: copies, which read the emulator's settings when loaded."""
     file: Path
     folder: Path
     settings: dict
-
-    def __post_init__(self):
-        self.loaded = {}
+    loaded: dict = field(default_factory=dict)
 
     def of(self, case):
         if ON_GPU:
             os.environ["FLASH90"] = "1" if case.capability == 90 else "0"
             return self.loaded.setdefault(90, ctypes.CDLL(str(self.file)))
         if case.capability not in self.loaded:
-            self.loaded[case.capability] = load(self.file, self.folder, CAPABILITY=str(case.capability),
-                                                **self.settings)
+            copy = shutil.copy(self.file, self.folder / f"flash_{case.capability}.so")
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in (self.settings | {"CAPABILITY": str(case.capability)}).items():
+                    patch.setenv(f"CUDA_ON_CPU_{name}", value)
+                self.loaded[case.capability] = ctypes.CDLL(copy)
         return self.loaded[case.capability]
 
 

@@ -1,25 +1,23 @@
 """Checkpoints and transformers: what we write loads there and gives our logits and our texts; what it saves again
 trains here. Also compares the modeling file with the reference. Covers every normalizer in both blocks."""
 import functools
-import importlib.util
 import json
 import math
 import re
-import sys
 from dataclasses import asdict
 
 import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-from tiny import BIN, END_OF_TEXT, ROOT, SHAPE, T, VOCAB, logits, run, sample, sentences, train, write_data
-
-sys.path.insert(0, str(ROOT / "dev" / "reference"))
-import model as reference
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig,
+                          LlamaForCausalLM)
+
+import model as reference
+import modeling_attn_gpt as modeling
+from tiny import BIN, END_OF_TEXT, SHAPE, T, VOCAB, logits, run, sample, sentences, train, write_data
 
 torch.set_num_threads(1)
 
@@ -103,7 +101,6 @@ def test_transformers_gives_our_logits(folder):
 
 def test_automodel_gives_the_hidden_states(folder, caplog):
     """Those of the causal model, whose output layer our own model leaves out without a warning."""
-    from transformers import AutoModel
     trusted = json.loads((folder / "config.json").read_text())["model_type"] not in PLAIN
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted).eval()
     assert not trusted or "lm_head" not in caplog.text
@@ -157,7 +154,7 @@ def test_the_checkpoint_has_the_tokenizer(folder):
 
 # ---------------------------------------------------------------- the whole family
 
-def test_the_whole_family_is_tested(data, modeling):
+def test_the_whole_family_is_tested(data):
     """These tests cover the presets of --attn help and every value of each stage. The modeling file has each phi."""
     table, values = run(BIN / "train_gpt2", "--attn", "help")[0].split("\n\n")[1:3]
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(reference.PRESETS)
@@ -269,16 +266,7 @@ def test_the_ids_of_special_tokens_come_back(bos, eos, pad, data, tmp_path):
 
 # ---------------------------------------------------------------- the modeling file against the reference
 
-@pytest.fixture(scope="module")
-def modeling():
-    spec = importlib.util.spec_from_file_location("modeling_attn_gpt", ROOT / "attention" / "modeling_attn_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["modeling_attn_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_gelu_far_below_zero(modeling):
+def test_gelu_far_below_zero():
     """It does not become 0, which would make a row under l1 all-zero."""
     z = [-12.0, -9.0, -6.0, -1.0, 0.0, 3.0]
     exact = torch.tensor([x * math.erfc(-x / math.sqrt(2)) / 2 for x in z], dtype=torch.float64)
@@ -305,7 +293,7 @@ def said_of(name):
     return ({"name": name} | {key: value for key, value in of.items() if value and key not in ("s", "rope")} | rope)
 
 
-def pair(modeling, name, L, block="llama", tied=True, **change):
+def pair(name, L, block="llama", tied=True, **change):
     """The modeling file's model in float64 with random weights, and a function that runs the reference with the same
     weights. `change` overrides the reference's shape."""
     names, gau = name.split(","), block == "gau"
@@ -349,8 +337,8 @@ HEADS = {
     *((name, "llama", heads) for heads in HEADS
       for name in ("softmax", "ssmax-pn", "lssar", "softmax-sink", "softmax-recentered")),
     *((name, block, None) for name in LISTS for block in BLOCKS)])
-def test_the_modeling_file_equals_the_reference(modeling, block, name, heads, tmp_path):
-    model, logits_of = pair(modeling, name, L=24, block=block, **HEADS.get(heads, {}))
+def test_the_modeling_file_equals_the_reference(block, name, heads, tmp_path):
+    model, logits_of = pair(name, L=24, block=block, **HEADS.get(heads, {}))
     model.config.save_pretrained(tmp_path)
     whole = assert_same_logits(model, logits_of)
     if not whole_length(name):
@@ -393,12 +381,12 @@ def assert_cache_and_padding(model, logits, weights, cached=True):
 @pytest.mark.parametrize("L", [24, 5])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("scaling", ROPE)
-def test_rope_scalings_of_the_modeling_file(modeling, scaling, block, L):
+def test_rope_scalings_of_the_modeling_file(scaling, block, L):
     """Beyond L, ntk depends on the length so far, so that a cache changes the logits, as in transformers."""
-    model, logits_of = pair(modeling, "ssmax", L=L, block=block, rope_scaling=scaling)
+    model, logits_of = pair("ssmax", L=L, block=block, rope_scaling=scaling)
     logits, weights = assert_same_logits(model, logits_of)
     assert_cache_and_padding(model, logits, weights, cached=not (scaling == "ntk" and L < 20))
-    plain, _ = pair(modeling, "ssmax", L=L, block=block)
+    plain, _ = pair("ssmax", L=L, block=block)
     with torch.no_grad():
         same = (plain(IDS).logits - logits).abs().max() < 1e-6 * logits.abs().max()
     assert same == (scaling == "none" or scaling == "ntk" and L == 24)
@@ -416,8 +404,8 @@ class AppleGPU(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("scaling", ROPE)
-def test_rope_on_apples_gpus(modeling, scaling):
-    model, _ = pair(modeling, "ssmax", L=5, rope_scaling=scaling)
+def test_rope_on_apples_gpus(scaling):
+    model, _ = pair("ssmax", L=5, rope_scaling=scaling)
     with torch.no_grad():
         expected = model.float()(IDS).logits
         with AppleGPU():
@@ -431,16 +419,16 @@ def test_rope_on_apples_gpus(modeling, scaling):
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 16}, "beta_fast"),
     ({"rope_type": "dynamic", "factor": 2.0}, "needs factor 1, not 2"),
 ])
-def test_unsupported_rope_scalings_are_rejected(modeling, change, word):
-    model, _ = pair(modeling, "ssmax", L=24)
+def test_unsupported_rope_scalings_are_rejected(change, word):
+    model, _ = pair("ssmax", L=24)
     model.config.rope_parameters = change | {"rope_theta": 10000.0}
     with pytest.raises(ValueError, match=word):
         modeling.AttnGPTForCausalLM(model.config)
 
 
-def test_hidden_states_and_weights_are_those_of_transformers(modeling):
+def test_hidden_states_and_weights_are_those_of_transformers():
     """Of a Llama with the same weights, from forward() and from generate(), and None where nobody asks for them."""
-    ours, _ = pair(modeling, "softmax", L=24, heads=4, kv_heads=2)
+    ours, _ = pair("softmax", L=24, heads=4, kv_heads=2)
     theirs = LlamaForCausalLM(LlamaConfig(
         vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True,
@@ -464,9 +452,9 @@ def test_hidden_states_and_weights_are_those_of_transformers(modeling):
 
 
 @pytest.mark.parametrize("name, block", [("ssmax-pn", "llama"), ("relu2-n", "gau")])
-def test_layers_that_accelerate_dispatches(modeling, name, block):
+def test_layers_that_accelerate_dispatches(name, block):
     """Its hooks replace lists by copies, and move the tensors among a layer's arguments to the layer's device."""
-    model, _ = pair(modeling, name, L=24, block=block)
+    model, _ = pair(name, L=24, block=block)
     how = dict(attention_mask=torch.ones_like(IDS).index_fill_(1, torch.arange(3), 0), output_attentions=True,
                output_hidden_states=True)
     with torch.no_grad():
@@ -475,9 +463,9 @@ def test_layers_that_accelerate_dispatches(modeling, name, block):
         assert len(found[key]) == len(expected[key]) and all(map(torch.equal, found[key], expected[key]))
 
 
-def test_layers_on_several_devices(modeling):
+def test_layers_on_several_devices():
     """meta is the only other device on every machine."""
-    model, _ = pair(modeling, "relu2-n", L=24, tied=False)
+    model, _ = pair("relu2-n", L=24, tied=False)
     for module in model.model.layers[1], model.model.norm, model.lm_head:
         add_hook_to_module(module, AlignDevicesHook("meta", place_submodules=True))
     out = model(IDS, output_attentions=True, output_hidden_states=True)
@@ -485,8 +473,8 @@ def test_layers_on_several_devices(modeling):
     assert [x.device.type for x in out.hidden_states] == ["cpu", "cpu", "meta"]
 
 
-def test_wrong_inputs_and_caches(modeling):
-    model, _ = pair(modeling, "ssmax", L=24)
+def test_wrong_inputs_and_caches():
+    model, _ = pair("ssmax", L=24)
     ids = torch.randint(1, 31, (1, 6), generator=torch.Generator().manual_seed(1))
     for inputs in {}, {"input_ids": ids, "inputs_embeds": model.model.embed_tokens(ids)}:
         with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
@@ -497,10 +485,9 @@ def test_wrong_inputs_and_caches(modeling):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("block, name", [("llama", "ssmax-pn"), ("gau", "relu2-n"), ("llama", "softmax-sink")])
-def test_gradient_checkpointing(modeling, block, name, reentrant):
+def test_gradient_checkpointing(block, name, reentrant):
     """The same gradients, and layers do run twice."""
-    model, _ = pair(modeling, name, L=24, block=block)
-    ids = torch.randint(31, (2, 20), generator=torch.Generator().manual_seed(1))
+    model, _ = pair(name, L=24, block=block)
     calls, gradients = [], []
     model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     model.train()
@@ -508,26 +495,26 @@ def test_gradient_checkpointing(modeling, block, name, reentrant):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.zero_grad()
-        model(ids, labels=ids).loss.backward()
+        model(IDS, labels=IDS).loss.backward()
         gradients.append({name: x.grad.clone() for name, x in model.named_parameters() if x.requires_grad})
     assert len(calls) == 3 and gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(x, gradients[1][name]) for name, x in gradients[0].items())
     with pytest.raises(ValueError, match="past_key_values"):
-        model(ids, past_key_values=DynamicCache())
+        model(IDS, past_key_values=DynamicCache())
     how = dict(max_new_tokens=3, do_sample=False)
-    assert torch.equal(model.generate(ids, **how), model.eval().generate(ids, **how))       # without gradients
+    assert torch.equal(model.generate(IDS, **how), model.eval().generate(IDS, **how))       # without gradients
 
 
-def test_unknown_arguments_are_rejected(modeling):
+def test_unknown_arguments_are_rejected():
     """One that hides something from the model would otherwise leave wrong numbers. None means that it is not given."""
-    model, _ = pair(modeling, "softmax", L=24)
+    model, _ = pair("softmax", L=24)
     with pytest.raises(TypeError, match="unknown arguments: kv_cache$"):
         model(IDS, kv_cache=DynamicCache(), head_mask=None, token_type_ids=torch.zeros_like(IDS))
 
 
-def test_packed_texts_are_rejected(modeling):
+def test_packed_texts_are_rejected():
     """Unless a mask is passed: then generate() numbers the positions of padding itself."""
-    model, _ = pair(modeling, "ssmax", L=24)
+    model, _ = pair("ssmax", L=24)
     ids = torch.randint(31, (1, 6), generator=torch.Generator().manual_seed(1))
     with pytest.raises(ValueError, match="packed into one row"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
@@ -541,14 +528,14 @@ def test_packed_texts_are_rejected(modeling):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_loss_is_the_usual_cross_entropy(modeling, block):
-    model, _ = pair(modeling, "ssmax", L=24, block=block)
+def test_the_loss_is_the_usual_cross_entropy(block):
+    model, _ = pair("ssmax", L=24, block=block)
     out = model(IDS, labels=IDS)
     expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     assert math.isclose(out.loss.item(), expected.item(), rel_tol=1e-6)
 
 
-def test_masked_scores_may_overflow(modeling):
+def test_masked_scores_may_overflow():
     n = torch.arange(1, 5.0)[:, None]
     z = torch.full((4, 4), 1e4).tril(-1) * 0 + torch.full((4, 4), 1e4).triu(1)
     z.requires_grad_()
@@ -559,8 +546,8 @@ def test_masked_scores_may_overflow(modeling):
 
 @pytest.mark.parametrize("key, value", [("scale", "log2"), ("phi", "exq"), ("norm", "l2"), ("post", "recentre"),
                                         ("offset", "-logM"), ("qk", "l1")])
-def test_an_unknown_stage_is_rejected(modeling, key, value):
-    config = pair(modeling, "softmax1", L=8)[0].config
+def test_an_unknown_stage_is_rejected(key, value):
+    config = pair("softmax1", L=8)[0].config
     config.attention_normalizer[key] = value
     with pytest.raises(ValueError, match=value):
         modeling.AttnGPTForCausalLM(config)(torch.zeros(1, 4, dtype=torch.long))
@@ -573,8 +560,8 @@ def test_an_unknown_stage_is_rejected(modeling, key, value):
     (lambda a: a["layers"][1].update(cap=2), "means cap None in layer 1, but the file has 2"),
     (lambda a: a.update(phi="exp"), "has phi, which belong in"),
     (lambda a: a.update(layers=5), "expected a list"), (lambda a: a["layers"].pop(), "has 1 layers")])
-def test_a_list_that_contradicts_its_name_is_rejected(modeling, change, says):
-    config = pair(modeling, "softmax+window=6,ssmax+rope=none", L=8)[0].config
+def test_a_list_that_contradicts_its_name_is_rejected(change, says):
+    config = pair("softmax+window=6,ssmax+rope=none", L=8)[0].config
     change(config.attention_normalizer)
     with pytest.raises(ValueError, match=says):
         modeling.AttnGPTForCausalLM(config)
@@ -582,8 +569,8 @@ def test_a_list_that_contradicts_its_name_is_rejected(modeling, change, says):
 
 @pytest.mark.parametrize("key, value", [("block", "moe"), ("name", None), ("num_attention_heads", 2), ("head_dim", 64),
                                         ("intermediate_size", 24)])
-def test_another_block_is_rejected(modeling, key, value):
-    config = pair(modeling, "softmax", L=8, block="gau")[0].config
+def test_another_block_is_rejected(key, value):
+    config = pair("softmax", L=8, block="gau")[0].config
     if key in ("block", "name"):
         config.attention_normalizer = {k: v for k, v in (config.attention_normalizer | {key: value}).items()
                                        if v is not None}

@@ -6,19 +6,16 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+import model as reference
 from tiny import BIN, ROOT, make_path, run, sample
 from trainer import (SANITIZED, TRAIN, VOCAB, assert_same_run, checkpoint, embedding, lineage, losses, metrics,
                      tensors, tokens, train, write_shard)
-
-sys.path.insert(0, str(ROOT / "dev" / "reference"))
-import model as reference
 
 torch.set_num_threads(1)
 MODELS = {"llama": f"layers=2,heads=2,channels=16,ffn=24,vocab={VOCAB}",

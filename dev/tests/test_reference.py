@@ -4,19 +4,16 @@ the stored fixtures against the reference."""
 import math
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev" / "reference"), str(ROOT / "dev")]
 import draw
 import fixtures
 import model as reference
 from model import parse_normalizer
+from trainer import ROOT
 
 torch.set_num_threads(1)
 SMALL = dict(layers=2, heads=2, channels=16, ffn=24, vocab=31)

@@ -83,16 +83,15 @@ def test_a_stop_at_the_moment_of_the_end(tmp_path):
 
 def test_a_report_after_the_end_of_a_job(tmp_path):
     """A rank's report of a vanished machine that comes after the end of its job does not end or fail the next one."""
-    mpirun = script_of(tmp_path / "mpirun", """
-        [ ! -e started ] || exit 0
-        touch started
+    mpirun = script_of(tmp_path / "mpirun", f"""
+        [ ! -e {tmp_path}/started ] || exit 0
+        touch {tmp_path}/started
         (sleep 0.5; echo "no heartbeat from rank 1" >&2) &
         exit 6""")
     (tmp_path / "hosts").write_text("one\ntwo\n")
-    result = subprocess.run([str(LAUNCH), "--restart", "3", "2", "true", "--out", "out"], cwd=tmp_path, text=True,
-                            env=environment(MPIRUN=mpirun, HOSTFILE="hosts", PAUSE="0.3", SLURM_JOB_ID="7"),
-                            capture_output=True, timeout=60)
-    assert result.returncode == 0 and result.stderr.count("Restart ") == 1, result.stderr
+    text = launch("--restart", 3, 2, "true", "--out", tmp_path / "out", code=0, MPIRUN=mpirun, PAUSE="0.3",
+                  HOSTFILE=str(tmp_path / "hosts"), SLURM_JOB_ID="7")
+    assert text.count("Restart ") == 1, text
 
 
 @pytest.mark.drawn(1)
@@ -186,7 +185,7 @@ def failing(tmp_path, *codes):
 
 def launch(*words, code, **variables):
     result = subprocess.run([str(LAUNCH), *map(str, words)], capture_output=True, text=True,
-                            env=environment(PAUSE="0", **variables))
+                            env=environment(**({"PAUSE": "0"} | variables)), timeout=120)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -206,11 +205,8 @@ def test_other_codes_restart_up_to_the_limit(tmp_path, code):
 
 
 @pytest.mark.parametrize("name, value", [("GRACE", "1.5"), ("GRACE", "soon"), ("PAUSE", "soon")])
-def test_variables_that_are_no_numbers(tmp_path, name, value):
-    """Started without launch(), which sets PAUSE."""
-    result = subprocess.run([str(LAUNCH), "2", "true"], capture_output=True, text=True,
-                            env=environment(**{name: value}))
-    assert result.returncode == 2 and f"{name}={value}: expected a number of seconds" in result.stderr
+def test_variables_that_are_no_numbers(name, value):
+    assert f"{name}={value}: expected a number of seconds" in launch(2, "true", code=2, **{name: value})
 
 
 def test_the_last_code_counts(tmp_path):
@@ -239,9 +235,7 @@ def test_a_restart_needs_out(tmp_path, text, code):
     (tmp_path / "my flags.toml").write_text(text)
     for words in (["--config", tmp_path / "my flags.toml"], [f"--config={tmp_path}/my flags.toml"],
                   ["--prompt", "no --out x", "--config", tmp_path / "my flags.toml"]):
-        done = subprocess.run([str(LAUNCH), "--restart", "1", "1", "true", *map(str, words)], capture_output=True,
-                              text=True)
-        assert done.returncode == code and ("--restart needs --out" in done.stderr) == (code == 2)
+        assert ("--restart needs --out" in launch("--restart", 1, 1, "true", *words, code=code)) == (code == 2)
 
 
 @pytest.mark.parametrize("second, signal_then",

@@ -1,22 +1,17 @@
 """RoPE's frequencies, and cos and sin of its angles, against transformers' rotary embedding, for every scaling. What a
 run records of its scaling, and what may change it."""
 import json
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-
-os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from trainer import ROOT, checkpoint, make, train
-sys.path.insert(0, str(ROOT / "attention"))
 import modeling_attn_gpt as modeling
+from tiny import BUILD, run
+from trainer import checkpoint, run_json, train
 
 KEYS = {"linear": ["factor"],
         "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
@@ -55,20 +50,11 @@ def drawn(count):
                draw.randint(1, 5000))
 
 
-@pytest.fixture(scope="session")
-def program():
-    path = ROOT / "build/tests/test_rope"
-    if not path.exists():
-        make("-s", "build/tests/test_rope", check=True)
-    return path
-
-
 @pytest.mark.parametrize("text, head, theta, L, T", [*CASES, *drawn(40)])
-def test_frequencies_equal_transformers(program, text, head, theta, L, T):
+def test_frequencies_equal_transformers(text, head, theta, L, T):
     """Those of the programs and of the modeling file. transformers computes in float32, so its angles at position T are
     off by about T x 1e-7."""
-    printed = subprocess.run([program, *map(str, (head, theta, L, T, text))], capture_output=True, text=True,
-                             check=True).stdout
+    printed, _ = run(BUILD / "tests/test_rope", head, theta, L, T, text)
     (amplitude,), *ours = (np.array(line.split(), float) for line in printed.splitlines())
     name, *numbers = text.split(":")
     parameters = dict(zip(KEYS.get(name, []), (int(x) if x.isdigit() else float(x) for x in numbers)))
@@ -94,17 +80,16 @@ def recorded(out, step):
     rope = config["rope_parameters"]
     assert {**rope, "rope_theta": 10000} == {**config.get("rope_scaling", {"rope_type": "default"}),
                                              "rope_theta": 10000}
-    return (json.loads((out / "run.json").read_text())["arguments"]["rope-scaling"], rope["rope_type"],
-            rope.get("factor"))
+    return run_json(out)["arguments"]["rope-scaling"], rope["rope_type"], rope.get("factor")
 
 
 def test_a_run_of_an_older_version(data, tmp_path):
     """Its run.json has no scaling."""
     out = tmp_path / "out"
     train(data, "--steps", 2, "--out", out)
-    run = json.loads((out / "run.json").read_text())
-    assert run["arguments"].pop("rope-scaling") == "none"
-    (out / "run.json").write_text(json.dumps(run))
+    known = run_json(out)
+    assert known["arguments"].pop("rope-scaling") == "none"
+    (out / "run.json").write_text(json.dumps(known))
     message = train(data, "--resume", "--steps", 3, "--out", out, "--rope-scaling", "ntk", code=2)
     assert "--rope-scaling is ntk, but the checkpoint has none" in message
     train(data, "--resume", "--steps", 3, "--out", out, "--rope-scaling", "none")

@@ -9,12 +9,10 @@ import shutil
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 import torch
-
-os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
-import gguf
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -23,7 +21,7 @@ import shards
 import to_gguf
 from test_tokenizer import CTokenizer, library      # noqa: F401, a fixture
 from tiny import BIN, ROOT, run, sentences, vocabulary
-from trainer import write_shard
+from trainer import edit_config, write_shard
 
 torch.set_num_threads(1)
 LAYERS, HEADS, KV_HEADS, HEAD, FFN, LENGTH, VOCAB = 2, 4, 2, 16, 96, 128, 350
@@ -36,11 +34,6 @@ CHAT = ("{% for message in messages %}"
 def get(*words, code=0):
     """Runs the script; returns what it printed."""
     return prepare("get_smollm2", *words, code=code, env={"PIP_NO_INDEX": "1"})
-
-
-def edit(folder, **change):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
 def make_model(tied):
@@ -57,7 +50,8 @@ def make_model(tied):
     return model
 
 
-def make_tokenizer():
+@pytest.fixture(scope="module")
+def tokenizer():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
                                                        pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -66,12 +60,6 @@ def make_tokenizer():
     tokenizer.train_from_iterator(sentences(400), trainer)
     assert tokenizer.get_vocab_size() == VOCAB
     return tokenizer
-
-
-def write_gguf(folder, path):
-    result = call("to_gguf.py", folder, "--out", path, main=lambda: shards.run(to_gguf.main))
-    assert result.returncode == 0, result.stderr
-    return path
 
 
 Q4, Q8 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
@@ -123,11 +111,6 @@ def losses(folder, model, stream, length, work):
     return ours, theirs
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def made(request, tokenizer, tmp_path_factory):
     """(the original model, the GGUF, the folder made of it)"""
@@ -136,7 +119,9 @@ def made(request, tokenizer, tmp_path_factory):
     model.save_pretrained(source)
     tokenizer.save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, "unk_token": SPECIAL[0]}))
-    path = write_gguf(source, work / "model.gguf")
+    path = work / "model.gguf"
+    result = call("to_gguf.py", source, "--out", path, main=lambda: shards.run(to_gguf.main))
+    assert result.returncode == 0, result.stderr
     if request.param:
         path = rewrite(path.rename(source / "whole.gguf"), path, QUANTIZED)
         round_weights(model)
@@ -188,7 +173,7 @@ def test_greedy_text_equals_transformers(made, tmp_path):
     last = next(i for i in range(3, count) if free[i] not in free[:i])
     for eos, expected in ((2, free), (free[last], free[:last]), ([2, free[last]], free[:last])):
         copy = shutil.copytree(folder, tmp_path / str(eos))
-        edit(copy, eos_token_id=eos)
+        edit_config(copy, eos_token_id=eos)
         output, _ = run(BIN / "sample_gpt2", "--model", copy, "--prompt", prompt, "--max-new-tokens", count,
                         "--temperature", 0)
         assert output == prompt + theirs.decode(expected, clean_up_tokenization_spaces=False) + "\n"

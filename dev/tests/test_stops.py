@@ -338,25 +338,18 @@ def test_the_run_folder_is_removed_mid_run(data, tmp_path, removed):
 
 
 @contextlib.contextmanager
-def paused(process):
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)     # a thread may be in a system call
-    yield
-    process.send_signal(signal.SIGCONT)
-
-
-@contextlib.contextmanager
 def paused_between_saves(process, out):
     """Pauses the process while it saves nothing. It saves checkpoints and samples only at multiples of 10 steps."""
-    end = time.time() + 120
-    while True:
-        with paused(process):
-            line = (out / "metrics.jsonl").read_text().splitlines()[-1]
-            if 2 <= json.loads(line)["step"] % 10 <= 7:
-                yield
-                return
+    between, end = False, time.time() + 120
+    while not between:
         time.sleep(0.01)
         assert process.poll() is None and time.time() < end
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)     # a thread may be in a system call
+        [*_, (step,)] = metrics(out, ["step"])
+        if between := 2 <= step % 10 <= 7:
+            yield
+        process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("how", ["folder", "lock"])

@@ -22,10 +22,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
+import model as reference
 from trainer import ROOT
-
-sys.path.insert(0, str(ROOT / "dev/reference"))
-import model as reference       # noqa: E402
 
 OVERRIDES = ["softmax+qk=l2", "softmax+post=reweight:3", "softmax+scale=const:0.3", "softmax+scale=log:L",
              "sigmoid+offset=-logT", "relu2-T+norm=T2", "relu-l1+norm=l1+0.5", "ssmax+s=0.3+fixed",
@@ -468,16 +466,6 @@ def test_autocast(attn_c):
     assert q.grad.dtype == torch.float32 and q.grad.abs().sum() > 0
 
 
-def test_the_same_bits_each_time(attn_c):
-    case = Case("lssar", Shape(2, 6, 2, 200, 200, 32, 32), torch.float32)
-    first = case.package(attn_c)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_close(case.package(attn_c), first, 0)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # ---- arrays
 
 def views(x):
@@ -821,7 +809,7 @@ def test_several_threads_of_python(attn_c):
 def interrupted(times):
     from attn_c import attention
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    draw, x = random.Random(1), [torch.randn(2, 4, 256, 32, requires_grad=True) for _ in "qkv"]
+    draw, x = random.Random(1), [torch.randn(2, heads, 256, 32, requires_grad=True) for heads in (4, 2, 2)]
 
     def step():
         out = attention(*x, "lssar")
@@ -838,5 +826,5 @@ def interrupted(times):
 
 
 def test_interrupts_at_random_moments(attn_c):
-    """Ctrl-C raises KeyboardInterrupt, and the next call computes the same bits."""
+    """Ctrl-C raises KeyboardInterrupt, and the next call computes the same bits, with heads that share keys, too."""
     apart(interrupted, 30)

@@ -15,22 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import (AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, Gemma2Config, Gemma3TextConfig,
+                          LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Phi3Config)
+from transformers.masking_utils import and_masks, chunked_overlay, sliding_window_causal_mask_function
 
 import calls
-from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, model_of, modeling, pair        # noqa: F401
+import model as reference
+import modeling_attn_gpt as modeling
+from test_huggingface import BLOCKS, IDS, NORMALIZERS, bases, model_of, pair        # noqa: F401
 from tiny import ROOT, T, VOCAB, lm_eval_python, logits, train, write_data
 from trainer import losses
 
-sys.path.insert(0, str(ROOT / "dev/reference"))
-import model as reference       # noqa: E402
-from transformers import (AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, Gemma2Config,     # noqa: E402
-                          Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
-                          Phi3Config)
-
 DATA = write_data
-from transformers.masking_utils import (and_masks, chunked_overlay,     # noqa: E402
-                                        sliding_window_causal_mask_function)
-
 torch.set_num_threads(1)
 
 
@@ -114,7 +110,7 @@ def test_attached_scalars(interface, tmp_path):
 
 @pytest.mark.parametrize("name", ["ssmax-pn", "ssmax-fixed", "softmax-sink", "softmax+post=reweight:3",
                                   "softmax+scale=log:L"])
-def test_an_attached_model_goes_to_the_trainer(interface, name, data, tmp_path):      # noqa: F811
+def test_an_attached_model_goes_to_the_trainer(interface, name, data, tmp_path):
     """Trained in PyTorch and written by save_pretrained(): the C programs give the same logits, and train it on."""
     model = make_llama(vocab_size=VOCAB, max_position_embeddings=T)
     interface.attach(model, name, seq_len=T)
@@ -357,9 +353,9 @@ def test_rejected_by_name(interface, message):
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_modeling_file_gives_the_same_numbers(modeling, attn_c, monkeypatch, block, name):      # noqa: F811
+def test_the_modeling_file_gives_the_same_numbers(attn_c, monkeypatch, block, name):
     """With attn_c and without: logits, gradients, padding, and parts with a cache."""
-    model, _ = pair(modeling, name, L=24, block=block, **({} if block == "gau" else dict(heads=4, kv_heads=2)))
+    model, _ = pair(name, L=24, block=block, **({} if block == "gau" else dict(heads=4, kv_heads=2)))
     masks = torch.ones_like(IDS), torch.ones_like(IDS).index_fill_(1, torch.arange(4), 0)
 
     def everything():
@@ -386,9 +382,9 @@ def test_the_modeling_file_gives_the_same_numbers(modeling, attn_c, monkeypatch,
 
 
 @pytest.mark.parametrize("name", [*NORMALIZERS, "ssmax-fixed+s=1e+0+post=negate", "ssmax-bias+s=2+s=-.5"])
-def test_the_modeling_file_has_the_scalars_of_normalizer_h(modeling, attn_c, name):      # noqa: F811
+def test_the_modeling_file_has_the_scalars_of_normalizer_h(attn_c, name):
     """Their sizes, initial values, and whether they are trained."""
-    model, found = pair(modeling, name, L=24)[0], {}
+    model, found = pair(name, L=24)[0], {}
     for path, x in model.named_parameters():
         if (scalar := path.split(".")[-1]) in modeling.SCALARS:
             start = modeling.SCALARS[scalar][2](model.config.attention_normalizer)
@@ -396,9 +392,9 @@ def test_the_modeling_file_has_the_scalars_of_normalizer_h(modeling, attn_c, nam
     assert found == attn_c.library.scalars_of(name, 2, 24)
 
 
-def test_which_attention_the_modeling_file_uses(modeling, attn_c, monkeypatch):      # noqa: F811
+def test_which_attention_the_modeling_file_uses(attn_c, monkeypatch):
     monkeypatch.setattr(modeling, "attn_c", attn_c)
-    config, x, ones = pair(modeling, "relu2-T", L=24)[0].config, torch.zeros(2, 5, 8), torch.ones(2, 5)
+    config, x, ones = pair("relu2-T", L=24)[0].config, torch.zeros(2, 5, 8), torch.ones(2, 5)
     choose = lambda *arguments: modeling.attention_for(config, x, 0, *arguments)
     assert choose(None, False) == choose(ones, False) == (modeling.fused_attention, None)
     compute, start = choose(ones.index_fill(1, torch.tensor(0), 0), False)
@@ -410,10 +406,10 @@ def test_which_attention_the_modeling_file_uses(modeling, attn_c, monkeypatch): 
 
 @pytest.mark.parametrize("name, with_padding", [("relu2-T", False), ("relu2-T+norm=T2", False),
                                                 ("sigmoid+offset=-logT", False), ("relu2-n", True)])
-def test_padding_under_the_kernels_of_gpus(modeling, monkeypatch, name, with_padding):      # noqa: F811
+def test_padding_under_the_kernels_of_gpus(monkeypatch, name, with_padding):
     """attn_c rejects it for normalizers that depend on the length of each text."""
     monkeypatch.setattr(modeling, "attn_c", SimpleNamespace(supports=lambda *_: True))
-    config, start = pair(modeling, name, L=24)[0].config, torch.tensor([0, 1])
+    config, start = pair(name, L=24)[0].config, torch.tensor([0, 1])
     on = lambda device: SimpleNamespace(device=torch.device(device))
     assert modeling.is_fused(config, on("cuda"), None) and modeling.is_fused(config, on("cpu"), start)
     assert modeling.is_fused(config, on("cuda"), start) == with_padding
@@ -430,7 +426,7 @@ def batches(folder, steps, rows):
 
 
 @pytest.mark.parametrize("name", ["ssmax", "lssar"])
-def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):       # noqa: F811
+def test_fifty_steps_equal_the_trainers(attn_c, name, model_of, data, tmp_path):
     """The same weights, batches and AdamW: the loss of each step agrees to 1e-4. (At a learning rate of 1e-3, rounding
     errors grow so fast under lssar that float32 and float64 differ by 1e-3.)"""
     start = model_of("llama", name)

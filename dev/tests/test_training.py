@@ -5,17 +5,13 @@ import math
 import re
 import signal
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from trainer import (ROOT, VOCAB, command, cuda_program, environment, make_data, metrics, tensors, tokens, train,
-                     write_shard)
-
-sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import model as reference
+from trainer import VOCAB, command, cuda_program, environment, make_data, metrics, tensors, tokens, train, write_shard
 
 torch.set_num_threads(1)
 STEPS, WARMUP, LR, MIN_LR, DECAY = 10, 3, 1e-2, 0.1, 0.5

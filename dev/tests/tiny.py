@@ -23,7 +23,6 @@ BUILD = ROOT / "build" if BIN == ROOT else BIN              # the Makefile's
 VOCAB, END_OF_TEXT, T = 300, 299, 32
 SHAPE = f"layers=2,heads=4,channels=32,ffn=64,vocab={VOCAB}"
 WORDS = "the The cat dog house on in a naïve café costs 5 € 10 £ 😀 🐈 日本語 text über said and, then. went Привет".split()
-os.environ["HF_HUB_OFFLINE"] = "1"    # set before transformers is imported: no test contacts a hub
 
 
 @functools.cache

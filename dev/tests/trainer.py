@@ -138,10 +138,14 @@ def checkpoint(out, step):
     return Path(out) / "ckpt" / f"step-{step:08d}"
 
 
-def assert_same_run(a, b, step):
-    """Checks that the tensors of a step and all metrics have the same bits."""
+def assert_same_checkpoint(a, b, step):
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (checkpoint(a, step) / name).read_bytes() == (checkpoint(b, step) / name).read_bytes(), name
+
+
+def assert_same_run(a, b, step):
+    """Checks that the tensors of a step and all metrics have the same bits."""
+    assert_same_checkpoint(a, b, step)
     assert metrics(a) == metrics(b)
 
 
@@ -227,8 +231,23 @@ def read_header(path):
 
 def tensors(out, step, name="model.safetensors"):
     """The tensors of a checkpoint's file, which must be float32."""
-    from safetensors.numpy import load_file      # which a machine with a GPU may lack
-    return load_file(checkpoint(out, step) / name)
+    import safetensors.numpy        # which a machine with a GPU may lack
+    return safetensors.numpy.load_file(checkpoint(out, step) / name)
+
+
+def edit_tensors(path, change):
+    """Applies a function to the {name: tensor} of a safetensors file."""
+    import safetensors.numpy
+    found = {name: tensor.copy() for name, tensor in safetensors.numpy.load_file(path).items()}
+    change(found)
+    safetensors.numpy.save_file(found, path, metadata={"format": "pt"})
+
+
+def edit_config(folder, **change):
+    """Sets keys of config.json, and removes those whose value is `...`."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
 def embedding(out, step):
