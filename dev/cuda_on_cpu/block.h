@@ -16,11 +16,9 @@ enum Kind {
     EXITED,
     BARRIER,
     SYNCWARP,
-    SHFL,
-    SHFL_XOR,
-    LDMATRIX_X4,
-    LDMATRIX_X4_TRANSPOSED,
-    STMATRIX_X4,
+    SHUFFLE,
+    LDMATRIX,
+    STMATRIX,
     MMA,
     // Waits that hopper.cpp describes.
     MBARRIER_WAIT,
@@ -34,7 +32,6 @@ static const int LANES = 32;
 
 struct Wait {
     Kind kind;
-    unsigned mask;    // the lanes, in a warp operation
     Site site;
 };
 
@@ -76,13 +73,12 @@ struct CopyOfWarp {
 struct Warp {
     unsigned waiting, absent;          // lanes that wait in a warp operation; lanes that have exited or never existed
     Wait first;                        // what the first waiting lane waits for
-    bool same;                         // all waiting lanes wait for the same
     uint64_t value[32], result[32];    // of a shuffle
     int argument[32];
     const void *row[32];    // of ldmatrix
     uint32_t a[4][32], b[2][32], r[4][32];
     float top[32][2], bottom[32][2];    // mma's d[0], d[1] and d[2], d[3]: as floats, rows 0-7 and 8-15 of 8 columns
-    unsigned phase[32];                 // how often the lanes of the mask with this lowest lane have met
+    unsigned phase;                     // how often the lanes have met
     CopyOfWarp copies[COPIES_OF_WARP];
 };
 
@@ -91,13 +87,13 @@ struct Warp {
 // not yet left the last one.
 enum { COPY_GROUPS = 16 };
 struct Meetings {
-    char barrier[2], warps[WARPS][32][2];    // of a warp: by the lowest lane of the mask
+    char barrier[2], warps[WARPS][2];
     char named[16][2], wgmma_issued[WARPS / 4], wgmma_done[WARPS / 4][16];
     char bulk_issued[BLOCK_THREADS], bulk_read[BLOCK_THREADS][16], bulk_written[BLOCK_THREADS][16];
     char issued[BLOCK_THREADS], copied[BLOCK_THREADS][COPY_GROUPS];
 };
 
-enum { SHARED_ARRAYS = 4096, ARRAYS_IN_BLOCK = 64, SITES = 1024 };
+enum { ARRAYS_IN_BLOCK = 64, SITES = 1024 };
 
 struct ArrayInBlock {
     char *memory;
@@ -141,7 +137,6 @@ struct Worker {
     size_t statics_used, statics_asked;
     ArrayInBlock arrays[ARRAYS_IN_BLOCK];    // of this block, in the order of their first use
     int array_count;
-    char *array_memory[SHARED_ARRAYS];    // by the array's number; NULL: not yet used in this block
 
     PendingCopy pending[BLOCK_THREADS][PENDING_COPIES];
     struct Async *async, *async_kept;    // hopper.cpp's state of this block, NULL if not used yet; of earlier blocks
@@ -164,9 +159,8 @@ static inline Fiber &self() {
 
 // ---- blocks.cpp
 
-std::string print(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool same_site(Site a, Site b);
-std::string who_waits_where(int from, int to);    // "24 threads wait in __syncthreads at f.cu:6: 0-23"
+const char *who_waits_where(int from, int to);    // "24 threads wait in __syncthreads at f.cu:6: 0-23"
 void *new_context(Worker &w);                     // a thread of the race check
 void end_context(Worker &w, void *context);       // NULL is allowed
 void set_waiting(Worker &w, unsigned number);
@@ -177,7 +171,7 @@ void take_turns();
 void give_way();
 char *stack_top(const Worker &w, unsigned number);
 bool is_shared(const Worker &w, const void *p, size_t bytes);
-std::string describe_shared(const Worker &w, const void *p);
+const char *describe_shared(const Worker &w, const void *p);
 // The offset of an address in shared memory, as the hardware's instructions use it: dynamic shared memory ends at
 // DYNAMIC_ROOM, shared arrays follow. Its lowest bits are those of the address.
 static const size_t STATICS_ROOM = 128 * 1024, DYNAMIC_ROOM = 232 * 1024;
@@ -197,7 +191,7 @@ bool async_lets_others_run(Worker &w);    // rather than do that work at once
 void async_wake_counters(Worker &w);
 bool async_waits_for_counter(const Worker &w);
 bool async_counter_reached(const Worker &w);
-std::string async_describe(const Worker &w, const Fiber &thread);    // what it waits for
+const char *async_describe(const Worker &w, const Fiber &thread);    // what it waits for
 void async_generic_store(const void *p, size_t bytes, unsigned thread, Site site);
 
 }

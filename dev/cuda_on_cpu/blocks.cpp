@@ -33,7 +33,7 @@ const Position &position_of_this_thread() {
 
 // ---- the switch from one fiber to another: saves the call-preserved registers on the old stack and restores them from
 // the new one. It ends in `ret`, not in a jump: fibers of a kernel mostly stop at the same place, so the return address
-// that the processor predicts from one fiber is also right for the next (README.md, "What it costs").
+// that the processor predicts from one fiber is also right for the next (README.md, "How it works").
 extern "C" void cuda_on_cpu_switch(void **save_stack, void *stack);
 extern "C" void cuda_on_cpu_start();
 asm(R"(
@@ -63,27 +63,29 @@ cuda_on_cpu_start:
 .size cuda_on_cpu_start, .-cuda_on_cpu_start
 )");
 
-// ---- who waits for what
-
-// clang-format off
-static const char *const kind_names[] = {
-    "", "", "__syncthreads", "__syncwarp", "__shfl_sync", "__shfl_xor_sync",
-    "ldmatrix_x4", "ldmatrix_x4_transposed",
-    "stmatrix_x4", "mma_m16n8k16"
-};
-// clang-format on
-
 __thread Worker *worker CUDA_ON_CPU_TLS;
 
 // ---- messages
 
-std::string print(const char *format, ...) {
-    char text[1024];
+const char *print(const char *format, ...) {
+    char *text;
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
+    if (vasprintf(&text, format, arguments) < 0) abort();
     va_end(arguments);
     return text;
+}
+
+const char *line_of(Site site) {
+    return print("%s:%d", site.file, site.line);
+}
+
+const char *describe(const Parameters &launch) {
+    return print("%s, launched at %s", kernel_name(launch.kernel).c_str(), line_of(launch.site));
+}
+
+const char *where(Site site) {
+    return print("%s at %s", site.function, line_of(site));
 }
 
 static const char *const order_names[] = {"forward", "reverse", "random", "greedy", "straggler", "laggards"};
@@ -98,19 +100,19 @@ void die(const char *format, ...) {
     vfprintf(stderr, format, arguments);
     va_end(arguments);
     fprintf(stderr, "\n");
-    if (worker && worker->launch && position) {
+    if (worker && worker->launch) {
         const Worker &w = *worker;
-        fprintf(stderr,
-                "  in %s, launched at %s:%d, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d; order %s, seed %llu\n",
-                kernel_name(w.launch->kernel).c_str(), w.launch->site.file, w.launch->site.line, w.block.x, w.block.y,
-                w.block.z, w.launch->grid.x, w.launch->grid.y, w.launch->grid.z, w.current, w.threads,
+        const dim3 grid = w.launch->grid;
+        fprintf(stderr, "  in %s, block (%u,%u,%u) of (%u,%u,%u), thread %d of %d; order %s, seed %llu\n",
+                describe(*w.launch), w.block.x, w.block.y, w.block.z, grid.x, grid.y, grid.z, w.current, w.threads,
                 order_names[w.settings.order], (unsigned long long)w.settings.seed);
     }
     abort();
 }
 
 bool same_site(Site a, Site b) {
-    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0) &&
+           (a.function == b.function || strcmp(a.function, b.function) == 0);
 }
 
 static std::string ranges(const std::vector<int> &numbers) {
@@ -122,19 +124,16 @@ static std::string ranges(const std::vector<int> &numbers) {
     return text;
 }
 
-static std::string describe(const Worker &w, int number) {
+static const char *describe(const Worker &w, int number) {
     const Wait &wait = w.fibers[number].wait;
     if (wait.kind == EXITED) return "exited";
     if (wait.kind == NOTHING || (w.ready[number / 64] >> number % 64 & 1)) return "can continue";
     if (wait.kind >= MBARRIER_WAIT) return async_describe(w, w.fibers[number]);
-    if (wait.kind < SYNCWARP)
-        return print("wait in %s at %s:%d", kind_names[wait.kind], wait.site.file, wait.site.line);
-    return print("wait in %s(mask %08x) at %s:%d", kind_names[wait.kind], wait.mask, wait.site.file, wait.site.line);
+    return print("wait in %s", where(wait.site));
 }
 
-// "24 threads wait in __shfl_xor_sync(mask ffffffff) at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6:
-// 0-39"
-std::string who_waits_where(int from, int to) {
+// "24 threads wait in __shfl_xor_sync at f.cu:4: 40-63; 40 threads wait in __syncthreads at f.cu:6: 0-39"
+const char *who_waits_where(int from, int to) {
     std::vector<std::pair<std::string, std::vector<int>>> places;
     for (int i = from; i < to; i++) {
         std::string place = describe(*worker, i);
@@ -146,10 +145,10 @@ std::string who_waits_where(int from, int to) {
     for (const auto &p : places)
         text += print("%s%zu thread%s %s: %s", text.empty() ? "" : "; ", p.second.size(),
                       p.second.size() > 1 ? "s" : "", p.first.c_str(), ranges(p.second).c_str());
-    return text;
+    return print("%s", text.c_str());
 }
 
-static std::string who_waits_in_warp() {
+static const char *who_waits_in_warp() {
     int first = worker->current / 32 * 32;
     return who_waits_where(first, std::min(first + 32, worker->threads));
 }
@@ -339,11 +338,6 @@ static void go_home(Worker &w, Fiber &from) {
     switch_stack(&from.stack, w.home, NULL, w.home_bottom, w.home_bytes, w.home_context);
 }
 
-static void deadlock() {
-    die("DEADLOCK in block (%u,%u,%u): %s", worker->block.x, worker->block.y, worker->block.z,
-        who_waits_where(0, worker->threads).c_str());
-}
-
 // Leaves the block until run_blocks() comes back to it.
 static void suspend(Worker &w) {
     Fiber &me = w.fibers[w.current];
@@ -371,7 +365,7 @@ static int next_thread_or_wait(Worker &w) {
         if (waits && !async_counter_reached(w) && async_lets_others_run(w)) suspend(w);
         if (!waits || !async_counter_reached(w)) {
             if (w.async && async_step(w, true)) continue;
-            if (!waits) deadlock();
+            if (!waits) die("DEADLOCK: %s", who_waits_where(0, w.threads));
             suspend(w);
         }
         async_wake_counters(w);
@@ -393,10 +387,8 @@ static void thread_exits() {
     me.wait.kind = EXITED;
     set_waiting(w, me.number);
     me.warp->absent |= 1u << me.lane;
-    for (unsigned lanes = me.warp->waiting; lanes; lanes &= lanes - 1)
-        if ((&me)[(int)__builtin_ctz(lanes) - (int)me.lane].wait.mask >> me.lane & 1)
-            die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number,
-                who_waits_in_warp().c_str());
+    if (me.warp->waiting)
+        die("EXITED LANE: thread %u has exited, and lanes of its warp wait for it: %s", me.number, who_waits_in_warp());
     if (race_check()) __tsan_release((void *)w.launch);
     if (--w.alive == 0) go_home(w, me);
     int next = next_thread_or_wait(w);
@@ -435,7 +427,7 @@ static void prepare_fiber(Worker &w, int number) {
     f.warp = &w.warps[number / 32];
     f.number = (unsigned)number;
     f.lane = f.number % 32;
-    f.wait = {NOTHING, 0, {NULL, 0}};
+    f.wait = {NOTHING, {NULL, 0}};
     f.commits = f.copies = f.oldest = f.newest = 0;
     f.pending = w.pending[number];
     f.copier = NULL;
@@ -533,7 +525,6 @@ static void prepare_memory(Worker &w, uint64_t block) {
     if (block % 2 == 0 && (uintptr_t)w.dynamic % 256 == 0) w.dynamic -= 128;
     fill(w.dynamic, w.launch->shared_bytes, POISON);
     fill(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes, FENCE);
-    for (int i = 0; i < w.array_count; i++) w.array_memory[w.arrays[i].array->number] = NULL;
     w.array_count = 0;
     w.statics_used = w.statics_asked = 0;
 }
@@ -557,28 +548,19 @@ bool is_filled(const void *p, size_t bytes, Pattern pattern) {
 
 static const size_t BETWEEN_ARRAYS = 64;    // guard bytes after each array, at least
 
-void *shared_array(SharedArray &array, size_t bytes) {
-    static std::atomic<int> numbers;
-    static Lock lock;
+void *shared_array(const SharedArray &array, size_t bytes) {
     Worker &w = *worker;
-    int number = __atomic_load_n(&array.number, __ATOMIC_ACQUIRE);
-    if (!number) {
-        std::lock_guard<Lock> hold(lock);
-        if (!array.number) __atomic_store_n(&array.number, ++numbers, __ATOMIC_RELEASE);
-        number = array.number;
-    }
-    if (number >= SHARED_ARRAYS || w.array_count == ARRAYS_IN_BLOCK)
-        die("too many shared arrays at %s:%d", array.site.file, array.site.line);
-    char *&memory = w.array_memory[number];
-    if (memory) return memory;
+    for (int i = 0; i < w.array_count; i++)
+        if (w.arrays[i].array == &array) return w.arrays[i].memory;
+    if (w.array_count == ARRAYS_IN_BLOCK) die("too many shared arrays at %s", line_of(array.site));
     w.statics_asked += (bytes + 15) / 16 * 16;
     if (w.statics_asked > STATIC_SHARED)
-        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s:%d; the limit is %d", w.statics_asked,
-            array.name, array.site.file, array.site.line, STATIC_SHARED);
+        die("OVER LIMIT: the block's shared arrays take %zu bytes with %s at %s; the limit is %d", w.statics_asked,
+            array.name, line_of(array.site), STATIC_SHARED);
     if (w.statics_asked + w.launch->shared_bytes > w.settings.shared)
-        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s:%d) and %zu of dynamic shared memory; a block has %zu",
-            w.statics_asked, array.name, array.site.file, array.site.line, w.launch->shared_bytes, w.settings.shared);
-    memory = w.statics + w.statics_used;
+        die("OVER LIMIT: %zu bytes of shared arrays (%s at %s) and %zu of dynamic shared memory; a block has %zu",
+            w.statics_asked, array.name, line_of(array.site), w.launch->shared_bytes, w.settings.shared);
+    char *memory = w.statics + w.statics_used;
     size_t room = (bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
     w.statics_used += room;
     fill(memory, bytes, POISON);
@@ -599,7 +581,7 @@ bool is_shared(const Worker &w, const void *p, size_t bytes) {
     return false;
 }
 
-std::string describe_shared(const Worker &w, const void *p) {
+const char *describe_shared(const Worker &w, const void *p) {
     return print("%p; dynamic shared memory is %p-%p, %zu bytes", p, (void *)w.dynamic,
                  (void *)(w.dynamic + w.launch->shared_bytes), w.launch->shared_bytes);
 }
@@ -619,21 +601,19 @@ static void check_shared_arrays(Worker &w) {
         const ArrayInBlock &a = w.arrays[i];
         const char *end = a.memory + a.bytes, *room_end = a.memory + (a.bytes + BETWEEN_ARRAYS + 127) / 128 * 128;
         if (!is_filled(end, (size_t)(room_end - end), FENCE))
-            die("OUT OF BOUNDS: something was written past the end of the shared array %s (%s:%d), %zu bytes, "
-                "in block (%u,%u,%u) of %s",
-                a.array->name, a.array->site.file, a.array->site.line, a.bytes, w.block.x, w.block.y, w.block.z,
-                kernel_name(w.launch->kernel).c_str());
+            die("OUT OF BOUNDS: something was written past the end of the shared array %s (%s), %zu bytes",
+                a.array->name, line_of(a.array->site), a.bytes);
     }
     if (!is_filled(w.dynamic + w.launch->shared_bytes, (size_t)(w.dynamic_end - w.dynamic) - w.launch->shared_bytes,
                    FENCE))
-        die("OUT OF BOUNDS: something was written past the end of the dynamic shared memory, %zu bytes, "
-            "in block (%u,%u,%u) of %s",
-            w.launch->shared_bytes, w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
+        die("OUT OF BOUNDS: something was written past the end of the dynamic shared memory, %zu bytes",
+            w.launch->shared_bytes);
 }
 
-void misaligned(const char *what, const void *p, Site site) {
-    die("MISALIGNED: %s at %s:%d takes an address that is not a multiple of its size, %p", what, site.file, site.line,
-        p);
+void misaligned(const void *p, Site site) {
+    std::string memory = describe_address(p);
+    die("MISALIGNED: %s takes an address that is not a multiple of its size: %s", where(site),
+        memory.empty() ? describe_shared(*worker, p) : memory.c_str());
 }
 
 // ---- a bad address
@@ -681,13 +661,13 @@ void report_crashes() {
 
 // ---- barriers of the block
 
-void barrier(Site site) {
+void __syncthreads(Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    me.wait = {BARRIER, 0, site};
+    me.wait = {BARRIER, site};
     if (w.arrived == 0) w.barrier = me.wait;
     if (!same_site(w.barrier.site, site))
-        die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads).c_str());
+        die("MISMATCH: threads of a block wait at different barriers: %s", who_waits_where(0, w.threads));
     char *met = &w.meetings->barrier[w.barrier_phase % 2];
     if (race_check()) __tsan_release(met);
     set_waiting(w, me.number);
@@ -704,59 +684,40 @@ void barrier(Site site) {
 // ---- operations of a warp
 // Each lane leaves its operands and waits; the last one to arrive computes the results of all.
 
-// All lanes of the mask are waiting. Returns true if they wait for the same operation; ends the program if they never
-// will.
-static bool same_meeting(Fiber &me) {
-    Fiber *lane0 = &me - me.lane;
-    for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1)
-        // That lane meets other lanes first.
-        if (lane0[__builtin_ctz(lanes)].wait.mask != me.wait.mask) return false;
-    for (unsigned lanes = me.wait.mask; lanes; lanes &= lanes - 1) {
-        const Wait &other = lane0[__builtin_ctz(lanes)].wait;
-        if (other.kind != me.wait.kind || (other.kind != SYNCWARP && !same_site(other.site, me.wait.site)))
-            die("MISMATCH: lanes of a warp meet in different operations: %s", who_waits_in_warp().c_str());
-    }
-    return true;
-}
-
-// True for the last of the mask's lanes, which has to compute the results and then call warp_goes_on(me, mask).
-static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind kind, unsigned mask, Site site) {
+// True for the last lane, which has to compute the results and then call warp_goes_on(me).
+static inline __attribute__((always_inline)) bool last_to_arrive(Fiber &me, Kind kind, Site site) {
     Warp &warp = *me.warp;
-    me.wait = {kind, mask, site};
+    me.wait = {kind, site};
     set_waiting(*worker, me.number);
-    if (!(mask >> me.lane & 1))
-        die("WRONG MASK: lane %u calls %s at %s:%d with the mask %08x, in which it is not", me.lane, kind_names[kind],
-            site.file, site.line, mask);
-    if (mask & warp.absent)
-        die("EXITED LANE: %s at %s:%d, called by thread %u, has lanes %08x in its mask that have exited or "
-            "never existed",
-            kind_names[kind], site.file, site.line, me.number, mask & warp.absent);
-    if (!warp.waiting) {
-        warp.first = me.wait;
-        warp.same = true;
-    } else
-        warp.same &= warp.first.kind == kind && warp.first.mask == mask && warp.first.site.line == site.line &&
-                     warp.first.site.file == site.file;
+    if (warp.absent)
+        die("EXITED LANE: %s, called by thread %u, waits for lanes %08x, which have exited or never existed",
+            where(site), me.number, warp.absent);
+    if (!warp.waiting) warp.first = me.wait;
+    if (warp.first.kind != kind || (kind != SYNCWARP && !same_site(warp.first.site, site)))
+        die("MISMATCH: lanes of a warp meet in different operations: %s", who_waits_in_warp());
     warp.waiting |= 1u << me.lane;
-    return (warp.waiting & mask) == mask && (warp.same || same_meeting(me));
+    return warp.waiting == ALL_LANES;
 }
 
-static void warp_goes_on(Fiber &me, unsigned mask) {
+static void warp_goes_on(Fiber &me) {
     Worker &w = *worker;
     unsigned first = me.number - me.lane;
-    me.warp->waiting &= ~mask;
-    me.warp->phase[__builtin_ctz(mask)]++;
-    w.ready[first / 64] |= (uint64_t)mask << first % 64;
+    me.warp->waiting = 0;
+    me.warp->phase++;
+    w.ready[first / 64] |= (uint64_t)ALL_LANES << first % 64;
     w.counts.collectives++;
 }
 
-void warp_barrier(unsigned mask, Site site) {
+static void check_mask(unsigned mask, Site site) {
+    if (mask != ALL_LANES) die("WRONG MASK: %s with the mask %08x; only all lanes are emulated", where(site), mask);
+}
+
+void __syncwarp(unsigned mask, Site site) {
+    check_mask(mask, site);
     Fiber &me = self();
-    Warp &warp = *me.warp;
-    int lowest = mask ? __builtin_ctz(mask) : 0;
-    char *met = &worker->meetings->warps[me.number / LANES][lowest][warp.phase[lowest] % 2];
+    char *met = &worker->meetings->warps[me.number / LANES][me.warp->phase % 2];
     if (race_check()) __tsan_release(met);
-    if (last_to_arrive(me, SYNCWARP, mask, site)) warp_goes_on(me, mask);
+    if (last_to_arrive(me, SYNCWARP, site)) warp_goes_on(me);
     take_turns();
     if (race_check()) __tsan_acquire(met);
 }
@@ -764,25 +725,20 @@ void warp_barrier(unsigned mask, Site site) {
 // idx: the lane whose value each lane returns; xor: of this lane's number exclusive-or'ed with it (CUDA C++ Programming
 // Guide, warp shuffle functions).
 uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, Site site) {
+    check_mask(mask, site);
     Fiber &me = self();
     Warp &warp = *me.warp;
     warp.value[me.lane] = value;
     warp.argument[me.lane] = (kind == IDX ? argument : (int)me.lane ^ argument) & (LANES - 1);
-    if (last_to_arrive(me, (Kind)(SHFL + kind), mask, site)) {
-        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
-            int to = __builtin_ctz(lanes), from = warp.argument[to];
-            if (!(mask >> from & 1))
-                die("WRONG MASK: lane %d reads from lane %d by %s at %s:%d, whose mask %08x lacks it", to, from,
-                    kind_names[SHFL + kind], site.file, site.line, mask);
-            warp.result[to] = warp.value[from];
-        }
-        warp_goes_on(me, mask);
+    if (last_to_arrive(me, SHUFFLE, site)) {
+        for (int to = 0; to < LANES; to++) warp.result[to] = warp.value[warp.argument[to]];
+        warp_goes_on(me);
     }
     take_turns();
     return warp.result[me.lane];
 }
 
-void fence() {
+void __threadfence() {
     char *fences = (char *)worker->launch + 2;
     if (race_check()) {
         __tsan_acquire(fences);
@@ -818,12 +774,12 @@ static void count_conflicts(Worker &w, Site site, int conflicts) {
 enum { MATRICES = 4 };
 
 // Takes this lane's address of a row of 16 bytes, for ldmatrix and stmatrix.
-static void take_row(const void *row, Kind kind, const char *accesses, Site site) {
+static void take_row(const void *row, const char *accesses, Site site) {
     Fiber &me = self();
-    if ((uintptr_t)row % 16 != 0) misaligned(kind_names[kind], row, site);
+    if ((uintptr_t)row % 16 != 0) misaligned(row, site);
     if (!is_shared(*worker, row, 16))
-        die("OUT OF BOUNDS: %s at %s:%d, lane %u, %s 16 bytes outside the block's shared memory: %s", kind_names[kind],
-            site.file, site.line, me.lane, accesses, describe_shared(*worker, row).c_str());
+        die("OUT OF BOUNDS: %s, lane %u, %s 16 bytes outside the block's shared memory: %s", where(site), me.lane,
+            accesses, describe_shared(*worker, row));
     me.warp->row[me.lane] = row;
 }
 
@@ -831,10 +787,9 @@ void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
-    Kind kind = transposed ? LDMATRIX_X4_TRANSPOSED : LDMATRIX_X4;
-    take_row(row, kind, "reads", site);
+    take_row(row, "reads", site);
     if (race_check()) __tsan_read16((void *)row);
-    if (last_to_arrive(me, kind, ALL_LANES, site)) {
+    if (last_to_arrive(me, LDMATRIX, site)) {
         int conflicts = 0;
         for (int i = 0; i < MATRICES; i++) {
             const void *const *rows = warp.row + 8 * i;
@@ -851,20 +806,20 @@ void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site) {
         w.counts.ldmatrix++;
         w.counts.ldmatrix_conflicts += (uint64_t)conflicts;
         count_conflicts(w, site, conflicts);
-        warp_goes_on(me, ALL_LANES);
+        warp_goes_on(me);
     }
     take_turns();
     for (int i = 0; i < MATRICES; i++) r[i] = warp.r[i][me.lane];
 }
 
-void stmatrix(const void *row, const uint32_t *r, Site site) {
+void stmatrix_x4(const void *row, const uint32_t *r, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     Warp &warp = *me.warp;
-    take_row(row, STMATRIX_X4, "writes", site);
+    take_row(row, "writes", site);
     if (race_check()) __tsan_write16((void *)row);
     for (int i = 0; i < MATRICES; i++) warp.r[i][me.lane] = r[i];
-    if (last_to_arrive(me, STMATRIX_X4, ALL_LANES, site)) {
+    if (last_to_arrive(me, STMATRIX, site)) {
         int conflicts = 0;
         for (int i = 0; i < MATRICES; i++) {
             const void *const *rows = warp.row + 8 * i;
@@ -881,7 +836,7 @@ void stmatrix(const void *row, const uint32_t *r, Site site) {
         w.counts.stmatrix++;
         w.counts.stmatrix_conflicts += (uint64_t)conflicts;
         count_conflicts(w, site, conflicts);
-        warp_goes_on(me, ALL_LANES);
+        warp_goes_on(me);
     }
     take_turns();
 }
@@ -995,7 +950,7 @@ static void multiply(Warp &warp, MmaSums sums) {
     multiply_add(warp.bottom[0], 8, a[1], 8, b, sums);
 }
 
-void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
+void mma_m16n8k16(float *d, const uint32_t *a, const uint32_t *b, Site site) {
     Fiber &me = self();
     Warp &warp = *me.warp;
     for (int i = 0; i < 4; i++) warp.a[i][me.lane] = a[i];
@@ -1004,10 +959,10 @@ void mma(float *d, const uint32_t *a, const uint32_t *b, Site site) {
         warp.top[me.lane][i] = d[i];
         warp.bottom[me.lane][i] = d[i + 2];
     }
-    if (last_to_arrive(me, MMA, ALL_LANES, site)) {
+    if (last_to_arrive(me, MMA, site)) {
         multiply(warp, worker->settings.mma);
         worker->counts.mmas++;
-        warp_goes_on(me, ALL_LANES);
+        warp_goes_on(me);
     }
     take_turns();
     for (int i = 0; i < 2; i++) {
@@ -1061,15 +1016,15 @@ static void note_copy(Worker &w, Fiber &me, const void *shared, Site site) {
     c.lanes |= 1u << me.lane;
 }
 
-void copy_async(void *shared, const void *global, bool valid, Site site) {
+void copy_async_16(void *shared, const void *global, bool valid, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
     PendingCopy c = {shared, global, valid, me.commits, site};
-    if ((uintptr_t)shared % 16 != 0) misaligned("copy_async_16, to shared memory,", shared, site);
-    if ((uintptr_t)global % 16 != 0) misaligned("copy_async_16, from global memory,", global, site);
+    if ((uintptr_t)shared % 16 != 0) misaligned(shared, site);
+    if ((uintptr_t)global % 16 != 0) misaligned(global, site);
     if (!is_shared(w, shared, 16))
-        die("OUT OF BOUNDS: copy_async_16 at %s:%d writes 16 bytes outside the block's shared memory: %s", site.file,
-            site.line, describe_shared(w, shared).c_str());
+        die("OUT OF BOUNDS: %s writes 16 bytes outside the block's shared memory: %s", where(site),
+            describe_shared(w, shared));
     w.counts.copies++;
     note_copy(w, me, shared, site);
     if (race_check()) copier_copies(me, c);
@@ -1078,12 +1033,12 @@ void copy_async(void *shared, const void *global, bool valid, Site site) {
         return;
     }
     if (me.newest - me.oldest == PENDING_COPIES)
-        die("copy_async_16 at %s:%d: thread %u has %d copies in flight, more than there is room for", site.file,
-            site.line, me.number, PENDING_COPIES);
+        die("%s: thread %u has %d copies in flight, more than there is room for", where(site), me.number,
+            PENDING_COPIES);
     me.pending[me.newest++ % PENDING_COPIES] = c;
 }
 
-void copy_commit() {
+void copy_async_commit() {
     Fiber &me = self();
     if (me.copier) copier_commits(me);
     me.commits++;
@@ -1265,10 +1220,9 @@ struct Blocks {
         worker = job.suspended[0];
         position = &worker->fibers[worker->current].position;
         die("DEADLOCK of blocks: %zu wait for counters of others, %llu of %llu have not started "
-            "(CUDA_ON_CPU_RESIDENT=%llu at a time); in block (%u,%u,%u): %s",
+            "(CUDA_ON_CPU_RESIDENT=%llu at a time): %s",
             job.suspended.size(), (unsigned long long)(job.blocks - job.next), (unsigned long long)job.blocks,
-            (unsigned long long)settings().resident, worker->block.x, worker->block.y, worker->block.z,
-            who_waits_where(0, worker->threads).c_str());
+            (unsigned long long)settings().resident, who_waits_where(0, worker->threads));
     }
 
     bool more_to_do() {

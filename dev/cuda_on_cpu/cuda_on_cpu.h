@@ -17,51 +17,30 @@
 
 namespace cuda_on_cpu {
 
-// Which thread runs next when one waits. FORWARD: the next higher number, wrapping around; REVERSE: the next lower;
-// RANDOM: any; GREEDY: the same warp for as long as it can run, then another at random; STRAGGLER: any but one, which
-// runs only when no other can, and now and then a new one is drawn; LAGGARDS: any but those of one warpgroup, another
-// in each block, which run, and whose asynchronous work takes place, only when nothing else can. Blocks start in the
-// corresponding order.
+// The values of settings, in the order in which README.md describes them.
 enum Order { FORWARD, REVERSE, RANDOM, GREEDY, STRAGGLER, LAGGARDS };
-
-// When a cp.async takes place: at its issue, or only in the wait for it.
 enum Copy { AT_ISSUE, AT_WAIT };
-
-// When asynchronous work of hopper_on_cpu.h (TMA, wgmma) takes place. AT_RANDOM: at any time up to the wait for it, in
-// any order that PTX allows; EARLY: at its issue; LAST: only when no thread can continue, or in the wait for it.
 enum AsyncTime { AT_RANDOM, EARLY, LAST };
-
-// When a block is suspended for others. IN_WAITS: only when it waits for a counter; OFTEN: also whenever it has
-// committed a bulk store or advanced a counter.
 enum Suspend { IN_WAITS, OFTEN };
-
-// When a stream's work takes place. AT_ONCE: in the call; LATE: only when the host waits for something, and then from
-// random streams that can continue, until that is done; ANY_TIME: like LATE, but at random some of it is done earlier,
-// in the next call.
 enum Streams { AT_ONCE, LATE, ANY_TIME };
-
-// How mma adds. SUMS_NEAREST: adds one product after another, each time rounding to nearest; SUMS_HOPPER: as an H100's
-// tensor cores do (README.md).
 enum MmaSums { SUMS_NEAREST, SUMS_HOPPER };
 
 struct Settings {
-    Order order;        // CUDA_ON_CPU_ORDER     forward | reverse | random | greedy | straggler | laggards
-    uint64_t seed;      // CUDA_ON_CPU_SEED      of everything random
-    Copy copy;          // CUDA_ON_CPU_COPY      issue | wait
-    AsyncTime async;    // CUDA_ON_CPU_ASYNC     random | issue | wait
-    Suspend suspend;    // CUDA_ON_CPU_SUSPEND   waiting | often
-    Streams streams;    // CUDA_ON_CPU_STREAMS   once | late | any
-    MmaSums mma;        // CUDA_ON_CPU_MMA       nearest | hopper
-    // CUDA_ON_CPU_THREADS   CPU threads over which blocks are spread; default: all.
-    int threads;
-    size_t memory;    // CUDA_ON_CPU_MEMORY    bytes of device memory
-    // CUDA_ON_CPU_CAPABILITY  the compute capability times 10. All kernels run, whatever it is.
-    int capability;
-    size_t shared;    // CUDA_ON_CPU_SHARED    bytes of shared memory that a block may have; default: the capability's
-    int devices;      // CUDA_ON_CPU_DEVICES   number of devices; a process should use one of them
-    // CUDA_ON_CPU_RESIDENT  blocks that may have started and not ended at a time, of which some wait for others.
-    uint64_t resident, processors;
-    bool report;             // CUDA_ON_CPU_REPORT    1: counts are printed when the program ends
+    Order order;             // CUDA_ON_CPU_ORDER       forward | reverse | random | greedy | straggler | laggards
+    uint64_t seed;           // CUDA_ON_CPU_SEED        of everything random
+    Copy copy;               // CUDA_ON_CPU_COPY        issue | wait
+    AsyncTime async;         // CUDA_ON_CPU_ASYNC       random | issue | wait
+    Suspend suspend;         // CUDA_ON_CPU_SUSPEND     waiting | often
+    Streams streams;         // CUDA_ON_CPU_STREAMS     once | late | any
+    MmaSums mma;             // CUDA_ON_CPU_MMA         nearest | hopper
+    int threads;             // CUDA_ON_CPU_THREADS     CPU threads over which blocks are spread
+    size_t memory;           // CUDA_ON_CPU_MEMORY      bytes of device memory
+    int capability;          // CUDA_ON_CPU_CAPABILITY  the compute capability times 10
+    size_t shared;           // CUDA_ON_CPU_SHARED      bytes of shared memory that a block may have
+    int devices;             // CUDA_ON_CPU_DEVICES     number of devices; a process should use one of them
+    uint64_t resident;       // CUDA_ON_CPU_RESIDENT    blocks that may have started and not ended at a time
+    uint64_t processors;     // CUDA_ON_CPU_PROCESSORS  number of multiprocessors
+    bool report;             // CUDA_ON_CPU_REPORT      1: counts are printed when the program ends
     const char *schedule;    // CUDA_ON_CPU_SCHEDULE    a file for the operations of all streams; NULL: none
 };
 Settings &settings();

@@ -25,8 +25,13 @@ namespace cuda_on_cpu {
 struct Site {    // of a call in the source
     const char *file;
     int line;
+    const char *function = "";    // that is called
 };
-#define CUDA_ON_CPU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+inline Site called(const char *function, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {file, line, function};
+}
+// The last parameter of a function with this name: the place from which it is called.
+#define CUDA_ON_CPU_CALL(function) cuda_on_cpu::Site site = cuda_on_cpu::called(#function)
 
 struct Position {    // of a thread: its indices, and the sizes of the launch
     uint3 thread, block;
@@ -49,23 +54,24 @@ void enqueue_launch(cudaStream_t stream, const Parameters &parameters, const std
 struct SharedArray {
     const char *name;
     Site site;
-    int number;    // assigned at the first use; 0 before
 };
-void *shared_array(SharedArray &array, size_t bytes);
+void *shared_array(const SharedArray &array, size_t bytes);
 void *dynamic_shared();
 
 enum Shuffle { IDX, XOR };
-void barrier(Site site);
-void warp_barrier(unsigned mask, Site site);
+void __syncthreads(CUDA_ON_CPU_CALL(__syncthreads));
+void __syncwarp(unsigned mask = 0xFFFFFFFFu, CUDA_ON_CPU_CALL(__syncwarp));
 uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t value, int argument, Site site);
-void fence();
+// Orders nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, it is an acquire
+// and a release.)
+void __threadfence();
 void ldmatrix(uint32_t *r, bool transposed, const void *row, Site site);
-void stmatrix(const void *row, const uint32_t *r, Site site);
-void mma(float *d, const uint32_t *a, const uint32_t *b, Site site);
-void copy_async(void *shared, const void *global, bool valid, Site site);
-void copy_commit();
+void stmatrix_x4(const void *row, const uint32_t *r, CUDA_ON_CPU_CALL(stmatrix_x4));
+void mma_m16n8k16(float *d, const uint32_t *a, const uint32_t *b, CUDA_ON_CPU_CALL(mma_m16n8k16));
+void copy_async_16(void *shared, const void *global, bool valid = true, CUDA_ON_CPU_CALL(copy_async_16));
+void copy_async_commit();
 void copy_wait(unsigned groups);
-[[noreturn]] void misaligned(const char *what, const void *p, Site site);
+[[noreturn]] void misaligned(const void *p, Site site);
 
 template <class T>
 struct Same {
@@ -84,15 +90,14 @@ inline To bits(From from) {
 struct Grid {
     dim3 size;
     Site site;
-    Grid(dim3 size, CUDA_ON_CPU_SITE) : size(size), site{file, line} {}
+    Grid(dim3 size, CUDA_ON_CPU_CALL(launch)) : size(size), site(site) {}
     template <class I, class = typename std::enable_if<std::is_integral<I>::value>::type>
-    Grid(I x, CUDA_ON_CPU_SITE) : size((unsigned)x), site{file, line} {}
+    Grid(I x, CUDA_ON_CPU_CALL(launch)) : size((unsigned)x), site(site) {}
 };
 
 template <class T>
 inline void gather_pointer(std::vector<const void *> &pointers, const T &argument) {
-    if constexpr (std::is_pointer<T>::value && !std::is_function<typename std::remove_pointer<T>::type>::value)
-        pointers.push_back((const void *)argument);
+    if constexpr (std::is_pointer<T>::value) pointers.push_back((const void *)argument);
     else (void)pointers, (void)argument;
 }
 
@@ -105,7 +110,7 @@ inline void gather_pointer(std::vector<const void *> &pointers, const T &argumen
 #undef __shared__
 #define __shared__ static_assert(false, "__shared__ would be one array per thread here: use SHARED_ARRAY(T, name, N) or DYNAMIC_SHARED(T, name)");
 #define SHARED_ARRAY(T, name, N)                                                                \
-    static cuda_on_cpu::SharedArray name##_shared_ = {#name, {__FILE__, __LINE__}, 0};          \
+    static cuda_on_cpu::SharedArray name##_shared_ = {#name, {__FILE__, __LINE__}};             \
     T(&name)[N] = *static_cast<T(*)[N]>(cuda_on_cpu::shared_array(name##_shared_, sizeof(T[N])))
 #define DYNAMIC_SHARED(T, name) T *name = static_cast<T *>(cuda_on_cpu::dynamic_shared())
 
@@ -131,12 +136,7 @@ void launch(void (*kernel)(Parameters...), cuda_on_cpu::Grid grid, dim3 block, s
 
 // ---- threads of a block, lanes of a warp
 
-static inline void __syncthreads(CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::barrier({file, line});
-}
-static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::warp_barrier(mask, {file, line});
-}
+using cuda_on_cpu::__syncthreads, cuda_on_cpu::__syncwarp, cuda_on_cpu::__threadfence;
 
 namespace cuda_on_cpu {
 template <class T>
@@ -152,48 +152,34 @@ inline T shuffle_value(Shuffle kind, unsigned mask, T value, int argument, Site 
 }
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int lane, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::shuffle_value(cuda_on_cpu::IDX, mask, value, lane, {file, line});
+inline T __shfl_sync(unsigned mask, T value, int lane, CUDA_ON_CPU_CALL(__shfl_sync)) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::IDX, mask, value, lane, site);
 }
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::shuffle_value(cuda_on_cpu::XOR, mask, value, lane_mask, {file, line});
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, CUDA_ON_CPU_CALL(__shfl_xor_sync)) {
+    return cuda_on_cpu::shuffle_value(cuda_on_cpu::XOR, mask, value, lane_mask, site);
 }
 
 // ---- memory
-// The fence orders nothing here: the accesses of blocks are ordered as the CPU orders them. (In the race check, it is
-// an acquire and a release.)
-static inline void __threadfence() {
-    cuda_on_cpu::fence();
-}
-
 namespace cuda_on_cpu {
 template <class T>
 inline T load(const T *p, Site site) {
-    if ((uintptr_t)p % sizeof(T) != 0) misaligned("a load", p, site);
+    if ((uintptr_t)p % sizeof(T) != 0) misaligned(p, site);
     return *p;
 }
 template <class T>
 inline void store(T *p, T x, Site site) {
-    if ((uintptr_t)p % sizeof(T) != 0) misaligned("a store", p, site);
+    if ((uintptr_t)p % sizeof(T) != 0) misaligned(p, site);
     *p = x;
 }
 }
 template <class T>
-inline T __ldg(const T *p, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::load(p, {file, line});
+inline T __ldcg(const T *p, CUDA_ON_CPU_CALL(__ldcg)) {
+    return cuda_on_cpu::load(p, site);
 }
 template <class T>
-inline T __ldcs(const T *p, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::load(p, {file, line});
-}
-template <class T>
-inline T __ldcg(const T *p, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::load(p, {file, line});
-}
-template <class T>
-inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::store(p, x, {file, line});
+inline void __stcg(T *p, typename cuda_on_cpu::Same<T>::type x, CUDA_ON_CPU_CALL(__stcg)) {
+    cuda_on_cpu::store(p, x, site);
 }
 
 // Atomics are relaxed, as in CUDA.
@@ -218,44 +204,32 @@ inline T atomicAdd(T *p, typename cuda_on_cpu::Same<T>::type x) {
 // ---- instructions without a name in CUDA C++: ldmatrix, mma.m16n8k16, cp.async, and loads and stores of 16 bytes.
 // The layout of elements over lanes is that of the PTX ISA.
 
-DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::ldmatrix(r, false, row, {file, line});
+DEVICE void ldmatrix_x4(uint32_t r[4], const void *row, CUDA_ON_CPU_CALL(ldmatrix_x4)) {
+    cuda_on_cpu::ldmatrix(r, false, row, site);
 }
-DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::ldmatrix(r, true, row, {file, line});
+DEVICE void ldmatrix_x4_transposed(uint32_t r[4], const void *row, CUDA_ON_CPU_CALL(ldmatrix_x4_transposed)) {
+    cuda_on_cpu::ldmatrix(r, true, row, site);
 }
-DEVICE void mma_m16n8k16(float d[4], const uint32_t a[4], const uint32_t b[2], CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::mma(d, a, b, {file, line});
-}
-
-DEVICE void copy_async_16(void *shared, const void *global, bool valid, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::copy_async(shared, global, valid, {file, line});
-}
-DEVICE void copy_async_16(void *shared, const void *global, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::copy_async(shared, global, true, {file, line});
-}
+using cuda_on_cpu::mma_m16n8k16, cuda_on_cpu::copy_async_16, cuda_on_cpu::copy_async_commit;
 DEVICE int anew(int x) {
     return x;
-}
-DEVICE void copy_async_commit() {
-    cuda_on_cpu::copy_commit();
 }
 template <int groups>
 DEVICE void copy_async_wait() {
     cuda_on_cpu::copy_wait(groups);
 }
 
-DEVICE uint4 load_16(const void *p, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
+DEVICE uint4 load_16(const void *p, CUDA_ON_CPU_CALL(load_16)) {
+    return cuda_on_cpu::load(static_cast<const uint4 *>(p), site);
 }
-DEVICE uint4 load_16_streaming(const void *p, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
+DEVICE uint4 load_16_streaming(const void *p, CUDA_ON_CPU_CALL(load_16_streaming)) {
+    return cuda_on_cpu::load(static_cast<const uint4 *>(p), site);
 }
-DEVICE uint4 load_16_again(const void *p, CUDA_ON_CPU_SITE) {
-    return cuda_on_cpu::load(static_cast<const uint4 *>(p), {file, line});
+DEVICE uint4 load_16_again(const void *p, CUDA_ON_CPU_CALL(load_16_again)) {
+    return cuda_on_cpu::load(static_cast<const uint4 *>(p), site);
 }
-DEVICE void store_16(void *p, uint4 x, CUDA_ON_CPU_SITE) {
-    cuda_on_cpu::store(static_cast<uint4 *>(p), x, {file, line});
+DEVICE void store_16(void *p, uint4 x, CUDA_ON_CPU_CALL(store_16)) {
+    cuda_on_cpu::store(static_cast<uint4 *>(p), x, site);
 }
 
 // ---- arithmetic that the host lacks
@@ -292,30 +266,10 @@ DEVICE float normcdff(float x) {
 DEVICE float __saturatef(float x) {
     return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
 }
-#define CUDA_ON_CPU_MIN_MAX(T)                              \
-    DEVICE T min(T x, T y) { return y < x ? y : x; }        \
-    DEVICE T max(T x, T y) { return x < y ? y : x; }
-CUDA_ON_CPU_MIN_MAX(int)
-CUDA_ON_CPU_MIN_MAX(unsigned)
-CUDA_ON_CPU_MIN_MAX(long)
-CUDA_ON_CPU_MIN_MAX(unsigned long)
-CUDA_ON_CPU_MIN_MAX(long long)
-CUDA_ON_CPU_MIN_MAX(unsigned long long)
-#undef CUDA_ON_CPU_MIN_MAX
-DEVICE float min(float x, float y) {
-    return fminf(x, y);
+DEVICE int min(int x, int y) {
+    return y < x ? y : x;
 }
-DEVICE float max(float x, float y) {
-    return fmaxf(x, y);
-}
-DEVICE double min(double x, double y) {
-    return fmin(x, y);
-}
-DEVICE double max(double x, double y) {
-    return fmax(x, y);
-}
-
-[[noreturn]] DEVICE void __trap() {
-    cuda_on_cpu::die("__trap()");
+DEVICE int max(int x, int y) {
+    return x < y ? y : x;
 }
 #endif

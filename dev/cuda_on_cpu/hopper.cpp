@@ -53,7 +53,6 @@ enum CopyKind { LOAD, STORE, ADDITION };
 
 struct BulkCopy {
     CopyKind kind;
-    const char *name;    // of the function that issued it
     Site site;
     unsigned thread, group;    // issued by this thread, after so many commits
     Barrier *barrier;          // of a load
@@ -122,7 +121,6 @@ struct UnfinishedStore {    // a bulk store, or addition, that no bulk_wait has 
 };
 
 struct Aligned {    // an instruction that all lanes of a warp have to execute
-    const char *name;
     int argument;
     Site site;
 };
@@ -244,30 +242,30 @@ static void wake(Worker &w, std::vector<unsigned> &threads) {
 }
 
 static void wait_as(Worker &w, Fiber &me, Kind kind, Site site) {
-    me.wait = {kind, 0, site};
+    me.wait = {kind, site};
     set_waiting(w, me.number);
 }
 
 // PTX's .aligned: the other lanes of a warp have to execute what the first one to come has. wgmma and setmaxnreg, for
 // which a whole warpgroup meets, do not need this.
-static void execute_aligned(Async &a, const Fiber &me, const char *name, int argument, Site site) {
+static void execute_aligned(Async &a, const Fiber &me, int argument, Site site) {
     std::vector<Aligned> &warp = a.aligned[me.number / LANES];
     const size_t number = thread_of(a, me).aligned++;
-    if (number == warp.size()) warp.push_back({name, argument, site});
+    if (number == warp.size()) warp.push_back({argument, site});
     const Aligned &first = warp[number];
-    if (first.name != name || first.argument != argument || !same_site(first.site, site))
-        die("MISMATCH: thread %u executes %s(%d) at %s:%d, and another lane of its warp %s(%d) at %s:%d; all lanes have to execute the same instruction",
-            me.number, name, argument, site.file, site.line, first.name, first.argument, first.site.file,
-            first.site.line);
+    if (first.argument != argument || !same_site(first.site, site))
+        die("MISMATCH: thread %u executes %s(%d) at %s, and another lane of its warp %s(%d) at %s; all lanes have to execute the same instruction",
+            me.number, site.function, argument, line_of(site), first.site.function, first.argument,
+            line_of(first.site));
 }
 
-static void check_all_lanes_executed(const Worker &w, const Async &a, const char *block) {
+static void check_all_lanes_executed(const Worker &w, const Async &a) {
     for (int i = 0; i < w.threads; i++) {
         const std::vector<Aligned> &warp = a.aligned[i / LANES];
         const size_t number = a.threads[(size_t)i].aligned;
         if (number < warp.size())
-            die("MISMATCH: thread %d has not executed %s(%d) at %s:%d, and another lane of its warp has, %s", i,
-                warp[number].name, warp[number].argument, warp[number].site.file, warp[number].site.line, block);
+            die("MISMATCH: thread %d has not executed %s(%d) at %s, and another lane of its warp has", i,
+                warp[number].site.function, warp[number].argument, line_of(warp[number].site));
     }
 }
 
@@ -284,8 +282,8 @@ static void as_thread(void *&fiber, Function function) {
 uint32_t shared_address(const void *p, Site site) {
     Worker &w = *worker;
     if (!is_shared(w, p, 1))
-        die("OUT OF BOUNDS: shared_address at %s:%d of an address outside the block's shared memory: %s", site.file,
-            site.line, describe_shared(w, p).c_str());
+        die("OUT OF BOUNDS: %s of an address outside the block's shared memory: %s", where(site),
+            describe_shared(w, p));
     return (uint32_t)shared_offset(w, p);
 }
 
@@ -296,15 +294,15 @@ void async_generic_store(const void *p, size_t bytes, unsigned thread, Site site
     Worker &w = *worker;
     Async &a = async_of(w);
     if (!is_shared(w, p, bytes))
-        die("OUT OF BOUNDS: store_shared at %s:%d writes %zu bytes outside the block's shared memory: %s", site.file,
-            site.line, bytes, describe_shared(w, p).c_str());
+        die("OUT OF BOUNDS: %s writes %zu bytes outside the block's shared memory: %s", where(site), bytes,
+            describe_shared(w, p));
     size_t offset = shared_offset(w, p);
     uint16_t number = number_of_site(a, site);
     for (size_t i = offset / 2; i < (offset + bytes + 1) / 2; i++) a.stores[i] = {(uint16_t)(thread + 1), number};
     for (size_t i = offset / PIECE; i < (offset + bytes + PIECE - 1) / PIECE; i++) {
         if (a.loaded[i].in_flight)
-            die("BUFFER IN USE: thread %u stores at %s:%d to bytes that the TMA load at %s:%d is still writing", thread,
-                site.file, site.line, a.sites[a.loaded[i].site].file, a.sites[a.loaded[i].site].line);
+            die("BUFFER IN USE: thread %u stores at %s to bytes that the %s is still writing", thread, line_of(site),
+                where(a.sites[a.loaded[i].site]));
         a.loaded[i] = {0, 0, false};
     }
     a.threads[thread].stores.push_back({(uint32_t)offset, (uint32_t)bytes});
@@ -329,43 +327,39 @@ void fence_proxy_async() {
 }
 
 // An asynchronous instruction reads or writes ("reads", "writes") 16 bytes.
-static void check_seen(Worker &w, Async &a, uint32_t offset, const char *name, const char *accesses, Site site) {
+static void check_seen(Worker &w, Async &a, uint32_t offset, const char *accesses, Site site) {
     const char *p = shared_pointer(w, offset);
     for (size_t i = offset / 2; i < (offset + PIECE) / 2; i++)
         if (a.stores[i].thread)
-            die("MISSING PROXY FENCE: %s at %s:%d %s what thread %d stored at %s:%d, and that thread has not called fence_proxy_async() since",
-                name, site.file, site.line, accesses, a.stores[i].thread - 1, a.sites[a.stores[i].site].file,
-                a.sites[a.stores[i].site].line);
+            die("MISSING PROXY FENCE: %s %s what thread %d stored at %s, and that thread has not called fence_proxy_async() since",
+                where(site), accesses, a.stores[i].thread - 1, line_of(a.sites[a.stores[i].site]));
     if (memcmp(p, a.shadow + offset, PIECE) != 0)
-        die("UNSEEN STORE: %s at %s:%d %s shared memory that an ordinary store has changed (byte %td of dynamic shared memory); use store_shared() or stmatrix, then fence_proxy_async()",
-            name, site.file, site.line, accesses, p - w.dynamic);
+        die("UNSEEN STORE: %s %s shared memory that an ordinary store has changed (byte %td of dynamic shared memory); use store_shared() or stmatrix, then fence_proxy_async()",
+            where(site), accesses, p - w.dynamic);
 }
 
-static void check_read(Worker &w, Async &a, uint32_t offset, const char *reader, Site site) {
+static void check_read(Worker &w, Async &a, uint32_t offset, Site site) {
     const Loaded &loaded = a.loaded[offset / PIECE];
     const char *p = shared_pointer(w, offset);
     if (!is_shared(w, p, PIECE))
-        die("OUT OF BOUNDS: %s at %s:%d reads 16 bytes outside the block's shared memory: %s", reader, site.file,
-            site.line, describe_shared(w, p).c_str());
+        die("OUT OF BOUNDS: %s reads 16 bytes outside the block's shared memory: %s", where(site),
+            describe_shared(w, p));
     if (loaded.in_flight)
-        die("NOT LOADED YET: %s at %s:%d reads shared memory that the TMA load at %s:%d is still writing", reader,
-            site.file, site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
-    check_seen(w, a, offset, reader, "reads", site);
+        die("NOT LOADED YET: %s reads shared memory that the %s is still writing", where(site),
+            where(a.sites[loaded.site]));
+    check_seen(w, a, offset, "reads", site);
 }
 
 // The same when the instruction is executed: nothing may have changed since its issue.
-static void check_unchanged(Worker &w, Async &a, uint32_t offset, const char *then, size_t bytes, const char *reader,
-                            Site site) {
+static void check_unchanged(Worker &w, Async &a, uint32_t offset, const char *then, Site site) {
     const char *p = shared_pointer(w, offset);
-    if (memcmp(p, then, bytes) == 0 && memcmp(a.shadow + offset, then, bytes) == 0) return;
+    if (memcmp(p, then, PIECE) == 0 && memcmp(a.shadow + offset, then, PIECE) == 0) return;
     const Loaded &loaded = a.loaded[offset / PIECE];
     const GenericStore &store = a.stores[offset / 2];
-    std::string who = "something";
-    if (loaded.site) who = print("the TMA load at %s:%d", a.sites[loaded.site].file, a.sites[loaded.site].line);
-    if (store.thread)
-        who = print("thread %d's store at %s:%d", store.thread - 1, a.sites[store.site].file, a.sites[store.site].line);
-    die("BUFFER REUSED: %s has overwritten shared memory while %s, issued at %s:%d, was still reading it", who.c_str(),
-        reader, site.file, site.line);
+    const char *who = "something";
+    if (loaded.site) who = print("the %s", where(a.sites[loaded.site]));
+    if (store.thread) who = print("thread %d's store at %s", store.thread - 1, line_of(a.sites[store.site]));
+    die("BUFFER REUSED: %s has overwritten shared memory that %s was still reading", who, where(site));
 }
 
 // ---- mbarriers
@@ -380,45 +374,43 @@ static char *sync_of(const Barrier &b, unsigned phase) {
     return (char *)b.address + phase % 2;
 }
 
-static std::string describe(const Barrier &b) {
-    return print("the mbarrier initialized at %s:%d, in phase %u, lacks %u of %u arrivals and %lld bytes", b.site.file,
-                 b.site.line, b.phase, b.pending, b.arrivals, (long long)b.bytes);
+static const char *describe(const Barrier &b) {
+    return print("the mbarrier initialized at %s, in phase %u, lacks %u of %u arrivals and %lld bytes", line_of(b.site),
+                 b.phase, b.pending, b.arrivals, (long long)b.bytes);
 }
 
-static void check_mbarrier_address(Worker &w, const Mbarrier *b, const char *what, Site site) {
-    if ((uintptr_t)b % 8 != 0) misaligned(what, b, site);
+static void check_mbarrier_address(Worker &w, const Mbarrier *b, Site site) {
+    if ((uintptr_t)b % 8 != 0) misaligned(b, site);
     if (!is_shared(w, b, sizeof *b))
-        die("OUT OF BOUNDS: %s at %s:%d: the mbarrier is outside the block's shared memory: %s", what, site.file,
-            site.line, describe_shared(w, b).c_str());
+        die("OUT OF BOUNDS: %s: the mbarrier is outside the block's shared memory: %s", where(site),
+            describe_shared(w, b));
 }
 
-static Barrier &find_barrier(Worker &w, Async &a, Mbarrier *address, bool by_hardware, const char *what, Site site) {
-    check_mbarrier_address(w, address, what, site);
+static Barrier &find_barrier(Worker &w, Async &a, Mbarrier *address, bool by_hardware, Site site) {
+    check_mbarrier_address(w, address, site);
     for (Barrier &b : a.barriers) {
         if (b.address != address) continue;
         if (!b.fenced && (by_hardware || b.initializer != self().number))
-            die("MISSING FENCE: %s at %s:%d uses the mbarrier that thread %u initialized at %s:%d without a later mbarrier_init_fence()",
-                what, site.file, site.line, b.initializer, b.site.file, b.site.line);
+            die("MISSING FENCE: %s uses the mbarrier that thread %u initialized at %s without a later mbarrier_init_fence()",
+                where(site), b.initializer, line_of(b.site));
         if (address->state != cookie(address))
-            die("OVERWRITTEN: %s at %s:%d: something has written into the mbarrier initialized at %s:%d", what,
-                site.file, site.line, b.site.file, b.site.line);
+            die("OVERWRITTEN: %s: something has written into the mbarrier initialized at %s", where(site),
+                line_of(b.site));
         return b;
     }
-    die("NOT INITIALIZED: %s at %s:%d uses an mbarrier that no thread has initialized yet", what, site.file, site.line);
+    die("NOT INITIALIZED: %s uses an mbarrier that no thread has initialized yet", where(site));
 }
 
 void mbarrier_init(Mbarrier *address, unsigned arrivals, Site site) {
     Unseen unseen;
     Worker &w = *worker;
     Async &a = async_of(w);
-    check_mbarrier_address(w, address, "mbarrier_init", site);
+    check_mbarrier_address(w, address, site);
     if (arrivals < 1 || arrivals > MOST_ARRIVALS)
-        die("WRONG COUNT: mbarrier_init at %s:%d for %u arrivals; 1 to %u are possible", site.file, site.line, arrivals,
-            MOST_ARRIVALS);
+        die("WRONG COUNT: %s for %u arrivals; 1 to %u are possible", where(site), arrivals, MOST_ARRIVALS);
     for (const Barrier &b : a.barriers)
         if (b.address == address)
-            die("INITIALIZED TWICE: mbarrier_init at %s:%d of the mbarrier initialized at %s:%d", site.file, site.line,
-                b.site.file, b.site.line);
+            die("INITIALIZED TWICE: %s of the mbarrier initialized at %s", where(site), line_of(b.site));
     size_t offset = shared_offset(w, address);
     if (race_check()) {
         __tsan_ignore_thread_end();
@@ -441,7 +433,7 @@ void mbarrier_init_fence() {
 static void complete_phase_if_done(Worker &w, Barrier &b) {
     if (b.pending > 0 || b.bytes != 0) return;
     if (!b.observed)
-        die("UNOBSERVED PHASE: %s completes it, and nobody has waited for the previous phase", describe(b).c_str());
+        die("UNOBSERVED PHASE: %s completes it, and nobody has waited for the previous phase", describe(b));
     b.observed = false;
     b.had_bytes = b.has_bytes;
     b.has_bytes = false;
@@ -460,21 +452,18 @@ static void arrive(Worker &w, Mbarrier *address, unsigned expected_bytes, Site s
     Unseen unseen;
     Async &a = async_of(w);
     const unsigned thread = self().number;
-    const char *what = expected_bytes ? "mbarrier_arrive_expect_tx" : "mbarrier_arrive";
-    Barrier &b = find_barrier(w, a, address, false, what, site);
+    Barrier &b = find_barrier(w, a, address, false, site);
     if (b.pending == 0)
-        die("OVERFLOW: %s at %s:%d by thread %u arrives once more than the phase expects: %s", what, site.file,
-            site.line, thread, describe(b).c_str());
+        die("OVERFLOW: %s by thread %u arrives once more than the phase expects: %s", where(site), thread, describe(b));
     if (b.arrived[thread])
-        die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived in this phase: %s", what, site.file, site.line,
-            thread, describe(b).c_str());
+        die("ARRIVED TWICE: %s: thread %u has already arrived in this phase: %s", where(site), thread, describe(b));
     if (race_check()) __tsan_release(sync_of(b, b.phase));
     b.arrived[thread] = true;
     b.bytes += expected_bytes;
     b.has_bytes |= expected_bytes > 0;
     if (b.bytes > MOST_TRANSACTION_BYTES)
-        die("OVERFLOW: %s at %s:%d: %s; at most %lld bytes can be pending", what, site.file, site.line,
-            describe(b).c_str(), (long long)MOST_TRANSACTION_BYTES);
+        die("OVERFLOW: %s: %s; at most %lld bytes can be pending", where(site), describe(b),
+            (long long)MOST_TRANSACTION_BYTES);
     b.pending--;
     complete_phase_if_done(w, b);
 }
@@ -491,13 +480,13 @@ void mbarrier_arrive(Mbarrier *address, unsigned expected_bytes, Site site) {
 void mbarrier_wait(Mbarrier *address, unsigned parity, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    if (parity > 1) die("WRONG PARITY: mbarrier_wait at %s:%d for parity %u, not 0 or 1", site.file, site.line, parity);
+    if (parity > 1) die("WRONG PARITY: %s for parity %u, not 0 or 1", where(site), parity);
     use_mbarrier(address);
     for (;;) {
         {
             Unseen unseen;
             Async &a = async_of(w);
-            Barrier &b = find_barrier(w, a, address, false, "mbarrier_wait", site);
+            Barrier &b = find_barrier(w, a, address, false, site);
             if (b.phase % 2 != parity) {
                 b.observed = true;
                 if (race_check() && b.phase > 0) __tsan_acquire(sync_of(b, b.phase - 1));
@@ -675,9 +664,9 @@ static void issue_load(Worker &w, Async &a, BulkCopy &c, unsigned swizzle) {
     for (const Piece &p : c.pieces) {
         Loaded &loaded = a.loaded[p.offset / PIECE];
         if (loaded.in_flight)
-            die("BUFFER IN USE: the TMA load at %s:%d writes shared memory that the one at %s:%d is still writing",
-                c.site.file, c.site.line, a.sites[loaded.site].file, a.sites[loaded.site].line);
-        check_seen(w, a, p.offset, c.name, "writes", c.site);
+            die("BUFFER IN USE: the %s writes shared memory that the %s is still writing", where(c.site),
+                where(a.sites[loaded.site]));
+        check_seen(w, a, p.offset, "writes", c.site);
         loaded = {site, (uint8_t)swizzle, true};
         fill(shared_pointer(w, p.offset), PIECE, POISON);
         fill(a.shadow + p.offset, PIECE, POISON);
@@ -687,7 +676,7 @@ static void issue_load(Worker &w, Async &a, BulkCopy &c, unsigned swizzle) {
 
 static void take_source(Worker &w, Async &a, BulkCopy &c) {    // of a store or an addition
     for (const Piece &p : c.pieces) {
-        check_read(w, a, p.offset, c.name, c.site);
+        check_read(w, a, p.offset, c.site);
         const char *from = shared_pointer(w, p.offset);
         c.source.insert(c.source.end(), from, from + PIECE);
     }
@@ -700,16 +689,15 @@ static void check_announced(const Async &a, const BulkCopy &c) {
     for (const auto &other : a.copies)
         if (other->barrier == c.barrier) announced -= (int64_t)other->bytes;
     if (announced < (int64_t)c.bytes)
-        die("WRONG EXPECT_TX: %s at %s:%d loads %zu bytes, of which the phase expects %lld: %s", c.name, c.site.file,
-            c.site.line, c.bytes, (long long)announced, describe(*c.barrier).c_str());
+        die("WRONG EXPECT_TX: %s loads %zu bytes, of which the phase expects %lld: %s", where(c.site), c.bytes,
+            (long long)announced, describe(*c.barrier));
 }
 
 static void complete_load(Worker &w, Async &a, BulkCopy &c) {
     for (const Piece &p : c.pieces) {
         char *to = shared_pointer(w, p.offset), bytes[PIECE] = {0};
         if (!is_filled(to, PIECE, POISON))
-            die("BUFFER IN USE: something has stored to shared memory that the TMA load at %s:%d was still writing",
-                c.site.file, c.site.line);
+            die("BUFFER IN USE: something has stored to shared memory that the %s was still writing", where(c.site));
         memcpy(bytes, p.global, p.inside);
         memcpy(to, bytes, PIECE);
         memcpy(a.shadow + p.offset, bytes, PIECE);
@@ -730,7 +718,7 @@ static void add_floats(char *to, const char *from, int bytes) {
 
 static void read_source(Worker &w, Async &a, BulkCopy &c) {
     for (size_t i = 0; i < c.pieces.size(); i++)
-        check_unchanged(w, a, c.pieces[i].offset, &c.source[i * PIECE], PIECE, c.name, c.site);
+        check_unchanged(w, a, c.pieces[i].offset, &c.source[i * PIECE], c.site);
     c.read = true;
 }
 
@@ -770,9 +758,8 @@ static void check_order(const AsyncThread &t, const BulkCopy &c, const std::vect
         for (const Run &x : runs)
             for (const Run &y : s.runs)
                 if (x.start < y.end && y.start < x.end)
-                    die("MISSING WAIT: %s at %s:%d %s global memory that the copy issued at %s:%d writes, and no bulk_wait has covered that",
-                        c.name, c.site.file, c.site.line, c.kind == LOAD ? "reads" : "writes", s.site.file,
-                        s.site.line);
+                    die("MISSING WAIT: %s %s global memory that the %s writes, and no bulk_wait has covered that",
+                        where(c.site), c.kind == LOAD ? "reads" : "writes", where(s.site));
     }
 }
 
@@ -789,10 +776,9 @@ static void issue(Worker &w, Async &a, std::unique_ptr<BulkCopy> copy) {
     step_copy(w, a, a.copies.size() - 1);
 }
 
-static std::unique_ptr<BulkCopy> new_copy(CopyKind kind, const char *name, Site site) {
+static std::unique_ptr<BulkCopy> new_copy(CopyKind kind, Site site) {
     std::unique_ptr<BulkCopy> c(new BulkCopy());
     c->kind = kind;
-    c->name = name;
     c->site = site;
     return c;
 }
@@ -804,26 +790,23 @@ void tma_load(void *shared, const TensorMap *map, Mbarrier *b, const int *at, in
     TensorMapBits m;
     memcpy(&m, (const void *)map, sizeof m);
     if (m.magic != TENSOR_MAP || (uintptr_t)map % 64 != 0)
-        die("WRONG TENSOR MAP: tma_load at %s:%d: what it is given is not a tensor map, or not aligned to 64 bytes",
-            site.file, site.line);
+        die("WRONG TENSOR MAP: %s: what it is given is not a tensor map, or not aligned to 64 bytes", where(site));
     if ((int)m.rank != rank)
-        die("WRONG TENSOR MAP: tma_load at %s:%d has %d coordinates, and the tensor map %u dimensions", site.file,
-            site.line, rank, m.rank);
-    if (!is_device(m.base, extent(m)))
-        die("OUT OF BOUNDS: tma_load at %s:%d: the tensor is no longer device memory", site.file, site.line);
+        die("WRONG TENSOR MAP: %s has %d coordinates, and the tensor map %u dimensions", where(site), rank, m.rank);
+    if (!is_device(m.base, extent(m))) die("OUT OF BOUNDS: %s: the tensor is no longer device memory", where(site));
     size_t offset = shared_offset(w, shared), bytes = m.element_bytes;
     for (uint32_t i = 0; i < m.rank; i++) bytes *= m.box[i];
     if (!is_shared(w, shared, bytes))
-        die("OUT OF BOUNDS: the box of tma_load at %s:%d, %zu bytes, is outside the block's shared memory: %s",
-            site.file, site.line, bytes, describe_shared(w, shared).c_str());
+        die("OUT OF BOUNDS: the box of %s, %zu bytes, is outside the block's shared memory: %s", where(site), bytes,
+            describe_shared(w, shared));
     if (offset % alignment_of(m.swizzle) != 0)
-        die("MISALIGNED: the box of tma_load at %s:%d is at byte %zu of shared memory, which is not a multiple of %u",
-            site.file, site.line, offset, alignment_of(m.swizzle));
+        die("MISALIGNED: the box of %s is at byte %zu of shared memory, which is not a multiple of %u", where(site),
+            offset, alignment_of(m.swizzle));
     if ((int64_t)at[0] * m.element_bytes % PIECE != 0)
-        die("MISALIGNED COORDINATE: tma_load at %s:%d: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
-            site.file, site.line, at[0], (long long)at[0] * m.element_bytes);
-    std::unique_ptr<BulkCopy> c = new_copy(LOAD, "tma_load", site);
-    c->barrier = &find_barrier(w, a, b, true, c->name, site);
+        die("MISALIGNED COORDINATE: %s: the first coordinate, %d, is at byte %lld of a row, which is not a multiple of 16",
+            where(site), at[0], (long long)at[0] * m.element_bytes);
+    std::unique_ptr<BulkCopy> c = new_copy(LOAD, site);
+    c->barrier = &find_barrier(w, a, b, true, site);
     c->phase = c->barrier->phase;
     list_pieces(*c, m, at, (uint32_t)offset);
     check_announced(a, *c);
@@ -837,17 +820,14 @@ void bulk_store(void *global, const void *shared, unsigned bytes, bool add, Site
     Unseen unseen;
     Worker &w = *worker;
     Async &a = async_of(w);
-    const char *name = add ? "bulk_reduce_add" : "bulk_store";
     if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16 || bytes == 0)
-        die("MISALIGNED: %s at %s:%d: addresses and the number of bytes, %u, must be multiples of 16", name, site.file,
-            site.line, bytes);
+        die("MISALIGNED: %s: addresses and the number of bytes, %u, must be multiples of 16", where(site), bytes);
     if (!is_shared(w, shared, bytes))
-        die("OUT OF BOUNDS: %s at %s:%d, %u bytes outside the block's shared memory: %s", name, site.file, site.line,
-            bytes, describe_shared(w, shared).c_str());
+        die("OUT OF BOUNDS: %s, %u bytes outside the block's shared memory: %s", where(site), bytes,
+            describe_shared(w, shared));
     if (!is_device(global, bytes))
-        die("OUT OF BOUNDS: %s at %s:%d: the %u bytes at %p are not all device memory", name, site.file, site.line,
-            bytes, global);
-    std::unique_ptr<BulkCopy> c = new_copy(add ? ADDITION : STORE, name, site);
+        die("OUT OF BOUNDS: %s: the %u bytes at %p are not all device memory", where(site), bytes, global);
+    std::unique_ptr<BulkCopy> c = new_copy(add ? ADDITION : STORE, site);
     c->bytes = bytes;
     for (uint32_t i = 0; i < bytes; i += PIECE)
         c->pieces.push_back({(uint32_t)shared_offset(w, shared) + i, (char *)global + i, PIECE});
@@ -883,8 +863,8 @@ void bulk_wait(unsigned groups, bool read_only, Site site) {
     Async &a = async_of(w);
     AsyncThread &me = thread_of(a, self());
     if (me.bulk_uncommitted)
-        die("MISSING COMMIT: bulk_wait at %s:%d does not cover the copy issued at %s:%d, which no bulk_commit() follows",
-            site.file, site.line, me.bulk_site.file, me.bulk_site.line);
+        die("MISSING COMMIT: %s does not cover the %s, which no bulk_commit() follows", where(site),
+            where(me.bulk_site));
     const auto covers = [&](unsigned group) { return group + groups < me.bulk_commits; };
     for (size_t i = 0; i < a.copies.size();) {
         BulkCopy &c = *a.copies[i];
@@ -904,16 +884,16 @@ void bulk_wait(unsigned groups, bool read_only, Site site) {
 // ---- wgmma
 
 // The last of the warpgroup's threads to arrive returns true; all wait until it wakes them.
-static bool warpgroup_meets(Worker &w, Warpgroup &g, Fiber &me, Kind kind, const char *name, Site site) {
+static bool warpgroup_meets(Worker &w, Warpgroup &g, Fiber &me, Kind kind, Site site) {
     if (w.threads % WARPGROUP != 0)
-        die("WRONG BLOCK: %s at %s:%d in a block of %d threads, which is not a multiple of a warpgroup's 128", name,
-            site.file, site.line, w.threads);
+        die("WRONG BLOCK: %s in a block of %d threads, which is not a multiple of a warpgroup's 128", where(site),
+            w.threads);
     wait_as(w, me, kind, site);
     if (g.waiting == 0) g.first = me.wait;
     int first = ((int)me.number / WARPGROUP) * WARPGROUP;
     if (g.first.kind != kind || !same_site(g.first.site, site))
         die("MISMATCH: threads of a warpgroup meet in different operations: %s",
-            who_waits_where(first, first + WARPGROUP).c_str());
+            who_waits_where(first, first + WARPGROUP));
     return ++g.waiting == WARPGROUP;
 }
 
@@ -943,22 +923,22 @@ static void check_registers(Worker &w, Warpgroup &g, AsyncThread &t, const Fiber
     const size_t bytes = (size_t)m.columns / 2 * sizeof(float);
     const char *top = stack_top(w, me.number);
     if (!t.fenced)
-        die("MISSING FENCE: wgmma at %s:%d begins a group, and thread %u has not called wgmma_fence() since the last one",
-            site.file, site.line, me.number);
+        die("MISSING FENCE: %s begins a group, and thread %u has not called wgmma_fence() since the last one",
+            where(site), me.number);
     Accumulator *in_flight = accumulator_at(g, thread, m.d, bytes);
     if (in_flight && (in_flight->d[thread] != m.d || in_flight->columns != m.columns))
-        die("REGISTERS IN USE: wgmma at %s:%d accumulates into registers that overlap those of the wgmma at %s:%d, which is in flight",
-            site.file, site.line, in_flight->site.file, in_flight->site.line);
+        die("REGISTERS IN USE: %s accumulates into registers that overlap those of the %s, which is in flight",
+            where(site), where(in_flight->site));
     if (!in_flight && !unchanged_since_fence(t, top, m.d, bytes))
-        die("MISSING FENCE: wgmma at %s:%d: thread %u has written its accumulators after its last wgmma_fence()",
-            site.file, site.line, me.number);
+        die("MISSING FENCE: %s: thread %u has written its accumulators after its last wgmma_fence()", where(site),
+            me.number);
     if (!m.a_registers) return;
     if (Accumulator *c = accumulator_at(g, thread, m.a_registers, 4 * sizeof(uint32_t)))
-        die("REGISTERS IN USE: wgmma at %s:%d takes A from accumulators of the wgmma at %s:%d, which is in flight",
-            site.file, site.line, c->site.file, c->site.line);
+        die("REGISTERS IN USE: %s takes A from accumulators of the %s, which is in flight", where(site),
+            where(c->site));
     if (!unchanged_since_fence(t, top, m.a_registers, 4 * sizeof(uint32_t)))
-        die("MISSING FENCE: wgmma at %s:%d: thread %u has written its registers of A after its last wgmma_fence()",
-            site.file, site.line, me.number);
+        die("MISSING FENCE: %s: thread %u has written its registers of A after its last wgmma_fence()", where(site),
+            me.number);
 }
 
 // Reads the whole stack, between variables too, which AddressSanitizer must not see, nor a call of memcpy.
@@ -973,7 +953,7 @@ void wgmma_fence(Site site) {
     Unseen unseen;
     Async &a = async_of(*worker);
     AsyncThread &t = thread_of(a, self());
-    execute_aligned(a, self(), "wgmma_fence", 0, site);
+    execute_aligned(a, self(), 0, site);
     const char *top = stack_top(*worker, self().number), *from = (const char *)__builtin_frame_address(0);
     t.stack.resize((size_t)(top - from));
     copy_stack(&t.stack[0], from, t.stack.size());
@@ -984,7 +964,7 @@ void wgmma_commit(Site site) {
     Unseen unseen;
     Async &a = async_of(*worker);
     AsyncThread &t = thread_of(a, self());
-    execute_aligned(a, self(), "wgmma_commit", 0, site);
+    execute_aligned(a, self(), 0, site);
     t.commits++;
     t.fenced = false;
 }
@@ -1009,19 +989,19 @@ static Descriptor decode(uint64_t bits) {
 static void check_descriptor(uint64_t bits, const Descriptor &d, Major major, const char *which, Site site) {
     static const uint64_t UNUSED = 0x3FF1C000C000C000;
     if (bits & UNUSED)
-        die("WRONG DESCRIPTOR: wgmma at %s:%d: %016llx, of %s, has bits set that have no meaning", site.file, site.line,
+        die("WRONG DESCRIPTOR: %s: %016llx, of %s, has bits set that have no meaning", where(site),
             (unsigned long long)bits, which);
     if (d.base_offset)
-        die("WRONG DESCRIPTOR: wgmma at %s:%d: the base offset of %s is %u; only patterns that start at multiples of their length are emulated",
-            site.file, site.line, which, d.base_offset);
+        die("WRONG DESCRIPTOR: %s: the base offset of %s is %u; only patterns that start at multiples of their length are emulated",
+            where(site), which, d.base_offset);
     // The bits of the address that select the row of the swizzle's pattern.
     if (d.swizzle && d.start % alignment_of(d.swizzle) >= 128)
-        die("MISALIGNED: wgmma at %s:%d: the start address of %s, byte %u of shared memory, is not in the first row of a swizzle pattern, which starts at multiples of %u",
-            site.file, site.line, which, d.start, alignment_of(d.swizzle));
+        die("MISALIGNED: %s: the start address of %s, byte %u of shared memory, is not in the first row of a swizzle pattern, which starts at multiples of %u",
+            where(site), which, d.start, alignment_of(d.swizzle));
     unsigned row = span(d.swizzle);
     if (d.swizzle && major == K_MAJOR && d.start % row + 32 > row)
-        die("WRONG DESCRIPTOR: wgmma at %s:%d: 32 bytes from byte %u of a row of %s reach beyond the %u bytes of the row",
-            site.file, site.line, d.start % row, which, row);
+        die("WRONG DESCRIPTOR: %s: 32 bytes from byte %u of a row of %s reach beyond the %u bytes of the row",
+            where(site), d.start % row, which, row);
 }
 
 // Where the 16-byte pieces of an operand lie, `extent` rows of A or columns of B by 16: K-major, 2 pieces for each;
@@ -1059,14 +1039,14 @@ static void read_operand(Worker &w, Async &a, uint64_t bits, Major major, int ex
     bytes.resize(pieces.size() * PIECE);
     for (size_t i = 0; i < pieces.size(); i++) {
         if (pieces[i] >= DYNAMIC_ROOM)
-            die("OUT OF BOUNDS: wgmma at %s:%d reads %s beyond the end of dynamic shared memory, in which operands must be here",
-                site.file, site.line, which);
-        check_read(w, a, pieces[i], "wgmma", site);
+            die("OUT OF BOUNDS: %s reads %s beyond the end of dynamic shared memory, in which operands must be here",
+                where(site), which);
+        check_read(w, a, pieces[i], site);
         const Loaded &loaded = a.loaded[pieces[i] / PIECE];
         if (loaded.site && loaded.swizzle != d.swizzle)
-            die("WRONG SWIZZLE: wgmma at %s:%d reads %s with a swizzle of %u bytes, and the TMA load at %s:%d wrote it with %u",
-                site.file, site.line, which, d.swizzle ? span(d.swizzle) : 0, a.sites[loaded.site].file,
-                a.sites[loaded.site].line, loaded.swizzle ? span(loaded.swizzle) : 0);
+            die("WRONG SWIZZLE: %s reads %s with a swizzle of %u bytes, and the %s wrote it with %u", where(site),
+                which, d.swizzle ? span(d.swizzle) : 0, where(a.sites[loaded.site]),
+                loaded.swizzle ? span(loaded.swizzle) : 0);
         memcpy(&bytes[i * PIECE], shared_pointer(w, pieces[i]), PIECE);
     }
 }
@@ -1090,9 +1070,9 @@ static void execute(Worker &w, Async &a, WgmmaOperation &op) {
     const Matmul &m = op.matmul;
     float left[64][16], right[16][8];
     for (size_t i = 0; i < op.a_pieces.size(); i++)
-        check_unchanged(w, a, op.a_pieces[i], &op.a_bytes[i * PIECE], PIECE, "wgmma", op.site);
+        check_unchanged(w, a, op.a_pieces[i], &op.a_bytes[i * PIECE], op.site);
     for (size_t i = 0; i < op.b_pieces.size(); i++)
-        check_unchanged(w, a, op.b_pieces[i], &op.b_bytes[i * PIECE], PIECE, "wgmma", op.site);
+        check_unchanged(w, a, op.b_pieces[i], &op.b_bytes[i * PIECE], op.site);
     if (m.a_registers) {    // pairs (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), as in mma_m16n8k16
         for (int t = 0; t < WARPGROUP; t++) {
             int warp = t / 32, lane = t % 32, row = warp * 16 + lane / 4, column = (lane % 4) * 2;
@@ -1129,8 +1109,7 @@ static void open_accumulator(Warpgroup &g, WgmmaOperation &op) {
     Accumulator *c = accumulator_at(g, 0, g.d[0], sizeof(float));
     for (unsigned t = 0; t < WARPGROUP; t++)
         if (accumulator_at(g, t, g.d[t], sizeof(float)) != c)
-            die("MISMATCH: wgmma at %s:%d continues an accumulation in flight in some threads, and not in others",
-                op.site.file, op.site.line);
+            die("MISMATCH: %s continues an accumulation in flight in some threads, and not in others", where(op.site));
     if (!c) {
         g.accumulators.emplace_back(new Accumulator());
         c = g.accumulators.back().get();
@@ -1184,7 +1163,7 @@ static bool same_but_registers(const Matmul &x, const Matmul &y) {    // `a` is 
            x.accumulate == y.accumulate;
 }
 
-static std::string describe(const Matmul &m) {
+static const char *describe(const Matmul &m) {
     static const char *const MAJORS[] = {"K-major", "MN-major"};
     return print("N %d, A %s %016llx, B %s %016llx, scale-d %d", m.columns,
                  m.a_registers ? "in registers" : MAJORS[m.a_major], (unsigned long long)m.a, MAJORS[m.b_major],
@@ -1201,14 +1180,14 @@ void wgmma(const Matmul &m, Site site) {
         Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
         check_registers(w, g, t, me, m, site);
         if (race_check()) __tsan_release(&w.meetings->wgmma_issued[me.number / WARPGROUP]);
-        bool last = warpgroup_meets(w, g, me, WGMMA, "wgmma", site);
+        bool last = warpgroup_meets(w, g, me, WGMMA, site);
         if (g.waiting == 1) {
             g.matmul = m;
             g.commits = t.commits;
         }
         if (!same_but_registers(g.matmul, m))
-            die("MISMATCH: threads of a warpgroup call wgmma at %s:%d with different operands: %s; %s", site.file,
-                site.line, describe(g.matmul).c_str(), describe(m).c_str());
+            die("MISMATCH: threads of a warpgroup call %s with different operands: %s; %s", where(site),
+                describe(g.matmul), describe(m));
         if (g.commits != t.commits)
             die("MISMATCH: thread %u has committed %u groups of wgmma, and another of its warpgroup %u", me.number,
                 t.commits, g.commits);
@@ -1224,8 +1203,8 @@ void wgmma(const Matmul &m, Site site) {
 
 static void deliver(Accumulator &c, unsigned thread, Site site) {
     if (!is_filled(c.d[thread], (size_t)c.columns / 2 * sizeof(float), POISON))
-        die("REGISTERS IN USE: accumulators of the wgmma at %s:%d were written before the wait at %s:%d", c.site.file,
-            c.site.line, site.file, site.line);
+        die("REGISTERS IN USE: accumulators of the %s were written before the wait at %s", where(c.site),
+            line_of(site));
     for_each_result((int)thread, c.columns,
                     [&](int i, int row, int column) { c.d[thread][i] = c.values[(size_t)(row * c.columns + column)]; });
     c.claimed[thread] = true;
@@ -1241,25 +1220,25 @@ void wgmma_wait_for(unsigned groups, const std::vector<float *> &results, Site s
     AsyncThread &t = thread_of(a, me);
     Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
     const unsigned thread = me.number % WARPGROUP;
-    execute_aligned(a, me, "wgmma_wait", (int)groups, site);
+    execute_aligned(a, me, (int)groups, site);
     for (auto &op : g.operations) {
         if (op->group >= t.commits)
-            die("MISSING COMMIT: wgmma_wait at %s:%d does not cover the wgmma at %s:%d, which no wgmma_commit() follows",
-                site.file, site.line, op->site.file, op->site.line);
+            die("MISSING COMMIT: %s does not cover the %s, which no wgmma_commit() follows", where(site),
+                where(op->site));
         if (op->group + groups >= t.commits) break;
         execute_until(w, a, g, *op);
         if (op->matmul.a_registers && !op->waited[thread] &&
             memcmp(op->a_registers[thread], op->a[thread], sizeof op->a[thread]) != 0)
-            die("REGISTERS IN USE: thread %u has changed registers of A between the wgmma at %s:%d and the wait at %s:%d",
-                me.number, op->site.file, op->site.line, site.file, site.line);
+            die("REGISTERS IN USE: thread %u has changed registers of A between the %s and the wait at %s", me.number,
+                where(op->site), line_of(site));
         op->waited[thread] = true;
     }
     for (float *d : results) {
         Accumulator *c = accumulator_at(g, thread, d, sizeof(float));
         if (!c) continue;
         if (c->group + groups >= t.commits)
-            die("STILL IN FLIGHT: wgmma_wait<%u> at %s:%d names accumulators that the wgmma at %s:%d may still be writing",
-                groups, site.file, site.line, c->site.file, c->site.line);
+            die("STILL IN FLIGHT: wgmma_wait<%u> at %s names accumulators that the %s may still be writing", groups,
+                line_of(site), where(c->site));
         deliver(*c, thread, site);
     }
     if (race_check() && t.commits > groups)
@@ -1318,28 +1297,21 @@ void async_turn(Worker &w) {
 void async_end_block(Worker &w) {
     Unseen unseen;
     Async &a = *w.async;
-    std::string block =
-        print("in block (%u,%u,%u) of %s", w.block.x, w.block.y, w.block.z, kernel_name(w.launch->kernel).c_str());
     for (const Warpgroup &g : a.warpgroups)
         if (!g.operations.empty())
-            die("MISSING WAIT: not all threads have waited for the wgmma at %s:%d %s", g.operations.front()->site.file,
-                g.operations.front()->site.line, block.c_str());
+            die("MISSING WAIT: not all threads have waited for the %s", where(g.operations.front()->site));
     for (const AsyncThread &t : a.threads) {
-        if (t.bulk_uncommitted)
-            die("MISSING COMMIT: no bulk_commit() follows the copy at %s:%d %s", t.bulk_site.file, t.bulk_site.line,
-                block.c_str());
+        if (t.bulk_uncommitted) die("MISSING COMMIT: no bulk_commit() follows the %s", where(t.bulk_site));
         if (t.bulk_waited < t.bulk_needed)
-            die("MISSING WAIT: a block ends, and with it its shared memory, without a bulk_wait for the copy at %s:%d %s",
-                t.bulk_site.file, t.bulk_site.line, block.c_str());
+            die("MISSING WAIT: a block ends, and with it its shared memory, without a bulk_wait for the %s",
+                where(t.bulk_site));
     }
-    check_all_lanes_executed(w, a, block.c_str());
+    check_all_lanes_executed(w, a);
     for (const Barrier &b : a.barriers)
-        if (b.had_bytes && !b.observed)
-            die("MISSING WAIT: nobody has waited for the last loads of %s, %s", describe(b).c_str(), block.c_str());
+        if (b.had_bytes && !b.observed) die("MISSING WAIT: nobody has waited for the last loads of %s", describe(b));
     while (!a.copies.empty()) {
         if (a.copies[0]->kind == LOAD)
-            die("MISSING WAIT: a block ends while the TMA load at %s:%d is in flight, %s", a.copies[0]->site.file,
-                a.copies[0]->site.line, block.c_str());
+            die("MISSING WAIT: a block ends while the %s is in flight", where(a.copies[0]->site));
         step_copy(w, a, 0);
     }
     for (AsyncThread &t : a.threads) {
@@ -1353,35 +1325,32 @@ void async_end_block(Worker &w) {
 
 // ---- named barriers
 
-static NamedBarrier &find_named_barrier(const Worker &w, Async &a, int id, int threads, const char *name, Site site) {
+static NamedBarrier &find_named_barrier(const Worker &w, Async &a, int id, int threads, Site site) {
     const unsigned me = self().number;
     if (id < 1 || id >= NAMED_BARRIERS)
-        die("WRONG BARRIER: %s at %s:%d names barrier %d; 1 to 15 exist, and 0 is __syncthreads()'s", name, site.file,
-            site.line, id);
+        die("WRONG BARRIER: %s names barrier %d; 1 to 15 exist, and 0 is __syncthreads()'s", where(site), id);
     if (threads < 32 || threads % 32 != 0 || threads > w.threads)
-        die("WRONG COUNT: %s at %s:%d for %d threads, in a block of %d", name, site.file, site.line, threads,
-            w.threads);
+        die("WRONG COUNT: %s for %d threads, in a block of %d", where(site), threads, w.threads);
     NamedBarrier &b = a.named[id];
     if (b.count == 0) {
         b.threads = threads;
         b.site = site;
     }
     if (b.threads != threads)
-        die("MISMATCH: %s at %s:%d expects %d threads at barrier %d, and %s:%d expects %d", name, site.file, site.line,
-            threads, id, b.site.file, b.site.line, b.threads);
+        die("MISMATCH: %s expects %d threads at barrier %d, and %s expects %d", where(site), threads, id,
+            line_of(b.site), b.threads);
     if (b.arrived[me])
-        die("ARRIVED TWICE: %s at %s:%d: thread %u has already arrived at barrier %d, which still lacks %d threads",
-            name, site.file, site.line, me, id, b.threads - b.count);
+        die("ARRIVED TWICE: %s: thread %u has already arrived at barrier %d, which still lacks %d threads", where(site),
+            me, id, b.threads - b.count);
     return b;
 }
 
-static void complete_named_barrier(Worker &w, NamedBarrier &b, int id, const char *name, Site site) {
+static void complete_named_barrier(Worker &w, NamedBarrier &b, int id, Site site) {
     for (int warp = 0; warp < (w.threads + 31) / 32; warp++) {
         unsigned lanes = 0;
         for (int l = 0; l < LANES; l++) lanes += b.arrived[(size_t)(warp * 32 + l)];
         if (lanes != 0 && lanes != 32)
-            die("MISMATCH: %s at %s:%d completes barrier %d with %u of the 32 threads of warp %d", name, site.file,
-                site.line, id, lanes, warp);
+            die("MISMATCH: %s completes barrier %d with %u of the 32 threads of warp %d", where(site), id, lanes, warp);
     }
     wake(w, b.waiting);
     b.arrived.reset();
@@ -1393,13 +1362,12 @@ static void complete_named_barrier(Worker &w, NamedBarrier &b, int id, const cha
 void named_barrier(int id, int threads, bool wait, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    const char *name = wait ? "named_barrier_sync" : "named_barrier_arrive";
     char *met;
     {
         Unseen unseen;
         Async &a = async_of(w);
-        NamedBarrier &b = find_named_barrier(w, a, id, threads, name, site);
-        execute_aligned(a, me, name, id, site);
+        NamedBarrier &b = find_named_barrier(w, a, id, threads, site);
+        execute_aligned(a, me, id, site);
         met = &w.meetings->named[id][b.phase % 2];
         if (race_check()) __tsan_release(met);
         b.arrived[me.number] = true;
@@ -1408,7 +1376,7 @@ void named_barrier(int id, int threads, bool wait, Site site) {
             b.waiting.push_back(me.number);
             wait_as(w, me, NAMED_BARRIER_SYNC, site);
         }
-        if (++b.count == b.threads) complete_named_barrier(w, b, id, name, site);
+        if (++b.count == b.threads) complete_named_barrier(w, b, id, site);
     }
     if (!wait) return;
     take_turns();
@@ -1437,15 +1405,14 @@ static void grant_registers(Worker &w, Async &a, int latest) {
 void setmaxnreg(int registers, bool increase, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    const char *name = increase ? "setmaxnreg_inc" : "setmaxnreg_dec";
     {
         Unseen unseen;
         Async &a = async_of(w);
         Warpgroup &g = a.warpgroups[me.number / WARPGROUP];
         if (increase ? registers < g.registers : registers > g.registers)
-            die("WRONG COUNT: %s<%d> at %s:%d: the warpgroup's threads have %d registers", name, registers, site.file,
-                site.line, g.registers);
-        if (warpgroup_meets(w, g, me, SETMAXNREG, name, site)) {
+            die("WRONG COUNT: %s, to %d registers: the warpgroup's threads have %d", where(site), registers,
+                g.registers);
+        if (warpgroup_meets(w, g, me, SETMAXNREG, site)) {
             g.waiting = 0;
             g.wanted = registers;
             grant_registers(w, a, (int)(me.number / WARPGROUP));
@@ -1480,17 +1447,16 @@ void async_wake_counters(Worker &w) {
         if (waits_for_counter(w, i) && reached(w.async->threads[i])) set_ready(w, (unsigned)i);
 }
 
-static void check_counter(const unsigned *counter, const char *name, Site site) {
-    if ((uintptr_t)counter % sizeof *counter != 0) misaligned(name, counter, site);
+static void check_counter(const unsigned *counter, Site site) {
+    if ((uintptr_t)counter % sizeof *counter != 0) misaligned(counter, site);
     if (!is_device(counter, sizeof *counter))
-        die("OUT OF BOUNDS: %s at %s:%d: the counter at %p is not in device memory", name, site.file, site.line,
-            (const void *)counter);
+        die("OUT OF BOUNDS: %s: the counter at %p is not in device memory", where(site), (const void *)counter);
 }
 
 void wait_for_counter(const unsigned *counter, unsigned value, Site site) {
     Worker &w = *worker;
     Fiber &me = self();
-    check_counter(counter, "wait_for_counter", site);
+    check_counter(counter, site);
     Async *a;
     {
         Unseen unseen;
@@ -1514,12 +1480,12 @@ static void check_finished(const Worker &w, const unsigned *counter, Site site) 
     if (!w.async) return;
     for (const UnfinishedStore &s : thread_of(*w.async, self()).unfinished)
         if (s.counter == counter)
-            die("MISSING WAIT: add_to_counter at %s:%d passes the turn on, and no bulk_wait has covered the copy issued in this turn at %s:%d",
-                site.file, site.line, s.site.file, s.site.line);
+            die("MISSING WAIT: %s passes the turn on, and no bulk_wait has covered the %s of this turn", where(site),
+                where(s.site));
 }
 
 void add_to_counter(unsigned *counter, unsigned n, Site site) {
-    check_counter(counter, "add_to_counter", site);
+    check_counter(counter, site);
     check_finished(*worker, counter, site);
     if (race_check()) __tsan_release(counter);
     __atomic_fetch_add(counter, n, __ATOMIC_ACQ_REL);
@@ -1528,28 +1494,27 @@ void add_to_counter(unsigned *counter, unsigned n, Site site) {
 
 // ---- messages
 
-std::string async_describe(const Worker &w, const Fiber &f) {
+const char *async_describe(const Worker &w, const Fiber &f) {
     const AsyncThread &t = w.async->threads[f.number];
     const Site &s = f.wait.site;
     const Warpgroup &g = w.async->warpgroups[f.number / WARPGROUP];
     const NamedBarrier &b = w.async->named[t.named];
     switch (f.wait.kind) {
     case MBARRIER_WAIT:
-        return print("wait in mbarrier_wait(parity %u) at %s:%d (%s)", t.parity, s.file, s.line,
-                     describe(*t.barrier).c_str());
+        return print("wait in mbarrier_wait(parity %u) at %s (%s)", t.parity, line_of(s), describe(*t.barrier));
     case NAMED_BARRIER_SYNC:
-        return print("wait in named_barrier_sync(%d, %d) at %s:%d (%d have arrived)", t.named, b.threads, s.file,
-                     s.line, b.count);
-    case WGMMA: return print("wait in wgmma at %s:%d (%d of 128 have arrived)", s.file, s.line, g.waiting);
+        return print("wait in named_barrier_sync(%d, %d) at %s (%d have arrived)", t.named, b.threads, line_of(s),
+                     b.count);
+    case WGMMA: return print("wait in %s (%d of 128 have arrived)", where(s), g.waiting);
     case SETMAXNREG:
-        if (!g.wanted) return print("wait in setmaxnreg at %s:%d (%d of 128 have arrived)", s.file, s.line, g.waiting);
+        if (!g.wanted) return print("wait in setmaxnreg at %s (%d of 128 have arrived)", line_of(s), g.waiting);
         return print(
-            "wait in setmaxnreg_inc<%d> at %s:%d (over the budget: it needs %d registers, and %d of the block's %d are free)",
-            g.wanted, s.file, s.line, (g.wanted - g.registers) * WARPGROUP, w.async->pool,
+            "wait in setmaxnreg_inc<%d> at %s (over the budget: it needs %d registers, and %d of the block's %d are free)",
+            g.wanted, line_of(s), (g.wanted - g.registers) * WARPGROUP, w.async->pool,
             registers_of_thread(w) * w.threads);
     default:
-        return print("wait in wait_for_counter(%p, %u) at %s:%d (it is %u)", (const void *)t.counter, t.counter_value,
-                     s.file, s.line, *t.counter);
+        return print("wait in wait_for_counter(%p, %u) at %s (it is %u)", (const void *)t.counter, t.counter_value,
+                     line_of(s), *t.counter);
     }
 }
 

@@ -140,12 +140,7 @@ static cudaError_t refuse(cudaError_t error, const std::string &reason) {
     X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                      \
     X(cudaErrorNotReady, "device not ready")                                                          \
     X(cudaErrorNoDevice, "no CUDA-capable device is detected")                                        \
-    X(cudaErrorNotSupported, "operation not supported")                                               \
-    X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                \
-    X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")          \
-    X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")   \
-    X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream") \
-    X(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread")
+    X(cudaErrorNotSupported, "operation not supported")
 
 extern "C" const char *cudaGetErrorName(cudaError_t error) {
 #define X(name, text) if (error == name) return #name;
@@ -309,7 +304,6 @@ struct Capture {
     CUstream_st *stream;
     pthread_t thread;
     std::vector<GraphNode> nodes;
-    bool invalid;
 };
 static std::unique_ptr<Capture> capture;    // the one in progress, or NULL
 
@@ -530,53 +524,35 @@ static bool run_nodes(CUstream_st *s, const std::vector<void *> &before, GraphLa
     return run_as(s->context, before, &s->done, false, nullptr);
 }
 
-// Refuses something, and the capture can no longer succeed.
-static cudaError_t invalidate(cudaError_t error, const std::string &reason) {
-    capture->invalid = true;
-    return refuse(error, reason);
+// What CUDA forbids during a capture ends the program: work in the legacy stream,
+static void check_work(const CUstream_st *s, const char *name) {
+    if (capture && s == default_stream) die("CAPTURE: %s: work in the legacy stream while another is captured", name);
 }
 
-// Refuses work in a stream whose capture has failed, and in the legacy stream during any capture.
-static cudaError_t refuse_work(CUstream_st *s, const std::string &name) {
-    if (is_captured(s) && capture->invalid)
-        return refuse(cudaErrorStreamCaptureInvalidated, name + ": the stream's capture has failed before");
-    if (s != default_stream || !capture) return cudaSuccess;
-    return invalidate(cudaErrorStreamCaptureImplicit,
-                      name + ": work in the legacy stream while another is being captured");
+// and a wait, a query or an allocation, by the thread that captures or for the captured stream.
+static void check_safe(const char *name, const CUstream_st *s = NULL) {
+    if (capture && (capture->stream == s || pthread_equal(capture->thread, pthread_self())))
+        die("CAPTURE: %s is not permitted while a stream is captured", name);
 }
 
-// Refuses a call that is unsafe during a capture, in the thread that captures.
-static cudaError_t refuse_unsafe(const std::string &name) {
-    if (!capture || !pthread_equal(capture->thread, pthread_self())) return cudaSuccess;
-    return invalidate(cudaErrorStreamCaptureUnsupported, name + " is not permitted while a stream is being captured");
-}
-
-static cudaError_t refuse_captured(CUstream_st *s, const std::string &name) {
-    if (!is_captured(s)) return refuse_unsafe(name);
-    return invalidate(cudaErrorStreamCaptureUnsupported, name + ": the stream is being captured");
-}
-
-static cudaError_t refuse_to_emulate(const std::string &name) {
-    return invalidate(cudaErrorNotSupported,
-                      name + ": this emulation captures only kernels, copies and fills of one stream");
+static void check_emulated(const CUstream_st *s, const char *name) {
+    if (is_captured(s)) die("CAPTURE: %s: this emulation captures only kernels, copies and fills of one stream", name);
 }
 
 #define WITH_WORK(s, handle)                          \
     WITH_STREAM(s, handle);                           \
-    if (cudaError_t refused = refuse_work(s, __func__)) return refused
+    check_work(s, __func__)
 
 #define NO_CAPTURE()                                                                                        \
-    do {                                                                                                    \
-        std::lock_guard<std::recursive_mutex> hold(stream_lock);                                            \
-        if (cudaError_t refused = refuse_unsafe(__func__)) return refused;                                  \
-    } while (0)
+    std::lock_guard<std::recursive_mutex> hold(stream_lock);                                                \
+    check_safe(__func__)
 
 // ---- work of kernels and libraries
 
 static CUstream_st *stream_for_library(cudaStream_t stream) {
     CUstream_st *s = stream_of(stream);
     if (!s) die("work for a stream that does not exist");
-    if (cudaError_t error = refuse_work(s, "a library")) die("%s", cudaGetErrorString(error));
+    check_work(s, "a library");
     return s;
 }
 
@@ -588,7 +564,7 @@ void cuda_on_cpu::enqueue(cudaStream_t stream, std::function<void()> work, const
 void cuda_on_cpu::enqueue_until(cudaStream_t stream, std::function<bool()> attempt, const Call &call) {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_for_library(stream);
-    if (is_captured(s)) die("%s cannot be captured in this emulation", call.name.c_str());
+    check_emulated(s, call.name.c_str());
     add_attempt(s, std::move(attempt), false, call);
 }
 
@@ -609,20 +585,19 @@ void cuda_on_cpu::writes(void *p, size_t bytes, size_t rows, size_t step) {
 
 static void check_launch(const Parameters &p, const std::vector<const void *> &pointers) {
     dim3 g = p.grid, b = p.block;
-    std::string where = kernel_name(p.kernel) + ", launched at " + p.site.file + ":" + std::to_string(p.site.line);
     if (b.x == 0 || b.y == 0 || b.z == 0 || b.x > 1024 || b.y > 1024 || b.z > 64 || b.x * b.y * b.z > BLOCK_THREADS)
         die("OVER LIMIT: %s: a block of (%u,%u,%u); the limits are 1024 threads, and 1024, 1024 and 64 per dimension",
-            where.c_str(), b.x, b.y, b.z);
+            describe(p), b.x, b.y, b.z);
     if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 2147483647u || g.y > 65535 || g.z > 65535)
-        die("OVER LIMIT: %s: a grid of (%u,%u,%u); the limits are 1 to 2147483647, 65535, 65535", where.c_str(), g.x,
-            g.y, g.z);
+        die("OVER LIMIT: %s: a grid of (%u,%u,%u); the limits are 1 to 2147483647, 65535, 65535", describe(p), g.x, g.y,
+            g.z);
     if (p.shared_bytes > settings().shared)
-        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory; a block has %zu", where.c_str(), p.shared_bytes,
+        die("OVER LIMIT: %s: %zu bytes of dynamic shared memory; a block has %zu", describe(p), p.shared_bytes,
             settings().shared);
     for (size_t i = 0; i < pointers.size(); i++)
         if (pointers[i] && !is_device(pointers[i], 0))
             die("HOST POINTER: %s: its pointer argument number %zu, %p, is neither device memory nor pinned",
-                where.c_str(), i + 1, pointers[i]);
+                describe(p), i + 1, pointers[i]);
 }
 
 void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &parameters,
@@ -630,10 +605,8 @@ void cuda_on_cpu::enqueue_launch(cudaStream_t stream, const Parameters &paramete
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
     CUstream_st *s = stream_of(stream);
     check_launch(parameters, pointers);
-    std::string where = kernel_name(parameters.kernel) + ", launched at " + parameters.site.file + ":" +
-                        std::to_string(parameters.site.line);
-    if (!s) die("%s in a stream that does not exist", where.c_str());
-    if (cudaError_t error = refuse_work(s, where)) die("%s", cudaGetErrorString(error));
+    if (!s) die("%s in a stream that does not exist", describe(parameters));
+    check_work(s, "a kernel's launch");
     add_operation(s, [parameters] { run_grid(parameters); }, {kernel_name(parameters.kernel), 0, true});
 }
 
@@ -648,7 +621,7 @@ struct Rows {
 static cudaError_t copy(const char *name, void *to, const void *from, Rows rows, cudaMemcpyKind kind,
                         cudaStream_t stream, bool wait) {
     WITH_STREAM(s, stream);
-    if (cudaError_t refused = refuse_work(s, name)) return refused;
+    check_work(s, name);
     if (rows.bytes == 0 || rows.count == 0) return cudaSuccess;
     size_t to_bytes = (rows.count - 1) * rows.to_step + rows.bytes,
            from_bytes = (rows.count - 1) * rows.from_step + rows.bytes;
@@ -666,8 +639,7 @@ static cudaError_t copy(const char *name, void *to, const void *from, Rows rows,
                                                  " bytes at its source are " + (from_device ? "device" : "no device") +
                                                  " memory");
     if (is_captured(s) && (!to_pinned || !from_pinned))
-        return invalidate(cudaErrorStreamCaptureUnsupported,
-                          std::string(name) + ": a captured copy from or to host memory that is not pinned");
+        die("CAPTURE: %s: a captured copy from or to host memory that is not pinned", name);
     std::shared_ptr<std::vector<char>> staged;
     if (!from_pinned && to_device) {
         staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + from_bytes);
@@ -726,14 +698,12 @@ cudaError_t cudaMallocHost(void **p, size_t bytes) {
 // Frees wait for all work in progress.
 cudaError_t cudaFree(void *p) {
     NO_CAPTURE();
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (p) wait_for_all();
     return release(p, DEVICE_MEMORY);
 }
 
 cudaError_t cudaFreeHost(void *p) {
     NO_CAPTURE();
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
     if (p) wait_for_all();
     return release(p, PINNED);
 }
@@ -796,7 +766,7 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     WITH_STREAM(s, stream);
     if (s == default_stream) return cudaErrorInvalidResourceHandle;
-    if (is_captured(s)) return refuse_captured(s, __func__);
+    check_safe(__func__, s);
     run_until([=] { return s->queue.empty(); });
     streams.erase(std::find(streams.begin(), streams.end(), s));
     end_stream_context(s->context);
@@ -806,21 +776,21 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     WITH_STREAM(s, stream);
-    if (cudaError_t refused = refuse_captured(s, __func__)) return refused;
+    check_safe(__func__, s);
     wait_for(s);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     WITH_STREAM(s, stream);
-    if (cudaError_t refused = refuse_captured(s, __func__)) return refused;
+    check_safe(__func__, s);
     if (s->queue.empty() && race_check()) __tsan_acquire(&s->done);
     return queried(s->queue.empty());
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     WITH_WORK(s, stream);
-    if (is_captured(s)) return refuse_to_emulate(__func__);
+    check_emulated(s, __func__);
     if (event->latest) add_to_queue(s, {0, nullptr, event->latest, false, nullptr}, "");
     return cudaSuccess;
 }
@@ -833,9 +803,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 
 cudaError_t cudaDeviceSynchronize() {
     std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (capture)
-        return invalidate(cudaErrorStreamCaptureUnsupported,
-                          std::string(__func__) + " is not permitted while a stream is being captured");
+    check_safe(__func__, capture ? capture->stream : NULL);
     wait_for_all();
     return cudaSuccess;
 }
@@ -856,7 +824,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     WITH_WORK(s, stream);
-    if (is_captured(s)) return refuse_to_emulate(__func__);
+    check_emulated(s, __func__);
     std::shared_ptr<Record> record = event->latest = std::make_shared<Record>();
     record->number = operations + 1;
     add_operation(s, [record] {
@@ -868,8 +836,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (cudaError_t refused = refuse_unsafe(__func__)) return refused;
+    NO_CAPTURE();
     std::shared_ptr<Record> record = event->latest;
     if (!record) return cudaSuccess;
     run_until([&] { return record->done; });
@@ -878,8 +845,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    std::lock_guard<std::recursive_mutex> hold(stream_lock);
-    if (cudaError_t refused = refuse_unsafe(__func__)) return refused;
+    NO_CAPTURE();
     bool done = !event->latest || event->latest->done;
     if (race_check() && event->latest && done) __tsan_acquire(event->latest.get());
     return queried(done);
@@ -897,27 +863,18 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     WITH_STREAM(s, stream);
-    const std::string name = "cudaStreamBeginCapture: ";
-    if (s == default_stream)
-        return refuse(cudaErrorStreamCaptureUnsupported, name + "the legacy stream cannot be captured");
-    if (capture) return invalidate(cudaErrorIllegalState, name + "a stream is being captured already");
-    if (mode != cudaStreamCaptureModeThreadLocal)
-        return refuse(cudaErrorNotSupported, name + "only cudaStreamCaptureModeThreadLocal is emulated");
-    capture.reset(new Capture{s, pthread_self(), {}, false});
+    if (s == default_stream || capture || mode != cudaStreamCaptureModeThreadLocal)
+        die("CAPTURE: %s: one stream at a time can be captured, thread-locally, and not the legacy stream", __func__);
+    capture.reset(new Capture{s, pthread_self(), {}});
     return cudaSuccess;
 }
 
-// The capture ends here in any case, except in the wrong stream or thread.
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     WITH_STREAM(s, stream);
-    *graph = NULL;
-    const std::string name = "cudaStreamEndCapture: ";
-    if (!is_captured(s)) return refuse(cudaErrorIllegalState, name + "the stream is not being captured");
-    if (!pthread_equal(capture->thread, pthread_self()))
-        return refuse(cudaErrorStreamCaptureWrongThread, name + "the capture began in another thread");
-    std::unique_ptr<Capture> ended = std::move(capture);
-    if (ended->invalid) return refuse(cudaErrorStreamCaptureInvalidated, name + "the capture has failed before");
-    *graph = new CUgraph_st{std::move(ended->nodes)};
+    if (!is_captured(s) || !pthread_equal(capture->thread, pthread_self()))
+        die("CAPTURE: %s: this thread does not capture the stream", __func__);
+    *graph = new CUgraph_st{std::move(capture->nodes)};
+    capture.reset();
     return cudaSuccess;
 }
 
@@ -931,7 +888,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsig
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     WITH_WORK(s, stream);
     if (!exec) return refuse(cudaErrorInvalidValue, "cudaGraphLaunch: no graph");
-    if (is_captured(s)) return refuse_to_emulate(__func__);
+    check_emulated(s, __func__);
     auto launch = std::make_shared<GraphLaunch>(GraphLaunch{exec->graph, std::make_shared<Record>(), 0});
     count_graph();
     for (const GraphNode &node : exec->graph->nodes) count_call(node.call);

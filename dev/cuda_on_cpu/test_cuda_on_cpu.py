@@ -106,19 +106,16 @@ FOUND = {
     "missing_stream_wait": (WRONG, "plain", LATE, any),
     "missing_host_wait": (WRONG, "plain", ["STREAMS=late"]),
     "buffer_changed_under_copy": (WRONG, "plain", ["STREAMS=late"]),
-    "diverged_shuffle": r"EXITED LANE: thread \d+ has exited, .*16 threads wait in __shfl_xor_sync\(mask ffffffff\) "
-                        r"at .*cu:\d+: 0-15",
-    "shuffles_at_two_places": r"MISMATCH: .*16 threads wait in __shfl_xor_sync.* at .*: 0-15; 16 threads wait in .*: "
-                              r"16-31",
+    "diverged_shuffle": r"EXITED LANE: thread \d+ has exited, .*16 threads wait in __shfl_xor_sync at .*cu:\d+: 0-15",
+    "shuffles_at_two_places": r"MISMATCH: .*16 threads wait in __shfl_xor_sync at .*: 0-15; 1 thread wait in .*: 16",
     "exited_lane": (r"EXITED LANE: ", "plain", ["", "ORDER=reverse"]),
-    "lane_not_in_mask": r"WRONG MASK: lane \d+ calls __shfl_xor_sync at .*:\d+ with the mask 0000ffff",
-    "shuffle_from_outside_mask": r"WRONG MASK: lane 15 reads from lane 16",
+    "partial_mask": r"WRONG MASK: __shfl_xor_sync at .*:\d+ with the mask 0000ffff",
     "partial_warp": r"EXITED LANE: .*ffff0000",
     "barrier_in_branch": r"MISMATCH: threads of a block wait at different barriers: 40 threads",
-    "barrier_after_exit": r"DEADLOCK in block \(0,0,0\): 63 threads wait in __syncthreads at .*: 0-49, 51-63; 1 "
+    "barrier_after_exit": r"DEADLOCK: 63 threads wait in __syncthreads at .*: 0-49, 51-63; 1 "
                           r"thread exited: 50",
-    "deadlock": r"DEADLOCK in block \(0,0,0\): 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in "
-                r"__shfl_xor_sync\(mask ffffffff\) at .*: 40-63",
+    "deadlock": r"DEADLOCK: 40 threads wait in __syncthreads at .*: 0-39; 24 threads wait in "
+                r"__shfl_xor_sync at .*: 40-63",
     "write_past_dynamic_shared": r"OUT OF BOUNDS: byte 0 past the end of the 4224 of dynamic shared memory",
     "write_just_past_dynamic_shared": r"OUT OF BOUNDS: .*dynamic shared memory, 160 bytes",
     "write_past_shared_array": r"OUT OF BOUNDS: .*shared array first \(.*, 160 bytes",
@@ -132,14 +129,19 @@ FOUND = {
     "race_in_later_launch": (RACE, "race", ["", "THREADS=1"]),
     "unordered_kernels_far_apart": (RACE, "race", [""]),
     "unordered_library": (RACE, "race", [""]),
-    "changed_argument_of_graph": WRONG,
+    "wait_for_captured_stream": r"CAPTURE: cudaStreamSynchronize is not permitted",
+    "wait_for_device_in_capture": r"CAPTURE: cudaDeviceSynchronize is not permitted",
+    "allocation_in_capture": r"CAPTURE: cudaMalloc is not permitted",
+    "event_in_capture": r"CAPTURE: cudaEventRecord: .* captures only kernels",
+    "legacy_stream_in_capture": r"CAPTURE: .* work in the legacy stream",
+    "pageable_memory_in_capture": r"CAPTURE: cudaMemcpyAsync: .* not pinned",
     "missing_wait_before_graph": (WRONG, "plain", LATE, any),
     "misaligned_ldmatrix": r"MISALIGNED: ldmatrix_x4 at .*cu:\d+",
     "ldmatrix_past_shared": r"OUT OF BOUNDS: ldmatrix_x4 at .*cu:\d+",
     "bank_conflicts": r"28 bank conflicts of ldmatrix",
     "bank_conflicts_of_copies": r"28 bank conflicts of copies",
-    "copy_to_misaligned": r"MISALIGNED: copy_async_16, to shared memory, at .*cu:\d+",
-    "misaligned_load": r"MISALIGNED: a load at .*cu:\d+",
+    "copy_to_misaligned": r"MISALIGNED: copy_async_16 at .*cu:\d+",
+    "misaligned_load": r"MISALIGNED: load_16 at .*cu:\d+ .* byte 8 of the 128 of cudaMalloc number 1",
     "copy_past_shared": r"OUT OF BOUNDS: copy_async_16 at .*cu:\d+",
     "grid_too_large": r"OVER LIMIT: .*a grid of \(1,65536,1\)",
     "too_much_shared": r"OVER LIMIT: .*232449 bytes of dynamic shared memory",
@@ -163,7 +165,7 @@ SOME = ["", "ORDER=reverse COPY=wait STREAMS=late", "ORDER=random COPY=wait STRE
 
 
 def test_every_defect_is_listed(programs):
-    assert run(programs, "plain", "help", 0).stdout.split() == list(FOUND)
+    assert sorted(run(programs, "plain", "help", 0).stdout.split()) == sorted(FOUND)
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -73,18 +73,16 @@ enum { STAGES = 2, K_TILE = 64, A_BYTES = 128 * K_TILE * 2, B_BYTES = K_TILE * 6
 enum { STAGE_BYTES = A_BYTES + B_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES + 1024, PIPELINE_THREADS = 384 };
 
 #define PIPELINE_DEFECTS(X) \
-    X(missing_arrive) X(missing_full_wait) X(missing_empty_wait) X(wrong_first_parity) X(missing_expect_tx) \
-    X(expects_too_many_bytes) X(missing_init_fence) X(missing_init) X(missing_sync_after_init) X(too_many_arrivals) \
-    X(expected_arrivals_too_few) X(initialized_twice) X(mbarrier_overwritten) X(missing_wgmma_fence) \
-    X(missing_wgmma_commit) X(missing_wgmma_wait) X(wait_for_too_few_wgmmas) X(result_read_before_wait) \
-    X(result_not_named) X(result_written_in_flight) X(a_written_after_fence) X(a_written_in_flight) \
-    X(released_before_wait) X(laggards_release_before_wait) X(half_a_warpgroup) X(different_descriptors) \
-    X(wrong_start) X(start_not_aligned) X(wrong_stride_offset) X(wrong_swizzle) X(wrong_major) \
-    X(descriptor_past_shared) X(misaligned_tile) X(past_the_rows_end) X(box_past_shared) X(wrong_rank) \
-    X(wrong_coordinates) X(missing_proxy_fence) X(ordinary_store) X(missing_sync_before_store) \
-    X(missing_bulk_commit) X(missing_bulk_wait) X(source_reused) X(wrong_barrier_count) X(incomplete_warps) \
-    X(missing_barrier_arrive) X(arrived_twice) X(registers_over_budget) X(unobserved_load) X(store_into_load) \
-    X(load_over_unfenced_store) X(loads_overlap) X(a_from_accumulators_in_flight)
+    X(missing_arrive) X(missing_full_wait) X(missing_empty_wait) X(missing_expect_tx) X(expects_too_many_bytes) \
+    X(missing_init_fence) X(missing_init) X(missing_sync_after_init) X(too_many_arrivals) X(initialized_twice) \
+    X(mbarrier_overwritten) X(missing_wgmma_fence) X(missing_wgmma_commit) X(missing_wgmma_wait) \
+    X(wait_for_too_few_wgmmas) X(result_read_before_wait) X(result_not_named) X(result_written_in_flight) \
+    X(a_written_after_fence) X(a_written_in_flight) X(laggards_release_before_wait) X(half_a_warpgroup) \
+    X(different_descriptors) X(start_not_aligned) X(wrong_stride_offset) X(wrong_swizzle) X(descriptor_past_shared) \
+    X(misaligned_tile) X(past_the_rows_end) X(box_past_shared) X(wrong_rank) X(missing_proxy_fence) X(ordinary_store) \
+    X(missing_sync_before_store) X(missing_bulk_commit) X(missing_bulk_wait) X(source_reused) X(wrong_barrier_count) \
+    X(incomplete_warps) X(missing_barrier_arrive) X(arrived_twice) X(registers_over_budget) X(unobserved_load) \
+    X(store_into_load) X(load_over_unfenced_store) X(loads_overlap) X(a_from_accumulators_in_flight)
 
 enum Defect {
     NO_DEFECT,
@@ -108,9 +106,8 @@ DEVICE void produce(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
         int stage = i % STAGES, round = i / STAGES;
         char *tile = tiles + stage * STAGE_BYTES;
         Mbarrier *full = &barriers->full[stage];
-        unsigned parity = (unsigned)(defect == wrong_first_parity_ ? round : round + 1) % 2, bytes = STAGE_BYTES;
-        if (defect == expects_too_many_bytes_) bytes = STAGE_BYTES + 16;
-        if (defect != missing_empty_wait_) mbarrier_wait(&barriers->empty[stage], parity);
+        unsigned bytes = STAGE_BYTES + (defect == expects_too_many_bytes_ ? 16 : 0);
+        if (defect != missing_empty_wait_) mbarrier_wait(&barriers->empty[stage], (unsigned)(round + 1) % 2);
         if (defect == missing_expect_tx_) mbarrier_arrive(full);
         else mbarrier_arrive_expect_tx(full, bytes);
         int at = i * K_TILE;
@@ -121,8 +118,7 @@ DEVICE void produce(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
         if (defect == store_into_load_) store_shared((bf16 *)tile + 64, __float2bfloat16_rn(3.0f));
         char *b_tile = defect == box_past_shared_ ? tile + PIPELINE_BYTES - 1024 : tile + A_BYTES;
         if (defect == loads_overlap_) b_tile = tile;
-        if (defect == wrong_coordinates_) tma_load(b_tile, &p.b, full, {at, 0});
-        else tma_load(b_tile, &p.b, full, {0, at});
+        tma_load(b_tile, &p.b, full, {0, at});
     }
 }
 
@@ -140,8 +136,6 @@ DEVICE uint64_t b_descriptor(const char *b, int k, int defect) {
     uint64_t stride = defect == wrong_stride_offset_ ? 512 : 1024;
     Swizzle swizzle = defect == wrong_swizzle_ ? SWIZZLE_64 : SWIZZLE_128;
     const char *start = b + k * 2048;    // 16 rows of 128 bytes
-    if (defect == wrong_start_) start = b + (k ^ 1) * 2048;
-    if (defect == wrong_major_) start = b + 32 * k;    // K-major
     if (defect == start_not_aligned_) start += 128;
     if (defect == descriptor_past_shared_) stride = 192 * 1024;
     return descriptor(start, 0, stride, swizzle);    // one pattern is as wide as B
@@ -158,8 +152,6 @@ DEVICE void consume_tile(float (&d)[8][4], uint32_t (&a)[2][4], const char *tile
         if (defect == different_descriptors_ && threadIdx.x % 32 == 5) right += 1;
         if (k >= 2 && defect == a_from_accumulators_in_flight_) wgmma<MN_MAJOR>(d, *(uint32_t (*)[4])d[0], right, true);
         else if (k >= 2) wgmma<MN_MAJOR>(d, a[k - 2], right, true);
-        else if (defect == wrong_major_)
-            wgmma<K_MAJOR, K_MAJOR>(d, descriptor(rows + 32 * k, 16, 1024, SWIZZLE_128), right, !first || k > 0);
         else wgmma<K_MAJOR, MN_MAJOR>(d, descriptor(rows + 32 * k, 16, 1024, SWIZZLE_128), right, !first || k > 0);
     }
     if (defect != missing_wgmma_commit_) wgmma_commit();
@@ -189,8 +181,7 @@ DEVICE void consume(const Pipeline &p, char *tiles, PipelineBarriers *barriers, 
         if (defect == half_a_warpgroup_ && thread >= 64) wgmma_fence();
         else consume_tile(d, a, tile, row0, i == 0, defect);
         if (consumer == 0 || i + 1 < p.tiles) named_barrier_arrive(other, 256);
-        const bool too_early =
-            defect == released_before_wait_ || (defect == laggards_release_before_wait_ && consumer == 0);
+        const bool too_early = defect == laggards_release_before_wait_ && consumer == 0;
         if (too_early) release_buffer(&barriers->empty[stage]);
         if (defect == a_written_in_flight_) a[0][0] ^= 1;
         if (defect == result_written_in_flight_) d[0][0] = 1.0f;
@@ -230,7 +221,7 @@ KERNEL void pipeline_kernel(GRID_CONSTANT Pipeline p, int defect) {
     if (threadIdx.x == 0 && defect != missing_init_) {
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(&barriers->full[i], 1);
-            mbarrier_init(&barriers->empty[i], defect == expected_arrivals_too_few_ ? 4 : 8);
+            mbarrier_init(&barriers->empty[i], 8);
         }
         if (defect == initialized_twice_) mbarrier_init(&barriers->full[0], 1);
         if (defect != missing_init_fence_) mbarrier_init_fence();

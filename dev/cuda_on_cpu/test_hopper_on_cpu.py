@@ -23,12 +23,12 @@ def race(*words):
 
 
 POISON = "is -?nan, not"    # the result
-DEADLOCK = r"DEADLOCK in block"
+DEADLOCK = "DEADLOCK: "
 IN_USE = "REGISTERS IN USE: "
 LANES = r"MISMATCH: thread \d+ executes "
 # A wait is missing, or comes too early: what shows depends on when asynchronous work takes place.
-TOO_EARLY = r"NOT LOADED YET: wgmma at .* that the TMA load at|BUFFER REUSED: the TMA load at .* while wgmma, issued at"
-TURN_TOO_EARLY = r"MISSING WAIT: add_to_counter at .* no bulk_wait has covered the copy issued in this turn at"
+TOO_EARLY = r"NOT LOADED YET: wgmma at .* that the tma_load at|BUFFER REUSED: the tma_load at .* that wgmma at"
+TURN_TOO_EARLY = r"MISSING WAIT: add_to_counter at .* no bulk_wait has covered the bulk_reduce_add at .* of this turn"
 DEFAULT, LATE, RANDOM = "", "ASYNC=wait ORDER=reverse", "ORDER=random SEED=3"
 ALL = [DEFAULT, LATE, RANDOM]
 ONE_BY_ONE = "THREADS=1"    # each block ends before the next one starts, unless it has to wait
@@ -40,7 +40,6 @@ FOUND = {
                       r"at .*, in phase 0, lacks 8 of 8 arrivals",
     "missing_full_wait": (TOO_EARLY, "plain", [LATE]),
     "missing_empty_wait": r"OVERFLOW: mbarrier_arrive_expect_tx at .* arrives once more than the phase expects",
-    "wrong_first_parity": DEADLOCK + r".*mbarrier_wait\(parity 0\).*mbarrier_wait\(parity 0\)",
     "missing_expect_tx": (r"WRONG EXPECT_TX: tma_load at .* loads 16384 bytes, of which the phase expects 0",
                           "plain", ALL),
     "expects_too_many_bytes": DEADLOCK + r".*lacks 0 of 1 arrivals and 16 bytes",
@@ -48,7 +47,6 @@ FOUND = {
     "missing_init": r"NOT INITIALIZED: mbarrier_wait at",
     "missing_sync_after_init": (race("mbarrier_wait", "mbarrier_init"), "race", [DEFAULT]),
     "too_many_arrivals": r"ARRIVED TWICE: mbarrier_arrive at .* has already arrived in this phase",
-    "expected_arrivals_too_few": TOO_EARLY,
     "initialized_twice": r"INITIALIZED TWICE: mbarrier_init at",
     "mbarrier_overwritten": r"OVERWRITTEN: mbarrier_\w+ at",
     "missing_wgmma_fence": r"MISSING FENCE: wgmma at .* begins a group, and thread \d+ has not called wgmma_fence",
@@ -60,43 +58,39 @@ FOUND = {
     "result_written_in_flight": IN_USE + r"accumulators of the wgmma at .* were written before the wait at",
     "a_written_after_fence": r"MISSING FENCE: wgmma at .* has written its registers of A after its last wgmma_fence",
     "a_written_in_flight": IN_USE + r"thread \d+ has changed registers of A between the wgmma at .* and the wait at",
-    "released_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait"]),
     "laggards_release_before_wait": (TOO_EARLY, "plain", ["ASYNC=wait ORDER=laggards"]),
     "half_a_warpgroup": DEADLOCK + r".*64 threads wait in wgmma at .*\(64 of 128 have arrived\)",
     "different_descriptors": r"MISMATCH: threads of a warpgroup call wgmma at .* with different operands: ",
-    "wrong_start": (WRONG, "plain", ALL),
     "start_not_aligned": r"MISALIGNED: wgmma at .* the start address of B, .* not in the first row",
     "wrong_stride_offset": WRONG,
-    "wrong_swizzle": r"WRONG SWIZZLE: wgmma at .* reads B with a swizzle of 64 bytes, and the TMA load at .* with 128",
-    "wrong_major": (WRONG, "plain", [*ALL, "ASYNC=issue ORDER=greedy"]),
+    "wrong_swizzle": r"WRONG SWIZZLE: wgmma at .* reads B with a swizzle of 64 bytes, and the tma_load at .* with 128",
     "descriptor_past_shared": r"OUT OF BOUNDS: wgmma at .* reads B",
     "misaligned_tile": r"MISALIGNED: the box of tma_load at .* is not a multiple of 1024",
     "past_the_rows_end": r"WRONG DESCRIPTOR: wgmma at .* 32 bytes from byte 112 of a row of A",
     "box_past_shared": r"OUT OF BOUNDS: the box of tma_load at",
     "wrong_rank": r"WRONG TENSOR MAP: tma_load at .* has 3 coordinates, and the tensor map 2 dimensions",
-    "wrong_coordinates": WRONG,
     "missing_proxy_fence": (r"MISSING PROXY FENCE: bulk_store at .* reads what thread \d+ stored at .*:\d+, and that "
                             r"thread has not called fence_proxy_async", "plain", ALL),
     "ordinary_store": (r"UNSEEN STORE: bulk_store at .* an ordinary store has changed", "plain", ALL),
     "missing_sync_before_store": (race("announce_copy", "stmatrix"), "race", [LATE]),
-    "missing_bulk_commit": r"MISSING COMMIT: bulk_wait at .* does not cover the copy issued at",
-    "missing_bulk_wait": (r"MISSING WAIT: a block ends, .* without a bulk_wait for the copy at", "plain", ALL),
-    "source_reused": (r"BUFFER REUSED: thread \d+'s store at .* while bulk_store, issued at", "plain", [LATE]),
+    "missing_bulk_commit": r"MISSING COMMIT: bulk_wait_read at .* does not cover the bulk_store at",
+    "missing_bulk_wait": (r"MISSING WAIT: a block ends, .* without a bulk_wait for the bulk_store at", "plain", ALL),
+    "source_reused": (r"BUFFER REUSED: thread \d+'s store at .* that bulk_store at", "plain", [LATE]),
     "wrong_barrier_count": r"MISMATCH: named_barrier_\w+ at .* expects \d+ threads at barrier 1, and .* expects",
     "incomplete_warps": r"MISMATCH: named_barrier_sync at .* completes barrier \d with 16 of the 32 threads",
     "missing_barrier_arrive": DEADLOCK + r".*wait in named_barrier_sync\(1, 256\) at .*\(128 have arrived\)",
     "arrived_twice": r"ARRIVED TWICE: named_barrier_arrive at",
     "registers_over_budget": DEADLOCK + r".*wait in setmaxnreg_inc<248> at .*over the budget",
-    "unobserved_load": (r"MISSING WAIT: (nobody has waited for the last loads of|a block ends while the TMA load at)",
+    "unobserved_load": (r"MISSING WAIT: (nobody has waited for the last loads of|a block ends while the tma_load at)",
                         "plain", ALL),
-    "store_into_load": (r"BUFFER IN USE: thread 0 stores at .* to bytes that the TMA load at",
+    "store_into_load": (r"BUFFER IN USE: thread 0 stores at .* to bytes that the tma_load at",
                         "plain", [DEFAULT, LATE]),
     "load_over_unfenced_store": (r"MISSING PROXY FENCE: tma_load at .* writes what thread 0 stored at", "plain", ALL),
-    "loads_overlap": (r"BUFFER IN USE: the TMA load at .* that the one at .* is still writing", "plain", [LATE]),
+    "loads_overlap": (r"BUFFER IN USE: the tma_load at .* that the tma_load at .* is still writing", "plain", [LATE]),
     "a_from_accumulators_in_flight": (IN_USE + r"wgmma at .* takes A from accumulators of the wgmma at", "plain", ALL),
     "phase_not_observed": (r"UNOBSERVED PHASE: the mbarrier .* in phase 1, .* nobody has waited for the previous phase",
                            "plain", ALL),
-    "ordinary_store_into_load": (r"BUFFER IN USE: something has stored to shared memory that the TMA load at",
+    "ordinary_store_into_load": (r"BUFFER IN USE: something has stored to shared memory that the tma_load at",
                                  "plain", ["ASYNC=wait", LATE]),
     "load_over_ordinary_store": r"UNSEEN STORE: tma_load at .* writes shared memory that an ordinary store has changed",
     "operand_not_fenced": r"MISSING PROXY FENCE: wgmma at .* reads what thread \d+ stored at",
@@ -108,10 +102,10 @@ FOUND = {
                             "plain", ALL),
     "wgmma_without_wait": r"MISSING WAIT: not all threads have waited for the wgmma at",
     "store_not_shared": r"OUT OF BOUNDS: store_shared at .* writes 4 bytes",
-    "store_over_store": r"MISSING WAIT: bulk_store at .* writes global memory that the copy issued at .* writes",
-    "load_of_what_is_stored": r"MISSING WAIT: tma_load at .* reads global memory that the copy issued at .* writes",
+    "store_over_store": r"MISSING WAIT: bulk_store at .* writes global memory that the bulk_reduce_add at .* writes",
+    "load_of_what_is_stored": r"MISSING WAIT: tma_load at .* reads global memory that the bulk_store at .* writes",
     "load_at_misaligned_coordinate": r"MISALIGNED COORDINATE: tma_load at .* coordinate, 4, is at byte 8 ",
-    "copy_without_commit": r"MISSING COMMIT: no bulk_commit\(\) follows the copy at",
+    "copy_without_commit": r"MISSING COMMIT: no bulk_commit\(\) follows the bulk_store at",
     "wrong_block": r"WRONG BLOCK: wgmma at .* in a block of 160 threads",
     "bulk_misaligned": r"MISALIGNED: bulk_store at .* the number of bytes, 8188, must be multiples of 16",
     "bulk_past_shared": r"OUT OF BOUNDS: bulk_store at .*, 8192 bytes outside the block's shared memory",

@@ -1,9 +1,5 @@
 // A hostile tokenizer_config.json: its chat template is recognized, or rejected with a message that names the folder.
 // The same bytes as an answer, of which later turns see a part.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c text/tokenizer.c text/tokenizer_json.c
-// Sources: text/chat.c text/pretokenize.c text/nfc.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 

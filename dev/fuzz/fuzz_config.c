@@ -1,11 +1,5 @@
 // Reads a hostile config.json: either it is rejected with a message that names it, or the model that was read writes
 // the same config.json again.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c
-// Sources: runtime/spelling.c attention/normalizer.c attention/list.c model/model.c
-// Sources: text/tokenizer.c text/tokenizer_json.c text/pretokenize.c text/nfc.c runtime/utf8.c
-// Sources: runtime/number.c model/rope.c model/config_read.c model/config_rope.c model/config_write.c
 #include <stdlib.h>
 #include <string.h>
 

@@ -3,12 +3,6 @@
 //
 // The input is a list of what is put where: a byte for the name, a byte for the kind, and for a regular file a byte for
 // the length of its contents, which follow.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c runtime/utf8.c runtime/human.c
-// Sources: model/checkpoint.c
-// Sources: run/metrics.c text/tokenizer.c text/tokenizer_json.c text/tokenizer_settings.c
-// Sources: text/pretokenize.c text/nfc.c
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>

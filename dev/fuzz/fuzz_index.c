@@ -1,7 +1,4 @@
 // Reads a sharded folder whose model.safetensors.index.json is hostile.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c model/safetensors.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,8 +1,5 @@
 // Reads a checkpoint folder whose manifest.json is hostile: no file outside the folder may be opened, and the folder
 // either is rejected or agrees with its manifest.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c model/checkpoint.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,7 +1,5 @@
 // Parses a hostile --attn: either it is rejected with a message, or parsing its stages or its shortest name gives the
 // same normalizer again.
-//
-// Sources: runtime/error.c runtime/number.c runtime/spelling.c attention/normalizer.c runtime/utf8.c
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,8 +1,5 @@
 // Feeds hostile bytes to the safetensors reader: either it rejects them, or the tensors that it lists cover the file's
 // data without overlap and can be read.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c model/safetensors.c runtime/utf8.c
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>

@@ -1,10 +1,6 @@
 // Reads a hostile shard, with a mask if the input starts with 'm' (then 16 bits with the shard's size, the shard, the
 // mask). Either it is rejected with a message that names it, or every window can be read, with ids and mask values in
 // range.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/human.c math/random.c data/shards.c
-// Sources: runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 

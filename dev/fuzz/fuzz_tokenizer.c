@@ -1,10 +1,6 @@
 // Reads a hostile tokenizer.json: either it is rejected with a message that names it, or a text that it encodes has no
 // more ids than promised, all of them tokens. Where text is not normalized, they decode to its bytes, without those
 // that have no token.
-//
-// Sources: runtime/activity.c
-// Sources: runtime/error.c runtime/file.c runtime/own.c runtime/json.c text/tokenizer.c text/tokenizer_json.c
-// Sources: text/pretokenize.c text/nfc.c runtime/utf8.c
 #include <stdlib.h>
 #include <string.h>
 

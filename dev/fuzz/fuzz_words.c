@@ -1,6 +1,4 @@
 // Any bytes as text: made valid UTF-8, normalized, and split into words in each way.
-//
-// Sources: runtime/error.c text/pretokenize.c text/nfc.c runtime/utf8.c
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
