@@ -1,6 +1,6 @@
-// The emulator's own test: the results of its functions against plain loops, and defects planted in kernels, each with
-// a correct twin.
-//     test_cuda_on_cpu numbers             every function's numbers
+// The emulator's own test: the sums of mma, the runtime's functions, and defects planted in kernels, each with a correct
+// twin.
+//     test_cuda_on_cpu numbers             mma and the runtime
 //     test_cuda_on_cpu NAME 0|1            the kernel NAME, correct (0) or with its defect (1)
 //     test_cuda_on_cpu help                the names
 // The exit status is 0 if the results are right and 1 if they are wrong; a defect may also end in a message and
@@ -20,35 +20,6 @@ static std::vector<float> count_up(size_t n) {
 }
 
 // ---- numbers
-
-struct LaneResults {
-    int idx, xor_;
-    double wide;
-};
-
-KERNEL void lane_functions(LaneResults *out) {
-    int lane = (int)threadIdx.x % 32, value = 100 * (int)threadIdx.x + 7;
-    LaneResults r;
-    r.idx = __shfl_sync(ALL, value, lane * 5 + 3);
-    r.xor_ = __shfl_xor_sync(ALL, value, 21);
-    r.wide = __shfl_sync(ALL, value + 0.5, 31 - lane);
-    __syncwarp();
-    out[threadIdx.x] = r;
-}
-
-static void test_lanes() {
-    const int n = 96;
-    Device<LaneResults> out(n);
-    launch(lane_functions, 1, n, 0, NULL, out.p);
-    std::vector<LaneResults> r = out.host();
-    for (int i = 0; i < n; i++) {
-        int lane = i % 32, warp = i - lane;
-        auto value = [&](int l) { return 100 * (warp + l) + 7; };
-        CHECK(r[i].idx == value((lane * 5 + 3) % 32), "thread %d", i);
-        CHECK(r[i].xor_ == value(lane ^ 21), "thread %d", i);
-        CHECK(r[i].wide == value(31 - lane) + 0.5, "thread %d", i);
-    }
-}
 
 // Every element of out (16,8) is sum_k x_k y_k + c
 KERNEL void dot_product(float *out, const bf16 *x, const bf16 *y, float c) {
@@ -106,20 +77,6 @@ static void test_sums() {
         }
         cuda_on_cpu::settings().mma = before;
     }
-}
-
-KERNEL void atomics(unsigned *u, unsigned long long *w, float *f) {
-    atomicAdd(u, blockIdx.x * blockDim.x + threadIdx.x);
-    atomicAdd(w, 3ull);
-    atomicAdd(f, 0.5f);
-}
-
-static void test_atomics() {
-    Device<unsigned> u(std::vector<unsigned>{0});
-    Device<unsigned long long> w(std::vector<unsigned long long>{0});
-    Device<float> f(std::vector<float>{0});
-    launch(atomics, 2, 64, 0, NULL, u.p, w.p, f.p);
-    CHECK(u.host()[0] == 128 * 127 / 2 && w.host()[0] == 384 && f.host()[0] == 64.0f, "sums");
 }
 
 KERNEL void add_one(float *x, int n) {
@@ -257,9 +214,7 @@ static void test_graphs() {
 }
 
 static void numbers() {
-    test_lanes();
     test_sums();
-    test_atomics();
     test_runtime();
     test_graphs();
 }
@@ -704,14 +659,6 @@ static void write_past_local_array(bool defect) {
     launch(local_kernel, 1, 32, 0, NULL, out.p, defect ? 9 : 8);
 }
 
-KERNEL void shift_kernel(int *out, int shift) {
-    *out = 1 << shift;
-}
-static void shift_too_far(bool defect) {
-    Device<int> out(1);
-    launch(shift_kernel, 1, 1, 0, NULL, out.p, defect ? 32 : 30);
-}
-
 int main(int argc, char **argv) {
 #define X(f) {#f, f},
     // clang-format off
@@ -722,7 +669,7 @@ int main(int argc, char **argv) {
         X(write_just_past_device_memory) X(race_between_warps) X(race_between_blocks) X(missing_fence)
         X(race_in_later_launch) X(unordered_kernels_far_apart) X(unordered_library) X(missing_wait_before_graph)
         X(misaligned_ldmatrix) X(ldmatrix_past_shared) X(bank_conflicts) X(bank_conflicts_of_copies) X(host_pointer)
-        X(host_touches_device_memory) X(stack_overflow) X(write_past_local_array) X(shift_too_far)
+        X(host_touches_device_memory) X(stack_overflow) X(write_past_local_array)
         {"missing_copy_wait", [](bool defect) { copy_defect(defect ? NO_WAIT : SOUND); }},
         {"missing_barrier_after_copy", [](bool defect) { copy_defect(defect ? NO_BARRIER : SOUND); }},
         {"missing_copy_commit", [](bool defect) { copy_defect(defect ? NO_COMMIT : SOUND); }},

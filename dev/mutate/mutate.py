@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, repeat, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
 
@@ -38,6 +38,7 @@ import draw
 import operators
 
 DRAWN, HOLES_ALLOWED = 12, 0.25
+LIMIT = 900         # seconds for one command of the tests
 # The tests of a file: dev/tests/test_NAME.* where its name is NAME or NAME_*, then those of the first row whose
 # beginning its path has, as command lines. The first failure ends a change's tests, so what is quick comes first.
 SLOW = ("test_gradients", "test_process")
@@ -191,8 +192,8 @@ def build(tree, target):
     return [*errors, "make failed"][0] if made.returncode else None
 
 
-def run_tests(tree, tests, limit):
-    """Runs tests until one fails or takes longer than the limit in seconds; returns (the outcome in words, that test or
+def run_tests(tree, tests):
+    """Runs tests until one fails or takes longer than LIMIT; returns (the outcome in words, that test or
     None): of pytest's, the case that failed, or the whole command if none was started."""
     last = tree / "build/last_started"
     for test in tests:
@@ -204,11 +205,11 @@ def run_tests(tree, tests, limit):
         last.unlink(missing_ok=True)
         try:
             status = subprocess.run(test.command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                    timeout=limit, env=env).returncode
+                                    timeout=LIMIT, env=env).returncode
         except subprocess.TimeoutExpired:
             status = "no end"
         if status:
-            slow = f" (no end within {limit} s)" if status == "no end" else ""
+            slow = f" (no end within {LIMIT} s)" if status == "no end" else ""
             failed = Test(test.target, (*PYTEST, last.read_text())) if last.exists() else test
             return f"noticed by {shlex.join(failed.command)}{slow}", failed
     return "no test noticed", None
@@ -225,12 +226,12 @@ def merged(tests):
     return commands + [Test(target, (*PYTEST, *names)) for (target, _), names in cases.items()]
 
 
-def attempt(tree, change, limit):
+def attempt(tree, change):
     path = tree / change.file
     text = path.read_text()
     try:
         path.write_text(change.applied_to(text))
-        return run_tests(tree, tests_of(change.file), limit)
+        return run_tests(tree, tests_of(change.file))
     finally:
         path.write_text(text)
 
@@ -278,10 +279,10 @@ class Changes:
                 (self.drawn_holes if is_drawn else self.holes).append(change)
             print(f"{word} {change.address}\n{shown(change)}\n  {verdict}, {seconds:.0f} s", flush=True)
 
-    def make_all(self, tree, limit):
+    def make_all(self, tree):
         while taken := self.take():
             start = time.time()
-            verdict, test = attempt(tree, taken[0], limit)
+            verdict, test = attempt(tree, taken[0])
             self.add(*taken, verdict, test, time.time() - start)
 
 
@@ -301,8 +302,6 @@ def main():
                         help="changes at a time, each in its own copy of the tree")
     parser.add_argument("--minutes", type=positive, default=10**6, metavar="N",
                         help="begin no change after so many minutes")
-    parser.add_argument("--limit", type=positive, default=900, metavar="S",
-                        help="seconds for one command of the tests (900)")
     options = parser.parse_args()
     if options.draw:
         wanted, beginnings, to_draw = [], options.names or [""], options.draw
@@ -320,9 +319,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder) / f"tree{i}") for i in range(options.jobs)]
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(made.make_all, trees, repeat(options.limit)))
+            list(pool.map(made.make_all, trees))
         # A test that fails without any change detects nothing.
-        verdict, failing = run_tests(trees[0], merged(made.tests), options.limit)
+        verdict, failing = run_tests(trees[0], merged(made.tests))
         if failing or verdict != "no test noticed":
             sys.exit(f"with nothing changed: {verdict}")
     if time.time() > made.end and (left := made.left + len(list(made.wanted))):

