@@ -1,5 +1,5 @@
-// The emulator's own test: the sums of mma, the runtime's functions, and defects planted in kernels, each with a correct
-// twin.
+// The emulator's own test: the sums of mma, the runtime's functions, and defects planted in kernels, each with a
+// correct twin.
 //     test_cuda_on_cpu numbers             mma and the runtime
 //     test_cuda_on_cpu NAME 0|1            the kernel NAME, correct (0) or with its defect (1)
 //     test_cuda_on_cpu help                the names
