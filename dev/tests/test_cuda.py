@@ -561,6 +561,21 @@ def test_stored_matmuls_that_cannot_be_written(cuda, data, tmp_path, measured):
     assert file.read_text() == text and not Path(f"{file}.tmp").exists()
 
 
+def test_what_follows_a_step_does_not_depend_on_when_it_is_read(cuda, data, tmp_path):
+    """With a validation after every step, the host reads each step at once."""
+    flags = [*SMALL, "--batch", 1, "--steps", 10, "--keep", 0, "--val-every", 4, "--val-tokens", 100, "--ckpt-every", 3,
+             "--sample-every", 5, "--attn-switch", "7:ssmax", "--val-data", data / "d_val_000000.bin"]
+    late, at_once = tmp_path / "late", tmp_path / "at_once"
+    train(data, *flags, "--out", late, program=cuda, env={"CUDA_ON_CPU_STREAMS": "late"})
+    train(data, *flags, "--val-every", 1, "--out", at_once, program=cuda)
+    for step in (3, 6, 9, 10):
+        assert_same_checkpoint(late, at_once, step)
+    keys, validations = ["step", "tokens", "loss", "lr", "grad_norm"], metrics(at_once, ["step", "val_loss"])
+    assert metrics(late, keys) == metrics(at_once, keys)
+    assert [row for row in metrics(late, ["step", "val_loss"]) if row[1] is not None] == validations[3::4]
+    assert (late / "samples.txt").read_text() == (at_once / "samples.txt").read_text()
+
+
 def overflowing(data, tmp_path):
     """A folder with weights under which, with phi=exp without a sum, the score of token 90 with itself overflows."""
     def change(tensors):
