@@ -443,8 +443,8 @@ def shards(folder):
 # Groups of the model's cases: each case has exactly one of these words.
 MODELS = ("tied_v97 tied_v50257 _llama_ _gau_ _h4_kv2_T _kv1_d24 _qk_norm_T _bias_T _gate_T layers_ _d48 _d64 "
           "_d128").split()
-# Sizes and calls that the trainer never uses: the library's answers are only informational.
-NOT_NEEDED = ("unaligned", "refused")
+# Sizes that the trainer never uses: the library's answers are only informational.
+NOT_NEEDED = ("unaligned",)
 WGMMA = "attention with wgmma and TMA"
 
 
