@@ -241,7 +241,8 @@ $(BUILD)/torch/flags: FORCE
 
 # ---- the CUDA programs: nvcc builds them for GPUs in $(BUILD)/cuda, g++ for the CPU (dev/cuda_on_cpu) in $(ON_CPU)
 GPUS       ?= 80 90
-CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O1)
+# The second flag joins a product and a sum in one rounding, as nvcc does.
+CU_OPT     ?= $(if $(filter 1,$(SAN) $(TSAN)),-O0,-O1 -fexpensive-optimizations)
 CU_PROGRAMS = train_gpt2 eval_gpt2 test_gpt2
 ROWS       := $(shell sed -n 's/^FLASH_INSTANCE.\([a-z0-9_]*\),.*/\1/p' attention/flash_instances.h 2>/dev/null)
 # INSTANCES="exp float" builds only these rows of attention's kernels, which is faster; $(KERNELS)/rows then has the table.
