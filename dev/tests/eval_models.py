@@ -3,18 +3,15 @@ the reference."""
 import json
 import re
 import shutil
-import sys
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 
-from tiny import BIN, run
-from trainer import ROOT, VOCAB, checkpoint, train
-
-sys.path.insert(0, str(ROOT / "dev" / "reference"))
 import fixtures
 import model as reference
-from safetensors.numpy import load_file, save_file
+from tiny import BIN, run
+from trainer import VOCAB, checkpoint, edit_tensors, train
 
 torch.set_num_threads(1)
 SHAPES = {"llama": dict(layers=2, heads=2, channels=16, ffn=24),
@@ -56,9 +53,7 @@ def write_model(folder, data, shape, attn, L):
 def with_weights(folder, out, change):
     """A copy of a model, of which change(tensors) has changed the dictionary of weights."""
     shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(out / "model.safetensors", change)
     return out
 
 

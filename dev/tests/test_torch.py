@@ -826,5 +826,5 @@ def interrupted(times):
 
 
 def test_interrupts_at_random_moments(attn_c):
-    """Ctrl-C raises KeyboardInterrupt, and the next call computes the same bits, with heads that share keys, too."""
+    """Ctrl-C raises KeyboardInterrupt, and the next call computes the same bits. Here heads share keys and values."""
     apart(interrupted, 30)
