@@ -159,7 +159,7 @@ $(BUILD)/tests/%: $(BUILD)/dev/tests/%.o $(BUILD)/runtime/cpu.o $(BUILD)/library
 	@echo '  LD  $@'
 	@$(CC) $(CFLAGS) $(LD_FLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $(LD_LIBS)
 
-# In double, in place of the library's in float32.
+# Built in double; they replace the library's objects in float32.
 in_double = $(addprefix $(BUILD)/in_double/,attention/attention_cpu.o attention/rows.o math/tiles.o)
 $(BUILD)/tests/test_gradients: $(BUILD)/dev/tests/float_path.o $(in_double)
 $(BUILD)/in_double/%.o: %.c $(BUILD)/flags

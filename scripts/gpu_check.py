@@ -274,7 +274,14 @@ class Call:
 
     def wait(self):
         while self.checks:
-            self.checks.pop(0).result()
+            try:
+                self.checks.pop(0).result()
+            except Exception:           # a defect of this program, not of what it checks
+                self.failed(self.part)
+
+    def failed(self, part):
+        traceback.print_exc()
+        self.add(part.name, "FAILED", traceback.format_exc().splitlines()[-1])
 
     def attempt(self, job, name, limit, informational, work, words):
         code, text = job.finish(work, words)
@@ -338,10 +345,8 @@ class Call:
         try:
             if self.provides(part):
                 part.run(self)
-            self.wait()
         except Exception:               # the other parts go on
-            traceback.print_exc()
-            self.add(part.name, "FAILED", traceback.format_exc().splitlines()[-1])
+            self.failed(part)
         self.wait()
         self.close(part, begun, "" if part.name != "probe" or self.has_gpu() else "not measured: no GPU")
 

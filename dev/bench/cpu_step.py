@@ -157,15 +157,15 @@ def matmul_rate(dtype):
 
 def run(folder, *words):
     """What a process printed, and its peak memory in GB."""
-    log = folder / "log"
-    with open(log, "w") as file:
-        process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=file,
-                                   stderr=subprocess.STDOUT, env=ENVIRONMENT)
+    log, errors = folder / "log", folder / "errors"
+    with open(log, "w") as out, open(errors, "w") as err:
+        process = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                   env=ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"cpu_step: {' '.join(map(str, words))} ended with exit code {process.returncode}:\n"
-                         f"{log.read_text()[-2000:]}")
+                         f"{errors.read_text()[-2000:]}")
     return log.read_text(), usage.ru_maxrss * 1024 / 1e9
 
 
@@ -205,8 +205,8 @@ def flop_per_token(T):
 
 
 def measure(options, folder):
-    """{(case, variant): its tokens per second in each round}, with ours its peak memory in GB, and the best matmul rate
-    of each dtype in GFLOP/s."""
+    """Three dictionaries: of each (case, variant) the tokens per second of every round and the peak memory in GB; of
+    each dtype the best matmul rate in GFLOP/s."""
     speeds, peaks, rates = {}, {}, {}
     for number in range(options.rounds):
         for dtype in sorted({dtype for dtype, _, _ in options.cases}):

@@ -157,7 +157,9 @@ def main():
         return main_run(*words)
     if verb == "step" and len(words) == 2:
         return main_step(*words)
-    sys.exit(__doc__)
+    asked = verb in ("-h", "--help")
+    print(__doc__, file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class Programs:
 
     @staticmethod
     def sources(flags):
-        """What the file "sources" beside programs has that were built with these flags from the sources as they are."""
+        """The contents of the file `sources` beside programs that were built with these flags from these sources."""
         return f"{gpu_report.version('build')}\n{' '.join(flags)}\n"
 
     def products(self):

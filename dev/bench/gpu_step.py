@@ -161,7 +161,8 @@ def run_within(what, budget, *words):
                                 timeout=seconds)
     except subprocess.TimeoutExpired as error:
         for text in filter(None, (error.stdout, error.stderr)):
-            print(text.decode(errors="replace")[-2000:], file=sys.stderr)
+            text = text.decode(errors="replace") if isinstance(text, bytes) else text
+            print(text[-2000:], file=sys.stderr)
         if seconds == limit:
             return None, {"failed": f"timed out after {limit:g} s"}
         return None, {"left": f"stopped after {seconds:.0f} s, at the end of this call's time"}

@@ -174,7 +174,7 @@ def table(cases, figures):
             ours, theirs = figures[case, dtype, first], figures[case, dtype, second]
             ratio = statistics.median(a / b for a, b in zip(ours, theirs))
             row = [f"{case}, {dtype}", f"{statistics.median(ours):.1f}",
-                   {"forward": "training's forward pass"}.get(second, second),
+                   {"forward": "the trainer's validation"}.get(second, second),
                    f"{statistics.median(theirs):.1f}", f"{ratio:.2f}"]
             limit = figures.get((case, dtype, "floor"))
             row += ([f"{statistics.median(limit):.1f}", f"{statistics.median(a / b for a, b in zip(ours, limit)):.0%}"]
@@ -187,7 +187,8 @@ def main():
     if sys.argv[1:2] == ["--child"]:
         import torch
         torch.set_num_threads(THREADS)
-        return print(globals()[sys.argv[2]](*sys.argv[3:]))
+        measured = {function.__name__: function for function in (bandwidth, matmul_rate, transformers_seconds)}
+        return print(measured[sys.argv[2]](*sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for flag, names in (("--cases", MEASUREMENTS), ("--dtypes", BYTES)):
         parser.add_argument(flag, type=some_of(names), default=",".join(names),

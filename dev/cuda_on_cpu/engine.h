@@ -51,7 +51,7 @@ void count_wait(bool idle);                     // a wait of the host: see Count
 void count_call(const Call &call);              // unless it is a kernel's launch, or has no name
 void count_graph();                             // a launch of a graph
 const std::string &kernel_name(const void *kernel);
-// A text that is never freed, for messages with which the program ends.
+// Formats a message. The text is never freed, because the program is about to end.
 const char *print(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *line_of(Site site);                    // "f.cu:6"
 const char *where(Site site);                      // "__syncthreads at f.cu:6"

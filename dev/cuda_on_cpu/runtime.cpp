@@ -524,12 +524,12 @@ static bool run_nodes(CUstream_st *s, const std::vector<void *> &before, GraphLa
     return run_as(s->context, before, &s->done, false, nullptr);
 }
 
-// What CUDA forbids during a capture ends the program: work in the legacy stream,
+// What CUDA forbids during a capture ends the program. This function finds work in the legacy stream.
 static void check_work(const CUstream_st *s, const char *name) {
     if (capture && s == default_stream) die("CAPTURE: %s: work in the legacy stream while another is captured", name);
 }
 
-// and a wait, a query or an allocation, by the thread that captures or for the captured stream.
+// This one: a wait, a query or an allocation by the thread that captures, or for the stream that is captured.
 static void check_safe(const char *name, const CUstream_st *s = NULL) {
     if (capture && (capture->stream == s || pthread_equal(capture->thread, pthread_self())))
         die("CAPTURE: %s is not permitted while a stream is captured", name);

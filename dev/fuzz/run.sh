@@ -3,7 +3,7 @@
 #
 # Builds each dev/fuzz/fuzz_*.c (or the named ones) with clang, libFuzzer, AddressSanitizer and UBSan. Seeds come from
 # seeds.py. New inputs are kept in build/fuzz/corpus, where the next run continues. The exit status is the verdict. To
-# add a target, write fuzz_NAME.c, and add its seeds to seeds.py.
+# add a target, write fuzz_NAME.c, add its seeds to seeds.py, and add the sources that it needs to the list below.
 set -eu
 case ${1:-} in -h | --help) sed -n '1d; /^#/!q; s/^# \{0,1\}//p' "$0"; exit ;; esac
 case ${1:-} in "" | 0* | *[!0-9]*)

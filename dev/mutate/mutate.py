@@ -70,7 +70,7 @@ TESTS = (
     ("train_gpt2.c", ["test_gpt2", "test_gradients", "test_training.py", "test_sample.py"]),
     (("sample_gpt2.c", "model/decode.h"), ["test_sample.py", "test_chat.py", "test_families.py -k begins"]),
     ("model/", ["test_gpt2", "test_families.py", "test_sample.py -k stored", "test_resume.py -k switch",
-                "test_config.py", "test_huggingface.py"]),
+                "test_config.py", "test_huggingface.py", "test_eval.py -k rope", "test_foreign.py -k rope"]),
     ("run/", ["test_order.py", "test_errors.py", "test_training.py", "test_resume.py", "test_normalizers.py",
               "test_stops.py", "test_sample.py"]),
     (("runtime/", "math/", "text/", "data/shards.c", "data/shards.h", "data/mixture.", "data/tokens_match."), [

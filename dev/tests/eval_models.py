@@ -51,7 +51,7 @@ def write_model(folder, data, shape, attn, L):
 
 
 def with_weights(folder, out, change):
-    """A copy of a model, of which change(tensors) has changed the dictionary of weights."""
+    """Copies a model to `out`, applies change(tensors) to its weights, and returns the copy."""
     shutil.copytree(folder, out)
     edit_tensors(out / "model.safetensors", change)
     return out

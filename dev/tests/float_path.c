@@ -1,4 +1,4 @@
-// Linked into test_gradients next to its double code, of which it has only what is inline.
+// Linked into test_gradients beside its double code. It uses only inline functions, so no names clash.
 #include "dev/tests/float_path.h"
 
 #include "attention/normalizer.h"

@@ -256,7 +256,8 @@ static void test_kill_replace(void) {
     char path[PATH_MAX];
     Error error = {0};
     strcpy(path, in_test("run.json"));
-    for (long n = 1, done = false; !done; n++) {
+    bool done = false;
+    for (long n = 1; !done; n++) {
         check_case();
         fault_clear();
         CHECK(file_replace_text(path, "the old text", &error), "%s", error.text);

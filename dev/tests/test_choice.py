@@ -23,7 +23,8 @@ from trainer import xxh3_128
 
 from transformers import AutoTokenizer
 
-DATA, L = write_data, 64
+DATA = write_data
+L = 64
 
 
 def hellaswag(label, ctx_a, ctx_b, endings, gold):

@@ -388,7 +388,7 @@ static void test_several(void) {
     unsetenv("CUDA_ON_CPU_STREAMS");
 }
 
-// Both words are in the output of a job that fails.
+// Runs a job that must fail and print both texts.
 static void run_failing(const char *processes, const char *what, const char *says, const char *also) {
     char output[8192];
     Job job = {processes, what};

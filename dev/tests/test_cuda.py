@@ -375,6 +375,13 @@ def test_a_resume_keeps_what_determines_the_numbers(cuda, data, tmp_path):
     assert arguments["zero"] is True and arguments["recompute"] is True
 
 
+def test_measured_matmuls_in_graphs(cuda, data, tmp_path):
+    """Matmuls are measured before the capture, during which nothing may wait."""
+    text = train(data, *SMALL, "--batch", 1, "--total-batch-tokens", 60, "--deterministic", 0, "--steps", 4,
+                 "--attn-switch", "2:ssmax", "--out", tmp_path / "out", program=cuda, env={"CUDA_ON_CPU_REPORT": "1"})
+    assert launches(text)[0][1] == 2 * (1 + 3) and np.isfinite(losses(tmp_path / "out")).all()
+
+
 # ---- stored matmul algorithms
 
 

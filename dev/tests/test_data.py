@@ -97,7 +97,9 @@ def test_shakespeare(plays):
     assert sum(len(d.encode()) for d in found + documents_of(plays, "train")) == 5_057_198
 
 
-def test_a_changed_shard_is_rejected(plays, tmp_path):
+def test_other_settings_and_a_changed_shard_are_rejected(plays, tmp_path):
+    text = script("shakespeare", "--out", plays, "--val-fraction", "0.1", code=2)
+    assert "made with val_fraction = 0.05, but now it is 0.1" in text
     for name, content in contents(plays).items():
         (tmp_path / name).write_bytes(content[:-1] if "_val_" in name else content)
     text = script("shakespeare", "--out", tmp_path, code=3)

@@ -184,7 +184,7 @@ def shown(words, threads, **env):
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "train_gpt2cu", "train_gpt2cu_on_cpu"])
 def test_threads_that_wait_spin_briefly(program):
-    """In each program, unless the user asks for something else. OpenMP reports its settings at each start."""
+    """Every program limits spinning unless the user sets it. OpenMP prints its settings at startup."""
     if not (TRAIN.parent / program).exists():
         pytest.skip(f"{TRAIN.parent / program} is not built")
     flags = ["env", "-u", "GOMP_SPINCOUNT", TRAIN.parent / program, "--version"]
@@ -287,7 +287,8 @@ def test_clang_builds_without_warnings(tmp_path):
 
 
 def test_cdpath(tmp_path):
-    """With CDPATH, cd prefers a folder there to one here. Runs each script's line that changes to the root."""
+    """If CDPATH is set, cd prefers a folder in it to one in the current folder. Runs each script's line that changes
+    to the repository's root."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     (ours / "scripts").mkdir(parents=True)
     (other / "scripts").mkdir(parents=True)
@@ -323,7 +324,7 @@ def test_setup_says_what_it_installs_and_why(tmp_path):
 
 
 def test_setup_despite_settings_of_python_and_pip(tmp_path):
-    """The virtual environment gets its packages whatever the user's settings say, even those that lie elsewhere."""
+    """Neither the user's settings nor packages installed elsewhere affect the virtual environment."""
     def write(folder, version):
         (folder / f"thing-{version}.dist-info").mkdir(parents=True)
         (folder / "thing.py").write_text(f"version = {version}\n")

@@ -43,7 +43,7 @@ def checkpoints(data, tmp_path_factory):
 
 
 def evaluate(folder, data, out, *flags, code=0):
-    """As eval_models.evaluate(); eval.json with the keys of its only model."""
+    """Like eval_models.evaluate(), but merges the keys of the only model into eval.json's."""
     found = eval_models.evaluate("loss", folder, data, out, *flags, code=code)
     if code:
         return found
@@ -317,7 +317,7 @@ def test_rope_scalings(block, scaling, softmax, data, tmp_path):
 
 
 def test_the_checkpoints_rope_scaling(softmax, data, tmp_path):
-    """It is that of the flag, which may replace it."""
+    """A scaling in config.json gives the same losses as the flag, and the flag overrides it."""
     plain = softmax["llama"][0]
     own = shutil.copytree(plain, tmp_path / "own")
     scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000}}

@@ -387,7 +387,8 @@ def test_only_the_other_normalizers_rows_are_kept():
 # ---------------------------------------------------------------- claims
 
 def judged(tmp_path, monkeypatch, ours, values, more="", seeds=(1, 2, 3), diverged=(), bases=()):
-    """The verdict on a claim. values: {row: {seed: number}}; seeds: planned; bases: [(row, the one it continues)]"""
+    """The verdict on a claim. values is {row: {seed: number}}; seeds are those that the rows are to have; bases pairs
+    each row with the one that it continues."""
     grid = read(tmp_path, ROWS, '[[run]]\nattn = "lssa"\n', LOSS,
                 f'[[claim]]\nname = "c"\npaper = "p"\nours = "{ours}"\n{more}')
     for row in grid.rows.values():
@@ -886,6 +887,10 @@ def test_a_plan_for_a_gpu_needs_no_gpu(tmp_path, monkeypatch):
         grid_parts.Programs(scale)
     programs = grid_parts.Programs(scale, plan_only=True)
     assert (programs.train, programs.stand_in) == (str(tmp_path / "train_gpt2"), True)
+    for name in "train_gpt2cu", "eval_gpt2cu":
+        (tmp_path / name).touch()
+    programs = grid_parts.Programs(scale, plan_only=True)
+    assert (programs.train, programs.stand_in) == (str(tmp_path / "train_gpt2cu"), False)
 
 
 def test_programs_that_cannot_be_used_are_named(data, tmp_path):
@@ -1028,8 +1033,8 @@ def test_a_grid_that_was_killed_resumes(data, tmp_path, how):
         out.parent.mkdir()
         paths.append(write(out.parent, '[[run]]\nattn = "softmax"\nflags = { steps = 1500 }\n', data=data))
     process = started(paths[0], stopped, "--jobs", 1)
-    written = lambda: any(file.stat().st_size > 1000 for file in stopped.glob("runs/*/metrics.jsonl"))
-    jobs.wait_for(written, "some steps")
+    jobs.wait_for(lambda: any(file.stat().st_size > 1000 for file in stopped.glob("runs/*/metrics.jsonl")),
+                  "some steps")
     process.send_signal(how)
     said = process.communicate(timeout=300)[0]
     if how == signal.SIGTERM:

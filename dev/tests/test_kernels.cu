@@ -927,7 +927,7 @@ static void expect_adamw(Numbers &p, Numbers &m, Numbers &v, const Numbers &g, c
 enum Copy { NO_COPY, NEAREST, STOCHASTIC };
 static const char *const COPIES[] = {"", " bf16", " bf16 stochastic"};
 
-// Where the step's numbers are not finite, nothing changes, whatever the gradients are.
+// With finite = false, the step changes nothing, whatever the gradients are.
 static void test_adamw(bool packed, bool odd, Copy copy, bool scaled, int64_t step, bool finite = true) {
     if (!case_begins("adamw%s%s%s%s step=%d%s", packed ? " packed" : "", odd ? " odd" : "", COPIES[copy],
                      scaled ? " scaled" : "", (int)step, finite ? "" : " not finite"))

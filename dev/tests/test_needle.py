@@ -14,7 +14,8 @@ from trainer import ROOT
 
 from transformers import AutoModelForCausalLM
 
-DATA, L = write_text, 600
+DATA = write_text
+L = 600
 
 
 def needles(folder, data, out, *flags):

@@ -169,7 +169,7 @@ static void test_shortest(void) {
         {"softmax+scale=pn+s=0.5", "ssmax-pn+s=0.5"}, {"softmax+phi=relu+norm=L", "relu-L"}, {"relu-L+norm=sqrt-half-n", "relu-sqrt"},
         {"softmax+norm=l1+sink", "softmax-sink"}, {"softmax-floorlog+scale=rsqrt-d", "softmax"},
         {"softmax+scale=floorlog:8192", "softmax-floorlog"},
-        {"softmax+phi=expm1+post=rectify", "softpick"},
+        {"softmax+phi=expm1+post=rectify", "softpick"}, {"softmax1+norm=l1", "softmax"},
         // Given twice, the last one counts.
         {"softmax+post=negate+post=recenter", "softmax-recentered"}, {"lssar+post=reweight:3+post=none", "lssa"},
     };

@@ -13,7 +13,8 @@ from eval_models import evaluate, overflowing, reference, with_weights
 from tiny import BIN, run
 from trainer import write_shard
 
-DATA, L = write_text, 64
+DATA = write_text
+L = 64
 PROMPTS = ["the cat sat on the mat, and the dog on the log", "naïve café: 5 € 😀", "aaaaaaaaaaaaaaaaaaaaaaaab",
            "It is a truth universally acknowledged"]
 

@@ -269,6 +269,10 @@ def test_resumes_are_marked(tmp_path):
     for axes in runs.losses([str(run)]).axes:
         where = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
         assert where == pytest.approx([5, 10] if axes.get_xlabel() == "seconds" else [5.12, 10.24])
+    for _ in range(run_folder.MOST_RESUMES):
+        resumed(run, 20)
+    marks = run_folder.read_marks(run, run_folder.read_metrics(run))
+    assert [mark[2] for mark in marks[1:]] == [""] * 6, "too many to label"
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -373,7 +373,8 @@ def test_hostfile(launcher, tmp_path):
     ("node-a slots=6\nnode-b slots=2\n", 8, 6, None),
 ])
 def test_shares_of_the_cores(launcher, tmp_path, text, ranks, here, where):
-    """A name in several lines is one machine; without slots, shares are equal. Threads suit the fullest machine."""
+    """A name in several lines is one machine; without slots, shares are equal. The threads suit the machine with the
+    most ranks."""
     hosts = hostfile(tmp_path, text)
     script_of(tmp_path / "bin/nproc", "echo 24")
     run("launch.sh", ranks, TRAIN, **{**launcher, "HOSTFILE": hosts, "OMP_NUM_THREADS": ""})

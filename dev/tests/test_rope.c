@@ -89,6 +89,7 @@ static void test_messages(void) {
         {"linear:0.5", "FACTOR is '0.5'; expected a number from 1 to 1000000"},
         {"linear:1e7", "FACTOR is '1e7'"},
         {"linear:nan", "FACTOR is 'nan'"},
+        {"linear:2x", "FACTOR is '2x'"},
         {"yarn:4:0", "ORIGINAL is '0'; expected a whole number from 1 to 2147483647"},
         {"yarn:4:10.5", "ORIGINAL is '10.5'; expected a whole number"},
         {"llama3:8:0:4:8192", "LOW is '0'; expected a number from 1e-06"},

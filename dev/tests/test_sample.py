@@ -23,7 +23,7 @@ from trainer import checkpoint, saving_and_pruning
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Run folders: "text" has a tokenizer; "ids" has none, and its model uses ssmax; nor has "untied"."""
+    """Run folders: "text" has a tokenizer; "ids", whose model uses ssmax, and "untied" have none."""
     folder = tmp_path_factory.mktemp("runs")
     plain = write_data(folder / "plain", tokenizer=False)
     train(write_data(folder / "data"), folder / "text", steps=60)
@@ -96,9 +96,13 @@ def test_lines_of_a_prompt_file(runs, tmp_path):
 def test_bf16_rounds_the_weights_of_matmuls(runs, tmp_path):
     """As long as one token at a time is decoded, nothing else is rounded."""
     flags, untied = ["--num-samples", 64, "--temperature", 1.2], checkpoint(runs / "untied", 60)
-    rounded = with_weights(untied, tmp_path / "rounded", lambda tensors: tensors.update(
-        {name: torch.from_numpy(w).bfloat16().float().numpy() for name, w in tensors.items()
-         if w.ndim == 2 and "embed_tokens" not in name}))
+
+    def change(weights):
+        for name, w in weights.items():
+            if w.ndim == 2 and "embed_tokens" not in name:
+                weights[name] = torch.from_numpy(w).bfloat16().float().numpy()
+
+    rounded = with_weights(untied, tmp_path / "rounded", change)
     wanted, _ = sample(rounded, *flags)
     assert sample(untied, *flags, "--dtype", "bf16")[0] == wanted != sample(untied, *flags)[0]
 
@@ -345,8 +349,10 @@ def test_logits_that_are_not_finite(runs, flags, interactive):
 
 def test_activations_whose_squares_overflow(chain, tmp_path):
     """RMSNorm makes zeros of them, so that all logits are equal."""
-    folder = with_weights(checkpoint(chain, 0), tmp_path / "model", lambda tensors: tensors.update(
-        {"model.embed_tokens.weight": np.float32(1e25) * tensors["model.embed_tokens.weight"]}))
+    def change(weights):
+        weights["model.embed_tokens.weight"] *= np.float32(1e25)
+
+    folder = with_weights(checkpoint(chain, 0), tmp_path / "model", change)
     output, errors = run(BIN / "sample_gpt2", "--model", folder, "--prompt", "x", *CHAIN, code=5)
     assert output == "x\n" and "all equal" in errors
 

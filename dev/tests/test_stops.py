@@ -346,7 +346,7 @@ def paused_between_saves(process, out):
         assert process.poll() is None and time.time() < end
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)     # a thread may be in a system call
-        [*_, (step,)] = metrics(out, ["step"])
+        step = metrics(out, ["step"])[-1][0]
         if between := 2 <= step % 10 <= 7:
             yield
         process.send_signal(signal.SIGCONT)

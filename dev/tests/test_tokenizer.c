@@ -1,4 +1,4 @@
-// The C tokenizer with a small vocabulary made here: short buffers, texts of ids, and malformed files.
+// The C tokenizer with a small vocabulary made here: short buffers, the text of each id, and malformed files.
 // dev/tests/test_tokenizer.py compares it with tiktoken on megabytes of text, and test_vocabulary.py with the
 // `tokenizers` library for other kinds.
 #include "dev/tests/check.h"

@@ -46,7 +46,7 @@ def make_path(path):
 
 def run(path, *words, code=0, threads=1, said=None):
     """Runs a program, which is built if it is missing, and returns its stdout and stderr. The exit code must be
-    `code`. said: what it reads from stdin"""
+    `code`. `said` is sent to stdin."""
     build(Path(path))
     result = subprocess.run([str(path), *map(str, words)], capture_output=True, env=environment(threads),
                             input=None if said is None else said.encode())

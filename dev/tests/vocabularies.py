@@ -87,9 +87,9 @@ def qwen():
 # ---- SentencePiece's files: Mistral, and Llama 2, TinyLlama and Zephyr likewise
 
 def pieces():
-    """(text, score, kind) of each piece of Mistral's model: a file in Protocol Buffers' format that begins with the
-    pieces, each a tag, a size, and that many bytes: a tag, the text's size and the text, a tag and the score, and,
-    unless the piece is a normal one, a tag and the kind."""
+    """(text, score, kind) of each piece of Mistral's model, a file in Protocol Buffers' format that begins with the
+    pieces. A piece is a tag, a size, and that many bytes: a tag, the text's size and the text; a tag and the score; a
+    tag and the kind, unless it is NORMAL."""
     data, start, piece = original("mistral"), 0, 0x0A
     while data[start] == piece:
         end = start + 2 + data[start + 1]
