@@ -66,8 +66,10 @@ def code_of(file, text):
 
 
 def is_declared(code, at):
-    """Whether the name before the bracket at `at` is declared there: a type stands before it."""
-    before = re.search(r"(\w+)[ >]+[*&]*\w+(?:\[[^\]]*\])*$", code[max(0, at - 80):at])
+    """Whether the name before the bracket at `at` is declared there: a type stands before it, or before a list of
+    names that ends with it."""
+    name = r"[*&]*\w+(?:\[[^\]]*\])*"
+    before = re.search(rf"(\w+)[ >]+{name}(?:, {name})*$", code[max(0, at - 80):at])
     return bool(before) and before[1] not in ("return", "in", "and", "or", "not", "else", "if")
 
 
