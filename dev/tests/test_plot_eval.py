@@ -18,7 +18,7 @@ import pytest
 import calls
 from calls import call, limited, write_known
 from trainer import ROOT
-from lib import drawing, files
+from lib import drawing
 from lib.run_folder import Refused
 import plot_eval
 import report
